@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python 3.10 or newer and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.PHONY: demo test check docs unit slow gpu clean
+
+demo: $(STAMP)
+	$(BIN)/lightning-turbo demo $(DEMO_ARGS)
+
+test: check unit
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The site, at http://127.0.0.1:8000, built anew when a page changes.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The long suites: every kill, every pair, every benchmark case. Nightly and before a release.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# On a machine with a CUDA device; fails if no test ran.
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# torch comes first and alone: its exact version decides which build pip takes.
+$(STAMP): pyproject.toml constraints.txt
+	@echo 'Installing into $(VENV); the first time takes some minutes.'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dali,demo,dev,docs,optim]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,90 @@
+"""Writes the table of techniques, from the front matter of the cards, into the pages that show it.
+
+    python docs/overview.py            write the pages
+    python docs/overview.py --check    only tell, by the exit status, whether they are up to date
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CARDS = ROOT / "docs" / "cards"
+PAGES = (CARDS / "README.md", ROOT / "README.md")
+BEGIN, END = "<!-- techniques: made by docs/overview.py -->", "<!-- end of techniques -->"
+KEYS = ("name", "class", "function", "maths_unchanged", "needs", "status")
+
+
+def front_matter(path):
+    """The fields between the two lines of dashes that open a card, spaces in their names made underscores."""
+    head, _, rest = path.read_text().partition("\n")
+    block, closing, _ = rest.partition("\n---\n")
+    if head != "---" or not closing:
+        raise ValueError(f"{path}: a card opens with front matter between two lines of three dashes.")
+    fields = yaml.safe_load(block)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: the front matter holds no fields.")
+    fields = {str(key).replace(" ", "_").replace("-", "_"): value for key, value in fields.items()}
+    missing = [key for key in KEYS if key not in fields]
+    if missing:
+        raise ValueError(f"{path}: the front matter lacks {', '.join(missing)}.")
+    return fields
+
+
+def cards():
+    return sorted(path for path in CARDS.glob("*.md") if path.name != "README.md")
+
+
+def table(page):
+    """The table as ``page`` shows it, with links that start from there."""
+    lines = ["| Technique | In the Trainer | In any loop | Maths unchanged | Needs |", "|---|---|---|---|---|"]
+    for path in cards():
+        fields = front_matter(path)
+        link = f"[{fields['name']}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
+        cells = [link, *(_code(fields[key]) for key in ("class", "function")), *map(_words, _rest(fields))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _rest(fields):
+    return fields["maths_unchanged"], fields["needs"]
+
+
+def _code(value):
+    text = _words(value)
+    return text if text in ("", "-") or "`" in text else ", ".join(f"`{name.strip()}`" for name in text.split(", "))
+
+
+def _words(value):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_words, value)) or "-"
+    text = "-" if value is None else str(value).strip()
+    return ("-" if text.lower() in ("none", "nothing", "") else text).replace("|", "\\|")
+
+
+def updated(page):
+    """The text of ``page`` with the table in its place."""
+    before, found, rest = page.read_text().partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not found or not closed:
+        raise ValueError(f"{page}: no place for the table, between {BEGIN!r} and {END!r}.")
+    return f"{before}{BEGIN}\n{table(page)}\n{END}{after}"
+
+
+def main(argv):
+    stale = [page for page in PAGES if updated(page) != page.read_text()]
+    if "--check" in argv:
+        for page in stale:
+            print(f"{page} is out of date: run python docs/overview.py")
+        return 1 if stale else 0
+    for page in stale:
+        page.write_text(updated(page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Runnable examples, each on its own."""

@@ -1,0 +1,126 @@
+"""Train a ResNet-50 on a folder of images, ImageNet's way: DALI, apex's precision levels, DDP.
+
+    python examples/imagenet_dali.py /data/imagenet --devices 8
+    torchrun --nproc-per-node 8 examples/imagenet_dali.py /data/imagenet --devices 8
+    python examples/imagenet_dali.py --demo
+
+The folder holds ``train`` and ``val``, and in each of them one folder a class. ``--demo`` makes a small one from
+scikit-image's photographs of textures and trains a ResNet-18 on the CPU, in under a minute.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from monai.networks.nets import resnet18, resnet50
+from torch.nn import functional as F
+
+from lightning_turbo import ApexAMP, DALIDataModule
+
+
+class Classifier(LightningModule):
+    """The recipe of He et al. and Goyal et al.: SGD, label smoothing, a warm-up and a cosine."""
+
+    def __init__(self, build, classes, learning_rate):
+        super().__init__()
+        net = build(spatial_dims=2, n_input_channels=3, num_classes=classes, conv1_t_stride=2)
+        self.net = net.to(memory_format=torch.channels_last)
+        self.learning_rate = learning_rate
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        loss = F.cross_entropy(self.net(images).float(), labels, label_smoothing=0.1)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        images, labels = batch
+        right = (self.net(images).argmax(dim=1) == labels).float().mean()
+        self.log("accuracy", right, batch_size=len(labels), sync_dist=True)
+
+    def configure_optimizers(self):
+        decayed = [p for p in self.net.parameters() if p.ndim > 1]
+        plain = [p for p in self.net.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 5e-5}, {"params": plain, "weight_decay": 0.0}]
+        optimizer = torch.optim.SGD(groups, lr=self.learning_rate, momentum=0.9)
+        steps = int(self.trainer.estimated_stepping_batches)
+        warmup = max(1, steps // 18)  # five of ninety epochs
+        rise = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=warmup)
+        fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup))
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warmup])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def make_demo(root):
+    """Photographs of three textures from scikit-image: upper part for training, lower part for validation."""
+    from PIL import Image
+    from skimage import data
+
+    for name in ("brick", "grass", "gravel"):
+        whole = getattr(data, name)()
+        for part, top, bottom in (("train", 0, 384), ("val", 384, 512)):
+            folder = Path(root, part, name)
+            folder.mkdir(parents=True, exist_ok=True)
+            for y in range(top, bottom - 95, 32):
+                for x in range(0, 512 - 95, 64):
+                    Image.fromarray(whole[y : y + 96, x : x + 96]).save(folder / f"{y:03d}-{x:03d}.jpg", quality=90)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", help="holds train and val, with one folder a class in each")
+    parser.add_argument("--demo", action="store_true", help="small data and network, on the CPU")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--level", default="O1", choices=("O0", "O1", "O2", "O3"), help="of ApexAMP")
+    parser.add_argument("--batch-size", type=int, default=None, help="a device; default 256, demo 16")
+    parser.add_argument("--epochs", type=int, default=None, help="default 90, demo 3")
+    parser.add_argument("--threads", type=int, default=None, help="of DALI, a device; default: its part of the cores")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", default=None, help="a checkpoint to go on from, of any batch")
+    options = parser.parse_args()
+    if (options.folder is None) != options.demo:
+        parser.error("give either a folder or --demo")
+    options.batch_size = options.batch_size or (16 if options.demo else 256)
+    options.epochs = options.epochs or (3 if options.demo else 90)
+    return options
+
+
+def main(options, folder):
+    seed_everything(options.seed)
+    if options.demo:
+        torch.set_num_threads(1)  # small layers gain nothing from more, and DALI has threads of its own
+    size = 32 if options.demo else 224
+    data = DALIDataModule(
+        Path(folder, "train"), Path(folder, "val"), batch_size=options.batch_size, last_batch="drop",
+        num_threads=options.threads, images={"size": size, "channels_last": True},
+    )  # fmt: skip
+    classes = len(data.loaders["train"].pipeline.classes)
+    # Linear scaling: 0.1 for 256 images a step.
+    learning_rate = 0.1 * options.devices * options.batch_size / 256
+    model = Classifier(resnet18 if options.demo else resnet50, classes, learning_rate)
+    cpu = options.demo or not torch.cuda.is_available()
+    trainer = Trainer(
+        accelerator="cpu" if cpu else "gpu",
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
+        plugins=[ApexAMP(options.level, dtype=torch.bfloat16 if cpu else None)],
+        max_epochs=options.epochs,
+        logger=not options.demo,
+        enable_checkpointing=not options.demo,
+        log_every_n_steps=10,
+    )
+    trainer.fit(model, data, ckpt_path=options.resume)
+    if trainer.is_global_zero:
+        print(f"validation accuracy {trainer.callback_metrics['accuracy']:.3f}")
+
+
+if __name__ == "__main__":
+    options = parse()
+    if options.demo:
+        with tempfile.TemporaryDirectory() as folder:
+            make_demo(folder)
+            main(options, folder)
+    else:
+        main(options, options.folder)

@@ -1,0 +1,199 @@
+"""``python -m examples.medmnist3d.ablation --out runs/ablation``: trick by trick, time per epoch and AUC.
+
+Each trick is added alone to a plain run, and all together at the end. Every repetition trains all of them, with one
+seed, in an order that is reversed each time, so that a machine that drifts favours none; times are compared within a
+repetition. Results are written after every run; Ctrl-C keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+from examples.medmnist3d.chart import draw, table
+from examples.medmnist3d.data import FastVolumes, Volumes
+from examples.medmnist3d.model import VolumeClassifier
+from examples.medmnist3d.tricks import ALL, PLAIN, TRICKS, Variant
+from lightning_turbo.bench.progress import Progress
+from lightning_turbo.demo.report import machine
+from lightning_turbo.errors import NoEffectWarning
+
+__all__ = ["main", "train"]
+
+VARIANTS = {"plain": PLAIN, **{f"+ {name}": PLAIN | trick for name, trick in TRICKS.items()}, "all": ALL}
+
+
+class EpochClock(Callback):
+    """Times training epochs, from before their first batch is loaded to after their last step.
+
+    Args:
+        progress: Told of every epoch.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._start = self._now(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Stop the clock after the last batch, before validation."""
+        if trainer.is_last_batch:
+            self.seconds.append(self._now(pl_module) - self._start)
+            self.progress.advance()
+
+    @staticmethod
+    def _now(pl_module: LightningModule) -> float:
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        return time.perf_counter()
+
+
+def train(variant: Variant, settings: argparse.Namespace, seed: int, progress: Progress) -> dict[str, Any]:
+    """Train one variant and return its epochs' seconds, AUC and accuracy.
+
+    Raises:
+        KeyboardInterrupt: After Ctrl-C, once Lightning has closed everything.
+    """
+    seed_everything(seed, verbose=False)
+    clock = EpochClock(progress)
+    data = _data(settings, FastVolumes if variant.prefetch else Volumes, seed=seed, **variant.data)
+    model = VolumeClassifier(
+        depth=settings.depth, widen=settings.widen, epochs_up=max(0.5, settings.epochs / 4), **variant.model
+    )
+    trainer = Trainer(
+        accelerator=settings.device,
+        devices=1,
+        max_epochs=settings.epochs,
+        limit_train_batches=settings.batches or 1.0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[make() for make in variant.plugins],
+        callbacks=[clock, *(make() for make in variant.callbacks)],
+        **variant.trainer,
+    )
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(model, datamodule=data)
+    except SystemExit:  # Lightning makes one of Ctrl-C, and turns the signal off
+        if not trainer.interrupted:
+            raise
+        signal.signal(signal.SIGINT, before)
+        raise KeyboardInterrupt from None
+    scores = {name: float(trainer.callback_metrics[f"val/{name}"]) for name in ("auc", "accuracy")}
+    return {"seed": seed, "epoch_seconds": clock.seconds, **scores}
+
+
+def run(settings: argparse.Namespace, progress: Progress) -> int:
+    """Train every variant in every repetition, and write results.json and ablation.png after each."""
+    names = [name for name in VARIANTS if not settings.only or name in ("plain", *settings.only)]
+    if settings.data == "mni152" and "+ packed" in names:
+        names.remove("+ packed")  # these cubes are in memory already
+    results: dict[str, Any] = {
+        "format": 1,
+        "machine": machine(torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")),
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(settings).items()},
+        "variants": {name: {"runs": []} for name in names},
+    }
+    status = 0
+    progress.expect(settings.repeats * len(names) * settings.epochs)
+    try:
+        for repeat in range(settings.repeats):
+            for name in names if repeat % 2 == 0 else reversed(names):
+                progress.show(f"repetition {repeat + 1} of {settings.repeats}, {name}")
+                results["variants"][name]["runs"].append(train(VARIANTS[name], settings, repeat, progress))
+                _write(results, settings.out)
+    except KeyboardInterrupt:
+        progress.say("Stopped; the runs that ended are kept.")
+        status = 130
+    if any(row["runs"] for row in results["variants"].values()):
+        draw(results, settings.out / "ablation.png")
+        progress.say(f"{table(results)}\n{settings.out / 'results.json'}  {settings.out / 'ablation.png'}")
+    return status
+
+
+def _data(settings: argparse.Namespace, kind: type[Volumes], **arguments: Any) -> Volumes:
+    return kind(source=settings.data, positive=settings.positive, batch_size=settings.batch_size, **arguments)
+
+
+def _write(results: dict[str, Any], out: Path) -> None:
+    partial = out / "results.json.partial"
+    partial.write_text(json.dumps(results, indent=1))
+    os.replace(partial, out / "results.json")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted is a whole number, at least 1")
+    return int(text)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; ``--quick`` fills in what was left out with the least that shows anything."""
+    parser = argparse.ArgumentParser(
+        "python -m examples.medmnist3d.ablation", description="Trick by trick: time per epoch and AUC."
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder of results.json, ablation.png")
+    parser.add_argument("--data", default="mni152", help="mni152, path.npz, or a name of the medmnist package")
+    parser.add_argument("--positive", type=int, help="the label that counts as positive, against all others")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--depth", type=int, help="of the ResNet (18; with --quick 10)")
+    parser.add_argument("--widen", type=float, help="factor of its channels (1; with --quick 0.125)")
+    parser.add_argument("--batch-size", type=_count, default=32)
+    parser.add_argument("--epochs", type=_count, help="of each run (10; with --quick 2)")
+    parser.add_argument("--repeats", type=_count, help="runs of each trick (3; with --quick 1)")
+    parser.add_argument("--batches", type=_count, help="training batches of an epoch (all; with --quick 4)")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="TRICK", help="plain and these alone")
+    parser.add_argument("--quick", action="store_true", help="see whether it works; the numbers mean nothing")
+    settings = parser.parse_args(arguments)
+    full, quick = (18, 1.0, 10, 3, None), (10, 0.125, 2, 1, 4)
+    for name, value in zip(
+        ("depth", "widen", "epochs", "repeats", "batches"), quick if settings.quick else full, strict=True
+    ):
+        if getattr(settings, name) is None:
+            setattr(settings, name, value)
+    return settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status, 130 after Ctrl-C."""
+    settings = parse(arguments)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--out {str(settings.out)!r}: {error.strerror}; give a folder that can be written.")
+    try:
+        data = _data(settings, Volumes)
+        data.prepare_data()
+        data.setup("fit")
+    except (ImportError, OSError, ValueError) as error:
+        sys.exit(str(error))
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with warnings.catch_warnings(), Progress() as progress:
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
+        warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated.*")  # Lightning's own
+        warnings.filterwarnings("ignore", category=NoEffectWarning)  # an ablation asks just that
+        return run(settings, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

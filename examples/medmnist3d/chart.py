@@ -1,0 +1,93 @@
+"""The ablation's figure and table: time per epoch against the plain run, and AUC."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+__all__ = ["draw", "summary", "table"]
+
+INK, FAINT, BLUE, ORANGE = "#22272e", "#d8dde3", "#0072b2", "#d55e00"
+
+
+def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Condense each variant's runs.
+
+    Returns:
+        One row for each variant that has runs: ``name``, ``seconds`` (median of the runs' median epochs, the first one
+        of each run left out where there are more), ``ratios`` (to the plain run of the same seed, one for each run),
+        ``aucs``.
+    """
+    plain = {run["seed"]: _epoch(run) for run in results["variants"]["plain"]["runs"]}
+    return [
+        {
+            "name": name,
+            "seconds": statistics.median(map(_epoch, row["runs"])),
+            "ratios": [_epoch(run) / plain[run["seed"]] for run in row["runs"] if run["seed"] in plain],
+            "aucs": [run["auc"] for run in row["runs"]],
+        }
+        for name, row in results["variants"].items()
+        if row["runs"]
+    ]
+
+
+def _epoch(run: dict[str, Any]) -> float:
+    return statistics.median(run["epoch_seconds"][1:] or run["epoch_seconds"])
+
+
+def table(results: dict[str, Any]) -> str:
+    """Write the rows as text."""
+    lines = [f"{'':22}{'s/epoch':>10}{'to plain':>10}{'AUC':>8}"]
+    for row in summary(results):
+        ratio = f"{statistics.median(row['ratios']):.2f}" if row["ratios"] else "-"
+        lines.append(f"{row['name']:22}{row['seconds']:>10.3g}{ratio:>10}{statistics.median(row['aucs']):>8.3f}")
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw medians as bars and single runs as dots.
+
+    Args:
+        results: What the ablation wrote to results.json.
+        path: The image; its suffix chooses the format.
+    """
+    rows = summary(results)
+    figure = Figure(figsize=(11, 1.8 + 0.36 * len(rows)), dpi=140, layout="constrained", facecolor="white")
+    times, scores = figure.subplots(1, 2, sharey=True)
+    names = [row["name"] for row in rows]
+    for axes, key, colour, title in (
+        (times, "ratios", BLUE, "Time per epoch, relative to plain"),
+        (scores, "aucs", ORANGE, "Validation AUC"),
+    ):
+        for place, row in enumerate(rows):
+            if row[key]:
+                axes.barh(place, statistics.median(row[key]), height=0.62, color=colour, alpha=0.75)
+                axes.plot(row[key], [place] * len(row[key]), "o", color=INK, markersize=3)
+        axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
+        axes.grid(axis="x", color=FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK, length=0)
+    times.axvline(1, color=INK, linewidth=0.8)
+    for place, row in enumerate(rows):
+        times.text(0, place, f"  {row['seconds']:.3g} s", va="center", color="white", fontsize=8)
+    scores.axvline(0.5, color=INK, linewidth=0.8)
+    scores.set_xlim(0, 1)
+    times.set_yticks(range(len(names)), names)
+    times.invert_yaxis()
+    asked, made_on = results["settings"], results["machine"]
+    figure.suptitle(
+        f"Trick by trick: {Path(asked['data']).name}, 3D ResNet-{asked['depth']} x {asked['widen']:g}",
+        x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK,
+    )  # fmt: skip
+    figure.supxlabel(
+        f"{made_on['date'].split()[0]}  ·  {made_on['device']}, {made_on['threads']} threads  ·  torch "
+        f"{made_on['torch']}  ·  {asked['epochs']} epochs, {asked['repeats']} repetitions, dots are runs"
+        + ("  ·  --quick: the numbers mean nothing" if asked["quick"] else ""),
+        x=0.012, ha="left", fontsize=8.5, color=INK,
+    )  # fmt: skip
+    figure.savefig(path)

@@ -1,0 +1,260 @@
+"""The one door to Lightning: it chooses between ``lightning.pytorch`` and ``pytorch_lightning``.
+
+The two names are two copies of the same code, and the Trainer of one refuses the objects of the other. Adapters
+take every class of Lightning from this module, so that all of them come from the copy that the program uses. Private
+parts of Lightning and switches on versions stand here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_turbo.errors import LightningMismatchError
+
+if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.tuner.tuning import Tuner
+    from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+__all__ = [
+    "BatchSizeFinder",
+    "Callback",
+    "CheckpointIO",
+    "CombinedLoader",
+    "DDPStrategy",
+    "GradientAccumulationScheduler",
+    "LRSchedulerConfig",
+    "LightningDataModule",
+    "LightningModule",
+    "MisconfigurationException",
+    "ModelCheckpoint",
+    "Precision",
+    "Profiler",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "StrategyRegistry",
+    "TensorBoardLogger",
+    "TorchCheckpointIO",
+    "Trainer",
+    "Tuner",
+    "bind_lightning",
+    "bound_name",
+    "check_binding",
+    "is_fitting",
+    "loaded_checkpoint",
+    "lower_found_batch_size",
+    "rank_zero_info",
+    "rank_zero_warn",
+    "register_strategies",
+    "when_lightning_is_imported",
+]
+
+NAMES = ("lightning.pytorch", "pytorch_lightning")
+VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
+
+# Where each name of __all__ lives below the package that is bound.
+_HOMES = {
+    "BatchSizeFinder": "callbacks",
+    "Callback": "callbacks",
+    "CheckpointIO": "plugins.io",
+    "CombinedLoader": "utilities",
+    "DDPStrategy": "strategies",
+    "GradientAccumulationScheduler": "callbacks",
+    "LRSchedulerConfig": "utilities.types",
+    "LightningDataModule": "core",
+    "LightningModule": "core",
+    "MisconfigurationException": "utilities.exceptions",
+    "ModelCheckpoint": "callbacks",
+    "Precision": "plugins.precision",
+    "Profiler": "profilers",
+    "SingleDeviceStrategy": "strategies",
+    "Strategy": "strategies",
+    "StrategyRegistry": "strategies",
+    "TensorBoardLogger": "loggers",
+    "TorchCheckpointIO": "plugins.io",
+    "Trainer": "trainer.trainer",
+    "Tuner": "tuner.tuning",
+    "rank_zero_info": "utilities.rank_zero",
+    "rank_zero_warn": "utilities.rank_zero",
+}
+
+_bound: str | None = None
+_reason = ""
+_imported_by_us: set[str] = set()
+
+
+def _loaded() -> list[str]:
+    """The names of Lightning that are imported, in the order of their import."""
+    return [name for name in sys.modules if name in NAMES]
+
+
+def bound_name() -> str:
+    """Return the import name of Lightning that the adapters use, binding it on the first call.
+
+    The choice, in this order: ``bind_lightning``; the environment variable ``LIGHTNING_TURBO_LIGHTNING``; the
+    name that the program imported first; ``lightning.pytorch``; ``pytorch_lightning`` if it alone is installed.
+    """
+    global _bound, _reason
+    if _bound is None:
+        if os.environ.get(VARIABLE):
+            _bound, _reason = _checked(os.environ[VARIABLE]), f"the environment variable {VARIABLE} says so"
+        elif _loaded():
+            _bound, _reason = _loaded()[0], "the program imported it first"
+        elif importlib.util.find_spec("lightning") is not None:
+            _bound, _reason = NAMES[0], "no Lightning was imported before it"
+        else:
+            _bound, _reason = NAMES[1], "it is the only one installed"
+    return _bound
+
+
+def bind_lightning(name: str) -> None:
+    """Bind the adapters to one of Lightning's two import names, before any of them is used.
+
+    Args:
+        name: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+
+    Raises:
+        ValueError: If ``name`` is neither.
+        LightningMismatchError: If the adapters are bound to the other name already.
+    """
+    global _bound, _reason
+    _checked(name)
+    if _bound not in (None, name):
+        raise LightningMismatchError(
+            f"bind_lightning({name!r}): lightning_turbo is bound to {_bound} already, because {_reason}. "
+            "Call bind_lightning before the first use of any name of lightning_turbo."
+        )
+    _bound, _reason = name, "bind_lightning was called"
+
+
+def _checked(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"{name!r} is no import name of Lightning; accepted are {NAMES[0]!r} and {NAMES[1]!r}.")
+    return name
+
+
+def check_binding(used_by: str) -> None:
+    """Explain, in words, that an adapter would be refused by the program's Trainer.
+
+    Called by the constructors of adapters. The other copy of Lightning counts as the program's own when only
+    lightning_turbo imported the copy that is bound.
+
+    Args:
+        used_by: The adapter's name, for the message.
+
+    Raises:
+        LightningMismatchError: If the program uses the name of Lightning that is not bound.
+    """
+    bound = bound_name()
+    other = NAMES[1 - NAMES.index(bound)]
+    if other in sys.modules and bound in _imported_by_us and "bind" not in _reason and VARIABLE not in _reason:
+        raise LightningMismatchError(
+            f"{used_by} is built on {bound}, because {_reason}, but this program uses {other}, a second copy "
+            f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo, or set the "
+            f"environment variable {VARIABLE}={other}, or call lightning_turbo.bind_lightning({other!r}) first."
+        )
+
+
+def lower_found_batch_size(trainer: Any, size: int) -> bool:
+    """Lower the batch size that Lightning's BatchSizeFinder has found, and load the training data anew.
+
+    Args:
+        trainer: A Trainer at the start of training.
+        size: The new batch size, per rank.
+
+    Returns:
+        Whether the Trainer has a BatchSizeFinder; without one nothing is changed.
+    """
+    parsing = importlib.import_module(f"{bound_name()}.utilities.parsing")
+    finder_class = importlib.import_module(f"{bound_name()}.callbacks").BatchSizeFinder
+    for finder in trainer.callbacks:
+        if isinstance(finder, finder_class):
+            parsing.lightning_setattr(trainer.lightning_module, finder._batch_arg_name, size)
+            trainer.fit_loop._combined_loader = None
+            trainer.fit_loop.setup_data()
+            return True
+    return False
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    bound = bound_name()
+    if bound not in sys.modules:
+        _imported_by_us.add(bound)
+    value = getattr(importlib.import_module(f"{bound}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls back once, right after the first of Lightning's packages of strategies has been imported."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname not in NAMES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            self.callback()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def when_lightning_is_imported(callback: Callable[[], None]) -> None:
+    """Call ``callback`` now if Lightning is imported, else as soon as the program imports it.
+
+    Importing lightning_turbo alone must not choose a copy of Lightning for the program.
+    """
+    if _loaded():
+        callback()
+    else:
+        sys.meta_path.insert(0, _AfterImport(callback))
+
+
+def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Return the checkpoint that a Trainer is about to restore, empty if there is none.
+
+    Lightning gives a plugin only the state under its own class's name; this is how it sees what others wrote.
+    """
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def is_fitting(trainer: Any) -> bool:
+    """Whether a Trainer is in ``fit``, not in validate, test or predict."""
+    return trainer.state.fn is not None and trainer.state.fn.value == "fit"
+
+
+def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
+    """Give the Trainer's ``strategy=`` names of ours; a second time changes nothing.
+
+    Args:
+        strategies: Name -> what makes the strategy; called without arguments when a Trainer is given the name.
+    """
+    registry = importlib.import_module(f"{bound_name()}.strategies").StrategyRegistry
+    for name, make in strategies.items():
+        registry.register(name, make, description="lightning_turbo", override=True)

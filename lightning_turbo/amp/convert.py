@@ -1,0 +1,325 @@
+"""Old checkpoints: what apex and every version of Lightning wrote about their loss scalers, and how it goes on."""
+
+from __future__ import annotations
+
+import enum
+import os
+import pickle
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.errors import TurboError, TurboWarning
+
+__all__ = ["KNOWN_KEYS", "CheckpointError", "convert_checkpoint", "find_scaler_state", "move_scaler_state"]
+
+OWN_KEY = "ApexAMP"
+
+# Where a checkpoint may hold scaler state, the newest first: Lightning 2 and 1.x name the plugin's class, older 1.x
+# versions wrote one key for all, and plain apex scripts follow apex's documentation.
+KNOWN_KEYS = (
+    OWN_KEY,
+    "MixedPrecision",
+    "MixedPrecisionPlugin",
+    "NativeMixedPrecisionPlugin",
+    "ApexMixedPrecisionPlugin",
+    "native_amp_scaling_state",
+    "amp_scaling_state",
+    "amp",
+)
+
+# What plain scripts call the parts of their checkpoints; apex's documentation first.
+_PLAIN_NAMES = {
+    "model": ("model", "state_dict", "model_state_dict"),
+    "optimizer": ("optimizer", "optimizer_state_dict"),
+    "lr_scheduler": ("lr_scheduler", "scheduler", "lr_scheduler_state_dict", "scheduler_state_dict"),
+}
+_LIGHTNING = "pytorch-lightning_version"
+_LIGHTNING_2 = "2.0.0"
+
+
+class CheckpointError(TurboError, ValueError):
+    """A file is no checkpoint, or lacks a part that it should have."""
+
+
+def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the scaler state of a checkpoint in apex's format, and the key it stood under.
+
+    Args:
+        checkpoint: A loaded checkpoint of Lightning or of a plain apex script.
+
+    Returns:
+        ``({"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, key)``, or ``(None, None)``.
+    """
+    for key in KNOWN_KEYS:
+        state = checkpoint.get(key)
+        if isinstance(state, Mapping) and state:
+            converted = _to_apex(state)
+            if converted is not None:
+                return converted, key
+    return None, None
+
+
+def move_scaler_state(checkpoint: dict[str, Any]) -> str | None:
+    """Move scaler state to the key under which Lightning gives it to ``ApexAMP``, in place.
+
+    Args:
+        checkpoint: A loaded checkpoint of Lightning.
+
+    Returns:
+        The key it stood under, ``None`` if there was none.
+    """
+    state, key = find_scaler_state(checkpoint)
+    if key is not None and key != OWN_KEY:
+        checkpoint[OWN_KEY] = state
+        del checkpoint[key]
+    return key
+
+
+def convert_checkpoint(
+    old: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    to: str = "apex",
+    prefix: str = "",
+    growth_interval: int = 2000,
+    trust: bool = False,
+) -> Path:
+    """Turn an old checkpoint into one that Lightning 2 loads, with the loss scale that it holds.
+
+    Read are plain apex files, ``{"model": ..., "optimizer": ..., "amp": ...}`` as in apex's documentation, and
+    Lightning's own of any version. What is written loads with ``torch.load(..., weights_only=True)``.
+
+    Args:
+        old: The file to read; never changed.
+        new: The file to write; must not exist.
+        to: ``"apex"`` for ``Trainer(plugins=[ApexAMP(...)])``, ``"mixed"`` for ``Trainer(precision="16-mixed")``.
+        prefix: For plain files: what the LightningModule puts before the names of the weights, as ``"model."``
+            for a network in ``self.model``. ``"module."`` from DistributedDataParallel is dropped.
+        growth_interval: For ``"mixed"``: steps without overflow before the scale doubles; 1 or more.
+        trust: Unpickle whatever the file holds, which runs any code in it. Needed for Lightning 1.x files with
+            objects in them; entries that are no plain data are left out of the new file with a warning.
+
+    Returns:
+        The path of the new file.
+
+    Raises:
+        CheckpointError: If the file is broken, foreign, holds objects and is not trusted, or lacks a part.
+        FileNotFoundError: If ``old`` or the folder of ``new`` is absent.
+        FileExistsError: If ``new`` exists, ``old`` included.
+        ValueError: If ``to`` or ``growth_interval`` is not accepted.
+
+    Warns:
+        TurboWarning: For entries that are left out, and for scalers beyond the one that ``"16-mixed"`` has.
+    """
+    if to not in ("apex", "mixed"):
+        raise ValueError(f"to={to!r} is unknown; accepted are 'apex' (ApexAMP) and 'mixed' (precision='16-mixed').")
+    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
+        raise ValueError(f"growth_interval={growth_interval!r} is no number of steps; accepted is an int from 1 on.")
+    old, new = Path(old), Path(new)
+    if not old.is_file():
+        raise FileNotFoundError(f"{str(old)!r} is no file; accepted is an old checkpoint. Check the path.")
+    if new.exists():
+        raise FileExistsError(f"{str(new)!r} exists; accepted is a path that is free. Name another file.")
+    if not new.parent.is_dir():
+        raise FileNotFoundError(f"The folder {str(new.parent)!r} of the new file does not exist. Make it first.")
+    checkpoint = _read(old, trust)
+    state, key = find_scaler_state(checkpoint)
+    result = _from_lightning(checkpoint) if _LIGHTNING in checkpoint else _from_plain(old, checkpoint, prefix)
+    if state is None or key is None:
+        raise CheckpointError(
+            f"{str(old)!r} lacks the state of a loss scaler; looked for {', '.join(KNOWN_KEYS)}. A run without one "
+            "needs no conversion: Lightning 2 loads its checkpoints as they are."
+        )
+    result.pop(key, None)
+    result.update(_to_mixed(state, growth_interval) if to == "mixed" else {OWN_KEY: state})
+    dropped: list[str] = []
+    plain = {name: _plain(value, name, dropped) for name, value in result.items()}
+    if dropped:
+        warnings.warn(
+            f"Left out of {str(new)!r}, for these are objects and no plain data: {', '.join(sorted(dropped))}.",
+            TurboWarning,
+            stacklevel=2,
+        )
+    _write(plain, new)
+    return new
+
+
+def _read(path: Path, trust: bool) -> dict[str, Any]:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        objects = [line.strip() for line in str(error).splitlines() if re.search("GLOBAL|Unsupported class", line)]
+        if not objects:
+            raise _broken(path, error) from error
+        raise CheckpointError(
+            f"{str(path)!r} holds objects beside tensors and plain data. If you trust whoever wrote it, pass "
+            f"trust=True (on the command line --trust), which runs the code in it. torch says: {objects[0]}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError, IndexError, TypeError) as error:
+        raise _broken(path, error) from error
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(
+            f"{str(path)!r} holds a {type(checkpoint).__name__}; accepted is a dict, {{'model', 'optimizer', 'amp'}} "
+            "or a checkpoint of Lightning. Save the parts together."
+        )
+    return checkpoint
+
+
+def _broken(path: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())[:200]
+    return CheckpointError(
+        f"{str(path)!r} cannot be read as a checkpoint: {type(error).__name__}: {reason}. "
+        "Accepted is a complete file that torch.save wrote; copy it anew if it was cut short."
+    )
+
+
+def _from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    missing = [name for name in ("state_dict", "epoch", "global_step") if name not in checkpoint]
+    if missing:
+        raise CheckpointError(f"The Lightning checkpoint lacks {', '.join(map(repr, missing))}. Take the whole file.")
+    return {**checkpoint, "state_dict": _wide(checkpoint["state_dict"])}
+
+
+def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
+    parts = {
+        part: next((checkpoint[name] for name in names if name in checkpoint), None)
+        for part, names in _PLAIN_NAMES.items()
+    }
+    missing = [part for part in ("model", "optimizer") if parts[part] is None]
+    missing += [] if "amp" in checkpoint else ["amp"]
+    if missing:
+        raise CheckpointError(
+            f"{str(path)!r} lacks {', '.join(map(repr, missing))}; it has {sorted(map(str, checkpoint))}. Accepted are "
+            "{'model', 'optimizer', 'amp'} as in apex's documentation, and Lightning's checkpoints."
+        )
+    if not isinstance(parts["model"], Mapping):
+        raise CheckpointError(
+            f"'model' in {str(path)!r} is a {type(parts['model']).__name__}; accepted is what model.state_dict() "
+            "returned. Save that."
+        )
+    weights = parts["model"]
+    if weights and all(str(name).startswith("module.") for name in weights):
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    epoch = int(checkpoint.get("epoch", 0))
+    step = int(checkpoint.get("global_step", checkpoint.get("iteration", checkpoint.get("step", 0))))
+    return {
+        _LIGHTNING: _LIGHTNING_2,
+        "epoch": epoch,
+        "global_step": step,
+        "loops": {"fit_loop": _progress(epoch, step)},
+        "state_dict": _wide({prefix + name: value for name, value in weights.items()}),
+        "optimizer_states": _as_list(parts["optimizer"]),
+        "lr_schedulers": [] if parts["lr_scheduler"] is None else _as_list(parts["lr_scheduler"]),
+        "callbacks": {},
+    }
+
+
+def _progress(epoch: int, step: int) -> dict[str, Any]:
+    """Return what Lightning 2 saves of its training loop after ``epoch`` whole epochs and ``step`` optimizer steps."""
+
+    def tracker(count: int, *more: str) -> dict[str, Any]:
+        return {span: dict.fromkeys(("ready", "completed", *more), count) for span in ("total", "current")}
+
+    return {
+        "epoch_progress": tracker(epoch, "started", "processed"),
+        "epoch_loop.state_dict": {"_batches_that_stepped": step},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": tracker(step), "zero_grad": tracker(step, "started")}
+        },
+        "epoch_loop.manual_optimization.optim_step_progress": tracker(step),
+    }
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _wide(weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return weights with half precision widened to float32, as ``ApexAMP`` keeps them in files."""
+    return OrderedDict(
+        (name, value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value)
+        for name, value in weights.items()
+    )
+
+
+def _to_apex(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    if any(str(key).startswith("loss_scaler") for key in state):
+        return {str(key): value for key, value in state.items()}
+    if "scale" in state and "_growth_tracker" in state:  # torch's GradScaler
+        return {"loss_scaler0": {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}}
+    return None
+
+
+def _to_mixed(state: Mapping[str, Any], growth_interval: int) -> dict[str, Any]:
+    left = sorted(set(state) - {"loss_scaler0"})
+    if left:
+        warnings.warn(f"precision='16-mixed' has one loss scaler; left out: {left}.", TurboWarning, stacklevel=3)
+    first = state["loss_scaler0"]
+    return {
+        "MixedPrecision": {
+            "scale": float(first["loss_scale"]),
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": growth_interval,
+            "_growth_tracker": int(first["unskipped"]),
+        }
+    }
+
+
+def _plain(value: Any, where: str, dropped: list[str]) -> Any:
+    """Return ``value`` in types that ``torch.load(weights_only=True)`` reads; what cannot be is noted and left out."""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # numpy's numbers and other subclasses too
+    if value is None or isinstance(value, (Tensor, bytes, complex, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, SimpleNamespace) or type(value).__name__ == "Namespace":
+        value = vars(value)
+    if isinstance(value, Mapping):
+        kept = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            if isinstance(key, (str, int, float, bool)) or key is None:
+                part = _plain(item, f"{where}.{key}", dropped)
+                if part is not _NOTHING:
+                    kept[key] = part
+            else:
+                dropped.append(f"{where}.{getattr(key, '__name__', key)}")
+        return kept
+    if isinstance(value, (list, tuple, set)):
+        parts = [_plain(item, f"{where}[{i}]", dropped) for i, item in enumerate(value)]
+        kept_parts = [part for part in parts if part is not _NOTHING]
+        return type(value)(kept_parts) if type(value) in (list, tuple, set) else kept_parts
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's numbers
+        return value.item()
+    dropped.append(where)
+    return _NOTHING
+
+
+_NOTHING = object()
+
+
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    with path.open("xb") as file:
+        try:
+            torch.save(checkpoint, file)
+            file.flush()
+            file.seek(0)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,282 @@
+"""One training run's mixed precision: the level's casts, masters and scalers, and the order of a step.
+
+``frontend.py`` puts apex's calls around it, the plugin ``ApexAMP`` Lightning's hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_turbo.amp.function_casts import FunctionCasts
+from lightning_turbo.amp.half_weights import HalfWeights
+from lightning_turbo.amp.levels import Properties, half_dtype_for, resolve
+from lightning_turbo.amp.loss_scaling import LossScaler
+from lightning_turbo.amp.model_casts import Boundary
+from lightning_turbo.errors import AmpLookupError, AmpUsageError
+
+__all__ = ["AmpEngine"]
+
+
+class AmpEngine:
+    """The machinery of O0-O3 for any training loop.
+
+    Args:
+        opt_level: ``"O0"`` to ``"O3"``.
+        device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``.
+        dtype: The half dtype; ``None`` takes float16 on CUDA and bfloat16 elsewhere.
+        exact_masters: Whether O2's masters are the float32 weights as they were, not rounded to half first.
+        num_losses: How many losses have a scaler of their own; 1 or more.
+        min_loss_scale: Floor of the dynamic scale, ``None`` for none.
+        max_loss_scale: Ceiling of the dynamic scale.
+        scale_window: Settled passes without overflow before the dynamic scale doubles.
+        cast_lists: For O1, ``"apex"`` or ``"torch"``, see ``FunctionCasts``; ``None`` takes apex's lists with
+            float16 and torch's with bfloat16, which apex never had.
+        **overrides: apex's overrides of the level, see ``resolve``.
+
+    Raises:
+        AmpUsageError: If the level, an override or a limit is refused.
+    """
+
+    def __init__(
+        self,
+        opt_level: str,
+        *,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        exact_masters: bool = True,
+        num_losses: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        scale_window: int = 2000,
+        cast_lists: str | None = None,
+        **overrides: Any,
+    ) -> None:
+        if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+            raise AmpUsageError(f"num_losses={num_losses!r} is no number of losses; accepted is an int from 1 on.")
+        self.dtype = half_dtype_for(device_type) if dtype is None else dtype
+        self.properties: Properties = resolve(opt_level, dtype=self.dtype, **overrides)
+        self.device_type = device_type
+        self.exact_masters = exact_masters
+        self.scalers = [
+            LossScaler(
+                self.properties.loss_scale,
+                min_loss_scale=min_loss_scale,
+                max_loss_scale=max_loss_scale,
+                scale_window=scale_window,
+            )
+            for _ in range(num_losses)
+        ]
+        # Whether any scaler does anything, and whether steps can be skipped.
+        self.scales = not all(scaler.is_identity for scaler in self.scalers)
+        self.is_dynamic = any(scaler.dynamic for scaler in self.scalers)
+        if cast_lists is None:
+            cast_lists = "apex" if self.dtype is torch.float16 else "torch"
+        casts = FunctionCasts(device_type, self.dtype, cast_lists)
+        self.function_casts = casts if self.properties.patch_torch_functions else None
+        self.weights: HalfWeights | None = None
+        self.boundary: Boundary | None = None
+        self._flags: dict[int, Tensor] = {}
+        self._last_flag: Tensor | None = None
+
+    def convert(self, modules: Iterable[nn.Module], guarded: Iterable[nn.Module]) -> None:
+        """Cast the modules' weights if the level says so, and watch the modules where data enters and leaves.
+
+        Args:
+            modules: The modules whose own parameters and buffers are cast, without their submodules'.
+            guarded: The modules at whose calls floating inputs and outputs are cast.
+        """
+        props = self.properties
+        if props.cast_model_type is not None:
+            self.weights = HalfWeights(
+                modules,
+                props.cast_model_type,
+                keep_batchnorm_fp32=bool(props.keep_batchnorm_fp32),
+                masters=bool(props.master_weights) and props.casts_to_half,
+                exact=self.exact_masters,
+            )
+            self.boundary = Boundary(props.cast_model_type, props.cast_model_outputs or torch.float32)
+            self.boundary.guard(guarded)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the masters of its half weights."""
+        if self.weights is not None:
+            self.weights.to_devices()
+            self.weights.attach(optimizer)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizers update masters."""
+        return self.weights is not None and any(True for _ in self.weights.masters())
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """Return the scaler of a loss.
+
+        Raises:
+            AmpLookupError: If ``loss_id`` is not below ``num_losses``.
+        """
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise AmpLookupError(
+                f"loss_id={loss_id!r} has no scaler; accepted are 0 to {len(self.scalers) - 1}. "
+                f"Pass num_losses={loss_id + 1 if isinstance(loss_id, int) else 2} or more."
+            )
+        return self.scalers[loss_id]
+
+    def region(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward pass: O1's casts around functions."""
+        if self.boundary is not None:
+            self.boundary.reset()
+        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.region()
+
+    def backward_region(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a backward pass, so that checkpointed forward passes are repeated as they were."""
+        if self.boundary is not None:
+            return self.boundary.inside()
+        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_region()
+
+    # One backward pass at a time, its gradients unscaled when it ends: apex's way.
+
+    def stash(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor | None]:
+        """Take the gradients gathered so far aside, so that the next backward pass stands alone."""
+        kept: dict[Tensor, Tensor | None] = {}
+        for optimizer in optimizers:
+            for param in _params(optimizer):
+                kept[param] = param.grad
+                param.grad = None
+            if self.weights is not None:
+                for weight, _ in self.weights.pairs(optimizer):
+                    weight.grad = None
+        return kept
+
+    @torch.no_grad()
+    def collect(
+        self, optimizers: Sequence[Optimizer], kept: dict[Tensor, Tensor | None], loss_id: int, *, release: bool = False
+    ) -> None:
+        """Unscale what a backward pass made, in float32 where there are masters, and add what was taken aside.
+
+        Args:
+            optimizers: The optimizers whose parameters' gradients are collected.
+            kept: What ``stash`` returned; empty if nothing was taken aside.
+            loss_id: Which scaler the loss was scaled with.
+            release: Whether half gradients are given up at once; apex keeps them until ``zero_grad``.
+        """
+        scaler = self.scaler(loss_id)
+        for optimizer in optimizers:
+            if self.weights is not None:
+                for weight, master in self.weights.pairs(optimizer):
+                    if weight.grad is not None:
+                        master.grad = weight.grad.float()
+                        if release:
+                            weight.grad = None
+            fresh = [param for param in _params(optimizer) if param.grad is not None]
+            grads = [param.grad for param in fresh if param.grad is not None]
+            if grads and scaler.dynamic:
+                scaler.unscale_(grads, self._flag(optimizer, grads[0].device))
+            else:
+                scaler.unscale_(grads)
+            for param in _params(optimizer):
+                before = kept.get(param)
+                if before is not None:
+                    param.grad = before if param.grad is None else param.grad.add_(before)
+
+    # Many backward passes, unscaled once before the step: the way of Lightning's automatic optimization.
+
+    @torch.no_grad()
+    def unscale(self, optimizer: Optimizer, loss_id: int = 0) -> None:
+        """Unscale an optimizer's gradients in place and note an overflow."""
+        scaler = self.scaler(loss_id)
+        if self.weights is not None:
+            self.weights.fold_all()
+        grads = [param.grad for param in _params(optimizer) if param.grad is not None]
+        if not grads or scaler.is_identity:
+            return
+        if scaler.dynamic:
+            scaler.unscale_(grads, self._flag(optimizer, grads[0].device))
+        else:
+            scaler.unscale_(grads)
+
+    def _flag(self, optimizer: Optimizer, device: torch.device) -> Tensor:
+        if id(optimizer) not in self._flags:
+            self._flags[id(optimizer)] = torch.zeros((), dtype=torch.float32, device=device)
+        return self._flags[id(optimizer)]
+
+    def will_skip(self, optimizer: Optimizer) -> bool:
+        """Whether an overflow was noted in this optimizer's gradients; waits for the device."""
+        flag = self._flags.get(id(optimizer))
+        return flag is not None and bool(flag.item())
+
+    @property
+    def skipped_last_step(self) -> bool:
+        """Whether the last call of ``step`` skipped the optimizer's; waits for the device."""
+        return self._last_flag is not None and bool(self._last_flag.item())
+
+    def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
+        """Step, or skip on overflow, and bring the model's half weights up to date.
+
+        A fused optimizer is handed the overflow flag on the device and skips by itself, so that no value comes to
+        the host.
+
+        Args:
+            optimizer: The optimizer whose gradients are unscaled.
+            run: Calls the optimizer's own ``step``.
+
+        Returns:
+            What ``run`` returned, ``None`` for a skipped step.
+        """
+        flag = self._flags.pop(id(optimizer), None)
+        self._last_flag = flag
+        result = None
+        if flag is None:
+            result = run()
+        elif skips_by_itself(optimizer):
+            optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's fused optimizers read it
+            try:
+                result = run()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        elif not flag.item():
+            result = run()
+        if self.weights is not None:
+            self.weights.copy_to_model(optimizer)
+        self.forget_casts()
+        return result
+
+    def forget_casts(self) -> None:
+        """Drop the half copies that autocast keeps of weights, because the weights have changed or soon will."""
+        if self.function_casts is not None:
+            torch.clear_autocast_cache()
+
+    def update(self) -> None:
+        """Settle the pass of every scaler that has unscaled gradients since it was settled last."""
+        for scaler in self.scalers:
+            if scaler.is_pending:
+                scaler.update()
+
+    def state_dict(self) -> OrderedDict[str, dict[str, Any]]:
+        """Return the scalers' state in apex's format: ``loss_scaler0``, ``loss_scaler1``, ..."""
+        return OrderedDict((f"loss_scaler{i}", scaler.state_dict()) for i, scaler in enumerate(self.scalers))
+
+    def restore(self) -> None:
+        """Give models and optimizers back as they were."""
+        if self.boundary is not None:
+            self.boundary.remove()
+        if self.weights is not None:
+            self.weights.restore()
+        self.boundary = self.weights = None
+        self._flags.clear()
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's ``step`` takes ``found_inf`` as a tensor, as torch's fused optimizers do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,192 @@
+"""Static and dynamic loss scale, kept on the device; its state is in apex's format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
+from lightning_turbo.errors import AmpUsageError
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    """Multiplies losses, divides gradients, and finds a factor at which half gradients neither overflow nor vanish.
+
+    The dynamic scale starts at 2**16; an overflow halves it, ``scale_window`` settled passes in a row without one
+    double it. All of it happens on the device, so that no value has to come to the host; reading ``loss_scale`` or
+    ``overflowed`` does fetch one. A static scale never looks for overflow, and a static scale of 1.0 does nothing.
+
+    Args:
+        loss_scale: ``"dynamic"``, or a static factor, finite and above zero.
+        min_loss_scale: The dynamic scale does not fall below it on an overflow; ``None`` sets no floor.
+        max_loss_scale: The dynamic scale does not grow above it.
+        scale_window: Settled passes without overflow before the scale doubles; 1 or more, apex's 2000 by default.
+
+    Raises:
+        AmpUsageError: If a limit is not a finite number above zero, they are crossed, or the window is below 1.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018; the rules of NVIDIA apex.amp's scaler.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        *,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        scale_window: int = 2000,
+    ) -> None:
+        for name, limit in (("min_loss_scale", min_loss_scale), ("max_loss_scale", max_loss_scale)):
+            if limit is not None and not (_is_number(limit) and math.isfinite(limit) and limit > 0.0):
+                raise AmpUsageError(f"{name}={limit!r} is no limit; accepted is a finite number above zero.")
+        if min_loss_scale is not None and min_loss_scale > max_loss_scale:
+            raise AmpUsageError(
+                f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; exchange or widen them."
+            )
+        if isinstance(scale_window, bool) or not isinstance(scale_window, int) or scale_window < 1:
+            raise AmpUsageError(f"scale_window={scale_window!r} is no number of passes; accepted is an int from 1 on.")
+        self.dynamic = loss_scale == "dynamic"
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = float(max_loss_scale)
+        self.scale_window = scale_window
+        initial = min(INITIAL_DYNAMIC_SCALE, self.max_loss_scale) if self.dynamic else float(loss_scale)
+        self._host_scale = initial
+        self._host_unskipped = 0
+        self._device: torch.device | None = None
+        self.is_pending = False
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether scaling changes nothing, so that callers may leave it out."""
+        return not self.dynamic and self._host_scale == 1.0
+
+    def to(self, device: torch.device) -> LossScaler:
+        """Put the scale on a device; done by itself at the first use."""
+        if self.dynamic and self._device != device:
+            state, skipped = self.state_dict(), self.skipped_steps
+            self._device = device
+            self._scale = torch.full((), state["loss_scale"], dtype=torch.float32, device=device)
+            self._tracker = torch.full((), state["unskipped"], dtype=torch.int32, device=device)
+            self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            # Skips in a row, and all skips; mirrored to the host without waiting for the device.
+            self._skips = torch.tensor([0.0, skipped], dtype=torch.float32, device=device)
+            self._mirror = torch.zeros(2, pin_memory=device.type == "cuda")
+            self._mirror_view = self._mirror.numpy()
+        return self
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` in float32 times the scale."""
+        if self.is_identity:
+            return loss.float()
+        if not self.dynamic:
+            return loss.float() * self._host_scale
+        self.to(loss.device)
+        return loss.float() * self._scale
+
+    def unscale_(self, grads: Sequence[Tensor], flag: Tensor | None = None) -> None:
+        """Divide gradients by the scale in place, and note an overflow.
+
+        Args:
+            grads: Floating tensors of any shape and dtype, half precision included, on one device.
+            flag: Zero-dimensional float32 tensor on that device, set to 1.0 if any entry is inf or NaN and left
+                as it is otherwise. Not touched by a static scale.
+        """
+        if not grads or self.is_identity:
+            return
+        self.is_pending = True
+        if not self.dynamic:
+            torch._foreach_mul_(list(grads), 1.0 / self._host_scale)
+            return
+        self.to(grads[0].device)
+        inverse = self._scale.double().reciprocal_().float()
+        found = torch.zeros_like(self._found_inf)
+        for group in _by_dtype(grads):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
+        torch.maximum(self._found_inf, found, out=self._found_inf)
+        if flag is not None:
+            torch.maximum(flag, found, out=flag)
+
+    def update(self) -> None:
+        """Settle one pass: halve the scale on overflow, count and perhaps double it otherwise."""
+        self.is_pending = False
+        if self.is_identity:
+            return
+        if not self.dynamic:
+            self._host_unskipped += 1
+            return
+        if self._device is None:
+            return
+        torch._amp_update_scale_(self._scale, self._tracker, self._found_inf, 2.0, 0.5, self.scale_window)
+        self._scale.clamp_(max=self.max_loss_scale)
+        if self.min_loss_scale is not None:
+            raised = self._scale.clamp(min=self.min_loss_scale)
+            torch.where(self._found_inf > 0, raised, self._scale, out=self._scale)
+        self._skips.add_(self._found_inf)
+        self._skips[0].mul_(self._found_inf)
+        self._mirror.copy_(self._skips, non_blocking=True)
+        self._found_inf.zero_()
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether an overflow was noted since the last ``update``; waits for the device."""
+        return self.dynamic and self._device is not None and bool(self._found_inf.item())
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale now, dimensionless; waits for the device if dynamic."""
+        return float(self._scale.item()) if self.dynamic and self._device is not None else self._host_scale
+
+    @property
+    def loss_scale_tensor(self) -> Tensor | None:
+        """A copy of the scale on its device, or ``None`` before the first use and for a static scale."""
+        return self._scale.clone() if self.dynamic and self._device is not None else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many passes overflowed so far; waits for the device."""
+        return int(self._skips[1].item()) if self.dynamic and self._device is not None else 0
+
+    def skipped_steps_tensor(self, device: torch.device) -> Tensor:
+        """How many passes overflowed so far, as a tensor on ``device``, without waiting for it."""
+        return self._skips[1].clone() if self.dynamic and self._device is not None else torch.zeros((), device=device)
+
+    @property
+    def recent_skips_in_a_row(self) -> int:
+        """Overflows in a row, as far as the host has heard: never waits, may lag a step or two behind on CUDA."""
+        return int(self._mirror_view[0]) if self.dynamic and self._device is not None else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"loss_scale": float, "unskipped": int}``, apex's format."""
+        if self.dynamic and self._device is not None:
+            return {"loss_scale": self.loss_scale, "unskipped": int(self._tracker.item())}
+        return {"loss_scale": self._host_scale, "unskipped": self._host_unskipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state in apex's format; a scale above ``max_loss_scale`` is kept, as in apex.
+
+        Raises:
+            KeyError: If ``loss_scale`` or ``unskipped`` is missing.
+        """
+        scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        self.max_loss_scale = max(self.max_loss_scale, scale)
+        if self.dynamic and self._device is not None:
+            self._scale.fill_(scale)
+            self._tracker.fill_(unskipped)
+        self._host_scale, self._host_unskipped = scale, unskipped
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _by_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault(grad.dtype, []).append(grad)
+    return groups.values()

@@ -1,0 +1,153 @@
+"""What ``lightning-turbo bench`` and ``lightning-turbo bench compare`` do, from settings to exit status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_turbo._optional import require
+from lightning_turbo.bench.case import load_suite
+from lightning_turbo.bench.compare import compare_results, differences
+from lightning_turbo.bench.report import load_results, suite_tables, write_report, write_results
+from lightning_turbo.bench.settings import BenchSettings
+
+__all__ = ["BenchSettings", "compare_files", "list_cases", "run_bench"]
+
+
+def _table(title: str, columns: list[str], lines: list[list[str]]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 or column == "note" else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _console(console: Any) -> Any:
+    """The console given, or standard output, wide enough for the tables when it is no terminal."""
+    from rich.console import Console
+
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=160)
+    return console
+
+
+def _keep_older(folder: Path) -> Path | None:
+    """Move a former result out of the way, so that it can be compared with; return where it went."""
+    former = folder / "results.json"
+    if not former.is_file():
+        return None
+    number = 1
+    while (kept := folder / f"results-{number}.json").exists():
+        number += 1
+    former.rename(kept)
+    return kept
+
+
+def run_bench(settings: BenchSettings, console: Any = None) -> int:
+    """Measure, write the results, and show them.
+
+    Args:
+        settings: What to measure, how, and where the results go.
+        console: A rich console for the tables; ``None`` writes to standard output.
+
+    Returns:
+        Exit status: 0; 1 if a case failed; 130 after Ctrl-C.
+
+    Raises:
+        MissingExtraError: If rich or matplotlib is not installed.
+        BenchError: If the settings choose no case.
+    """
+    require("rich", "lightning-turbo bench")
+    require("matplotlib", "lightning-turbo bench")
+    from lightning_turbo.bench.runner import run_suites
+
+    console = _console(console)
+    kept = _keep_older(settings.out)
+    results = run_suites(settings, save=lambda part: write_results(part, settings.out))
+    paths = write_report(results, settings.out)
+    for suite in results["suites"]:
+        for columns, lines in suite_tables(suite, results["machine"]):
+            console.print(_table(suite["suite"], columns, lines))
+    for path in paths:
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    if kept:
+        console.print(f"The former result is kept as {kept}.", markup=False, highlight=False, soft_wrap=True)
+    if results["interrupted"]:
+        return 130
+    return int(any(row["status"] == "failed" for suite in results["suites"] for row in suite["rows"]))
+
+
+def compare_files(before: Path, after: Path, *, threshold: float = 0.05, console: Any = None) -> int:
+    """Show what changed between two results.
+
+    Args:
+        before: A ``results.json`` or its folder.
+        after: Another one.
+        threshold: Smallest relative change that counts, 0 or more.
+        console: A rich console; ``None`` writes to standard output.
+
+    Returns:
+        Exit status: 1 if something got slower or larger, else 0.
+
+    Raises:
+        MissingExtraError: If rich is not installed.
+        BenchError: If a file is no result, or the threshold is negative.
+    """
+    require("rich", "lightning-turbo bench compare")
+    console = _console(console)
+    first, second = load_results(before), load_results(after)
+    differing = differences(first, second)
+    if differing:
+        console.print("The runs differ, so times are compared as ratios to the baseline:", highlight=False)
+        for text in differing:
+            console.print(f"  {text}", markup=False, highlight=False)
+    changes = list(compare_results(first, second, threshold=threshold))
+    lines = [
+        [
+            f"{change.suite}: {change.case}",
+            change.quantity,
+            f"{change.before.median:.4g}" if change.before else "",
+            f"{change.after.median:.4g}" if change.after else "",
+            f"{change.ratio:.3f}" if change.ratio is not None else "",
+            change.verdict,
+        ]
+        for change in changes
+        if change.verdict != "same"
+    ]
+    if lines:
+        console.print(_table("changed", ["case", "quantity", "before", "after", "after / before", "verdict"], lines))
+    worse = sum(change.verdict in ("slower", "larger") for change in changes)
+    same = sum(change.verdict == "same" for change in changes)
+    console.print(
+        f"{worse} slower or larger, {len(lines) - worse} otherwise changed, {same} the same.", highlight=False
+    )
+    return int(worse > 0)
+
+
+def list_cases(settings: BenchSettings, console: Any = None) -> int:
+    """Print the names of the suites and cases that the settings choose.
+
+    Args:
+        settings: What to choose.
+        console: A rich console; ``None`` writes to standard output.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        MissingExtraError: If rich is not installed.
+    """
+    require("rich", "lightning-turbo bench")
+    console = _console(console)
+    for name in settings.names():
+        suite = load_suite(name, settings.suites)
+        console.print(f"{name}: {suite.about}", markup=False, highlight=False)
+        for case in settings.chosen(suite):
+            console.print(f"  {case}", markup=False, highlight=False)
+    return 0

@@ -1,0 +1,269 @@
+"""The measuring of one suite: every case in a process of its own, one round of each in turn."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_turbo._optional import installed_version
+from lightning_turbo.bench.case import Suite
+from lightning_turbo.bench.interrupt import Interrupt, InterruptedRunError
+from lightning_turbo.bench.process import CaseFailedError, CaseProcess
+from lightning_turbo.bench.progress import Progress
+from lightning_turbo.bench.settings import BenchSettings
+
+__all__ = ["SuiteRun"]
+
+# Seconds after which a case counts as hung.
+START_TIMEOUT = 300.0
+ROUND_TIMEOUT = 180.0
+END_TIMEOUT = 120.0
+END_TIMEOUT_INTERRUPTED = 20.0
+
+FEWEST_SWEEPS = 3  # however little time there is: a median needs some values
+
+
+class SuiteRun:
+    """One suite while it is measured.
+
+    Args:
+        suite: What to measure.
+        settings: How.
+        folder: Working directory of the cases.
+        progress: Where to show how far it is.
+        interrupt: Whether to stop.
+    """
+
+    def __init__(
+        self, suite: Suite, settings: BenchSettings, folder: Path, progress: Progress, interrupt: Interrupt
+    ) -> None:
+        self.suite = suite
+        self.settings = settings
+        self.folder = folder
+        self.progress = progress
+        self.interrupt = interrupt
+        self.alive: dict[str, CaseProcess] = {}
+        self.sweeps = settings.rounds or suite.rounds
+        self.steps = suite.quick_steps if settings.quick else suite.steps
+        self.budget = suite.quick_seconds if settings.quick else suite.seconds
+        self.chosen = settings.chosen(suite)
+        self.prepared: dict[str, Any] = {}
+        self.to_come = len(self.chosen) * (1 + self.sweeps)  # starts and rounds of the groups not begun
+        self.rows: dict[str, dict[str, Any]] = {name: self._row(name) for name in self.chosen}
+
+    def _row(self, name: str) -> dict[str, Any]:
+        case = self.suite.cases[name]
+        return {
+            "case": name,
+            "status": "interrupted",  # until it ends otherwise
+            "reason": "",
+            "config": dict(case.config),
+            "base": case.base or self.suite.baseline,
+            "against": list(case.against),
+            "peer": case.peer,
+            "ours": case.ours,
+            "rounds": [],
+            "numbers": {},
+            "start_bytes": None,
+            "peak_bytes": None,
+            "threads": None,
+        }
+
+    def results(self) -> dict[str, Any]:
+        """What is known so far, in plain values."""
+        suite = self.suite
+        return {
+            "suite": suite.name,
+            "about": suite.about,
+            "unit": suite.unit,
+            "quantity": suite.quantity,
+            "baseline": suite.baseline,
+            "steps": self.steps,
+            "warmup": suite.warmup,
+            "lead": suite.lead,
+            "prepared": self.prepared,
+            "left_out": [
+                name
+                for name, case in suite.cases.items()
+                if name not in self.rows and self.settings.device in case.devices
+            ],
+            "rows": list(self.rows.values()),
+            "aims": [
+                {
+                    "case": aim.case,
+                    "against": aim.against,
+                    "at_most": aim.at_most,
+                    "quantity": aim.quantity,
+                    "condition": aim.condition,
+                    "fact": aim.fact,
+                }
+                for aim in suite.aims
+                if self.settings.device in aim.devices and aim.case in self.rows and aim.against in self.rows
+            ],
+        }
+
+    def run(self) -> None:
+        """Start the cases, measure them in turn, and end them; what is measured stays on any interruption."""
+        try:
+            if self._prepare():
+                for group in self._groups():
+                    self._start(group)
+                    self._measure(group)
+                    self._finish(END_TIMEOUT)
+        except InterruptedRunError:
+            self._finish(END_TIMEOUT_INTERRUPTED)
+        finally:
+            for process in self.alive.values():
+                process.close(grace=0.0)
+            self.alive.clear()
+
+    def _lose(self, name: str, status: str, reason: str) -> None:
+        """Take a case out of the run and say why in its row."""
+        self.rows[name].update(status=status, reason=reason)
+        if name in self.alive:
+            self.alive.pop(name).close()
+        self.progress.say(f"{self.suite.name}: {name}: {status}: {reason}")
+
+    def _absent(self, name: str) -> str:
+        """Why a case cannot run here, as far as that is known without starting it."""
+        case = self.suite.cases[name]
+        missing = [package for package in case.needs if installed_version(package) is None]
+        return f"{' and '.join(missing)} not installed" if missing else ""
+
+    def _prepare(self) -> bool:
+        """Get the numbers that all cases share; without them, no case can run."""
+        if self.suite.prepare is None:
+            return True
+        self.progress.show(f"{self.suite.name}: preparing")
+        process = self.alive["prepare"] = self._spawn(None)
+        event: dict[str, Any]
+        try:
+            event = process.listen(START_TIMEOUT, self.interrupt.check)
+        except CaseFailedError as error:
+            event = {"event": "failed", "reason": str(error)}
+        self.alive.pop("prepare").close()
+        if event["event"] == "done":
+            self.prepared = event["numbers"]
+            return True
+        for name in self.chosen:
+            self._lose(name, event["event"], f"preparation: {event['reason']}")
+        return False
+
+    def _groups(self) -> list[list[str]]:
+        """The cases that are compared with one another, by base, further pairs and aims; each group takes turns.
+
+        What is not compared need not be in memory at the same time.
+        """
+        suite = self.suite
+        pairs = [(name, suite.cases[name].base or str(suite.baseline)) for name in self.chosen]
+        pairs += [(name, other) for name in self.chosen for other in suite.cases[name].against]
+        pairs += [(aim.case, aim.against) for aim in suite.aims]
+        group_of = {name: {name} for name in suite.cases}
+        for one, other in pairs:
+            merged = group_of[one] | group_of[other]
+            group_of.update(dict.fromkeys(merged, merged))
+        groups = dict.fromkeys(frozenset(group_of[name]) for name in self.chosen)
+        return [[name for name in self.chosen if name in group] for group in groups]
+
+    def _start(self, group: list[str]) -> None:
+        """Bring every case behind its warm-up, as many at a time as there are cores, and hold it there."""
+        waiting: list[str] = []
+        at_once = min(4, os.cpu_count() or 1)
+        todo = list(group)
+        while todo or waiting:
+            self.interrupt.check()
+            while todo and len(waiting) < at_once:
+                name = todo.pop(0)
+                if reason := self._absent(name):
+                    self._lose(name, "skipped", reason)
+                    self.progress.advance()
+                    continue
+                self.alive[name] = self._spawn(name)
+                waiting.append(name)
+            if waiting:
+                name = waiting.pop(0)
+                self.progress.show(f"{self.suite.name}: starting {name}")
+                if self._event(name, START_TIMEOUT):
+                    self.alive[name].hold()
+                self.progress.advance()
+
+    def _spawn(self, name: str | None) -> CaseProcess:
+        settings = self.settings
+        environment = dict(self.suite.environment)
+        if settings.threads is not None:
+            environment.update(OMP_NUM_THREADS=str(settings.threads), MKL_NUM_THREADS=str(settings.threads))
+        task = {
+            "suite": self.suite.name,
+            "suites": dict(settings.suites),
+            "case": name,
+            "device": settings.device,
+            "threads": settings.threads,
+            "seed": settings.seed,
+            "quick": settings.quick,
+            "warmup": self.suite.warmup,
+            "prepared": self.prepared,
+        }
+        plain = "".join(letter if letter.isalnum() else "_" for letter in name or "prepare")
+        log = settings.out.absolute() / "logs" / f"{self.suite.name}.{plain}.log"
+        return CaseProcess(task, log, self.folder, environment)
+
+    def _event(self, name: str, timeout: float, check: Callable[[], None] | None = None) -> dict[str, Any] | None:
+        """The next event of a case, or ``None`` if it was its last, which is then noted in its row."""
+        try:
+            event = self.alive[name].listen(timeout, check or self.interrupt.check)
+        except CaseFailedError as error:
+            self._lose(name, "failed", str(error))
+            return None
+        if event["event"] in ("failed", "skipped"):
+            self._lose(name, event["event"], event["reason"])
+            return None
+        return event
+
+    def _measure(self, group: list[str]) -> None:
+        """One round of each case in turn, until there are enough or the group's share of the time is up."""
+        start = time.monotonic()
+        budget = self.budget * len(group) / len(self.chosen)
+        self.to_come -= len(group) * (1 + self.sweeps)
+        order = {"order": "round", "lead": self.suite.lead, "steps": self.steps}
+        for sweep in range(self.sweeps):
+            for name in [name for name in group if name in self.alive]:
+                self.progress.show(f"{self.suite.name}: {name}, round {sweep + 1}")
+                try:
+                    self.alive[name].tell(order)
+                except CaseFailedError as error:
+                    self._lose(name, "failed", str(error))
+                    continue
+                event = self._event(name, ROUND_TIMEOUT, check=lambda: None)
+                if event is not None:
+                    self.alive[name].hold()
+                    round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
+                    self.rows[name]["rounds"].append({"sweep": sweep, **round_})
+                self.progress.advance()
+                self.interrupt.check()
+            spent = time.monotonic() - start
+            expected = max(FEWEST_SWEEPS, int(budget * (sweep + 1) / spent)) if spent else self.sweeps
+            if sweep + 1 >= FEWEST_SWEEPS and spent * (sweep + 2) / (sweep + 1) > budget:
+                break
+            self.progress.expect((min(self.sweeps, expected) - sweep - 1) * len(self.alive) + self.to_come)
+
+    def _finish(self, timeout: float) -> None:
+        """Let every case that is left return its numbers."""
+        for name in list(self.alive):
+            measured = bool(self.rows[name]["rounds"])
+            self.progress.show(f"{self.suite.name}: {name}, ending")
+            if not measured:  # it was still starting
+                self.alive.pop(name).close(grace=0.0)
+                continue
+            try:
+                self.alive[name].tell({"order": "end"})
+            except CaseFailedError as error:
+                self._lose(name, "failed", str(error))
+                continue
+            event = self._event(name, timeout, check=lambda: None)
+            if event is not None:
+                keys = ("numbers", "start_bytes", "peak_bytes", "threads")
+                self.rows[name].update(status="ok", **{key: event[key] for key in keys})
+                self.alive.pop(name).close()

@@ -1,0 +1,271 @@
+"""The suite ``loaders``: DALI beside Pillow, numpy and torch's DataLoader, on photographs and on volumes."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_turbo import _optional
+from lightning_turbo.bench.case import Aim, SkippedError, Suite
+from lightning_turbo.bench.meter import Meter
+from lightning_turbo.bench.workloads import plain_loop, resnet50, sgd
+
+__all__ = ["SUITE"]
+
+SUITE = Suite(
+    "loaders",
+    "A batch of 32 photographs, decoded, cropped at random, resized to 224 pixels, mirrored and normalised; or of "
+    "32 volumes of 28 x 28 x 28.",
+    steps=6,
+    quick_steps=3,
+    rounds=15,
+    warmup=3,
+    lead=4,  # more than a queue holds: what was prepared while the case was held does not count
+    seconds=300,
+    quick_seconds=40,
+    unit="batch",
+)
+BATCH = 32
+MEAN, STD = (np.array(v, dtype=np.float32) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+PILLOW, BARE, OURS = "DataLoader with Pillow, 0 workers", "bare DALI pipeline", "DALILoader"
+NUMPY = "volumes: DataLoader with np.load, 0 workers"
+SYNTHETIC = "ResNet-50 on synthetic images"
+
+
+def _photos(meter: Meter, folder: Path) -> Path:
+    """Real photographs: tiles of scikit-image's textures, 500 x 375 pixels, as JPEG, in three classes."""
+    try:
+        from PIL import Image
+        from skimage import data
+    except ModuleNotFoundError as error:
+        raise SkippedError(f"{error.name} not installed") from None
+    generator = np.random.default_rng(meter.seed)
+    for name in ("brick", "grass", "gravel"):
+        (folder / name).mkdir()
+        whole = getattr(data, name)()
+        for n in range(16 if meter.quick else 64):
+            y, x = generator.integers(0, 512 - 375), generator.integers(0, 512 - 500)
+            tint = generator.uniform(0.6, 1, 3)
+            tile = whole[y : y + 375, x : x + 500, None] * tint
+            Image.fromarray(tile.astype(np.uint8)).save(folder / name / f"{n:03d}.jpg", quality=90)
+    return folder
+
+
+def _volumes(meter: Meter, folder: Path) -> list[tuple[str, int]]:
+    """Real volumes: cubes of 28 voxels of nilearn's brain template."""
+    try:
+        from nilearn import datasets
+    except ModuleNotFoundError as error:
+        raise SkippedError(f"{error.name} not installed") from None
+    whole = np.ascontiguousarray(datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32))
+    generator = np.random.default_rng(meter.seed)
+    pairs = []
+    for n in range(128 if meter.quick else 512):
+        z, y, x = generator.integers(40, 120, 3)
+        np.save(folder / f"{n}.npy", whole[z : z + 28, y : y + 28, x : x + 28])
+        pairs.append((str(folder / f"{n}.npy"), n % 2))
+    return pairs
+
+
+class _Pillow(Dataset[tuple[Tensor, int]]):
+    """The transform of ``ImageFolder(train=True)``, written with Pillow and numpy."""
+
+    def __init__(self, root: Path, size: int) -> None:
+        self.files = sorted(root.glob("*/*.jpg"))
+        classes = sorted({file.parent.name for file in self.files})
+        self.labels = [classes.index(file.parent.name) for file in self.files]
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        draw = torch.rand(5).tolist()
+        with Image.open(self.files[index]) as image:
+            image = image.convert("RGB")
+        area = image.width * image.height * (0.08 + 0.92 * draw[0])
+        ratio = math.exp((2 * draw[1] - 1) * math.log(4 / 3))
+        width = min(math.sqrt(area * ratio), image.width)
+        height = min(math.sqrt(area / ratio), image.height)
+        left, top = draw[2] * (image.width - width), draw[3] * (image.height - height)
+        box = (left, top, left + width, top + height)
+        pixels = np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR, box))
+        pixels = pixels[:, ::-1] if draw[4] < 0.5 else pixels
+        values = (pixels.astype(np.float32) / 255 - MEAN) / STD
+        return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1))), self.labels[index]
+
+
+class _Numpy(Dataset[tuple[Tensor, int]]):
+    """Volumes as they are usually read."""
+
+    def __init__(self, pairs: list[tuple[str, int]]) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.pairs[index]
+        volume = np.load(path)
+        return torch.from_numpy((volume - volume.mean()) / (volume.std() + 1e-6))[None], label
+
+
+def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _drain(meter: Meter, batches: Iterator[Any]) -> dict[str, float]:
+    """Take batches until the meter says stop."""
+    for batch in batches:
+        if not meter.step(samples=len(batch[0])):
+            break
+    return {}
+
+
+def _size(meter: Meter) -> int:
+    return 128 if meter.quick else 224
+
+
+def _dataloader(dataset: Dataset[Any], workers: int) -> DataLoader[Any]:
+    return DataLoader(
+        dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=workers > 0
+    )  # fmt: skip
+
+
+def _need_dali() -> None:
+    if not _optional.installed("nvidia.dali"):
+        raise SkippedError("nvidia-dali not installed")
+
+
+def pillow(meter: Meter, *, workers: int) -> dict[str, float]:
+    """Photographs by Pillow and numpy in a DataLoader."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _drain(meter, _forever(_dataloader(_Pillow(_photos(meter, Path(folder)), _size(meter)), workers)))
+
+
+def bare(meter: Meter, *, uint8: bool) -> dict[str, float]:
+    """Photographs by a DALI pipeline with DALI's own reader, run without any loader around it."""
+    _need_dali()
+    from nvidia import dali
+
+    fn, types, size = dali.fn, dali.types, _size(meter)
+    with tempfile.TemporaryDirectory() as folder:
+        root = str(_photos(meter, Path(folder)))
+
+        @dali.pipeline_def
+        def graph() -> Any:
+            encoded, labels = fn.readers.file(file_root=root, random_shuffle=True, pad_last_batch=True)
+            image = fn.decoders.image_random_crop(encoded, output_type=types.RGB, random_aspect_ratio=[3 / 4, 4 / 3])
+            image = fn.resize(image, size=(size, size))
+            mirrored = fn.random.coin_flip()
+            if uint8:
+                return fn.flip(image, horizontal=mirrored), labels
+            mean, std = (list(map(float, 255 * v)) for v in (MEAN, STD))
+            return fn.crop_mirror_normalize(image, mirror=mirrored, mean=mean, std=std, dtype=types.FLOAT), labels
+
+        pipeline: Any = graph(batch_size=BATCH, num_threads=2, device_id=None, seed=meter.seed, prefetch_queue_depth=2)
+        pipeline.build()
+        pipeline.schedule_run()
+        while True:
+            batch = [torch.from_dlpack(output.as_tensor()) for output in pipeline.share_outputs()]
+            pipeline.release_outputs()
+            pipeline.schedule_run()
+            if not meter.step(samples=len(batch[0])):
+                return {}
+
+
+def ours(meter: Meter, *, uint8: bool) -> dict[str, float]:
+    """Photographs by a DALILoader over an ImageFolder."""
+    _need_dali()
+    from lightning_turbo.data.dali import DALILoader, ImageFolder
+
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = ImageFolder(
+            _photos(meter, Path(folder)), train=True, size=_size(meter), dtype="uint8" if uint8 else "float32"
+        )  # fmt: skip
+        loader = DALILoader(recipe, BATCH, num_threads=2, last_batch="drop", seed=meter.seed)
+        result = _drain(meter, _forever(loader))
+        loader.close()
+        return result
+
+
+def numpy(meter: Meter, *, workers: int) -> dict[str, float]:
+    """Volumes by ``np.load`` in a DataLoader."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _drain(meter, _forever(_dataloader(_Numpy(_volumes(meter, Path(folder))), workers)))
+
+
+def volumes(meter: Meter) -> dict[str, float]:
+    """Volumes by a DALILoader over VolumeFiles, without augmentation, as ``numpy`` reads them."""
+    _need_dali()
+    from lightning_turbo.data.dali import DALILoader, VolumeFiles
+
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = VolumeFiles(_volumes(meter, Path(folder)), train=False, shuffle=True)
+        loader = DALILoader(recipe, BATCH, num_threads=2, last_batch="drop", seed=meter.seed)
+        result = _drain(meter, _forever(loader))
+        loader.close()
+        return result
+
+
+def resnet(meter: Meter, *, feed: str) -> dict[str, float]:
+    """ResNet-50 in bfloat16, channels-last, trained on photographs from ``feed``."""
+    net: Any = resnet50(2, 3).to(meter.device)
+    net = net.to(memory_format=torch.channels_last)
+    with tempfile.TemporaryDirectory() as folder:
+        root = _photos(meter, Path(folder))
+        if feed == "synthetic":
+            images = torch.randn(BATCH, 3, 224, 224, device=meter.device).to(memory_format=torch.channels_last)
+            loader: Any = [(images, torch.arange(BATCH, device=meter.device) % 3)]
+        elif feed == "dali":
+            _need_dali()
+            from lightning_turbo.data.dali import DALILoader, ImageFolder
+
+            recipe = ImageFolder(root, train=True, channels_last=True)
+            loader = DALILoader(recipe, BATCH, device=meter.device, last_batch="drop", seed=meter.seed)
+        else:
+            loader = _dataloader(_Pillow(root, 224), 2)
+        batches: Any = (
+            (images.to(meter.device, memory_format=torch.channels_last), labels.to(meter.device))
+            for images, labels in _forever(loader)
+        )
+        result = plain_loop(
+            meter, net, batches, sgd(list(net.parameters())),
+            forward=lambda: torch.autocast(meter.device.type, torch.bfloat16),
+        )  # fmt: skip
+        if feed == "dali":
+            loader.close()
+        return result
+
+
+SUITE.add(PILLOW, pillow, baseline=True, config={"workers": 0})
+for _workers in (1, 2):
+    SUITE.add(f"DataLoader with Pillow, {_workers} workers", pillow, config={"workers": _workers}, quick=False)
+SUITE.add(BARE, bare, config={"uint8": False}, peer=True)
+SUITE.add(OURS, ours, config={"uint8": False}, against=(BARE,), ours=True)
+SUITE.add(f"{BARE}, uint8", bare, config={"uint8": True}, peer=True, quick=False)
+SUITE.add(f"{OURS}, uint8", ours, config={"uint8": True}, against=(f"{BARE}, uint8",), ours=True, quick=False)
+SUITE.add(NUMPY, numpy, config={"workers": 0}, base=NUMPY, quick=False)
+SUITE.add("volumes: DataLoader with np.load, 2 workers", numpy, config={"workers": 2}, base=NUMPY, quick=False)
+SUITE.add("volumes: DALILoader", volumes, base=NUMPY, ours=True, quick=False)
+SUITE.add(SYNTHETIC, resnet, config={"feed": "synthetic"}, devices=("cuda",))
+SUITE.add("ResNet-50 on DALILoader", resnet, config={"feed": "dali"}, base=SYNTHETIC, devices=("cuda",), ours=True)
+SUITE.add("ResNet-50 on a DataLoader", resnet, config={"feed": "pillow"}, base=SYNTHETIC, devices=("cuda",))
+SUITE.aims += [
+    Aim(OURS, BARE, at_most=1.03, devices=("cpu",)),
+    Aim(f"{OURS}, uint8", f"{BARE}, uint8", at_most=1.03, devices=("cpu",)),
+    Aim(OURS, PILLOW, at_most=1 / 2.4, devices=("cpu",)),
+    Aim("volumes: DALILoader", NUMPY, at_most=1 / 2, devices=("cpu",)),
+    Aim("ResNet-50 on DALILoader", SYNTHETIC, at_most=1.05, devices=("cuda",)),
+]

@@ -1,0 +1,128 @@
+"""The suite ``overhead``: microseconds that Lightning, and each part of ours, adds to a step that does little."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_turbo.bench.case import Aim, Suite
+from lightning_turbo.bench.meter import Meter
+from lightning_turbo.bench.workloads import Endless, plain_loop, sgd
+
+if TYPE_CHECKING:
+    from lightning_turbo._compat import Callback
+
+__all__ = ["SUITE"]
+
+SUITE = Suite(
+    "overhead",
+    "A step of a toy network (batch 16, 32-64-64-10): what everything around it costs.",
+    steps=400,
+    quick_steps=150,
+    rounds=25,
+    warmup=100,
+    lead=20,
+    seconds=180,
+    quick_seconds=6,
+)
+BATCH = 16
+
+
+def _toy(meter: Meter) -> tuple[nn.Module, Endless]:
+    """The network and its batches, on the meter's device."""
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    generator = torch.Generator().manual_seed(meter.seed)
+    batches = [
+        (torch.randn(BATCH, 32, generator=generator), torch.randint(10, (BATCH,), generator=generator))
+        for _ in range(8)
+    ]
+    return net.to(meter.device), Endless([(x.to(meter.device), y.to(meter.device)) for x, y in batches])
+
+
+def plain(meter: Meter, *, autocast: bool = False, fused: bool = False) -> dict[str, float]:
+    """The loop that every other case is measured against."""
+    net, loader = _toy(meter)
+    optimizer = sgd(list(net.parameters()), fused=fused)
+    if autocast:
+        return plain_loop(
+            meter, net, loader, optimizer, forward=lambda: torch.autocast(meter.device.type, torch.bfloat16)
+        )
+    return plain_loop(meter, net, loader, optimizer)
+
+
+def lightning(
+    meter: Meter,
+    *,
+    log: int = 0,
+    quiet: bool = True,
+    fused: bool = False,
+    amp: dict[str, Any] | None = None,
+    callback: str = "",
+    **trainer: Any,
+) -> dict[str, float]:
+    """The same step under a Trainer.
+
+    Args:
+        meter: Of the case.
+        log: Values logged in each step.
+        quiet: Whether logger, checkpoints, bar and summary are off.
+        fused: Whether the optimizer is fused.
+        amp: Arguments of ``ApexAMP``, or ``None`` for none.
+        callback: Name of one of our callbacks to add.
+        trainer: Arguments of the Trainer.
+    """
+    from lightning_turbo.bench.training import QUIET, Classifier, apex_amp, train
+
+    net, loader = _toy(meter)
+    if amp is not None:
+        trainer["plugins"] = [apex_amp(**amp)]
+    callbacks = [_callback(callback)] if callback else []
+    module = Classifier(net, lambda parameters: sgd(list(parameters), fused=fused), log)
+    options = {**QUIET, **trainer} if quiet else trainer
+    return train(meter, module, loader, samples=BATCH, callbacks=callbacks, **options)
+
+
+def _callback(name: str) -> Callback:
+    """One of our callbacks, with the arguments under which it does its work in each step."""
+    import lightning_turbo
+
+    arguments: dict[str, Any] = {"EffectiveBatchSize": {"target": BATCH, "batch_size": BATCH}}.get(name, {})
+    return getattr(lightning_turbo, name)(**arguments)
+
+
+def register(suite: Suite) -> None:
+    """Add the cases and their aims."""
+    stock, quick = "Lightning", ("plain loop", "Lightning", "ApexAMP O0", "strategy turbo")
+
+    def add(name: str, config: dict[str, Any], *against: str, **options: Any) -> None:
+        run = plain if name.startswith("plain") else lightning
+        suite.add(name, run, config=config, against=against, quick=name in quick, **options)
+
+    add("plain loop", {}, baseline=True)
+    add("plain loop, fused", {"fused": True})
+    add("plain loop, autocast bf16", {"autocast": True})
+    add("Lightning, barebones", {"quiet": False, "barebones": True})
+    add(stock, {})
+    add("Lightning, logger and bar", {"quiet": False}, stock)
+    add("Lightning, one self.log", {"log": 1}, stock)
+    add("Lightning, bf16-mixed", {"precision": "bf16-mixed"}, stock)
+    add("ApexAMP O0", {"amp": {"opt_level": "O0"}}, stock, ours=True)
+    for level in ("O1", "O2"):
+        amp = {"opt_level": level, "dtype": "bf16"}
+        add(f"ApexAMP {level}", {"amp": amp}, stock, "Lightning, bf16-mixed", ours=True)
+    callbacks = ("GradToNone", "ExactAccumulation", "EffectiveBatchSize")
+    for name in callbacks:
+        add(name, {"callback": name}, stock, ours=True)
+    add("strategy turbo", {"strategy": "turbo"}, stock, ours=True)
+    add("strategy turbo, one self.log", {"strategy": "turbo", "log": 1}, "Lightning, one self.log", ours=True)
+    suite.aims += [
+        Aim("ApexAMP O0", stock, 1.05),
+        Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
+        *(Aim(name, stock, 1.05) for name in callbacks),
+        Aim("strategy turbo", "plain loop", 1.8),
+    ]
+
+
+register(SUITE)

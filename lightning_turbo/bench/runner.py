@@ -1,0 +1,99 @@
+"""Running suites, one after another, into one set of results."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import lightning_turbo
+from lightning_turbo.bench.case import BenchError, load_suite
+from lightning_turbo.bench.interleave import SuiteRun
+from lightning_turbo.bench.interrupt import Interrupt
+from lightning_turbo.bench.machine import describe_machine
+from lightning_turbo.bench.progress import Progress
+from lightning_turbo.bench.settings import QUICK_SECONDS, BenchSettings
+
+__all__ = ["FORMAT", "run_suites"]
+
+FORMAT = 1  # of results.json; raised when a field changes its meaning
+
+
+def run_suites(
+    settings: BenchSettings, *, save: Callable[[dict[str, Any]], object] = lambda results: None
+) -> dict[str, Any]:
+    """Measure the suites that the settings name.
+
+    Cases are started side by side, then measured one after another, one round each, over and over; while one
+    measures, all others are held still. A case that fails is reported in its row. Ctrl-C ends the measuring and keeps
+    what there is; a second Ctrl-C stops at once.
+
+    Args:
+        settings: What to measure and how.
+        save: Called with the results after every suite, and last of all at the end.
+
+    Returns:
+        The results in plain values, as ``results.json`` holds them.
+
+    Raises:
+        BenchError: If ``only`` matches no case of any suite.
+    """
+    suites = [suite for suite in (load_suite(n, settings.suites) for n in settings.names()) if settings.chosen(suite)]
+    if not suites:
+        raise BenchError(
+            f"only={settings.only!r} matches no case; `lightning-turbo bench --list` shows their names. "
+            "A pattern is as in a shell: 'O1*'."
+        )
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        "lightning_turbo": lightning_turbo.__version__,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "settings": {
+            "suite": settings.suite,
+            "quick": settings.quick,
+            "only": list(settings.only),
+            "device": settings.device,
+            "threads": settings.threads,
+            "rounds": settings.rounds,
+            "seed": settings.seed,
+        },
+        "machine": describe_machine(settings.device),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "finished": None,
+        "interrupted": False,
+        "not_run": [],
+        "suites": [],
+    }
+    interrupt = Interrupt()
+    deadline = time.monotonic() + QUICK_SECONDS if settings.quick else math.inf
+    longest = 0.0
+    with interrupt.caught(), Progress() as progress, tempfile.TemporaryDirectory() as folder:
+        for number, suite in enumerate(suites):
+            began = time.monotonic()
+            if began + longest > deadline:
+                results["not_run"].append(suite.name)
+                progress.say(f"{suite.name}: not run, because --quick has no time left for it")
+                continue
+            run = SuiteRun(suite, settings, Path(folder), progress, interrupt)
+            later = sum(len(settings.chosen(s)) * (1 + (settings.rounds or s.rounds)) for s in suites[number + 1 :])
+            progress.open(later)
+            progress.expect(run.to_come)
+            progress.say(f"{suite.name}: {len(run.chosen)} cases")
+            try:
+                run.run()
+            except KeyboardInterrupt:
+                interrupt.pressed = True
+            longest = max(longest, time.monotonic() - began)
+            results["suites"].append(run.results())
+            results["interrupted"] = interrupt.pressed
+            if interrupt.pressed:
+                break
+            save(results)
+    results["finished"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    save(results)
+    return results

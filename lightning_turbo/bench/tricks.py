@@ -1,0 +1,278 @@
+"""The suite ``tricks``: default Lightning, then one trick at a time, then all together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_turbo.bench.case import Aim, Suite
+from lightning_turbo.bench.meter import Meter
+from lightning_turbo.bench.workloads import Endless, image_batches, plain_loop, resnet50, sgd
+
+if TYPE_CHECKING:
+    from lightning_turbo._compat import Callback, LightningModule
+
+__all__ = ["SUITE"]
+
+BATCH = {"digits": 64, "mni": 32, "resnet50": 128, "resnet50 3D": 64}
+LEARNING_RATE = 0.05
+
+
+class _Slow(Dataset[Any]):
+    """A data set that waits for each batch, as for a disk or a network.
+
+    Args:
+        data: What to read.
+        wait: Seconds a batch.
+    """
+
+    def __init__(self, data: Dataset[Any], wait: float) -> None:
+        self.data = data
+        self.wait = wait
+
+    def __len__(self) -> int:
+        return len(self.data)  # pyright: ignore[reportArgumentType]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        time.sleep(self.wait)
+        return [self.data[index] for index in indices]
+
+
+class _Synthetic(Dataset[Any]):
+    """Labelled noise in main memory, the same few samples over and over.
+
+    Args:
+        shape: Of one sample.
+        classes: Number of labels.
+        length: Samples an epoch.
+    """
+
+    def __init__(self, shape: tuple[int, ...], classes: int, length: int = 20000) -> None:
+        self.images = torch.randn(64, *shape)
+        self.labels = torch.randint(classes, (64,))
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index % 64], self.labels[index % 64]
+
+
+def _data(task: str, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """Training samples, and validation samples where accuracy means something."""
+    if task == "resnet50":
+        return _Synthetic((3, 224, 224), 1000), None
+    if task == "resnet50 3D":
+        return _Synthetic((1, 28, 28, 28), 11), None
+    from lightning_turbo.demo.data import load_digits, load_mni
+
+    data = load_digits(seed) if task == "digits" else load_mni()
+    return data.train, data.val
+
+
+def _module(task: str, *, fused: bool = False, cyclic: bool = False) -> LightningModule:
+    """The demo's network with a bias in each convolution, as most people write it; or a ResNet-50."""
+    from lightning_turbo import cyclic_lr
+    from lightning_turbo.demo.model import DemoNet
+
+    class Net(DemoNet):
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(list(self.parameters()), fused=fused, learning_rate=LEARNING_RATE)
+            if not cyclic:
+                return optimizer
+            schedule = cyclic_lr(optimizer, LEARNING_RATE / 5, 2 * LEARNING_RATE, steps_up=40)
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    dims, classes = {"digits": (2, 10), "mni": (3, 2), "resnet50": (2, 1000), "resnet50 3D": (3, 11)}[task]
+    module = Net(dims=dims, classes=classes)
+    if task.startswith("resnet50"):
+        module.net = resnet50(dims, classes)  # pyright: ignore[reportAttributeAccessIssue]
+    for part in module.modules():
+        if isinstance(part, (nn.Conv2d, nn.Conv3d)) and part.bias is None and not task.startswith("resnet50"):
+            part.bias = nn.Parameter(torch.zeros(part.out_channels))
+    return module
+
+
+def prepare(meter: Meter) -> dict[str, float]:
+    """Measure a float32 step and the reading of a batch, so that the loader can be made to cost as much as the step."""
+    waits = {}
+    for task in ("digits", "mni"):
+        train, _ = _data(task, meter.seed)
+        net = _module(task).to(meter.device)
+        optimizer = sgd(list(net.parameters()))
+        read, step = [], []
+        for start in range(0, 12 * BATCH[task], BATCH[task]):
+            began = time.perf_counter()
+            images, labels = default_collate([train[index] for index in range(start, start + BATCH[task])])
+            read.append(time.perf_counter() - began)
+            images, labels = images.to(meter.device), labels.to(meter.device)
+            meter.synchronise()
+            began = time.perf_counter()
+            F.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.synchronise()
+            step.append(time.perf_counter() - began)
+        waits[f"{task} step seconds"] = statistics.median(step[4:])
+        waits[f"{task} wait seconds"] = max(0.0, statistics.median(step[4:]) - statistics.median(read[4:]))
+    return waits
+
+
+def trick(
+    meter: Meter,
+    *,
+    task: str,
+    prefetch: bool = False,
+    amp: str = "",
+    callbacks: tuple[str, ...] = (),
+    fused: bool = False,
+    cyclic: bool = False,
+    **trainer: Any,
+) -> dict[str, float]:
+    """Train a task under a Trainer with some tricks.
+
+    Args:
+        meter: Of the case.
+        task: A key of ``BATCH``.
+        prefetch: Whether the data come through ``PrefetchDataModule``.
+        amp: Level of ``ApexAMP`` in bfloat16; ``"where it helps"`` is O1 unless the device lacks bfloat16; empty for
+            none.
+        callbacks: Names of callbacks of ours.
+        fused: Whether the optimizer is fused.
+        cyclic: Whether the learning rate follows ``cyclic_lr``.
+        trainer: Arguments of the Trainer.
+
+    Returns:
+        Loss, and accuracy on the validation part where there is one.
+    """
+    import lightning_turbo
+    from lightning_turbo._compat import LightningDataModule
+    from lightning_turbo.bench.machine import computes_in_bfloat16
+    from lightning_turbo.bench.training import QUIET, apex_amp, train
+
+    data, val = _data(task, meter.seed)
+    wait = meter.prepared.get(f"{task} wait seconds", 0.0)
+    batch = BATCH[task]
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(_Slow(data, wait), batch, shuffle=True, drop_last=True)
+
+    class PrefetchedData(lightning_turbo.PrefetchDataModule, Data):
+        pass
+
+    torch.manual_seed(meter.seed)
+    module = _module(task, fused=fused, cyclic=cyclic)
+    module.example_input_array = default_collate([data[index] for index in range(batch)])[0]
+    if amp == "where it helps":
+        amp = "O1" if meter.device.type == "cuda" or computes_in_bfloat16() else ""
+    if amp:
+        trainer["plugins"] = [apex_amp(amp, "bf16")]
+    added: list[Callback] = [getattr(lightning_turbo, name)() for name in callbacks]
+    datamodule = PrefetchedData() if prefetch else Data()
+    numbers = train(meter, module, datamodule, samples=batch, callbacks=added, **QUIET, **trainer)
+    return numbers if val is None else {**numbers, "accuracy": _accuracy(module, val, batch)}
+
+
+@torch.no_grad()
+def _accuracy(module: LightningModule, val: Dataset[Any], batch: int) -> float:
+    """The share of validation samples that the network labels rightly, in float32 on the CPU."""
+    net = module.cpu().float().eval()
+    right = [net(images).argmax(1) == labels for images, labels in DataLoader(val, batch)]
+    return torch.cat(right).float().mean().item()
+
+
+def plain_best(meter: Meter, *, task: str) -> dict[str, float]:
+    """A plain loop on a GPU as well as it can be written: autocast, channels last, fused, data on the device."""
+    dims, classes = (2, 1000) if task == "resnet50" else (3, 11)
+    shape = (3, 224, 224) if dims == 2 else (1, 28, 28, 28)
+    torch.backends.cudnn.benchmark = True
+    memory_format = torch.channels_last if dims == 2 else torch.contiguous_format
+    net = resnet50(dims, classes).to(meter.device, memory_format=memory_format)  # pyright: ignore[reportCallIssue]
+    batches = [
+        (images.to(memory_format=memory_format), labels)
+        for images, labels in image_batches(meter, shape, classes, BATCH[task])
+    ]
+    optimizer = sgd(list(net.parameters()), fused=True, learning_rate=LEARNING_RATE)
+    return plain_loop(
+        meter, net, Endless(batches), optimizer, forward=lambda: torch.autocast(meter.device.type, torch.bfloat16)
+    )
+
+
+SUITE = Suite(
+    "tricks",
+    "Ablation: default Lightning, one trick at a time, all together; digits and mni wait for data as long as a step.",
+    steps=10,
+    quick_steps=4,
+    rounds=15,
+    warmup=4,
+    lead=2,
+    seconds=420,
+    quick_seconds=8,
+    prepare=prepare,
+)
+
+TRICKS: dict[str, dict[str, Any]] = {
+    "PrefetchDataModule": {"prefetch": True},
+    "ApexAMP O1": {"amp": "O1"},
+    "ApexAMP O2": {"amp": "O2"},
+    "MemoryFormat": {"callbacks": ("MemoryFormat",)},
+    "DropBiasBeforeNorm": {"callbacks": ("DropBiasBeforeNorm",)},
+    "GradToNone": {"callbacks": ("GradToNone",)},
+    "cyclic_lr": {"cyclic": True},
+    "fused optimizer": {"fused": True},
+    "strategy turbo": {"strategy": "turbo"},
+}
+TOGETHER: dict[str, Any] = {
+    "prefetch": True,
+    "amp": "where it helps",
+    "callbacks": ("MemoryFormat", "DropBiasBeforeNorm"),
+    "fused": True,
+    "strategy": "turbo",
+}
+
+
+def register(suite: Suite, task: str) -> None:
+    """Add the cases of one task and their aims.
+
+    Args:
+        suite: Where to.
+        task: A key of ``BATCH``.
+    """
+    large = task.startswith("resnet50")
+    devices = ("cuda",) if large else ("cpu", "cuda")
+    default, together = f"{task}: default", f"{task}: all together"
+    stock, best = f"{task}: stock bf16-mixed", f"{task}: plain PyTorch at its best"
+
+    def add(name: str, config: dict[str, Any], **options: Any) -> None:
+        quick = task == "mni" and name in (default, together)
+        run = plain_best if name == best else trick
+        suite.add(name, run, config={"task": task, **config}, base=default, devices=devices, quick=quick, **options)
+
+    add(default, {}, baseline=task == "digits")
+    add(stock, {"precision": "bf16-mixed"})
+    for name, config in TRICKS.items():
+        add(f"{task}: {name}", config, ours=name != "fused optimizer")
+        fact = "bfloat16_instructions" if "amp" in config else ""
+        suite.aims.append(Aim(f"{task}: {name}", default, 1.02, devices=devices, fact=fact))
+    if large:
+        add(best, {})
+        suite.aims += [
+            Aim(together, default, 0.25, devices=devices),
+            Aim(together, stock, 1 / 1.2, devices=devices),
+            Aim(together, best, 1.03, devices=devices),
+        ]
+    elif task == "mni":
+        suite.aims.append(Aim(together, default, 0.5))
+    add(together, TOGETHER, ours=True, against=(stock, best) if large else (stock,))
+
+
+for name in BATCH:
+    register(SUITE, name)

@@ -1,0 +1,19 @@
+"""Callbacks that wire the techniques around the step into a Trainer."""
+
+from __future__ import annotations
+
+from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm
+from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize
+from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation
+from lightning_turbo.callbacks.grad_to_none import GradToNone
+from lightning_turbo.callbacks.lr_range import lr_range
+from lightning_turbo.callbacks.memory_format import MemoryFormat
+
+__all__ = [
+    "DropBiasBeforeNorm",
+    "EffectiveBatchSize",
+    "ExactAccumulation",
+    "GradToNone",
+    "MemoryFormat",
+    "lr_range",
+]

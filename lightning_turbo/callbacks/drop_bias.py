@@ -1,0 +1,77 @@
+"""The callback that drops biases before batch norm, before the optimizer is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_info
+from lightning_turbo.nn.bias import BiasReport, drop_bias_before_norm
+
+__all__ = ["DropBiasBeforeNorm"]
+
+
+class DropBiasBeforeNorm(Callback):
+    """Remove the biases that a following batch norm cancels, before the optimizer is made.
+
+    See ``lightning_turbo.drop_bias_before_norm``, which does the work. It runs in ``setup`` of every stage, so that
+    checkpoints of the smaller network fit in testing too; the report is in the attribute ``report``.
+
+    Args:
+        network: Path of the submodule to trace, for example ``"net"``; ``None`` traces the whole module.
+        use_example_input: Whether to run ``example_input_array`` of the module through it, so that linear layers can
+            be judged; only with ``network=None``.
+
+    Raises:
+        TypeError: If ``network`` is no string.
+        ValueError: If both arguments are given; in ``setup``, if the module has no such submodule, or it cannot be
+            traced.
+
+    Warns:
+        NoEffectWarning: If there was nothing to drop.
+
+    Note:
+        Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. Optimizer
+        states saved before the biases were dropped count more parameters and cannot be loaded; weights can.
+
+    Example:
+        >>> from lightning_turbo import DropBiasBeforeNorm
+        >>> callback = DropBiasBeforeNorm(network="net")
+    """
+
+    def __init__(self, network: str | None = None, use_example_input: bool = False) -> None:
+        check_binding("DropBiasBeforeNorm")
+        if network is not None and not isinstance(network, str):
+            raise TypeError(f"DropBiasBeforeNorm(network={network!r}); accepted is a path such as 'net', or None.")
+        if network is not None and use_example_input:
+            raise ValueError(
+                f"DropBiasBeforeNorm(network={network!r}, use_example_input=True): example_input_array is the input of "
+                "the whole module; accepted is one of the two. Leave network out."
+            )
+        self.network = network
+        self.use_example_input = use_example_input
+        self.report: BiasReport | None = None
+        self._done: LightningModule | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Drop the biases, once for each module."""
+        if self._done is pl_module:
+            return
+        inputs: Any = None
+        if self.use_example_input:
+            inputs = pl_module.example_input_array
+            if inputs is None:
+                raise ValueError(
+                    f"DropBiasBeforeNorm(use_example_input=True): {type(pl_module).__name__} has no "
+                    "example_input_array. Set it, or leave use_example_input out."
+                )
+            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        try:
+            network = pl_module if self.network is None else pl_module.get_submodule(self.network)
+        except AttributeError as error:
+            raise ValueError(
+                f"DropBiasBeforeNorm(network={self.network!r}): {type(pl_module).__name__} has no such submodule; "
+                f"accepted are, for example, {[name for name, _ in pl_module.named_children()]}. Correct the path."
+            ) from error
+        self.report = drop_bias_before_norm(network, inputs)
+        self._done = pl_module
+        rank_zero_info(f"DropBiasBeforeNorm: {self.report}")

@@ -1,0 +1,211 @@
+"""The callback that makes gradient accumulation equal the big batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_turbo._compat import (
+    Callback,
+    GradientAccumulationScheduler,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    check_binding,
+    rank_zero_warn,
+)
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
+
+__all__ = ["ExactAccumulation"]
+
+KEY = "lightning_turbo.ExactAccumulation"
+
+
+class ExactAccumulation(Callback):
+    """Make ``accumulate_grad_batches`` equal one big batch, in the last window of an epoch too.
+
+    Lightning divides every loss by ``accumulate_grad_batches``, so a last window of fewer batches gives a gradient
+    that is too small. Here each window is divided by its own length or, with ``weight``, by its own sum of weights
+    over all ranks: the mean over samples or tokens, whatever the size of each batch.
+
+    Args:
+        weight: ``batch -> number`` of samples or tokens behind the mean loss of a batch, not negative, as a Python
+            number or a tensor of one element (which is not read on the host); ``None`` gives every batch the same.
+
+    Raises:
+        TypeError: If ``weight`` cannot be called, or returns no number.
+        ValueError: If ``weight`` returns a negative number or one that is not finite.
+        MisconfigurationException: In ``setup``, with manual optimization, a second ExactAccumulation, or a strategy
+            that accumulates by itself; at the start of training, with LBFGS.
+
+    Warns:
+        NoEffectWarning: If every window is full, so that nothing has to be corrected.
+        TurboWarning: If a checkpoint saved in mid-window is loaded by a run of other ranks or parameters.
+
+    Note:
+        Gradients are corrected after unscaling and before clipping, and before other hooks ``on_before_optimizer_step``
+        of the module. With ``weight`` and several ranks, one number is summed over the ranks at every optimizer step.
+        A checkpoint saved in mid-window carries the gradients of the window, of every rank.
+
+    Example:
+        >>> from lightning_turbo import ExactAccumulation
+        >>> callback = ExactAccumulation(weight=len)
+
+    Source: the gap is described in Lightning's issue 19987.
+    """
+
+    def __init__(self, weight: Callable[[Any], Any] | None = None) -> None:
+        check_binding("ExactAccumulation")
+        if weight is not None and not callable(weight):
+            raise TypeError(
+                f"ExactAccumulation(weight={weight!r}); accepted is a function from a batch to its number of samples "
+                "or tokens, or None."
+            )
+        self.weight = weight
+        self._window = AccumulationWindow()
+        self._batch_weight: float | Tensor | None = None
+        self._unit: float | None = None
+        self._loaded: list[Any] | None = None
+        self._checked = False
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what accumulates in another way."""
+        if stage != "fit":
+            return
+        self._loaded = None  # of a checkpoint that was only tested
+        reason = None
+        if not pl_module.automatic_optimization:
+            reason = "manual optimization divides its losses itself. Remove the callback"
+        elif trainer.strategy.handles_gradient_accumulation:
+            reason = f"{type(trainer.strategy).__name__} accumulates gradients itself. Remove the callback"
+        elif sum(isinstance(callback, ExactAccumulation) for callback in trainer.callbacks) > 1:
+            reason = "the Trainer has several of them, each of which would correct the gradients. Keep one"
+        if reason is not None:
+            raise MisconfigurationException(f"ExactAccumulation: {reason}.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start with an empty window, or with the one that a checkpoint was saved in."""
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                "ExactAccumulation: LBFGS runs a batch several times in a step; accepted are optimizers that run it "
+                "once. Remove the callback or take another optimizer."
+            )
+        self._checked = False
+        self._window = AccumulationWindow(self._unit or 1.0)
+        if self._loaded is not None:
+            self._resume(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a new window where Lightning does, and weigh the batch."""
+        if not self._checked:
+            self._checked = True
+            self._warn_if_idle(trainer)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._window.reset()
+        if self.weight is not None:
+            self._batch_weight = checked_weight(self.weight(batch))
+            if self._unit is None:
+                self._unit = trainer.strategy.broadcast(_power_of_two(self._batch_weight))
+                self._window.unit = self._unit
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Take the batch into the window."""
+        self._window.add(loss, self._batch_weight)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Correct the gradients of the window."""
+        window, total = self._window, self._window.total
+        if window.count == 0:
+            return
+        if total is not None and trainer.world_size > 1:
+            device = trainer.strategy.root_device
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            total = trainer.strategy.reduce(torch.as_tensor(total, dtype=wide, device=device), reduce_op="sum")
+        factor = window.factor(trainer.accumulate_grad_batches, total, trainer.world_size)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
+        window.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size of an ordinary weight."""
+        return {"unit": self._unit}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the size of an ordinary weight.
+
+        Args:
+            state_dict: What ``state_dict`` returned.
+        """
+        self._unit = state_dict["unit"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the window that is not finished, with every rank's gradients."""
+        if not self._window.count:
+            return
+        total = self._window.total
+        own = {
+            "count": self._window.count,
+            "total": total.item() if isinstance(total, Tensor) else total,
+            "gradients": [
+                [None if p.grad is None else p.grad.detach().cpu() for p in parameters]
+                for parameters in _parameters(trainer)
+            ],
+        }
+        windows: list[Any] = [own] * trainer.world_size
+        if trainer.world_size > 1:
+            torch.distributed.all_gather_object(windows, own)
+        checkpoint[KEY] = windows
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep an unfinished window for the start of training."""
+        self._loaded = checkpoint.get(KEY)
+
+    def _resume(self, trainer: Trainer) -> None:
+        windows, self._loaded = self._loaded, None
+        if not windows:
+            return
+        parameters = _parameters(trainer)
+        lengths = [len(gradients) for gradients in windows[0]["gradients"]]
+        if len(windows) != trainer.world_size or lengths != [len(group) for group in parameters]:
+            rank_zero_warn(
+                f"ExactAccumulation: the checkpoint was saved in mid-window by a run of {len(windows)} rank(s), with "
+                f"optimizers of {lengths} parameters; the gradients of that window are lost. Go on with the same "
+                "ranks and parameters, or from a checkpoint of a finished step.",
+                category=TurboWarning,
+            )
+            return
+        window = windows[trainer.global_rank]
+        self._window.count, self._window.total = window["count"], window["total"]
+        for group, gradients in zip(parameters, window["gradients"], strict=True):
+            for parameter, gradient in zip(group, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    def _warn_if_idle(self, trainer: Any) -> None:
+        length, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+            return
+        even = length == 1 or (math.isfinite(batches) and batches % length == 0)
+        if self.weight is not None:
+            even = length == 1 and trainer.world_size == 1
+        if even:
+            rank_zero_warn(
+                f"ExactAccumulation changes nothing here: with accumulate_grad_batches={length}, {batches} batches an "
+                f"epoch and {trainer.world_size} rank(s), every window is full. Remove it, or give weight.",
+                category=NoEffectWarning,
+            )
+
+
+def _parameters(trainer: Trainer) -> list[list[Tensor]]:
+    return [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in trainer.optimizers]
+
+
+def _power_of_two(weight: float | Tensor) -> float:
+    """Return the power of two next to a weight, by which the others are divided without rounding."""
+    value = float(weight)
+    return 2.0 ** round(math.log2(value)) if math.isfinite(value) and value > 0 else 1.0

@@ -1,0 +1,83 @@
+"""Smith's range test, run by Lightning's own learning rate finder."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lightning_turbo._compat import LightningDataModule, LightningModule, Trainer, Tuner, check_binding
+from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
+
+__all__ = ["lr_range"]
+
+
+def lr_range(
+    trainer: Trainer,
+    model: LightningModule,
+    train_dataloaders: Any = None,
+    datamodule: LightningDataModule | None = None,
+    *,
+    min_lr: float = 1e-6,
+    max_lr: float = 1.0,
+    num_training: int = 100,
+    mode: Literal["exponential", "linear"] = "exponential",
+    early_stop_threshold: float | None = 4.0,
+) -> LRRange:
+    """Train a few steps at a rising learning rate and propose the bounds of a cycle.
+
+    Lightning's finder does the steps and restores the model after them; ``propose_lr_range`` reads the bounds from
+    its curve of losses.
+
+    Args:
+        trainer: A Trainer, before its fit.
+        model: The module; its learning rate is not changed.
+        train_dataloaders: As in ``Trainer.fit``.
+        datamodule: As in ``Trainer.fit``.
+        min_lr: Where the test begins, above 0.
+        max_lr: Where it ends, above ``min_lr``.
+        num_training: Number of optimizer steps, at least 5.
+        mode: How the rate rises: ``"exponential"``, or ``"linear"`` as in the paper.
+        early_stop_threshold: Stop where the loss is that many times the best; ``None`` goes to the end.
+
+    Returns:
+        ``base_lr`` and ``max_lr`` for ``cyclic_lr``, with the curve.
+
+    Raises:
+        ValueError: If an argument is out of range, or the loss never fell.
+
+    Note:
+        Runs the training loop and writes a temporary checkpoint into the Trainer's ``default_root_dir``.
+
+    Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
+    """
+    check_binding("lr_range")
+    if not 0 < min_lr < max_lr:
+        raise ValueError(f"lr_range(min_lr={min_lr!r}, max_lr={max_lr!r}); accepted is 0 < min_lr < max_lr. Swap them.")
+    if not isinstance(num_training, int) or num_training < 5:
+        raise ValueError(f"lr_range(num_training={num_training!r}); accepted is a whole number, at least 5. Give more.")
+    if mode not in ("exponential", "linear"):
+        raise ValueError(f"lr_range(mode={mode!r}); accepted are 'exponential' and 'linear'.")
+    before = trainer.global_step
+    finder = Tuner(trainer).lr_find(
+        model,
+        train_dataloaders=train_dataloaders,
+        datamodule=datamodule,
+        min_lr=min_lr,
+        max_lr=max_lr,
+        num_training=num_training,
+        mode=mode,
+        early_stop_threshold=early_stop_threshold,
+        update_attr=False,
+    )
+    if finder is None:
+        raise ValueError("lr_range: Lightning skips its finder in a fast_dev_run. Use a Trainer without it.")
+    losses = _unbiased(finder.results["loss"], before)
+    return propose_lr_range(finder.results["lr"][: len(losses)], losses)
+
+
+def _unbiased(losses: list[float], steps_before: int, beta: float = 0.98) -> list[float]:
+    """Correct the running mean that Lightning's finder keeps.
+
+    It divides by ``1 - beta ** (step + 1)``, with a step that counts the present one already, so that the first
+    entries come out too small: by half, by a third, by a quarter.
+    """
+    return [loss * (1 - beta ** (steps_before + count + 1)) / (1 - beta**count) for count, loss in enumerate(losses, 1)]

@@ -1,0 +1,84 @@
+"""The callback that sets or measures the memory format of a network, before it is wrapped."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_info, rank_zero_warn
+from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.nn.memory_format import FORMATS, FormatTimes, measure_memory_format, set_memory_format
+
+__all__ = ["MemoryFormat"]
+
+
+class MemoryFormat(Callback):
+    """Put a 2D or 3D network into channels last, or into whichever format is measured to be faster.
+
+    Args:
+        memory_format: ``"measure"`` times forward and backward on ``example_input_array`` of the module, on the
+            Trainer's device and in its precision, and takes the faster one; ``"channels_last"`` or ``"contiguous"``
+            sets it.
+        rounds: How often the two formats take turns in the measurement, at least 1.
+
+    Raises:
+        ValueError: If an argument is out of range; in ``setup``, if the module has no ``example_input_array`` to
+            measure with.
+
+    Warns:
+        NoEffectWarning: If the module has no weights of four or five dimensions.
+
+    Note:
+        The measurement runs on a copy of the module and changes nothing in it; give ``example_input_array`` the
+        batch size you train with. With several ranks, all take what rank 0 found. The choice is in the attribute
+        ``chosen``, the times in ``times``.
+
+    Example:
+        >>> from lightning_turbo import MemoryFormat
+        >>> callback = MemoryFormat("channels_last")
+    """
+
+    def __init__(
+        self, memory_format: Literal["measure", "channels_last", "contiguous"] = "measure", rounds: int = 3
+    ) -> None:
+        check_binding("MemoryFormat")
+        if memory_format not in ("measure", *FORMATS):
+            raise ValueError(
+                f"MemoryFormat(memory_format={memory_format!r}); accepted are 'measure', 'channels_last' and "
+                "'contiguous'."
+            )
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+            raise ValueError(f"MemoryFormat(rounds={rounds!r}); accepted is a whole number, at least 1. Give more.")
+        self.memory_format = memory_format
+        self.rounds = rounds
+        self.chosen: Any = None
+        self.times: FormatTimes | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Set the format; for training, measure before."""
+        if not any(parameter.ndim in (4, 5) for parameter in pl_module.parameters()):
+            rank_zero_warn(
+                f"MemoryFormat changes nothing: {type(pl_module).__name__} has no 2D or 3D layers. Remove it.",
+                category=NoEffectWarning,
+            )
+            return
+        if self.memory_format != "measure":
+            self.chosen = self.memory_format
+        elif stage == "fit":
+            self.chosen = trainer.strategy.broadcast(self._measure(trainer, pl_module))
+            rank_zero_info(f"MemoryFormat: {self.chosen}, measured {self.times and self.times.seconds} s a step.")
+        if self.chosen is not None:
+            set_memory_format(pl_module, self.chosen)
+
+    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> str:
+        inputs: Any = pl_module.example_input_array
+        if inputs is None:
+            raise ValueError(
+                f"MemoryFormat('measure'): {type(pl_module).__name__} has no example_input_array to measure with. Set "
+                "it to a batch of inputs of forward, or choose 'channels_last' or 'contiguous'."
+            )
+        device = trainer.strategy.root_device
+        inputs = pl_module.transfer_batch_to_device(inputs if isinstance(inputs, tuple) else (inputs,), device, 0)
+        self.times = measure_memory_format(
+            pl_module, inputs, device=device, context=trainer.precision_plugin.forward_context, rounds=self.rounds
+        )
+        return self.times.best

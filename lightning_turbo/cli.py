@@ -1,0 +1,270 @@
+"""The command ``lightning-turbo``: parsing only; the work is done by the services."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import lightning_turbo
+from lightning_turbo import _optional
+from lightning_turbo.errors import TurboError
+
+__all__ = ["main"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+REFUSED = 2  # as argparse does
+INTERRUPTED = 130  # as shells do
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: The arguments after the program's name; ``None`` takes them from the command line.
+
+    Returns:
+        0 for success, 1 for a result that is not good enough, 2 for input that is refused, 130 after Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-turbo", description=lightning_turbo.__doc__)
+    parser.add_argument("--version", action="version", version=f"lightning-turbo {lightning_turbo.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_pack(commands)
+    _add_convert(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except TurboError as error:
+        print(f"lightning-turbo: error: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("lightning-turbo: stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="train a small network on real data at O0, O1, O2 and O3, and compare",
+        description="Train a small network on real data at each level of apex through an ordinary Trainer. "
+        "Writes results.json, demo.png, TensorBoard logs and one checkpoint a level. "
+        "The exit status is 1 if a level stays below the accuracy it has to reach.",
+    )
+    parser.add_argument("--levels", type=_names, metavar="O0,O1,...", help="levels to train (default: all four)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="epochs per level (default: 10 for digits, 8 for mni)")
+    parser.add_argument(
+        "--data", choices=("digits", "mni"), help="8 x 8 digits (default), or 28^3 patches of a brain template"
+    )
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    parser.add_argument("--seed", type=int, metavar="N", help="of split, weights and order (default: 0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="FOLDER",
+        help="where to write (default: runs/demo); an earlier demo there is replaced unless --resume is given",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from lightning_turbo.demo import DemoSettings
+
+    settings = DemoSettings(
+        levels=arguments.levels,
+        epochs=arguments.epochs,
+        data=arguments.data,
+        device=arguments.device,
+        seed=arguments.seed,
+        out=arguments.out,
+        resume=arguments.resume,
+    )
+    for module in ("matplotlib", "rich", "tensorboard"):
+        _optional.require(module, "lightning-turbo demo")
+    from lightning_turbo.demo.run import run_demo
+
+    return run_demo(settings)
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what is wrong with this machine, or what slows a training script, and how to mend it",
+        description="Without a script: look at what is installed and at the machine; the exit status is 1 if there is "
+        "a real fault. With a script: run it with a Doctor in each of its Trainers, and write doctor.html and "
+        "doctor.json; the exit status is the script's own.",
+        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--fix] [--warmup N] [--timed N] [--watched N] "
+        "SCRIPT [-- ARGUMENT ...]",
+    )
+    parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/doctor"), metavar="FOLDER", help="for the report (default: runs/doctor)"
+    )
+    parser.add_argument("--fix", action="store_true", help="apply what is safe at run time and can be undone")
+    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before the first look (default: 3)")
+    parser.add_argument("--timed", type=int, default=10, metavar="N", help="steps to time (default: 10)")
+    parser.add_argument("--watched", type=int, default=4, metavar="N", help="steps to watch from inside (default: 4)")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python script that trains with a Trainer")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.script is None:
+        from lightning_turbo.doctor import environment
+
+        lines = environment.check()
+        print(json.dumps(environment.as_json(lines), indent=2) if arguments.json else environment.as_text(lines))
+        return 1 if environment.failed(lines) else 0
+    if arguments.json:
+        return _refused("--json is for the machine alone; with a script, doctor.json is written to --out")
+    from lightning_turbo.doctor import script
+
+    own = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
+    steps = {name: getattr(arguments, name) for name in ("warmup", "timed", "watched")}
+    try:
+        return script.run(arguments.script, own, out=arguments.out, fix=arguments.fix, **steps)
+    except ValueError as error:
+        return _refused(str(error))
+
+
+def _add_convert(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="turn an old apex or Lightning 1.x checkpoint into one that Lightning 2 loads",
+        description="Turn a checkpoint of a plain apex script ({'model', 'optimizer', 'amp'}) or of any Lightning into "
+        "one that Trainer.fit(ckpt_path=NEW) continues, with its loss scale. OLD is never changed, NEW must not exist.",
+    )
+    parser.add_argument("old", type=Path, metavar="OLD", help="the file to read")
+    parser.add_argument("new", type=Path, metavar="NEW", help="the file to write")
+    parser.add_argument(
+        "--to", choices=("apex", "mixed"), default="apex", help="for ApexAMP (default), or for precision='16-mixed'"
+    )
+    parser.add_argument(
+        "--prefix", default="", metavar="TEXT", help="plain files: put before the names of weights, as 'model.'"
+    )
+    parser.add_argument("--trust", action="store_true", help="unpickle objects in OLD, which runs the code in it")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from lightning_turbo.amp.convert import convert_checkpoint
+
+    try:
+        new = convert_checkpoint(
+            arguments.old, arguments.new, to=arguments.to, prefix=arguments.prefix, trust=arguments.trust
+        )
+    except OSError as error:
+        return _refused(str(error))
+    print(f"wrote {new}")
+    return 0
+
+
+def _add_pack(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "pack",
+        help="pack a folder of images or volumes into arrays that are read a whole batch at a time",
+        description="Pack the images or .npy volumes below FOLDER, or the arrays of an .npz file, for PackedDataset. "
+        "Subfolders are classes. OUT appears when everything is in it, or not at all.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    parser.add_argument("--size", type=_size, metavar="HxW", help="resize images, for example 224x224")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.set_defaults(run=_pack)
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    from lightning_turbo.data.packing import pack_folder
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} files", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    try:
+        found = pack_folder(
+            arguments.folder, arguments.out, size=arguments.size, overwrite=arguments.overwrite, progress=progress
+        )
+    except (OSError, ValueError) as error:
+        return _refused(str(error))
+    print(f"{arguments.out}: {found['samples']} samples, {len(found['classes'] or ())} classes")
+    return 0
+
+
+def _size(text: str) -> tuple[int, int]:
+    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
+        raise argparse.ArgumentTypeError(f"size {text!r}: accepted is HEIGHTxWIDTH in pixels, for example 224x224")
+    return int(found[1]), int(found[2])
+
+
+def _refused(why: str) -> int:
+    print(f"lightning-turbo: error: {why}", file=sys.stderr)
+    return REFUSED
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _add_bench(commands: Commands) -> None:
+    from lightning_turbo.bench.case import SUITES
+
+    parser = commands.add_parser(
+        "bench",
+        help="measure speed, memory and loss beside Lightning, plain PyTorch and other libraries",
+        description="Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes "
+        "results.json, results.md and a picture for each suite. Ctrl-C keeps what was measured. "
+        "With `compare A B`, tell what got slower between two results; the exit status is then 1 if something did.",
+        usage="lightning-turbo bench [SUITE] [options]\n       lightning-turbo bench compare A B [--threshold X]",
+    )
+    parser.add_argument(
+        "suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)"
+    )
+    parser.add_argument(
+        "results", nargs="*", type=Path, metavar="A B", help="for compare: two results or their folders"
+    )
+    parser.add_argument("--quick", action="store_true", help="the main cases in short rounds: under two minutes")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PATTERN", help="cases to run, as 'O1*' 'O2*'")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench"), metavar="FOLDER", help="where to write (default: runs/bench)"
+    )
+    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds a case (default: the suite's)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of data and weights (default: 0)")
+    parser.add_argument("--list", action="store_true", help="show the cases and run nothing")
+    parser.add_argument(
+        "--threshold", type=float, default=0.05, metavar="X", help="for compare: smallest change that counts (0.05)"
+    )
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from lightning_turbo.bench import command
+
+    if arguments.suite == "compare":
+        if len(arguments.results) != 2:
+            return _refused(f"bench compare takes two results, A and B; {len(arguments.results)} were given")
+        return command.compare_files(*arguments.results, threshold=arguments.threshold)
+    if arguments.results:
+        return _refused(f"bench takes one suite; {str(arguments.results[0])!r} is one too many. Take 'all' for several")
+    settings = command.BenchSettings(
+        suite=arguments.suite,
+        quick=arguments.quick,
+        out=arguments.out,
+        only=tuple(arguments.only),
+        device=arguments.device,
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        seed=arguments.seed,
+    )
+    return command.list_cases(settings) if arguments.list else command.run_bench(settings)

@@ -1,0 +1,24 @@
+"""Fast loading for any torch loop: prefetching, copies to the device, packed data, and the settings of workers."""
+
+from __future__ import annotations
+
+from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo.data.dali import DALILoader
+from lightning_turbo.data.device import DevicePrefetcher
+from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.normalize import Normalize
+from lightning_turbo.data.packed import PackedDataset, pack_folder
+from lightning_turbo.data.transfer import DeviceTransfer
+from lightning_turbo.data.workers import tune_workers
+
+__all__ = [
+    "BackgroundIterator",
+    "DALILoader",
+    "DevicePrefetcher",
+    "DeviceTransfer",
+    "Normalize",
+    "PackedDataset",
+    "PrefetchLoader",
+    "pack_folder",
+    "tune_workers",
+]

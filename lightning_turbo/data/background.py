@@ -1,0 +1,335 @@
+"""A bounded background thread over any iterator, built on ``prefetch_generator.BackgroundGenerator``."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from prefetch_generator import BackgroundGenerator
+
+from lightning_turbo.data.randomness import RandomWatch, moved, shared_state
+from lightning_turbo.data.resume import Place
+from lightning_turbo.data.surroundings import Surroundings, short_switches
+from lightning_turbo.errors import TurboWarning
+
+__all__ = ["BackgroundIterator", "check_depth"]
+
+# Seconds. How long a waiting side sleeps before it looks whether the other one is still there.
+SLICE = 0.5
+# Seconds. How long closing waits for the item that the thread is just making.
+PATIENCE = 20.0
+
+
+class _Record(NamedTuple):
+    """What crosses the queue: an item with the state after it, an error, or (both None) the end."""
+
+    item: Any = None
+    state: Any = None
+    error: BaseException | None = None
+    end: bool = False
+
+
+class _Producer(BackgroundGenerator):
+    """The thread: takes records until the end, an error, or until it is told to stop."""
+
+    def __init__(self, take: Callable[[], _Record], depth: int) -> None:
+        self.take = take
+        self.stopping = threading.Event()
+        self.surroundings = Surroundings()
+        super().__init__(iter(()), max_prefetch=depth)  # starts the thread
+
+    def run(self) -> None:
+        self.name = f"lightning_turbo-prefetch-{self.ident}"
+        self.surroundings.run(self._run)
+
+    def _run(self) -> None:
+        with short_switches():
+            while not self.stopping.is_set():
+                record = self.take()
+                last = record.end or record.error is not None
+                self._put(record)
+                del record  # else the thread would keep a batch alive while it makes the next
+                if last:
+                    return
+
+    def _put(self, record: _Record) -> None:
+        """Wait for room. Whoever stops the thread makes room, so nothing that was taken is lost."""
+        while True:
+            try:
+                return self.queue.put(record, timeout=SLICE)
+            except queue.Full:
+                if self.stopping.is_set():
+                    return None
+
+    def next(self) -> _Record:
+        """Wait for a record, as long as the thread lives."""
+        while True:
+            try:
+                return self.queue.get(timeout=SLICE)
+            except queue.Empty:
+                if not self.is_alive() and self.queue.empty():
+                    return _Record(error=RuntimeError("The prefetching thread ended without a word."))
+
+    __next__ = next
+
+    def halt(self, patience: float) -> list[_Record]:
+        """End the thread and return, in order, what it had ready.
+
+        Returns:
+            The records that were not handed out. When the thread is still alive after ``patience`` seconds it ends by
+            itself after the item that it is making.
+        """
+        self.stopping.set()
+        left = self._drain()
+        if threading.current_thread() is not self:  # the garbage collector may run anywhere
+            self.join(patience)
+        return left + self._drain()
+
+    def _drain(self) -> list[_Record]:
+        left = []
+        while True:
+            try:
+                left.append(self.queue.get_nowait())
+            except queue.Empty:
+                return left
+
+
+class _Work:
+    """The part of an iterator that its thread and its finalizer may hold without keeping the iterator alive."""
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        stage: Callable[[Any], Any] | None,
+        snapshot: Callable[[], Any] | None,
+        dispose: Callable[[], None] | None,
+    ) -> None:
+        self.source = source
+        self.stage = stage
+        self.snapshot = snapshot
+        self.dispose = dispose
+        self.process = os.getpid()
+        self.producer: _Producer | None = None
+
+    def take(self) -> _Record:
+        """Take one item from the source; never raises."""
+        try:
+            item = next(self.source)
+            if self.stage is not None:
+                item = self.stage(item)
+            return _Record(item, self.snapshot() if self.snapshot is not None else None)
+        except StopIteration:
+            return _Record(end=True)
+        except BaseException as error:
+            return _Record(error=error)
+
+    def end(self, patience: float = PATIENCE) -> None:
+        """End the thread and let go of the source. Harmless when called twice or in a forked child."""
+        if self.process != os.getpid():
+            return
+        producer, self.producer = self.producer, None
+        source, self.source = self.source, iter(())
+        dispose, self.stage, self.snapshot, self.dispose = self.dispose, None, None, None
+        if producer is not None:
+            producer.halt(patience)
+            if producer.is_alive() and threading.current_thread() is not producer:
+                warnings.warn(
+                    f"A prefetching thread is still inside the next() of {type(source).__name__} after "
+                    f"{patience:g} s; it ends after that item.",
+                    TurboWarning,
+                    stacklevel=2,
+                )
+                return
+        if dispose is not None:
+            dispose()
+
+
+class BackgroundIterator(Iterator[Any]):
+    """Iterate over ``source`` in a background thread that keeps some items ready.
+
+    The first items are taken in the thread that asks for them: seeds that a sampler draws at its start come then from
+    the same place as without this class, and a source that goes on drawing from the process-wide generators is found
+    out and stays there (see ``RandomWatch``). From then on a thread takes the items ahead. It ends with the source,
+    on ``close``, when this object is collected, and when the interpreter ends.
+
+    Errors of the source, ``KeyboardInterrupt`` and ``SystemExit`` among them, are raised here, at the item where they
+    happened, with their own traceback. The thread takes over grad mode, inference mode and autocast from the thread
+    that takes the first item.
+
+    Args:
+        source: Any iterator. Nobody else may use it meanwhile.
+        prefetch_batches: How many items to keep ready, 1 or more. One more is in preparation.
+        stage: Called on each item in the background, for example to pin its memory.
+        snapshot: Called after each item in the background; ``place.state`` is what it gave for the last item
+            handed out.
+        dispose: Called once when ``source`` is done with, for example to end its worker processes.
+        watch: What is known of the source's randomness; one object per loader, so that it is found out once.
+
+    Raises:
+        TypeError: If ``source`` is no iterator or ``prefetch_batches`` no integer.
+        ValueError: If ``prefetch_batches`` is below 1.
+
+    Example:
+        >>> squares = BackgroundIterator((n * n for n in range(4)), prefetch_batches=2)
+        >>> list(squares)
+        [0, 1, 4, 9]
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        *,
+        prefetch_batches: int = 8,
+        stage: Callable[[Any], Any] | None = None,
+        snapshot: Callable[[], Any] | None = None,
+        dispose: Callable[[], None] | None = None,
+        watch: RandomWatch | None = None,
+    ) -> None:
+        if not hasattr(source, "__next__"):
+            raise TypeError(f"{source!r} is no iterator: it has no __next__. Pass iter(...) of it.")
+        self.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+        self.place = Place()
+        self._watch = watch or RandomWatch()
+        self._kept: deque[_Record] = deque()
+        self._first = True
+        self._waits = 0
+        self._closed = ""
+        self._work = _Work(source, stage, snapshot, dispose)
+        self._finalizer = weakref.finalize(self, self._work.end)
+
+    def __iter__(self) -> BackgroundIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise RuntimeError(f"This iterator cannot go on: {self._closed}.")
+        if self.place.ended:
+            raise StopIteration
+        if self._work.process != os.getpid():
+            raise RuntimeError(
+                "A prefetching iterator does not work in a forked child of the process that made it. "
+                "Call iter() on the loader in the child."
+            )
+        record = self._next()
+        if record.error is not None:
+            self._join_producer()
+            try:
+                raise record.error
+            finally:
+                del record  # the error's traceback holds this frame
+        if record.end:
+            self.place.ended = True
+            self._finalizer()
+            raise StopIteration
+        self.place.consumed += 1
+        self.place.state = record.state
+        return record.item
+
+    def _next(self) -> _Record:
+        if self._kept:
+            return self._kept.popleft()
+        if self._work.producer is not None:
+            return self._wait(self._work.producer)
+        if self._first:
+            self._first = False
+            record = self._work.take()
+        elif self._watch.known is None:
+            before = shared_state()
+            record = self._work.take()
+            self._watch.judge(moved(before, shared_state()))
+        elif self._watch.known:
+            return self._work.take()
+        else:
+            self._start()
+            return self._wait(self._work.producer)
+        if self._watch.known is False and not record.end and record.error is None:
+            self._start()  # so that the next item is made while this one is used
+        return record
+
+    def _start(self) -> None:
+        self._work.producer = _Producer(self._work.take, self.prefetch_batches)
+
+    def _wait(self, producer: Any) -> _Record:
+        try:
+            return producer.queue.get_nowait()
+        except queue.Empty:
+            pass
+        # This thread draws nothing while it waits: what moves now, the background thread moved. Looking costs 0.1 ms.
+        self._waits += 1
+        if self._waits & (self._waits - 1):
+            return producer.next()
+        before = shared_state()
+        record = producer.next()
+        if self._watch.judge(moved(before, shared_state()), late=True):
+            self.park()
+        return record
+
+    def _join_producer(self) -> None:
+        producer, self._work.producer = self._work.producer, None
+        if producer is not None:
+            producer.join(PATIENCE)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the source was handed out."""
+        return self.place.ended
+
+    def add_stage(self, stage: Callable[[Any], Any]) -> None:
+        """Call ``stage`` on each item in the background, after the stage that is there. Before the first item only."""
+        first = self._work.stage
+        self._work.stage = stage if first is None else lambda item: stage(first(item))
+
+    def ready(self) -> bool:
+        """Tell whether the next item can be had without waiting for the source."""
+        producer = self._work.producer
+        return bool(self._kept) or (producer is not None and not producer.queue.empty())
+
+    def park(self) -> bool:
+        """End the thread and keep what it had ready; the next ``next()`` goes on, with a new thread if need be.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        producer = self._work.producer
+        if producer is None or self._work.process != os.getpid():
+            return True
+        self._kept.extend(producer.halt(PATIENCE))
+        if producer.is_alive():
+            return False
+        self._kept.extend(producer._drain())
+        self._work.producer = None
+        return True
+
+    def close(self, because: str = "it was closed") -> None:
+        """End the thread and throw away what it had ready. May be called twice.
+
+        Args:
+            because: The reason that a later ``next()`` gives.
+
+        Warns:
+            TurboWarning: If the source does not come back from its ``next()`` in time; the thread then ends later.
+        """
+        if not self.place.ended:
+            self._closed = because
+        self._kept.clear()
+        self._finalizer()
+
+
+def check_depth(name: str, value: Any) -> int:
+    """Return ``value`` if it is a whole number above zero.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it is below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is no integer; pass the number of batches to keep ready, 1 or more.")
+    if value < 1:
+        raise ValueError(f"{name}={value!r} is out of range; pass the number of batches to keep ready, 1 or more.")
+    return value

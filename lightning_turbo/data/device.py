@@ -1,0 +1,177 @@
+"""``DevicePrefetcher``, the copy of the next batches to the device on a side stream."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo.data.randomness import RandomWatch
+from lightning_turbo.data.resume import Place
+from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
+
+__all__ = ["DevicePrefetcher"]
+
+
+class DevicePrefetcher:
+    """Iterate over a loader with the next batches on the device already.
+
+    While a step works on one batch, the next ones are copied on a second CUDA stream from pinned memory. The stream
+    of the step waits for the copy, and the memory of a batch is not used again before the step is through with it.
+    A loader that has no background thread of its own gets one, with the rules of ``PrefetchLoader``. On a CPU device
+    this object hands out the loader's batches and does nothing else.
+
+    Args:
+        loader: Any iterable of batches that can be iterated again: ``DataLoader``, ``PrefetchLoader``, a list.
+        device: ``"cpu"``, or a CUDA device.
+        prefetch_batches: How many batches to keep on the device beyond the one in use, 1 or more. They take memory
+            there.
+        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more.
+        transform: Called on each batch on the device, on the side stream; for example ``Normalize``. On a CPU device
+            it is called too.
+        transfer: Called as ``transfer(batch, device)`` in place of the built-in move, on the side stream.
+
+    Raises:
+        TypeError: If ``loader`` cannot be iterated, or an argument has a wrong type.
+        ValueError: If an argument is out of range, or the device is none that can be used.
+
+    Note:
+        ``transform`` and ``transfer`` run in the thread that asks for batches. One that draws random numbers runs
+        when its batch's turn comes, so that results are those of a loop without prefetching.
+
+    Example:
+        >>> batches = [torch.ones(2), torch.zeros(2)]
+        >>> [b.tolist() for b in DevicePrefetcher(batches, "cpu", transform=lambda b: b + 1)]
+        [[2.0, 2.0], [1.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str | int,
+        *,
+        prefetch_batches: int = 2,
+        min_bytes: int = MIN_BYTES,
+        transform: Callable[[Any], Any] | None = None,
+        transfer: Callable[[Any, torch.device], Any] | None = None,
+    ) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise TypeError(
+                f"DevicePrefetcher got {loader!r} as loader, which cannot be iterated: it has no __iter__. "
+                "Pass a DataLoader or another iterable of batches."
+            )
+        self.loader = loader
+        self.transfer = DeviceTransfer(
+            device, prefetch_batches=prefetch_batches, min_bytes=min_bytes, transform=transform, transfer=transfer
+        )
+        self._watch = RandomWatch()
+        self._live: weakref.ref[Any] | None = None
+        self._place: Place | None = None
+        self._skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        live = self._current()
+        if live is not None:
+            live.park()
+        skip, self._skip = self._skip, 0
+        source: Any = iter(self.loader)
+        position = getattr(self.loader, "state_dict", None)
+        plain = self.transfer.transform is None and self.transfer.transfer is None
+        if plain and (isinstance(source, DeviceIterator) or (self.transfer.idle and position is not None)):
+            self._live = self._place = None
+            return source  # the loader does it all
+        if skip:
+            source = itertools.islice(source, skip, None)
+        if not isinstance(source, BackgroundIterator):
+            if self.transfer.device.type == "cpu" or isinstance(source, DeviceIterator):
+                source = Foreground(source)
+            else:
+                source = BackgroundIterator(
+                    source,
+                    prefetch_batches=self.transfer.prefetch_batches,
+                    snapshot=None if position is None else functools.partial(_copied, position),
+                    watch=self._watch,
+                )
+                position = None
+        source.place.consumed += skip
+        iterator = self.transfer.iterate(source, position)
+        self._place = iterator.place
+        self._live = weakref.ref(iterator)
+        return iterator
+
+    def __len__(self) -> int:
+        return len(self.loader)  # pyright: ignore[reportArgumentType] - a TypeError where the loader has no length
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:  # while this object is being built or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        target = self if name in _OWN else self.loader
+        object.__setattr__(self, name, value) if target is self else setattr(target, name, value)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, its samplers and its dataset the number of the epoch, where they want to know it.
+
+        Args:
+            epoch: Number of the epoch, 0 or more.
+        """
+        owners = [self.loader, *(getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+        owners = [*owners, getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)]
+        for owner in {id(owner): owner for owner in owners}.values():
+            tell = getattr(owner, "set_epoch", None)
+            if callable(tell):
+                tell(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state after the last batch handed out; a count where the loader has no state."""
+        place = self._place
+        own = getattr(self.loader, "state_dict", None)
+        if own is not None:
+            return own() if place is None or place.state is None or place.ended else place.state
+        return {"consumed": self._skip if place is None else 0 if place.ended else place.consumed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next ``iter()`` go on where ``state_dict`` was taken.
+
+        Args:
+            state_dict: What ``state_dict`` returned for a loader of the same kind. A loader without state of its own
+                is run through what was consumed.
+        """
+        self.close()
+        self._place = None
+        own = getattr(self.loader, "load_state_dict", None)
+        if own is not None:
+            own(state_dict)
+        else:
+            self._skip = int(state_dict["consumed"])
+
+    def close(self) -> None:
+        """End the current iterator and close the loader, if it can be closed. May be called twice."""
+        live = self._current()
+        self._live = None
+        if live is not None:
+            live.close("its DevicePrefetcher was closed")
+        close = getattr(self.loader, "close", None)
+        if callable(close):
+            close()
+
+    def _current(self) -> Any:
+        return self._live() if self._live is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_live": None, "_place": None, "_watch": RandomWatch()}
+
+
+_OWN = frozenset({"_live", "_place", "_skip", "_watch", "loader", "transfer"})
+
+
+def _copied(position: Callable[[], Any]) -> Any:
+    return copy.deepcopy(position())

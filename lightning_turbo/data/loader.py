@@ -1,0 +1,283 @@
+"""``PrefetchLoader``, the DataLoader that keeps some batches ahead."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_turbo.data.background import BackgroundIterator, check_depth
+from lightning_turbo.data.randomness import RandomWatch
+from lightning_turbo.data.resume import IndexTape, Place
+
+__all__ = ["PrefetchLoader", "prefetching"]
+
+DEPTH = 8
+
+
+class PrefetchLoader(DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` whose next batches are prepared in a background thread.
+
+    Takes the arguments of ``DataLoader`` and is one in every respect; the batches and their order are the same, bit
+    for bit. To add prefetching to another kind of loader, inherit this class in front of it
+    (``class Mine(PrefetchLoader, StatefulDataLoader)``), or call ``PrefetchLoader.of(loader)``.
+
+    The thread and the worker processes end when the iterator is exhausted, dropped, closed, or followed by a second
+    ``iter()`` (an earlier iterator that is still in use then goes on with a new thread; with persistent workers it
+    cannot), and when the interpreter ends.
+
+    Args:
+        *args: As in ``DataLoader``.
+        prefetch_batches: How many batches to keep ready, 1 or more; one more is in preparation. The default of 8
+            serves loads of uneven duration; less saves memory.
+        transfer: What moves the batches to a device as they are handed out; see ``DevicePrefetcher``.
+        **kwargs: As in ``DataLoader``.
+
+    Raises:
+        TypeError: If ``prefetch_batches`` is no integer.
+        ValueError: If ``prefetch_batches`` is below 1.
+
+    Warns:
+        NoEffectWarning: If loading draws from the process-wide random generators; batches are then loaded in the
+            asking thread, because no seed would fix the result otherwise.
+
+    Example:
+        >>> loader = PrefetchLoader(range(6), batch_size=3)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2], [3, 4, 5]]
+    """
+
+    def __init__(self, *args: Any, prefetch_batches: int = DEPTH, transfer: Any = None, **kwargs: Any) -> None:
+        self.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+        self.transfer = transfer
+        self._begin_prefetching()
+        super().__init__(*args, **kwargs)
+
+    def _begin_prefetching(self) -> None:
+        self._prefetch_live: weakref.ref[Any] | None = None
+        self._prefetch_place: Place | None = None
+        self._prefetch_watch = RandomWatch()
+        self._prefetch_tape: IndexTape | None = None
+        self._prefetch_resume: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], *, prefetch_batches: int = DEPTH, transfer: Any = None) -> PrefetchLoader:
+        """Return a loader like ``loader``, of a class that inherits from its class, with prefetching added.
+
+        Dataset, samplers and every attribute are shared; ``loader`` itself is not changed.
+
+        Args:
+            loader: A ``DataLoader`` of any class.
+            prefetch_batches: How many batches to keep ready, 1 or more.
+            transfer: What moves the batches to a device as they are handed out.
+
+        Raises:
+            TypeError: If ``loader`` is no ``DataLoader``.
+        """
+        if not isinstance(loader, DataLoader):
+            raise TypeError(
+                f"PrefetchLoader.of got {loader!r}; it takes a torch.utils.data.DataLoader. "
+                "For other iterables use DevicePrefetcher or BackgroundIterator."
+            )
+        twin: Any = copy.copy(loader)
+        object.__setattr__(twin, "__class__", prefetching(type(loader)))
+        for name, value in vars(twin).items():
+            if isinstance(value, list) and name.startswith("__"):  # records that a trainer keeps of this loader
+                vars(twin)[name] = list(value)
+        vars(twin)["_iterator"] = None
+        twin._begin_prefetching()
+        twin.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+        twin.transfer = transfer
+        return twin
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The sampler whose indices are loaded, with a tape around it that can skip what was consumed before."""
+        sampler: Any = super()._index_sampler
+        if self._stateful or isinstance(self.dataset, IterableDataset):
+            return sampler
+        if self._prefetch_tape is None or self._prefetch_tape.sampler is not sampler:
+            self._prefetch_tape = IndexTape(sampler, self.generator)
+        return self._prefetch_tape
+
+    @property
+    def _stateful(self) -> bool:
+        """Whether the class behind this one keeps its own state, as torchdata's ``StatefulDataLoader`` does."""
+        return hasattr(super(), "state_dict")
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._retire()
+        resume, self._prefetch_resume = self._prefetch_resume or {"consumed": 0, "order": None}, None
+        done, sampler = resume["consumed"], self._index_sampler
+        tape = sampler if isinstance(sampler, IndexTape) else None
+        if done and tape is not None:
+            tape.rewind(done, resume["order"])
+        source = super().__iter__()
+        iterator = BackgroundIterator(
+            itertools.islice(source, done, None) if done and tape is None else source,
+            prefetch_batches=self.prefetch_batches,
+            snapshot=self._snapshot_of(source),
+            dispose=None if self.persistent_workers else functools.partial(_end_workers, source),
+            watch=self._prefetch_watch,
+        )
+        iterator.place.consumed = done
+        if self.transfer is not None:
+            iterator = self.transfer.iterate(iterator)
+        vars(self)["_prefetch_live"] = weakref.ref(iterator)  # Lightning records attributes that are set
+        self._prefetch_place = iterator.place
+        return iterator
+
+    def _snapshot_of(self, source: Any) -> Callable[[], Any] | None:
+        """What tells the state of the class behind this one after a batch: its iterator, or the loader itself."""
+        if not self._stateful:
+            return None
+        owner: Any = source if hasattr(source, "state_dict") else super()
+        return functools.partial(_copied, owner.state_dict)
+
+    def _current(self) -> Any:
+        return self._prefetch_live() if self._prefetch_live is not None else None
+
+    def _retire(self) -> None:
+        """End the thread of the iterator before this one."""
+        live = self._current()
+        if live is None or live.ended:
+            return
+        ended = live.park()
+        if self.persistent_workers:
+            if not ended:
+                raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
+            live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest iterator stands, counted in batches that were handed out.
+
+        With a class behind this one that keeps its own state, that state as it was after the last batch handed out.
+        Otherwise the count and the states of the random generators from which the order follows. Random numbers
+        that worker processes draw for augmentation are not part of it.
+        """
+        place = self._prefetch_place
+        if self._stateful:
+            if place is not None and place.state is not None and not place.ended:
+                return place.state
+            return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+        if place is None:
+            return self._prefetch_resume or {"consumed": 0, "order": None}
+        done = place.consumed
+        try:
+            whole = place.ended or done >= len(self)
+        except TypeError:
+            whole = place.ended
+        order = self._prefetch_tape.began if self._prefetch_tape is not None and done and not whole else None
+        return {"consumed": 0 if whole else done, "order": order}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next ``iter()`` go on where ``state_dict`` was taken.
+
+        A dataset with indices is not asked for what was consumed; an ``IterableDataset`` is run through it.
+
+        Args:
+            state_dict: What ``state_dict`` returned, for a loader with the same dataset and samplers.
+
+        Raises:
+            ValueError: If it is the state of another kind of loader.
+        """
+        if self._stateful:
+            if set(state_dict) == {"consumed", "order"}:
+                raise ValueError(_foreign(self, state_dict))
+            self.close()
+            self._prefetch_place = None
+            super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        if set(state_dict) != {"consumed", "order"}:
+            raise ValueError(_foreign(self, state_dict))
+        self.close()
+        self._prefetch_place, self._prefetch_resume = None, dict(state_dict)
+
+    def close(self) -> None:
+        """End the current iterator, its thread and all worker processes, persistent ones too. May be called twice."""
+        live = self._current()
+        self._prefetch_live = None
+        if live is not None:
+            live.close("its loader was closed")
+        workers, self._iterator = self._iterator, None
+        _end_workers(workers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        state.update(_iterator=None, _prefetch_live=None, _prefetch_place=None, _prefetch_tape=None)
+        return state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        behind = getattr(type(self), "_behind", None)
+        if behind is None:
+            return super().__reduce_ex__(protocol)
+        return _blank, (behind,), self.__getstate__()
+
+
+def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader]:
+    """Return a class that inherits from ``PrefetchLoader`` and ``cls`` and takes the arguments of both.
+
+    The same class for the same ``cls``, so that objects of it can be pickled, compared by class and built anew.
+    """
+    if issubclass(cls, PrefetchLoader):
+        return cls
+    if cls is DataLoader:
+        return PrefetchLoader
+    made = _made.get(cls)
+    if made is None:
+
+        def __init__(self: PrefetchLoader, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            PrefetchLoader.__init__(self, *args, **kwargs)
+
+        __init__.__signature__ = _signature(cls)
+        made = type(f"Prefetch{cls.__name__}", (PrefetchLoader, cls), {"__init__": __init__, "_behind": cls})
+        made.__module__, made.__doc__ = cls.__module__, cls.__doc__
+        _made[cls] = made
+    return made
+
+
+_made: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+
+
+def _signature(cls: type) -> inspect.Signature:
+    """The constructor's arguments of both classes, for trainers that build a loader anew by its signature."""
+    own = inspect.signature(PrefetchLoader.__init__).parameters
+    theirs = list(inspect.signature(cls.__init__).parameters.values())
+    kinds = inspect.Parameter
+    end = len(theirs) - (bool(theirs) and theirs[-1].kind is kinds.VAR_KEYWORD)
+    added = [own[name] for name in ("prefetch_batches", "transfer")]
+    return inspect.Signature([*theirs[:end], *added, *theirs[end:]])
+
+
+def _blank(behind: type[DataLoader[Any]]) -> PrefetchLoader:
+    """An empty loader of the class made for ``behind``, for unpickling."""
+    cls = prefetching(behind)
+    return cls.__new__(cls)
+
+
+def _copied(state_dict: Callable[[], Any]) -> Any:
+    """A state, cut loose from objects that go on changing."""
+    return copy.deepcopy(state_dict())
+
+
+def _end_workers(source: Any) -> None:
+    """End the worker processes of a loader's iterator, if it has any."""
+    end = getattr(source, "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
+def _foreign(loader: PrefetchLoader, state: dict[str, Any]) -> str:
+    return (
+        f"A state with the keys {sorted(state)} does not belong to {type(loader).__name__}. Load the state that the "
+        "same class of loader gave; a StatefulDataLoader's state belongs to PrefetchLoader.of(StatefulDataLoader(...))."
+    )
+
+
+PrefetchLoader.__init__.__signature__ = _signature(DataLoader)

@@ -1,0 +1,112 @@
+"""``Normalize``, which turns uint8 images into normalised floats on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Normalize"]
+
+
+class Normalize:
+    """Normalise the uint8 images of a batch: ``(image / scale - mean) / std``, computed in float32.
+
+    Made for ``DevicePrefetcher(transform=...)``: the loader hands over uint8, a quarter of the bytes of float32, and
+    the rest happens on the device. It is a function of the batch and can be used anywhere.
+
+    Args:
+        mean: Mean of each channel, or one for all, in units of ``image / scale``.
+        std: Standard deviation of each channel, or one for all, above zero, in the same units.
+        dtype: Floating-point dtype of the result, for example ``torch.float16`` for O2 and O3.
+        memory_format: Memory format of the result, for example ``torch.channels_last``; ``None`` keeps the batch's.
+        scale: What the highest value of the image stands for, above zero.
+        keys: Which entries of a batch that is a mapping, list or tuple are images. By default every uint8 tensor of
+            four or more dimensions ``(batch, channel, ...)``; a mask of that shape needs ``keys``.
+
+    Raises:
+        TypeError: If ``dtype`` is no floating-point dtype.
+        ValueError: If ``mean`` and ``std`` differ in length, or ``std`` or ``scale`` is not above zero.
+
+    Example:
+        >>> image = torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)
+        >>> Normalize(mean=0.5, std=0.5)((image, 3))[0].unique().tolist()
+        [1.0]
+    """
+
+    def __init__(
+        self,
+        mean: float | Sequence[float],
+        std: float | Sequence[float],
+        *,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format | None = None,
+        scale: float = 255.0,
+        keys: Sequence[str | int] | None = None,
+    ) -> None:
+        means = [float(m) for m in mean] if isinstance(mean, Sequence) else [float(mean)]
+        stds = [float(s) for s in std] if isinstance(std, Sequence) else [float(std)]
+        if len(means) != len(stds):
+            raise ValueError(
+                f"mean has {len(means)} values and std {len(stds)}; pass one of each for every channel, or one for all."
+            )
+        if min(stds) <= 0 or scale <= 0:
+            raise ValueError(f"std={std!r} and scale={scale!r} must be above zero; the image is divided by them.")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype={dtype!r} is no floating-point dtype; pass for example torch.float16.")
+        self.factor = [1 / (scale * s) for s in stds]
+        self.offset = [-m / s for m, s in zip(means, stds, strict=True)]
+        self.dtype = dtype
+        self.memory_format = memory_format
+        self.keys = None if keys is None else tuple(keys)
+        self._constants: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch with its images normalised; everything else in it is the same object.
+
+        Raises:
+            KeyError: If the batch has no entry of a name in ``keys``.
+            ValueError: If an image has another number of channels than ``mean``.
+        """
+        if isinstance(batch, Mapping):
+            chosen = self._chosen(batch, batch.keys())
+            return {k: self._image(v) if k in chosen else v for k, v in batch.items()}
+        if isinstance(batch, (list, tuple)):
+            chosen = self._chosen(batch, range(len(batch)))
+            parts = [self._image(v) if k in chosen else v for k, v in enumerate(batch)]
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return self._image(batch) if isinstance(batch, Tensor) and _looks_like_images(batch) else batch
+
+    def _chosen(self, batch: Any, names: Any) -> set[Any]:
+        if self.keys is None:
+            return {name for name in names if isinstance(batch[name], Tensor) and _looks_like_images(batch[name])}
+        missing = [key for key in self.keys if key not in names]
+        if missing:
+            raise KeyError(f"Normalize(keys={self.keys!r}): the batch has no {missing!r}; it has {list(names)!r}.")
+        return set(self.keys)
+
+    def _image(self, image: Tensor) -> Tensor:
+        channels = len(self.factor)
+        if channels > 1 and image.shape[1] != channels:
+            raise ValueError(
+                f"Normalize has {channels} channels and the image {image.shape[1]} (shape {tuple(image.shape)}); "
+                "pass one mean and one std for every channel, or one for all."
+            )
+        key = (image.device, image.dim())
+        if key not in self._constants:
+            shape = [1, channels] + [1] * (image.dim() - 2)
+            factor, offset = (torch.tensor(v, device=image.device).view(shape) for v in (self.factor, self.offset))
+            self._constants[key] = (factor, offset)
+        factor, offset = self._constants[key]
+        if self.memory_format is not None:
+            image = image.contiguous(memory_format=self.memory_format)  # while it is small
+        return torch.addcmul(offset, image.to(torch.float32), factor).to(self.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_constants": {}}
+
+
+def _looks_like_images(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.uint8 and tensor.dim() >= 4

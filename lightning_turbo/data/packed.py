@@ -1,0 +1,186 @@
+"""``PackedDataset``, arrays that are memory-mapped and read a whole batch at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from lightning_turbo.data.packing import CONTENTS, pack_folder
+
+__all__ = ["PackedDataset", "pack_folder"]
+
+
+class PackedDataset(Dataset[Any]):
+    """A dataset over arrays of the same length, read row by row or, much faster, a whole batch at a time.
+
+    ``.npy`` files and uncompressed members of ``.npz`` files are memory-mapped: the system reads what is needed and
+    all worker processes share it. Compressed members (MedMNIST's files have them) are decompressed into memory once;
+    ``pack_folder`` turns a large one into files that can be mapped.
+
+    With ``collate_fn=PackedDataset.collate`` a loader takes each batch as one copy out of each array. Without it the
+    batches are the same, made by way of single rows.
+
+    Args:
+        source: A folder that ``pack_folder`` wrote, an ``.npz`` or ``.npy`` file, an array, or a mapping from names to
+            files and arrays.
+        keys: Names of the arrays that make a sample, in this order; by default all. For MedMNIST
+            ``("train_images", "train_labels")``.
+        transform: Called on each batch, a tensor or a tuple of tensors ``(batch, ...)``; on a single row it sees a
+            batch of one.
+
+    Raises:
+        FileNotFoundError: If a file or folder is not there.
+        KeyError: If an array of ``keys`` is not there.
+        TypeError: If an array holds something that torch has no dtype for.
+        ValueError: If the arrays differ in length, or there are none.
+
+    Example:
+        >>> data = PackedDataset({"x": np.arange(6).reshape(3, 2), "y": np.array([0, 1, 0])})
+        >>> data[1]
+        (tensor([2, 3]), tensor(1))
+        >>> PackedDataset.collate(data.__getitems__([2, 0]))[1]
+        tensor([0, 0])
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | np.ndarray | Mapping[str, Any],
+        *,
+        keys: Sequence[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._source = dict(source) if isinstance(source, Mapping) else source
+        self._keys = None if keys is None else tuple(keys)
+        self.transform = transform
+        self._open()
+
+    def _open(self) -> None:
+        found = _open_source(self._source)
+        names = tuple(found) if self._keys is None else self._keys
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise KeyError(f"PackedDataset(keys={self._keys!r}): there is no {missing!r}; there are {list(found)!r}.")
+        self.arrays = {name: found[name]() for name in names}
+        lengths = {name: len(array) for name, array in self.arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(
+                f"PackedDataset got arrays of {lengths!r} rows; all must have as many. Pass keys=... to choose."
+            )
+        for name, array in self.arrays.items():
+            try:
+                torch.from_numpy(np.empty(0, dtype=array.dtype))
+            except TypeError as error:
+                raise TypeError(
+                    f"PackedDataset: {name!r} holds {array.dtype!r}, for which torch has no dtype. "
+                    "Store numbers, or leave it out with keys=..."
+                ) from error
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes, in the order of the labels, of a folder that ``pack_folder`` wrote; else empty."""
+        if isinstance(self._source, (str, os.PathLike)) and Path(self._source, CONTENTS).is_file():
+            return json.loads(Path(self._source, CONTENTS).read_text())["classes"]
+        return []
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def __getitem__(self, index: int) -> Any:
+        batch = self.batch([index])
+        return tuple(part[0] for part in batch) if isinstance(batch, tuple) else batch[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at ``indices``, in this order, read at once."""
+        batch = self.batch(indices)
+        if isinstance(batch, tuple):
+            return _Rows(zip(*batch, strict=True), batch)
+        return _Rows(batch, batch)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return the batch at ``indices``: a tensor, or a tuple with one for each array.
+
+        Raises:
+            IndexError: If an index is beyond the length.
+        """
+        where = np.asarray(indices)
+        parts: tuple[Any, ...] = tuple(
+            torch.from_numpy(np.take(array, where, axis=0)) for array in self.arrays.values()
+        )
+        batch: Any = parts[0] if len(parts) == 1 else parts
+        return batch if self.transform is None else self.transform(batch)
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        """Return the batch that the samples were read as; samples from elsewhere are collated as by default."""
+        return samples.whole if isinstance(samples, _Rows) else default_collate(samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "arrays"}  # mapped anew by the reader
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open()
+
+
+class _Rows(list[Any]):
+    """The samples of a batch, and the batch."""
+
+    def __init__(self, rows: Any, whole: Tensor | tuple[Tensor, ...]) -> None:
+        super().__init__(rows)
+        self.whole = whole
+
+
+def _open_source(source: Any) -> dict[str, Callable[[], np.ndarray]]:
+    """What can be opened in a source, by name, not opened yet."""
+    if isinstance(source, Mapping):
+        return {str(name): _opener(value) for name, value in source.items()}
+    if isinstance(source, np.ndarray):
+        return {"array": _opener(source)}
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"PackedDataset got {source!r}; pass a folder, an .npz or .npy file, arrays, or a mapping.")
+    path = Path(source)
+    if path.is_dir():
+        if not (path / CONTENTS).is_file():
+            raise FileNotFoundError(
+                f"{str(path)!r} holds no {CONTENTS}, so it is no packed folder. "
+                "Make one with: lightning-turbo pack FOLDER OUT"
+            )
+        names = json.loads((path / CONTENTS).read_text())["arrays"]
+        return {name: _opener(path / f"{name}.npy") for name in names}
+    if path.suffix == ".npz":
+        with zipfile.ZipFile(path) as archive:
+            members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+        return {member.filename[:-4]: lambda m=member: _member(path, m) for member in members}
+    return {path.stem: _opener(path)}
+
+
+def _opener(value: Any) -> Callable[[], np.ndarray]:
+    if isinstance(value, np.ndarray):
+        return lambda: value
+    # Copy on write, because torch warns of arrays that it may not write to. Nothing is written.
+    return lambda: np.load(value, mmap_mode="c")
+
+
+def _member(path: Path, member: zipfile.ZipInfo) -> np.ndarray:
+    """One array of an ``.npz`` file, mapped if it is stored as it is."""
+    if member.compress_type != zipfile.ZIP_STORED:
+        with np.load(path) as arrays:
+            return arrays[member.filename[:-4]]
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        name_length, extra_length = struct.unpack("<26x2H", file.read(30))
+        file.seek(name_length + extra_length, os.SEEK_CUR)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+        return np.memmap(path, dtype, "c", file.tell(), shape, "F" if fortran else "C")

@@ -1,0 +1,148 @@
+"""``pack_folder``, which turns a folder of images or volumes into arrays for ``PackedDataset``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_turbo._optional import require
+
+__all__ = ["CONTENTS", "pack_folder"]
+
+CONTENTS = "packed.json"
+IMAGES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+ARRAYS = frozenset({".npy"})
+
+
+def pack_folder(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    size: tuple[int, int] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
+) -> dict[str, Any]:
+    """Pack the images or volumes below ``folder`` into one array, once, so that training reads whole batches.
+
+    Images (decoded with Pillow) become ``images.npy``, uint8 ``(n, channels, height, width)``: one channel if the
+    first image is grey, else three. ``.npy`` files become ``volumes.npy``, ``(n, ...)`` in their own dtype. Where the
+    files lie in subfolders, each is a class, in alphabetical order, and ``labels.npy`` holds its number as int64.
+    An ``.npz`` file in place of ``folder`` has its arrays unpacked.
+
+    Args:
+        folder: Where the files are, or an ``.npz`` file. It is not changed.
+        out: The folder to write. It appears when everything is in it, or not at all.
+        size: ``(height, width)`` in pixels to resize images to; without it all must have the same size.
+        overwrite: Whether an ``out`` that is there is replaced.
+        progress: Called with the number of files done and of all.
+
+    Returns:
+        The contents, as written to ``packed.json``: ``arrays`` (their names), ``classes``, ``samples``.
+
+    Raises:
+        FileExistsError: If ``out`` is there and ``overwrite`` is not set.
+        FileNotFoundError: If ``folder`` is not there or holds nothing to pack.
+        MissingExtraError: If there are images and Pillow is not installed.
+        ValueError: If files differ in shape, dtype or kind, or ``size`` is given for arrays.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> (root / "scans").mkdir()
+        >>> for n in range(3):
+        ...     np.save(root / "scans" / f"{n}.npy", np.full((2, 2), n))
+        >>> pack_folder(root / "scans", root / "packed")["samples"]
+        3
+    """
+    source, target = Path(folder), Path(out)
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{str(target)!r} is there already. Pass another folder, or overwrite=True.")
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{str(source)!r} is not there. Pass a folder of images or .npy files, or an .npz file."
+        )
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        if source.suffix == ".npz":
+            contents = _unpack(source, partial, progress)
+        else:
+            contents = _pack(source, partial, size, progress)
+        (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
+        if target.exists():
+            shutil.rmtree(target)
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return contents
+
+
+def _unpack(source: Path, partial: Path, progress: Any) -> dict[str, Any]:
+    with np.load(source) as arrays:
+        names = sorted(arrays.files)
+        samples = {}
+        for done, name in enumerate(names, 1):
+            np.save(partial / f"{name}.npy", arrays[name])
+            samples[name] = len(arrays[name])
+            if progress is not None:
+                progress(done, len(names))
+    return {"arrays": names, "classes": [], "samples": max(samples.values(), default=0)}
+
+
+def _pack(source: Path, partial: Path, size: tuple[int, int] | None, progress: Any) -> dict[str, Any]:
+    files = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGES | ARRAYS)
+    if not files:
+        raise FileNotFoundError(
+            f"{str(source)!r} holds nothing to pack. Accepted are images ({', '.join(sorted(IMAGES))}) and .npy files."
+        )
+    kinds = {path.suffix.lower() in IMAGES for path in files}
+    if len(kinds) > 1:
+        raise ValueError(f"{str(source)!r} holds both images and .npy files. Pack them from folders of their own.")
+    images = kinds.pop()
+    if size is not None and not images:
+        raise ValueError(f"size={size!r} is for images, and {str(source)!r} holds .npy files. Leave it out.")
+    if images:
+        require("PIL", "pack_folder with images")
+    name = "images" if images else "volumes"
+    first = _read_image(files[0], None, size) if images else np.load(files[0])
+    mode = "L" if images and first.shape[0] == 1 else "RGB"
+    array = np.lib.format.open_memmap(
+        partial / f"{name}.npy", mode="w+", dtype=first.dtype, shape=(len(files), *first.shape)
+    )
+    for done, path in enumerate(files, 1):
+        sample = _read_image(path, mode, size) if images else np.load(path)
+        if sample.shape != first.shape or sample.dtype != first.dtype:
+            raise ValueError(
+                f"{str(path)!r} is {sample.dtype} {sample.shape} and {str(files[0])!r} is {first.dtype} "
+                f"{first.shape}; all must be alike. " + ("Pass size=(height, width)." if images else "")
+            )
+        array[done - 1] = sample
+        if progress is not None:
+            progress(done, len(files))
+    array.flush()
+    classes = sorted({path.relative_to(source).parts[0] for path in files if path.parent != source})
+    if classes:
+        if any(path.parent == source for path in files):
+            raise ValueError(f"{str(source)!r} holds files both in class folders and beside them. Move the latter.")
+        labels = [classes.index(path.relative_to(source).parts[0]) for path in files]
+        np.save(partial / "labels.npy", np.asarray(labels, dtype=np.int64))
+    return {"arrays": [name, "labels"] if classes else [name], "classes": classes, "samples": len(files)}
+
+
+def _read_image(path: Path, mode: str | None, size: tuple[int, int] | None) -> np.ndarray:
+    """One image as uint8 ``(channels, height, width)``."""
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        image = opened.convert(mode or ("L" if opened.mode in ("1", "L") else "RGB"))
+    if size is not None and (image.height, image.width) != tuple(size):
+        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    pixels = np.asarray(image)
+    return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))

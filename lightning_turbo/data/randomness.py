@@ -1,0 +1,94 @@
+"""Whether loading a batch draws from the random generators that the whole process shares."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from lightning_turbo.errors import NoEffectWarning
+
+__all__ = ["RandomWatch", "moved", "set_shared_state", "shared_state"]
+
+
+def shared_state() -> dict[str, Any]:
+    """Return the states of the process-wide generators of torch (CPU), Python and, if imported, NumPy.
+
+    Tensors and plain Python objects only, so that a checkpoint that holds one loads with ``weights_only=True``.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        if kind == "MT19937":  # a program may have exchanged it for a generator that has no such state
+            state["numpy"] = [torch.from_numpy(keys.astype("int64")), *rest]
+    return state
+
+
+def set_shared_state(state: dict[str, Any]) -> None:
+    """Set the process-wide generators to a state that ``shared_state`` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["random"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        keys, *rest = state["numpy"]
+        numpy.random.set_state(("MT19937", keys.numpy(), *rest))
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names of the generators that differ between two states."""
+    names = []
+    if not torch.equal(before["torch"], after["torch"]):
+        names.append("torch")
+    if before["random"] != after["random"]:
+        names.append("random")
+    old, new = before.get("numpy"), after.get("numpy")
+    if old is not None and new is not None and (old[1:] != new[1:] or not torch.equal(old[0], new[0])):
+        names.append("numpy.random")
+    return names
+
+
+class RandomWatch:
+    """Remembers, for one loader, whether its steady loading draws from shared generators.
+
+    Such a loader cannot work in a background thread: the thread and the model would take turns on one generator in an
+    order that no seed fixes. Its batches are then loaded in the thread that asks for them, as a plain ``DataLoader``
+    does, and a warning says so once.
+
+    Attributes:
+        known: ``None`` until a batch was watched, then whether it drew.
+    """
+
+    def __init__(self) -> None:
+        self.known: bool | None = None
+
+    def judge(self, names: list[str], late: bool = False) -> bool:
+        """Take note of what one watched batch drew from.
+
+        Args:
+            names: What ``moved`` returned for it.
+            late: Whether batches were loaded in the background before.
+
+        Returns:
+            Whether the loader has to stay in the asking thread.
+
+        Warns:
+            NoEffectWarning: The first time that a batch drew.
+        """
+        first = bool(names) and not self.known
+        if names or self.known is None:
+            self.known = bool(names)
+        if first:
+            past = " Batches before this one were loaded in the background, so this run may not repeat." if late else ""
+            warnings.warn(
+                f"Loading a batch draws from the process-wide generator of {' and '.join(names)}, which the model may "
+                "use too: in a background thread no seed would fix the result. Batches are loaded in the training "
+                "thread instead, as by a plain DataLoader, with nothing gained. Use num_workers=1 (a process has "
+                "generators of its own), or draw from a generator that belongs to the dataset." + past,
+                NoEffectWarning,
+                stacklevel=3,
+            )
+        return bool(self.known)

@@ -1,0 +1,82 @@
+"""What a background thread has to take over from the thread that it works for."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.autograd.grad_mode import inference_mode
+
+__all__ = ["Surroundings", "short_switches"]
+
+# Seconds. A thread that wakes up while another one runs Python waits this long for its turn; Python's default is
+# 5 ms, in which a loader loses more than it loads.
+SWITCH_INTERVAL = 5e-5
+
+_lock = threading.Lock()
+_holders = 0
+_found = 0.0
+
+
+class Surroundings:
+    """The modes of torch that belong to one thread, taken in one thread and entered in another.
+
+    Grad mode, inference mode, autocast, the default device, the CUDA device and context variables. Without them a
+    dataset that runs in the background would not see the ``no_grad`` or ``autocast`` of the loop that it feeds.
+    """
+
+    def __init__(self) -> None:
+        self.variables = contextvars.copy_context()
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        ]
+        self.caches = torch.is_autocast_cache_enabled()
+        self.device = torch.get_default_device()
+        self.cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call ``function`` in this thread as if it were called where this object was made."""
+        self.variables.run(self._run, function)
+
+    def _run(self, function: Callable[[], None]) -> None:
+        if self.cuda is not None:
+            torch.cuda.set_device(self.cuda)
+        with contextlib.ExitStack() as stack:
+            # The classes themselves, because Lightning exchanges torch.no_grad and torch.inference_mode in mid-step.
+            if self.inference:
+                stack.enter_context(inference_mode(True))
+            torch._C._set_grad_enabled(self.grad)
+            if torch.get_default_device() != self.device:
+                stack.enter_context(self.device)
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.caches))
+            function()
+
+
+@contextlib.contextmanager
+def short_switches() -> Iterator[None]:
+    """Shorten the interpreter's switch interval while any thread is inside, and put the old one back after the last.
+
+    A value that the program itself sets in the meantime is left alone.
+    """
+    global _holders, _found
+    with _lock:
+        if _holders == 0:
+            _found = sys.getswitchinterval()
+            if _found > SWITCH_INTERVAL:
+                sys.setswitchinterval(SWITCH_INTERVAL)
+        _holders += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders -= 1
+            ours = abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 1e-9
+            if _holders == 0 and ours:
+                sys.setswitchinterval(_found)

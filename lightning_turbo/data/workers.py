@@ -1,0 +1,332 @@
+"""``tune_workers``, the settings of a loader found by measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.randomness import set_shared_state, shared_state
+from lightning_turbo.data.resume import own_generators
+
+__all__ = ["WorkerRow", "WorkerTuning", "tune_workers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRow:
+    """What one setting gave.
+
+    Attributes:
+        num_workers: Worker processes.
+        prefetch_factor: Batches that each worker loads ahead; ``None`` without workers.
+        pin_memory: Whether batches were put into page-locked memory.
+        batches: How many batches were timed.
+        seconds: Mean time of a batch, in seconds; infinite if none came in time.
+        note: Why there is no time, if there is none.
+    """
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    batches: int = 0
+    seconds: float = float("inf")
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTuning:
+    """The settings that ``tune_workers`` chose, and what it measured.
+
+    Attributes:
+        num_workers: Worker processes, 0 or more.
+        prefetch_factor: Batches that each worker loads ahead; ``None`` without workers.
+        pin_memory: Whether to use page-locked memory.
+        rows: Every setting that was measured.
+        cached: Whether the answer was read from a file.
+    """
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    rows: tuple[WorkerRow, ...] = field(default=(), repr=False)
+    cached: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments for a ``DataLoader``."""
+        return {
+            "num_workers": self.num_workers,
+            "prefetch_factor": self.prefetch_factor,
+            "pin_memory": self.pin_memory,
+        }
+
+    def __str__(self) -> str:
+        """The table of what was measured, with the choice marked."""
+        lines = ["workers  prefetch  pinned  batches  ms a batch"]
+        for row in self.rows:
+            mark = " <-" if (row.num_workers, row.prefetch_factor, row.pin_memory) == self._key else ""
+            shown = f"{row.seconds * 1e3:10.3f}" if row.batches else f"{row.note:>10}"
+            factor = "-" if row.prefetch_factor is None else str(row.prefetch_factor)
+            pinned = "yes" if row.pin_memory else "no"
+            lines.append(f"{row.num_workers:7}  {factor:>8}  {pinned:>6}  {row.batches:7}  {shown}{mark}")
+        return "\n".join(lines)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.num_workers, self.prefetch_factor, self.pin_memory
+
+
+def tune_workers(
+    make_loader: Callable[..., Any],
+    *,
+    step: Callable[[Any], Any] | None = None,
+    seconds: float = 5.0,
+    max_workers: int | None = None,
+    prefetch_factors: Sequence[int] = (2, 4),
+    tolerance: float = 0.05,
+    cache: str | os.PathLike[str] | None = None,
+    show: Callable[[str], Any] | None = print,
+) -> WorkerTuning:
+    """Measure how fast a loader is with 0, 1, 2, 4, ... workers, and choose the smallest setting that is fast enough.
+
+    First the number of workers is chosen, with the first prefetch factor; then, for that number, the prefetch factor;
+    then, where there is a CUDA device, whether memory is pinned. More workers are not always faster: they share the
+    machine's cores with each other and with the training.
+
+    Args:
+        make_loader: Called with ``num_workers``, ``prefetch_factor`` and ``pin_memory`` as keywords; returns a new
+            ``DataLoader`` with them.
+        step: Called on each batch, for example a training step, so that loading is measured beside it. Without it,
+            loading alone is measured.
+        seconds: Time for everything together, above zero.
+        max_workers: The most workers to try, 0 or more; by default the number of CPU cores that this process may use.
+        prefetch_factors: What to try, each 1 or more, smallest first.
+        tolerance: How much slower than the best a smaller setting may be, 0 or more; 0.05 is 5 %.
+        cache: A file for the answer. One that was written on a machine with as many cores, by the same release of
+            torch, is read instead of measuring.
+        show: Called with the finished table; ``None`` to show nothing.
+
+    Returns:
+        The choice; its ``settings`` are keyword arguments for a ``DataLoader``.
+
+    Raises:
+        TypeError: If ``make_loader`` or ``step`` cannot be called.
+        ValueError: If a number is out of range.
+        RuntimeError: If no setting gave a batch in time; its text says what happened with each.
+
+    Note:
+        Starts and ends worker processes; none is left. The process-wide random generators, and those of the loader
+        and its samplers, are put back. A batch that takes longer than its share of the time is not waited for; at
+        ``num_workers=0`` a thread then ends by itself as soon as the batch is there.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> def make_loader(**settings):
+        ...     return DataLoader(range(64), batch_size=8, **settings)
+        >>> tune_workers(make_loader, seconds=1.0, max_workers=0, show=None).settings["num_workers"]
+        0
+    """
+    _check(make_loader, step, seconds, max_workers, prefetch_factors, tolerance)
+    if cache is not None and (known := _read(Path(cache))) is not None:
+        if show is not None:
+            show(str(known))
+        return known
+    before = shared_state()
+    clock = _Clock(seconds)
+    try:
+        rows = _search(make_loader, step, clock, _counts(max_workers), list(prefetch_factors), tolerance)
+    finally:
+        set_shared_state(before)
+    best = _choose(rows, tolerance)
+    if best is None:
+        told = "; ".join(f"num_workers={row.num_workers}: {row.note}" for row in rows)
+        raise RuntimeError(
+            f"tune_workers(seconds={seconds!r}) got no batch from any setting ({told}). "
+            "Give it more seconds, or mend the loader."
+        )
+    tuning = WorkerTuning(
+        num_workers=best.num_workers,
+        prefetch_factor=best.prefetch_factor,
+        pin_memory=best.pin_memory,
+        rows=tuple(rows),
+    )
+    if cache is not None:
+        Path(cache).write_text(json.dumps({"machine": _machine(), **asdict(tuning)}, indent=1))
+    if show is not None:
+        show(str(tuning))
+    return tuning
+
+
+class _Clock:
+    """The time that is left; a tenth is kept back for ending worker processes."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + 0.9 * seconds
+
+    def share(self, parts: int) -> float:
+        return max(0.0, self.end - time.monotonic()) / max(1, parts)
+
+
+def _search(
+    make_loader: Any, step: Any, clock: _Clock, counts: list[int], factors: list[int], tolerance: float
+) -> list[WorkerRow]:
+    pins = [False, True] if torch.cuda.is_available() else [False]
+    later = len(factors) - 1 + len(pins) - 1
+    rows = []
+    # One worker first: should a batch take too long, its process can be ended, and 0 workers need not be tried.
+    for done, count in enumerate(sorted(counts, key=lambda n: (n != 1, n))):
+        if not count and rows and rows[0].note == _LATE:
+            rows.append(WorkerRow(num_workers=0, prefetch_factor=None, pin_memory=False, note="not tried"))
+            continue
+        factor = factors[0] if count else None
+        rows.append(_measure(make_loader, step, clock.share(len(counts) - done + later), count, factor, False))
+    rows.sort(key=lambda row: row.num_workers)
+    for kind, values in (("prefetch_factor", factors[1:]), ("pin_memory", pins[1:])):
+        best = _choose(rows, tolerance)
+        if best is None or (kind == "prefetch_factor" and not best.num_workers):
+            continue
+        for number, value in enumerate(values):
+            changed = {"prefetch_factor": best.prefetch_factor, "pin_memory": best.pin_memory, kind: value}
+            share = clock.share(len(values) - number + (len(pins) - 1) * (kind == "prefetch_factor"))
+            rows.append(_measure(make_loader, step, share, best.num_workers, *changed.values()))
+    return rows
+
+
+_LATE = "too late"
+
+
+def _measure(
+    make_loader: Any, step: Any, share: float, num_workers: int, prefetch_factor: int | None, pin_memory: bool
+) -> WorkerRow:
+    """Time one setting for ``share`` seconds."""
+    settings = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
+    if share < 0.01:
+        return WorkerRow(**settings, note="no time")
+    deadline = time.monotonic() + share
+    loader = make_loader(**settings)
+    generators = [(generator, generator.get_state()) for generator in own_generators(loader)]
+    run = _Run(loader, step, num_workers * (prefetch_factor or 0), deadline)
+    try:
+        run.start()
+        run.join(max(0.0, deadline - time.monotonic()))
+        over = time.monotonic() >= deadline - 0.05  # an error at the deadline is the waiting that was cut short
+        run.stop(kill=over and not run.times)
+    finally:
+        for generator, state in generators:
+            generator.set_state(state)
+    if run.error is not None and not over:
+        return WorkerRow(**settings, note=f"{type(run.error).__name__}: {run.error}".splitlines()[0])
+    if len(run.times) < 1:
+        return WorkerRow(**settings, note=_LATE)
+    return WorkerRow(**settings, batches=len(run.times), seconds=sum(run.times) / len(run.times))
+
+
+class _Run(threading.Thread):
+    """Takes batches until it is told to stop, in a thread because a batch may never come."""
+
+    def __init__(self, loader: Any, step: Any, warm_up: int, deadline: float) -> None:
+        super().__init__(daemon=True, name="lightning_turbo-tune")
+        self.loader: Any = loader
+        self.step = step
+        self.warm_up = warm_up + 1
+        self.deadline = deadline
+        self.times: list[float] = []
+        self.error: BaseException | None = None
+        self.stopping = threading.Event()
+        self.begin()  # starts the workers, from the caller's thread
+
+    def begin(self) -> None:
+        # Without the thread of a PrefetchLoader, which would be in the way of an end in time.
+        inner = super(PrefetchLoader, self.loader) if isinstance(self.loader, PrefetchLoader) else self.loader
+        self.iterator: Any = inner.__iter__()
+
+    def run(self) -> None:
+        try:
+            seen = 0
+            while not self.stopping.is_set() and time.monotonic() < self.deadline:
+                before = time.monotonic()
+                if getattr(self.iterator, "_workers", ()):  # else waiting for them would go on in steps of 5 s
+                    self.iterator._timeout = max(0.01, self.deadline - before)
+                try:
+                    batch = next(self.iterator)
+                except StopIteration:
+                    if not seen:
+                        raise ValueError("the loader is empty") from None
+                    self.begin()
+                    continue
+                if self.step is not None:
+                    self.step(batch)
+                seen += 1
+                # The first batches hold the start of the workers. A loader too slow or short for more counts anyway.
+                if seen > self.warm_up or (time.monotonic() - before) * 3 > self.deadline - time.monotonic():
+                    self.times.append(time.monotonic() - before)
+        except BaseException as error:
+            self.error = error
+
+    def stop(self, kill: bool) -> None:
+        """End the worker processes, with force if they gave nothing, and the thread."""
+        self.stopping.set()
+        self.join(0.2)
+        workers = getattr(self.iterator, "_workers", [])
+        if kill or self.is_alive():
+            for worker in workers:
+                worker.terminate()  # torch's workers take this for an orderly end; SIGKILL would raise in this process
+        end = getattr(self.iterator, "_shutdown_workers", None)
+        if end is not None:
+            end()
+        self.iterator = self.loader = None
+
+
+def _choose(rows: Sequence[WorkerRow], tolerance: float) -> WorkerRow | None:
+    """The smallest setting within ``tolerance`` of the fastest; ``None`` if none gave a batch."""
+    timed = [row for row in rows if row.batches]
+    if not timed:
+        return None
+    limit = min(row.seconds for row in timed) * (1 + tolerance)
+    fast = [row for row in timed if row.seconds <= limit]
+    return min(fast, key=lambda row: (row.num_workers, row.prefetch_factor or 0, row.pin_memory))
+
+
+def _counts(max_workers: int | None) -> list[int]:
+    """0, 1, 2, 4, ... up to ``max_workers``."""
+    top = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    top = top if max_workers is None else max_workers
+    return [0, *(n for n in (1 << k for k in range(12)) if n <= top)]
+
+
+def _machine() -> dict[str, Any]:
+    return {"cores": os.cpu_count(), "torch": torch.__version__, "cuda": torch.cuda.is_available()}
+
+
+def _read(path: Path) -> WorkerTuning | None:
+    """The answer in a file, unless it is of another machine or no answer at all."""
+    try:
+        stored = json.loads(path.read_text())
+        if stored.pop("machine") != _machine():
+            return None
+        rows = tuple(WorkerRow(**row) for row in stored.pop("rows"))
+        return WorkerTuning(**{**stored, "cached": True}, rows=rows)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _check(make_loader: Any, step: Any, seconds: Any, max_workers: Any, prefetch_factors: Any, tolerance: Any) -> None:
+    for name, value in (("make_loader", make_loader), ("step", step)):
+        if not callable(value) and not (name == "step" and value is None):
+            raise TypeError(f"{name}={value!r} cannot be called; pass a function.")
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds!r} is not above zero; pass the time to spend, in seconds.")
+    if max_workers is not None and max_workers < 0:
+        raise ValueError(f"max_workers={max_workers!r} is negative; pass 0 or more.")
+    if not prefetch_factors or min(prefetch_factors) < 1:
+        raise ValueError(f"prefetch_factors={prefetch_factors!r} must hold numbers of 1 or more.")
+    if tolerance < 0:
+        raise ValueError(f"tolerance={tolerance!r} is negative; pass 0 or more, for example 0.05.")

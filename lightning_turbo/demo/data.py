@@ -1,0 +1,154 @@
+"""Real data that comes inside Python packages: nothing is downloaded, nothing is copied into this project."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_turbo import _optional
+
+__all__ = ["DemoData", "VolumePatches", "load_digits", "load_mni"]
+
+PATCH = 28  # voxels a side, as in MedMNIST3D
+STRIDE = 7  # voxels between neighbouring patches
+CUT = 105  # coronal plane between validation (behind it) and training (in front of it), in voxels from the back
+GAP = 4  # voxels on either side of the cut that belong to neither
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoData:
+    """A task: two data sets of ``(image, label)`` and what is known about them.
+
+    Args:
+        name: Name of the task.
+        train: Training samples; images are float32 of ``(channels, *size)``, labels are integers.
+        val: Validation samples of the same form.
+        dims: Spatial dimensions of an image, 2 or 3.
+        classes: Number of classes.
+        majority: Share of the commonest class in ``val``: what a constant answer scores.
+        floor: Validation accuracy that every level has to reach.
+    """
+
+    name: str
+    train: TensorDataset | VolumePatches
+    val: TensorDataset | VolumePatches
+    dims: int
+    classes: int
+    majority: float
+    floor: float
+
+
+def load_digits(seed: int) -> DemoData:
+    """Load scikit-learn's handwritten digits: 1797 images of 8 x 8, 10 classes, a quarter for validation.
+
+    Args:
+        seed: Seeds the split, which keeps the classes' shares equal in both parts.
+
+    Returns:
+        The task. Images are standardised with the mean and deviation of the training part.
+
+    Raises:
+        MissingExtraError: If scikit-learn is not installed.
+    """
+    _optional.require("sklearn", "the demo on digits")
+    from sklearn import datasets, model_selection
+
+    images, labels = datasets.load_digits(return_X_y=True)
+    images = images.reshape(-1, 1, 8, 8).astype(np.float32)
+    parts = model_selection.train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=seed)
+    train_x, val_x, train_y, val_y = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
+    mean, deviation = train_x.mean(), train_x.std()
+    return DemoData(
+        name="digits",
+        train=TensorDataset((train_x - mean) / deviation, train_y),
+        val=TensorDataset((val_x - mean) / deviation, val_y),
+        dims=2,
+        classes=10,
+        majority=_majority(val_y.numpy()),
+        floor=0.95,
+    )
+
+
+class VolumePatches(Dataset[tuple[Tensor, Tensor]]):
+    """Cubes cut from one volume when they are asked for, so that overlapping ones cost no memory.
+
+    Args:
+        volume: float32 of ``(x, y, z)``.
+        corners: Integers of ``(patches, 3)``: the lowest voxel of each cube, which must lie inside ``volume``.
+        labels: Integers of ``(patches,)``.
+        size: Voxels a side.
+    """
+
+    def __init__(self, volume: Tensor, corners: npt.NDArray[np.int64], labels: Tensor, size: int = PATCH) -> None:
+        self.volume = volume
+        self.corners = corners
+        self.labels = labels
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y, z = self.corners[index]
+        cube = self.volume[x : x + self.size, y : y + self.size, z : z + self.size]
+        return cube.unsqueeze(0), self.labels[index]
+
+
+def load_mni() -> DemoData:
+    """Load cubes of nilearn's MNI152 brain template: does a cube hold more white matter than grey?
+
+    The images are cubes of 28 voxels a side (1 mm each) of the T1-weighted template. The labels come from the
+    template's own maps of grey and white matter; cubes that are less than half brain are left out. The template
+    is exactly mirror-symmetric, so one hemisphere is dropped. Training cubes lie in front of a coronal plane,
+    validation cubes behind it, and cubes that touch the plane or the gap around it are left out.
+
+    Returns:
+        The task. The volume is standardised with the brain of the training part.
+
+    Raises:
+        MissingExtraError: If nilearn is not installed.
+
+    Note:
+        It is one averaged brain: the task proves the pipeline in 3D and its speed, not that a network
+        generalises to people.
+    """
+    _optional.require("nilearn", "the demo on mni")
+    from nilearn import datasets
+
+    volume = datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32)
+    grey = datasets.load_mni152_gm_template(resolution=1).get_fdata(dtype=np.float32)
+    white = datasets.load_mni152_wm_template(resolution=1).get_fdata(dtype=np.float32)
+
+    first = volume.shape[0] // 2 + 1  # just beyond the plane of symmetry
+    starts = [range(low, size - PATCH + 1, STRIDE) for low, size in zip((first, 0, 0), volume.shape, strict=True)]
+    corners = np.stack(np.meshgrid(*starts, indexing="ij"), axis=-1).reshape(-1, 3)
+    grey_share, white_share = _cube_means(grey, corners), _cube_means(white, corners)
+    brain = grey_share + white_share > 0.5
+    corners, labels = corners[brain], (white_share > grey_share)[brain].astype(np.int64)
+
+    front = corners[:, 1] >= CUT + GAP
+    back = corners[:, 1] + PATCH <= CUT - GAP
+    tissue = volume[first:, CUT + GAP :][(grey + white)[first:, CUT + GAP :] > 0.5]
+    standard = torch.from_numpy((volume - tissue.mean()) / tissue.std())
+    train, val = (VolumePatches(standard, corners[part], torch.from_numpy(labels[part])) for part in (front, back))
+    return DemoData(name="mni", train=train, val=val, dims=3, classes=2, majority=_majority(labels[back]), floor=0.85)
+
+
+def _cube_means(values: npt.NDArray[np.float32], corners: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The mean of ``values`` in the cube at each corner, from one table of sums."""
+    table = np.pad(values.cumsum(0, dtype=np.float64).cumsum(1).cumsum(2), ((1, 0),) * 3)
+    total = np.zeros(len(corners))
+    for offset in np.ndindex(2, 2, 2):
+        sign = (-1) ** (3 - sum(offset))
+        x, y, z = (corners + PATCH * np.array(offset)).T
+        total += sign * table[x, y, z]
+    return total / PATCH**3
+
+
+def _majority(labels: npt.NDArray[np.int64]) -> float:
+    return float(np.bincount(labels).max() / len(labels))

@@ -1,0 +1,176 @@
+"""What one level did: losses, accuracy, time and memory, kept in the checkpoint so that a resumed run has it all."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_turbo._compat import Callback, LightningModule, Trainer
+from lightning_turbo.demo.settings import DemoError
+from lightning_turbo.plugins.apex_amp import ApexAMP
+
+__all__ = ["RunHistory", "past_history", "training_bytes"]
+
+KEPT = (
+    "bytes",
+    "epoch_seconds",
+    "half_dtype",
+    "loss_scale",
+    "peak_device_bytes",
+    "skipped_steps",
+    "step_losses",
+    "val_accuracies",
+    "val_losses",
+)
+MEASURED_STEPS = 3  # the optimizer's state exists from the second step on
+
+
+def training_bytes(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, int]:
+    """Count the bytes of weights, gradients and optimizer state, each storage once.
+
+    Args:
+        parameters: The model's parameters. Parameters that only an optimizer holds, such as float32 masters,
+            are counted as weights too.
+        optimizers: The optimizers that train them.
+
+    Returns:
+        Bytes under ``"weights"``, ``"gradients"`` and ``"optimizer_state"``, as they stand now.
+    """
+    optimizers = list(optimizers)
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    weights = {id(p): p for p in (*parameters, *held)}.values()
+    state = [v for o in optimizers for values in o.state.values() for v in values.values() if isinstance(v, Tensor)]
+    return {
+        "weights": _bytes(weights),
+        "gradients": _bytes(p.grad for p in weights if p.grad is not None),
+        "optimizer_state": _bytes(state),
+    }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+class RunHistory(Callback):
+    """Records a training run without slowing it: losses stay on the device until the epoch ends.
+
+    Args:
+        samples: Training samples per epoch.
+
+    Note:
+        The clock of an epoch runs from its first batch to its last; validation and checkpoints are left out.
+        On CUDA the device is synchronised at both ends. An epoch that is interrupted leaves no trace.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.step_losses: list[float] = []
+        self.val_losses: list[float] = []
+        self.val_accuracies: list[float] = []
+        self.epoch_seconds: list[float] = []
+        self.half_dtype: str | None = None
+        self.loss_scale = 1.0
+        self.skipped_steps = 0
+        self.bytes: dict[str, int] = {}
+        self.peak_device_bytes: int | None = None
+        self._pending: list[Tensor] = []
+        self._started = 0.0
+        self._seconds = 0.0
+        self._steps_seen = 0
+        self._skipped_before = 0
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that were completed."""
+        return len(self.epoch_seconds)
+
+    @property
+    def seconds_per_epoch(self) -> float | None:
+        """The median epoch; the first one, which warms everything up, counts only when it is alone."""
+        return statistics.median(self.epoch_seconds[1:] or self.epoch_seconds) if self.epoch_seconds else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Training samples per second of the median epoch."""
+        seconds = self.seconds_per_epoch
+        return self.samples / seconds if seconds else None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure the device's peak memory."""
+        if pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the epoch's clock."""
+        self._pending = []
+        _wait(pl_module.device)
+        self._started = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count bytes where they peak: every gradient is there, masters included, and none is released yet."""
+        if self._steps_seen < MEASURED_STEPS:
+            self._steps_seen += 1
+            now = training_bytes(pl_module.parameters(), trainer.optimizers)
+            self.bytes = max(self.bytes, now, key=lambda found: sum(found.values()))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss, and stop the clock after the last batch."""
+        self._pending.append(outputs["loss"].detach())
+        if trainer.is_last_batch:
+            _wait(pl_module.device)
+            self._seconds = time.perf_counter() - self._started
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fetch the epoch's numbers, all at once."""
+        self.epoch_seconds.append(self._seconds)
+        self.step_losses += torch.stack(self._pending).float().tolist()
+        self.val_losses.append(float(trainer.callback_metrics["val_loss"]))
+        self.val_accuracies.append(float(trainer.callback_metrics["val_accuracy"]))
+        if isinstance(plugin := trainer.precision_plugin, ApexAMP):
+            self.half_dtype = None if plugin.opt_level == "O0" else str(plugin.half_dtype).removeprefix("torch.")
+            self.loss_scale = plugin.loss_scale
+            self.skipped_steps = self._skipped_before + plugin.skipped_steps
+        if pl_module.device.type == "cuda":
+            self.peak_device_bytes = max(self.peak_device_bytes or 0, torch.cuda.max_memory_allocated(pl_module.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that was recorded, as plain Python values."""
+        return {name: getattr(self, name) for name in KEPT}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what an earlier run recorded."""
+        for name in KEPT:
+            setattr(self, name, copy.copy(state_dict[name]))
+        self._skipped_before = self.skipped_steps
+
+
+def past_history(checkpoint: Path) -> dict[str, Any]:
+    """Read what ``RunHistory`` recorded into a checkpoint, without building a model.
+
+    Raises:
+        DemoError: If the file is no readable checkpoint of the demo.
+    """
+    try:
+        return torch.load(checkpoint, map_location="cpu", weights_only=True)["callbacks"][RunHistory.__qualname__]
+    except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        raise DemoError(
+            f"checkpoint {str(checkpoint)!r}: it cannot be read ({type(error).__name__}); accepted is one that the "
+            "demo wrote. Delete it to train its level anew."
+        ) from error
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

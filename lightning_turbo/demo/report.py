@@ -1,0 +1,125 @@
+"""The results of the demo: a table for the reader, results.json for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+import lightning_turbo
+from lightning_turbo import _optional
+from lightning_turbo._compat import bound_name
+from lightning_turbo.demo.history import RunHistory
+
+__all__ = ["FORMAT", "level_row", "machine", "readable_bytes", "results_table", "write_results"]
+
+FORMAT = 1  # of results.json
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Describe what the numbers were made on: device, versions, date."""
+    lightning = "lightning" if bound_name().startswith("lightning.") else "pytorch-lightning"
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        lightning: _optional.installed_version(lightning),
+        "lightning-turbo": lightning_turbo.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def level_row(history: RunHistory, *, epochs: int, floor: float) -> dict[str, Any]:
+    """Condense one level's run to its row of results.
+
+    Args:
+        history: What was recorded.
+        epochs: Epochs that were asked for.
+        floor: Accuracy that the level has to reach in its last epoch.
+    """
+    accuracy = history.val_accuracies[-1] if history.val_accuracies else None
+    complete = history.epochs >= epochs
+    return {
+        "epochs": history.epochs,
+        "complete": complete,
+        "half_dtype": history.half_dtype,
+        "val_accuracy": accuracy,
+        "passed": complete and accuracy is not None and accuracy >= floor,
+        "seconds_per_epoch": history.seconds_per_epoch,
+        "samples_per_second": history.samples_per_second,
+        "bytes": {**history.bytes, "total": sum(history.bytes.values())},
+        "peak_device_bytes": history.peak_device_bytes,
+        "loss_scale": history.loss_scale,
+        "skipped_steps": history.skipped_steps,
+        "epoch_seconds": history.epoch_seconds,
+        "val_losses": history.val_losses,
+        "val_accuracies": history.val_accuracies,
+        "step_losses": history.step_losses,
+    }
+
+
+def results_table(rows: dict[str, dict[str, Any]], floor: float) -> Table:
+    """Lay out one line per level; a score below ``floor`` is marked."""
+    table = Table(
+        caption=f"Accuracy has to reach {floor}. Memory: weights, gradients, state.",
+        caption_justify="left",
+    )
+    table.add_column("level", style="bold")
+    heads = ("accuracy", "s/epoch", "samples/s", "memory", "loss scale", "skipped")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for level, row in rows.items():
+        accuracy = "-" if row["val_accuracy"] is None else f"{row['val_accuracy']:.3f}"
+        if not row["complete"]:
+            accuracy = f"[yellow]{accuracy} (stopped)[/]"
+        elif not row["passed"]:
+            accuracy = f"[bold red]{accuracy} (too low)[/]"
+        table.add_row(
+            level,
+            accuracy,
+            "-" if row["seconds_per_epoch"] is None else f"{row['seconds_per_epoch']:.2f}",
+            "-" if row["samples_per_second"] is None else f"{row['samples_per_second']:.0f}",
+            readable_bytes(row["bytes"]["total"]),
+            f"{row['loss_scale']:g}",
+            str(row["skipped_steps"]),
+        )
+    return table
+
+
+def readable_bytes(count: int) -> str:
+    """Write a number of bytes with the binary unit that fits, for example ``"290 KiB"``."""
+    power = 0 if count < 1024 else min(int(math.log2(count) // 10), 3)
+    return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def write_results(results: dict[str, Any], path: Path) -> None:
+    """Write ``results`` as JSON, whole or not at all; what is not finite becomes ``null``."""
+    text = json.dumps(_finite(results), indent=1, allow_nan=False)
+    part = path.with_suffix(".part")
+    part.write_text(text + "\n")
+    os.replace(part, path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

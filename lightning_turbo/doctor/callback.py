@@ -1,0 +1,166 @@
+"""``Doctor``: the callback that watches a few steps of a run and says what slows them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
+from lightning_turbo.doctor.exam import Exam
+from lightning_turbo.doctor.mend import Mends
+from lightning_turbo.doctor.patches import with_diffs
+from lightning_turbo.doctor.report import Report, as_text
+from lightning_turbo.doctor.rules import diagnose
+from lightning_turbo.doctor.schedule import Schedule
+from lightning_turbo.errors import TurboWarning
+
+__all__ = ["Doctor"]
+
+
+class Doctor(Callback):
+    """Report what slows a training loop, by file and line, and what to do about it.
+
+    It lets ``warmup`` steps pass, times ``timed`` steps, watches ``watched`` steps from inside, prints its findings,
+    and takes itself out of the Trainer: what follows costs nothing. Losses are bit for bit the same as without it.
+
+    Args:
+        warmup: Steps before the first look, at least 1.
+        timed: Steps timed with nothing but clock readings (CUDA events on a GPU), at least 1.
+        watched: Steps watched from inside, which slows these steps down, at least 2.
+        fix: Whether to apply the remedies that are safe and can be undone at run time: worker settings, pinned
+            memory, the benchmark flag, anomaly mode off, gradients to None. All are undone when ``fit`` ends.
+        html: A file for the report as a page with the time line of a step; ``None`` writes none.
+        json: A file for the report as JSON; ``None`` writes none.
+
+    Attributes:
+        report: The report, once it is made; ``None`` before.
+        superseded: Whether it left because an earlier doctor in the Trainer's list is at work.
+
+    Raises:
+        TypeError: If a count of steps is no whole number.
+        ValueError: If a count of steps is too small.
+
+    Warns:
+        TurboWarning: If the report cannot be written to ``html`` or ``json``.
+
+    Note:
+        Only the rank with number zero watches. A compiled model, and strategies that split single tensors, are timed
+        but not watched from inside, and the report says so. Where another profile function is set (cProfile, a
+        debugger), calls of Python functions are not watched.
+
+    Example:
+        >>> from lightning_turbo import Doctor
+        >>> Doctor(warmup=2).report is None
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        warmup: int = 3,
+        timed: int = 10,
+        watched: int = 4,
+        fix: bool = False,
+        html: str | Path | None = None,
+        json: str | Path | None = None,
+    ) -> None:
+        check_binding("Doctor")
+        self.schedule = Schedule(warmup=warmup, timed=timed, watched=watched)
+        self.fix = fix
+        self.html, self.json = html, json
+        self.report: Report | None = None
+        self._exam: Exam | None = None
+        self._mends: Mends | None = None
+        self._anomaly_before = False
+        self.superseded = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remember how things were before the Trainer changed them."""
+        self._anomaly_before = torch.is_anomaly_enabled()
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Begin, on the first rank, if no other doctor is at work."""
+        doctors = [each for each in trainer.callbacks if isinstance(each, Doctor)]
+        if trainer.is_global_zero and doctors[0] is self:
+            others = [each for each in trainer.callbacks if each is not self]
+            self._exam = Exam(self.schedule, trainer, pl_module, others, lambda: self._finish(trainer))
+            self._exam.sources.add_callers(sys._getframe(1))
+        else:
+            self.superseded = doctors[0] is not self
+            self._leave(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Look at the batch."""
+        if self._exam is not None:
+            self._exam.look_at(batch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """See which parameters got a gradient."""
+        if self._exam is not None:
+            self._exam.look_at_gradients()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the step."""
+        if self._exam is not None:
+            self._exam.done += 1
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        """See whether validation builds graphs."""
+        if self._exam is not None:
+            self._exam.look_at_validation(outputs)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report what was seen if the run ended early, and undo what was mended."""
+        self._finish(trainer)
+        self._undo()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop watching, report what was seen, and let the exception go its way."""
+        self._finish(trainer, interrupted=type(exception).__name__)
+        self._undo()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop, should the run have ended in yet another way."""
+        self._finish(trainer)
+        self._undo()
+
+    def _undo(self) -> None:
+        if self._mends is not None:
+            self._mends.undo()
+            self._mends = None
+
+    def _leave(self, trainer: Any) -> None:
+        """Take this callback out of the Trainer; the list under iteration is left as it is."""
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+        for name in ("log", "log_dict"):  # Lightning gives every callback these methods of its module
+            vars(self).pop(name, None)
+
+    def _finish(self, trainer: Trainer, interrupted: str = "") -> None:
+        """Make the report, if there is none yet, and leave."""
+        exam, self._exam = self._exam, None
+        if exam is None:
+            return
+        exam.stop()
+        facts, timeline = exam.facts()
+        findings = with_diffs(diagnose(facts))
+        if self.fix:
+            self._mends = Mends(trainer, self._anomaly_before)
+            findings = self._mends.apply(findings, facts)
+        self.report = Report(
+            facts=facts, findings=tuple(findings), timeline=tuple(timeline), short=exam.shortfall(interrupted)
+        )
+        sys.stdout.write(f"\n{as_text(self.report)}\n")
+        try:
+            self.report.save(html=self.html, json=self.json)
+        except OSError as error:  # a report is not worth a training run
+            rank_zero_warn(f"Doctor could not write its report: {error}.", category=TurboWarning)
+        if self._mends is None or not self._mends.applied:
+            self._leave(trainer)

@@ -1,0 +1,248 @@
+"""What the Trainer, the loader, the optimizers and the model are set to: facts that need no watching."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_turbo.doctor.facts import BatchTensor, Call, Layer, Loader, OptimizerFacts, SchedulerFacts, Site, Unused
+from lightning_turbo.doctor.source import Sources
+from lightning_turbo.doctor.watch import Watch
+from lightning_turbo.plugins.apex_amp import ApexAMP
+
+__all__ = [
+    "batch_tensors",
+    "biases",
+    "convolves",
+    "cores",
+    "data_parallel",
+    "layers",
+    "loader",
+    "loss_scale",
+    "optimizer_steps",
+    "optimizers",
+    "schedulers",
+    "settings",
+    "shapes_of",
+    "unused",
+]
+
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+)  # fmt: skip
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def loader(trainer: Any, sources: Sources) -> Loader | None:
+    """Return the settings of the training loader, ``None`` if there are several or it has not been made."""
+    each: Any = trainer.train_dataloader
+    if each is None or isinstance(each, (list, tuple, dict)):
+        return None
+    site = None
+    for owner in (trainer.datamodule, trainer.lightning_module):
+        site = site or sources.call(type(owner), "train_dataloader", "DataLoader", type(each).__name__)
+    site = site or sources.call_anywhere("DataLoader", type(each).__name__)
+    dataset = getattr(each, "dataset", None)
+    if not isinstance(each, DataLoader):
+        sharded = isinstance(getattr(each, "sampler", None), DistributedSampler)
+        return Loader(type=type(each).__name__, standard=False, sharded=sharded, site=site)
+    samplers = [each.sampler, each.batch_sampler, getattr(each.batch_sampler, "sampler", None)]
+    return Loader(
+        type=type(each).__name__,
+        standard=True,
+        own_type=type(each) is not DataLoader,
+        workers=each.num_workers,
+        pin_memory=each.pin_memory,
+        persistent_workers=each.persistent_workers,
+        prefetch_factor=each.prefetch_factor,
+        sampler=type(each.sampler).__name__,
+        sharded=any(_splits(sampler) for sampler in samplers),
+        iterable_dataset=isinstance(dataset, IterableDataset),
+        dataset_set_epoch=callable(getattr(dataset, "set_epoch", None)),
+        site=site,
+    )
+
+
+def _splits(sampler: Any) -> bool:
+    """Whether a sampler gives each rank its own part: torch's, or one that knows its rank."""
+    return isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+
+
+def batch_tensors(batch: Any) -> tuple[BatchTensor, ...]:
+    """Return the tensors of a batch, nested in lists, tuples and dicts as they may be."""
+    return tuple(_described(name, tensor) for name, tensor in _leaves(batch, "batch"))
+
+
+def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a batch's tensors."""
+    return tuple(tuple(tensor.shape) for _, tensor in _leaves(batch, "batch"))
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _leaves(each, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, each in enumerate(value):
+            yield from _leaves(each, f"{name}[{i}]")
+
+
+def _described(name: str, tensor: torch.Tensor) -> BatchTensor:
+    size = tensor.numel() * tensor.element_size()
+    narrow = None
+    if tensor.is_floating_point() and tensor.dim() >= 3 and tensor.numel() and tensor.layout == torch.strided:
+        sample = tensor.detach().flatten()[:4096].double()
+        if _are_bytes(sample) or _are_bytes(sample * 255):
+            narrow = tensor.numel()
+    return BatchTensor(name=name, dtype=str(tensor.dtype), shape=tuple(tensor.shape), bytes=size, bytes_as_uint8=narrow)
+
+
+def _are_bytes(sample: torch.Tensor) -> bool:
+    whole = (sample.round() - sample).abs().max() < 1e-4
+    return bool(whole and sample.min() >= 0 and 1 < sample.max() < 255.5)
+
+
+def layers(module: nn.Module, sources: Sources) -> tuple[Layer, ...]:
+    """Return the linear layers and convolutions of a model."""
+    found = []
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Linear):
+            found.append(
+                Layer(name=name, sizes=(each.in_features, each.out_features), site=sources.layer(module, name))
+            )
+        elif isinstance(each, _CONVOLUTIONS):
+            found.append(
+                Layer(name=name, sizes=(each.in_channels, each.out_channels), site=sources.layer(module, name))
+            )
+    return tuple(found)
+
+
+def convolves(module: nn.Module) -> bool:
+    """Return whether a model has convolutions."""
+    return any(isinstance(each, _CONVOLUTIONS) for each in module.modules())
+
+
+def biases(watch: Watch, module: nn.Module, sources: Sources) -> tuple[Call, ...]:
+    """Return the layers whose bias a batch norm was seen to take away."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return tuple(
+        Call(
+            kind="bias",
+            name=names[key].removesuffix(".bias"),
+            site=sources.layer(module, names[key].removesuffix(".bias")) or site,
+            count=watch.watched,
+            steps=watch.watched,
+        )
+        for key, site in watch.biases.items()
+        if key in names
+    )
+
+
+def data_parallel(module: nn.Module, sources: Sources) -> tuple[Unused, ...]:
+    """Return the ``nn.DataParallel`` within a model."""
+    return tuple(
+        Unused(name=name, site=sources.layer(module, name))
+        for name, each in module.named_modules()
+        if isinstance(each, nn.DataParallel) and name
+    )
+
+
+def unused(trainer: Any, used: set[int], sources: Sources) -> tuple[Unused, ...]:
+    """Return the module's parameters that want a gradient and are not among ``used`` (their ids).
+
+    Nothing is said where optimizers hold other tensors than the module's: masters take its gradients away early.
+    """
+    module: nn.Module = trainer.lightning_module
+    own = {id(parameter) for parameter in module.parameters()}
+    if any(id(p) not in own for each in trainer.optimizers for group in each.param_groups for p in group["params"]):
+        return ()
+    return tuple(
+        Unused(name=name, site=sources.layer(module, name))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in used
+    )
+
+
+def optimizers(trainer: Any, sources: Sources) -> tuple[OptimizerFacts, ...]:
+    """Return the settings of the run's optimizers."""
+    found = []
+    for each in trainer.optimizers:
+        groups = each.param_groups
+        found.append(
+            OptimizerFacts(
+                name=type(each).__name__,
+                foreach=groups[0].get("foreach"),
+                fused=groups[0].get("fused"),
+                can_fuse="fused" in groups[0],
+                parameters=sum(len(group["params"]) for group in groups),
+                site=sources.call(type(trainer.lightning_module), "configure_optimizers", type(each).__name__),
+            )
+        )
+    return tuple(found)
+
+
+def schedulers(trainer: Any, sources: Sources) -> tuple[SchedulerFacts, ...]:
+    """Return the settings of the run's learning-rate schedulers."""
+    found = []
+    for config in trainer.lr_scheduler_configs:
+        each: Any = config.scheduler
+        cyclic = isinstance(each, torch.optim.lr_scheduler.CyclicLR)
+        found.append(
+            SchedulerFacts(
+                name=type(each).__name__,
+                interval=config.interval,
+                per_step=cyclic or isinstance(each, torch.optim.lr_scheduler.OneCycleLR),
+                turn=int(each.total_size * each.step_ratio) if cyclic else None,
+                cycles_beta=cyclic and bool(each.cycle_momentum) and "betas" in each.optimizer.defaults,
+                site=sources.call(type(trainer.lightning_module), "configure_optimizers", type(each).__name__),
+            )
+        )
+    return tuple(found)
+
+
+def loss_scale(trainer: Any) -> float | None:
+    """Return the loss scale of the precision plugin, ``None`` if it has none."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, ApexAMP):
+        return plugin.loss_scale
+    scaler = getattr(plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+
+
+def optimizer_steps(trainer: Any, batches: int | None) -> int | None:
+    """Return the optimizer steps of the whole run, ``None`` if it has no such end."""
+    steps = []
+    if trainer.max_steps >= 0:
+        steps.append(trainer.max_steps)
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and batches is not None:
+        steps.append(trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches))
+    return min(steps, default=None)
+
+
+def settings(sources: Sources) -> dict[str, Site]:
+    """Return where the user's code sets the settings that rules speak of."""
+    names = {
+        "accumulate_grad_batches": ("accumulate_grad_batches",),
+        "anomaly": ("detect_anomaly", "set_detect_anomaly"),
+        "benchmark": ("benchmark",),
+        "deterministic": ("deterministic", "use_deterministic_algorithms"),
+        "precision": ("precision",),
+        "profiler": ("profiler",),
+    }
+    found = {key: sources.setting(*each) for key, each in names.items()}
+    found["inference_mode"] = sources.setting("inference_mode", off=True)
+    return {key: site for key, site in found.items() if site is not None}

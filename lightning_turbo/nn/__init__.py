@@ -1,0 +1,14 @@
+"""Changes to a network that leave its numbers alone."""
+
+from __future__ import annotations
+
+from lightning_turbo.nn.bias import BiasReport, drop_bias_before_norm
+from lightning_turbo.nn.memory_format import FormatTimes, measure_memory_format, set_memory_format
+
+__all__ = [
+    "BiasReport",
+    "FormatTimes",
+    "drop_bias_before_norm",
+    "measure_memory_format",
+    "set_memory_format",
+]

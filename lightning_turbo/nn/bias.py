@@ -1,0 +1,266 @@
+"""Biases that a following batch norm cancels: found in the traced graph, removed without a change of numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lightning_turbo.errors import NoEffectWarning
+
+__all__ = ["BiasReport", "drop_bias_before_norm"]
+
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+LAYERS = (*CONVOLUTIONS, nn.Linear)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasReport:
+    """What ``drop_bias_before_norm`` did."""
+
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Layer that lost its bias -> the batch norm that cancelled it."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """Layer directly before a batch norm that kept its bias -> the reason."""
+    parameters: int = 0
+    """Number of parameters removed."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.dropped)} biases dropped, {self.parameters} parameters:"]
+        lines += [f"  {layer} (before {norm})" for layer, norm in self.dropped.items()]
+        lines += [f"  {layer} kept: {reason}" for layer, reason in self.kept.items()]
+        return "\n".join(lines)
+
+
+def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | None = None) -> BiasReport:
+    """Remove the biases of convolutions and linear layers that a following batch norm cancels.
+
+    Batch norm subtracts the mean of the batch, and with it any bias: in training such a bias does nothing but cost
+    memory, time and bytes between ranks. The running mean is lowered by the bias, so evaluation gives the same
+    numbers. The module is changed in place; call this before the optimizer is made.
+
+    Args:
+        module: The network, in training mode. It is traced with ``torch.fx``; submodules that cannot be traced are
+            taken as they are.
+        example_inputs: Positional inputs of ``module``, with which linear layers are seen to give ``(batch,
+            features)``. Without them, a linear layer is only treated where the graph itself shows that.
+
+    Returns:
+        Which biases were dropped and which were kept, and why.
+
+    Raises:
+        TypeError: If ``module`` is no module.
+        ValueError: If the module's own ``forward`` cannot be traced.
+
+    Warns:
+        NoEffectWarning: If there was nothing to drop.
+
+    Note:
+        Checkpoints saved with the biases can still be loaded: a bias in them goes into the running mean. Convolutions
+        are taken to see batches, as batch norm does. With weight decay, the biases would have decayed towards 0;
+        without them nothing does, and the training loss is the same.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> drop_bias_before_norm(net).dropped
+        {'0': '1'}
+
+    Source: Ioffe and Szegedy, Batch Normalization, 2015, section 3.2.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r}; accepted is a torch.nn.Module. Pass the network.")
+    graph, opaque = _trace(module)
+    shapes = _dimensions(module, graph, example_inputs) if example_inputs is not None else {}
+    report = BiasReport()
+    names = dict(module.named_modules(remove_duplicate=False))
+    aliases = Counter(id(part) for part in names.values())
+    calls = Counter(id(_called(node, names)) for node in graph.nodes)
+    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+    read = {node.target for node in graph.nodes if node.op == "get_attr"}
+    hidden = {id(part) for name in opaque for part in names[name].modules()}  # nobody knows what happens in there
+    removed = 0
+    for node in graph.nodes:
+        layer: Any = _called(node, names)
+        if type(layer) not in LAYERS or layer.bias is None or (norm_node := _norm_after(node, names)) is None:
+            continue
+        norm: Any = _called(norm_node, names)
+        name, norm_name = str(node.target), str(norm_node.target)
+        reason = _read_elsewhere(node, norm_node) or _not_cancelled(layer, norm)
+        if any(calls[id(part)] > 1 or aliases[id(part)] > 1 or id(part) in hidden for part in (layer, norm)):
+            reason = "it or its batch norm is used more than once"
+        elif owners[id(layer.bias)] > 1 or f"{name}.bias" in read:
+            reason = "its bias is also used elsewhere"
+        if reason := reason or _features_unknown(node, layer, names, shapes):
+            report.kept[name] = reason
+            continue
+        removed += layer.bias.numel()
+        _drop(module, name, norm_name)
+        report.dropped[name] = norm_name
+    if not report.dropped:
+        why = "; ".join(f"{layer}: {reason}" for layer, reason in report.kept.items())
+        warnings.warn(
+            f"drop_bias_before_norm found no bias to drop in {type(module).__name__}. "
+            f"{why or 'No convolution or linear layer with a bias stands directly before a batch norm.'}",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    return BiasReport(report.dropped, report.kept, removed)
+
+
+class _Tracer(fx.Tracer):
+    """Traces through modules where it can and takes the others as one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opaque: list[str] = []
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        before = len(self.graph.nodes)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:  # whatever a forward that depends on values raises when it is given none
+            for node in list(self.graph.nodes)[: before - 1 : -1]:
+                self.graph.erase_node(node)
+            name = self.path_of_module(m)
+            self.opaque.append(name)
+            return self.create_proxy("call_module", name, args, kwargs)
+
+
+def _trace(module: nn.Module) -> tuple[fx.Graph, list[str]]:
+    tracer = _Tracer()
+    try:
+        return tracer.trace(module), tracer.opaque
+    except Exception as error:
+        raise ValueError(
+            f"The forward of {type(module).__name__} cannot be traced: {error}. Accepted is a module whose own forward "
+            "does not branch on values; call drop_bias_before_norm on the submodule that holds the layers."
+        ) from error
+
+
+def _norm_after(node: fx.Node, names: dict[str, nn.Module]) -> fx.Node | None:
+    """Return the batch norm that takes the output, through nothing but ``nn.Identity``, if any does."""
+    for user in node.users:
+        if type(part := _called(user, names)) in NORMS:
+            return user
+        if type(part) is nn.Identity and (found := _norm_after(user, names)) is not None:
+            return found
+    return None
+
+
+def _called(node: fx.Node, names: dict[str, nn.Module]) -> nn.Module | None:
+    """Return the module that a node calls, if it calls one."""
+    return names[str(node.target)] if node.op == "call_module" else None
+
+
+def _read_elsewhere(node: fx.Node, norm_node: fx.Node) -> str | None:
+    while node is not norm_node:
+        if len(node.users) != 1:
+            return "its output is also used elsewhere"
+        node = next(iter(node.users))
+    return None
+
+
+def _not_cancelled(layer: Any, norm: Any) -> str | None:
+    channels = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    if channels != norm.num_features:
+        return "its batch norm runs over another dimension"
+    if not norm.training:
+        return "its batch norm is in evaluation mode, where nothing is cancelled"
+    if any(part._forward_hooks or part._forward_pre_hooks for part in (layer, norm)):
+        return "a hook looks at what goes through it"
+    return None
+
+
+def _features_unknown(
+    node: fx.Node, layer: nn.Module, names: dict[str, nn.Module], shapes: dict[str, int]
+) -> str | None:
+    """Batch norm runs over dimension 1, which is a linear layer's last one only if there are two."""
+    if not isinstance(layer, nn.Linear):
+        return None
+    if (known := shapes.get(node.name)) is not None:
+        return None if known == 2 else f"its output has {known} dimensions"
+    if _flat(node, names):
+        return None
+    return "its output may have more than two dimensions; give example_inputs"
+
+
+def _flat(node: fx.Node, names: dict[str, nn.Module]) -> bool:
+    """Tell whether the graph shows that a linear layer's input was flattened to ``(batch, features)``."""
+    while node.args and isinstance(source := node.args[0], fx.Node):
+        if source.op == "call_module":
+            part = _called(source, names)
+            if isinstance(part, nn.Flatten):
+                return part.start_dim == 1 and part.end_dim == -1
+            if not isinstance(part, (nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.GELU, nn.SiLU, nn.Dropout, nn.Identity)):
+                return False
+        elif source.target in (torch.flatten, "flatten"):
+            rest = (*source.args[1:], *source.kwargs.values())
+            return rest == (1,)
+        elif source.op != "call_function" or source.target not in (torch.relu, nn.functional.relu):
+            return False
+        node = source
+    return False
+
+
+def _dimensions(module: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> dict[str, int]:
+    """Run the graph once, on a copy of the module's buffers, and return each output's number of dimensions."""
+    found: dict[str, int] = {}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    traced = fx.GraphModule(module, graph)
+    interpreter = fx.Interpreter(traced)
+    interpreter.args_iter = iter(inputs)
+    with torch.no_grad(), torch.random.fork_rng():
+        # Node by node, because Interpreter.run would start the thread of a progress bar.
+        for node in traced.graph.nodes:
+            interpreter.env[node] = result = interpreter.run_node(node)
+            if isinstance(result, torch.Tensor):
+                found[node.name] = result.ndim
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+    return found
+
+
+@torch.no_grad()
+def _drop(module: nn.Module, layer_name: str, norm_name: str) -> None:
+    layer, norm = module.get_submodule(layer_name), module.get_submodule(norm_name)
+    bias, mean = layer.bias, norm.running_mean
+    if isinstance(mean, torch.Tensor) and isinstance(bias, torch.Tensor):  # mean is None without running statistics
+        mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
+    layer.register_parameter("bias", None)
+    # The nearest module that holds both sees every state in which the two come together.
+    a, b = layer_name.split("."), norm_name.split(".")
+    shared = 0
+    while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
+        shared += 1
+    holder = module.get_submodule(".".join(a[:shared]))
+    holder.register_load_state_dict_pre_hook(_OldBias(".".join(a[shared:]), ".".join(b[shared:])))
+
+
+@dataclass(frozen=True, slots=True)
+class _OldBias:
+    """Moves the bias of a state saved before the drop into the running mean that is loaded with it."""
+
+    layer: str
+    norm: str
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        bias = state_dict.pop(f"{prefix}{self.layer}.bias", None)
+        mean = state_dict.get(f"{prefix}{self.norm}.running_mean")
+        if bias is not None and mean is not None:
+            shifted = mean.float() - bias.to(mean.device, torch.float32)
+            state_dict[f"{prefix}{self.norm}.running_mean"] = shifted.to(mean.dtype)

@@ -1,0 +1,33 @@
+"""The tricks around the optimizer's step, for any torch loop."""
+
+from __future__ import annotations
+
+from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
+from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
+from lightning_turbo.optim.gradients import GradientRelease, ReleaseState, release_after_steps, release_gradients
+from lightning_turbo.optim.large_batch import LearningRateWarmup, lr_factor, scale_learning_rates
+from lightning_turbo.optim.layerwise import lamb, lars, split_parameters
+from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
+from lightning_turbo.optim.preview import CyclePreview, preview
+
+__all__ = [
+    "AccumulationWindow",
+    "CyclePreview",
+    "CyclicSchedule",
+    "GradientRelease",
+    "LRRange",
+    "LearningRateWarmup",
+    "ReleaseState",
+    "checked_weight",
+    "cyclic_lr",
+    "lamb",
+    "lars",
+    "lr_factor",
+    "preview",
+    "propose_lr_range",
+    "release_after_steps",
+    "release_gradients",
+    "scale_gradients",
+    "scale_learning_rates",
+    "split_parameters",
+]

@@ -1,0 +1,146 @@
+"""Gradient accumulation that equals the big batch, whatever the length of the window and the size of its batches."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AccumulationWindow", "checked_weight", "scale_gradients"]
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients of parameters, in place.
+
+    Args:
+        parameters: Parameters of any shape; those without a gradient are passed over.
+        factor: Dimensionless factor, a number or a tensor of one element on the gradients' device.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.sum().backward()
+        >>> scale_gradients([weight], 0.5)
+        >>> weight.grad.tolist()
+        [0.5, 0.5]
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for gradient in gradients:
+        if gradient.layout is not torch.strided:
+            gradient.mul_(factor)
+
+
+class AccumulationWindow:
+    """Count what goes into one window of gradient accumulation, and tell how to correct its gradients.
+
+    Each loss is divided by ``N`` before backward, as loops do. A window of ``n`` batches then has to be multiplied by
+    ``N / n``; with weights ``w``, each loss is multiplied by ``w / unit`` on its way back, and the window by
+    ``N * unit / sum(w)``, so that the result is the mean over all samples or tokens.
+
+    Args:
+        unit: Size of an ordinary weight. A power of two keeps the scaled losses in range without rounding.
+
+    Raises:
+        ValueError: If ``unit`` is not a finite number above zero.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(()))
+        >>> window = AccumulationWindow()
+        >>> for batch in (torch.tensor([1.0, 3.0]), torch.tensor([8.0])):
+        ...     loss = (weight * batch).mean() / 4
+        ...     window.add(loss, weight=len(batch))
+        ...     loss.backward()
+        >>> scale_gradients([weight], window.factor(divisor=4))
+        >>> weight.grad.item()
+        4.0
+    """
+
+    def __init__(self, unit: float = 1.0) -> None:
+        if not isinstance(unit, numbers.Real) or not math.isfinite(unit) or unit <= 0:
+            raise ValueError(
+                f"unit={unit!r}; accepted is a finite number above 0. Give the size of an ordinary weight."
+            )
+        self.unit = float(unit)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new window."""
+        self.count = 0
+        self.total: float | Tensor | None = None
+
+    def add(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+        """Take a batch into the window; call it before backward.
+
+        Args:
+            loss: The divided loss, about to go backward, maybe times a loss scale.
+            weight: Number of samples or tokens behind ``loss``, not negative, for all batches of a window or for
+                none; a tensor is not read on the host.
+
+        Raises:
+            TypeError: If ``weight`` is no number.
+            ValueError: If ``weight`` is negative or not finite, or a tensor of several elements.
+        """
+        self.count += 1
+        if weight is None:
+            return
+        weight = checked_weight(weight)
+        self.total = weight if self.total is None else self.total + weight
+        share = weight / self.unit
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: (gradient * share).to(gradient.dtype))
+
+    def factor(self, divisor: int, total: float | Tensor | None = None, ranks: int = 1) -> float | Tensor:
+        """Return what the window's gradients have to be multiplied by.
+
+        Args:
+            divisor: By what every loss was divided, the usual length of a window.
+            total: Sum of the weights over all ranks; ``None`` takes this rank's own.
+            ranks: Over how many ranks the gradients are averaged.
+
+        Returns:
+            The factor; 1.0 for a full window without weights, 0 where all weights are 0.
+        """
+        total = self.total if total is None else total
+        if total is None:
+            return divisor / self.count if self.count else 1.0
+        whole = divisor * ranks * self.unit
+        if isinstance(total, Tensor):
+            return torch.where(total > 0, whole / total, torch.zeros_like(total))
+        return whole / total if total > 0 else 0.0
+
+
+def checked_weight(weight: Any) -> float | Tensor:
+    """Return a weight as a Python number or as a tensor without dimensions, and refuse anything else.
+
+    Args:
+        weight: A number, or a tensor of one element, whose value is not looked at.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is negative or not finite, or a tensor of several elements.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(
+                f"weight is a tensor of shape {tuple(weight.shape)}; accepted is one number for a batch. "
+                "Sum over the samples, for example mask.sum()."
+            )
+        wide = torch.float32 if weight.device.type == "mps" else torch.float64
+        return weight.detach().reshape(()).to(wide)
+    if not isinstance(weight, numbers.Real):
+        raise TypeError(
+            f"weight={weight!r}; accepted is a number or a tensor of one element. Return the batch's number of "
+            "samples or tokens."
+        )
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(
+            f"weight={weight!r}; accepted is a finite number that is not negative. Return the batch's number of "
+            "samples or tokens."
+        )
+    return float(weight)

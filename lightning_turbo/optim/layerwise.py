@@ -1,0 +1,237 @@
+"""LARS and LAMB: optimizers for large batches, whose step follows the size of each layer's weights."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_turbo._optional import require
+from lightning_turbo.errors import MissingExtraError
+
+__all__ = ["lamb", "lars", "split_parameters"]
+
+NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.GroupNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.SyncBatchNorm,
+)
+
+
+def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split the trainable parameters into those with and those without weight decay and trust ratio.
+
+    Without are biases, the parameters of normalization layers, and every other parameter of fewer than two
+    dimensions. A shared parameter appears once.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The weights, and the biases and norms.
+
+    Example:
+        >>> weights, rest = split_parameters(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
+        >>> len(weights), len(rest)
+        (1, 3)
+    """
+    normed = {id(p) for part in module.modules() if isinstance(part, NORMS) for p in part.parameters(recurse=False)}
+    weights: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            plain = parameter.ndim < 2 or id(parameter) in normed or name.rpartition(".")[2] == "bias"
+            (rest if plain else weights).append(parameter)
+    return weights, rest
+
+
+def lars(
+    module: nn.Module,
+    lr: float,
+    *,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-4,
+    trust_coefficient: float = 1e-3,
+    nesterov: bool = False,
+) -> Optimizer:
+    """Build LARS: SGD with momentum in which each layer's step is scaled by the size of its weights.
+
+    A weight ``w`` with gradient ``g`` moves along ``trust_coefficient * |w| / (|g| + weight_decay * |w|)`` times
+    ``g + weight_decay * w``. Biases and normalization layers get plain SGD, without weight decay and trust ratio.
+
+    Args:
+        module: Whose trainable parameters are optimized.
+        lr: Learning rate, above 0.
+        momentum: From 0 to below 1.
+        weight_decay: Not negative; applied to weights only.
+        trust_coefficient: Above 0.
+        nesterov: Whether momentum looks ahead.
+
+    Returns:
+        ``pytorch_optimizer.LARS`` with one group of weights and one of biases and norms.
+
+    Raises:
+        MissingExtraError: If the package pytorch_optimizer is absent.
+        ValueError: If a number is out of range, the module has nothing to train, or a normalization layer has
+            parameters of two or more dimensions, to which the package would apply the trust ratio.
+
+    Note:
+        The optimizer uses the gradients as its working memory: they are not the gradients any more after the step.
+
+    Example:
+        >>> optimizer = lars(nn.Linear(4, 2), lr=1.0)
+        >>> [group["weight_decay"] for group in optimizer.param_groups]
+        [0.0001, 0.0]
+
+    Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017.
+    """
+    _check(lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
+    _below_one(momentum=momentum)
+    weights, rest = _split(module, "lars")
+    if thick := [tuple(p.shape) for p in rest if p.ndim > 1]:
+        raise ValueError(
+            f"lars: biases or normalization layers with parameters of shape {thick} would get the trust ratio; "
+            "accepted are those of one dimension. Use lamb, or normalization without elementwise weights."
+        )
+    require("pytorch_optimizer", "lars")
+    from pytorch_optimizer import LARS
+
+    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return LARS(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        momentum=momentum,
+        trust_coefficient=trust_coefficient,
+        nesterov=nesterov,
+    )
+
+
+def lamb(
+    module: nn.Module,
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    max_grad_norm: float | None = None,
+    fused: bool = False,
+) -> Optimizer:
+    """Build LAMB: Adam in which each layer's step is scaled by the size of its weights.
+
+    With Adam's step ``u = m / (sqrt(v) + eps) + weight_decay * w``, a weight moves by ``lr * |w| / |u| * u``. Biases
+    and normalization layers get ``u`` itself, without weight decay and trust ratio.
+
+    Args:
+        module: Whose trainable parameters are optimized.
+        lr: Learning rate, above 0.
+        betas: Decay of the two moments, each from 0 to below 1.
+        eps: Added to the root of the second moment, above 0.
+        weight_decay: Not negative; applied to weights only.
+        max_grad_norm: Clip the global gradient norm inside the step; ``None`` does not, as the Trainer does it.
+        fused: Use ``apex.optimizers.FusedLAMB``, which corrects the bias of the moments, on CUDA.
+
+    Returns:
+        ``pytorch_optimizer.Lamb``, or FusedLAMB, with one group of weights and one of biases and norms.
+
+    Raises:
+        MissingExtraError: If the package pytorch_optimizer, or for ``fused=True`` NVIDIA's apex, is absent.
+        ValueError: If a number is out of range, the module has nothing to train, or ``fused=True`` comes with
+            ``weight_decay=0``, where FusedLAMB would drop the trust ratio of every weight.
+
+    Example:
+        >>> optimizer = lamb(nn.Linear(4, 2), lr=0.01)
+        >>> [group["weight_decay"] for group in optimizer.param_groups]
+        [0.01, 0.0]
+
+    Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
+    """
+    _check(lr=lr, eps=eps, weight_decay=weight_decay)
+    if max_grad_norm is not None:
+        _check(max_grad_norm=max_grad_norm)
+    _below_one(beta1=betas[0], beta2=betas[1])
+    weights, rest = _split(module, "lamb")
+    groups: list[dict[str, Any]] = [
+        {"params": weights, "weight_decay": weight_decay, "adam": False},
+        {"params": rest, "weight_decay": 0.0, "adam": True},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if fused:
+        if not weight_decay:
+            raise ValueError(
+                f"lamb(fused=True, weight_decay={weight_decay!r}): FusedLAMB drops the trust ratio of groups without "
+                "weight decay; accepted is weight_decay above 0. Set it, or use fused=False."
+            )
+        limit = math.inf if max_grad_norm is None else max_grad_norm
+        plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+        return _fused_lamb()(plain, lr=lr, betas=betas, eps=eps, max_grad_norm=limit)
+    require("pytorch_optimizer", "lamb")
+    from pytorch_optimizer import Lamb
+
+    optimizer = Lamb(
+        groups,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decouple=False,  # the decay is part of the step that the trust ratio scales, as in the paper
+        pre_norm=max_grad_norm is not None,
+        max_grad_norm=max_grad_norm or 0.0,
+        adam_debias=True,  # otherwise the first steps are 1 / (1 - beta1) times as long
+    )
+    optimizer.clamp = math.inf  # as in the authors' code: the norm of the weights is not cut off at 10
+    return optimizer
+
+
+def _fused_lamb() -> Any:
+    try:
+        optimizers = importlib.import_module("apex.optimizers")
+    except ImportError as error:
+        raise _no_apex() from error
+    if not hasattr(optimizers, "FusedLAMB"):
+        raise _no_apex()
+    return optimizers.FusedLAMB
+
+
+def _no_apex() -> MissingExtraError:
+    return MissingExtraError(
+        "lamb(fused=True) needs apex.optimizers.FusedLAMB, which is not installed. Build apex from "
+        "https://github.com/NVIDIA/apex (the package of that name on PyPI is unrelated), or use fused=False.",
+        name="apex",
+    )
+
+
+def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{used_by}: module={module!r}; accepted is a torch.nn.Module. Pass self in configure_optimizers."
+        )
+    weights, rest = split_parameters(module)
+    if not weights and not rest:
+        raise ValueError(
+            f"{used_by}: {type(module).__name__} has no parameter that requires a gradient. Unfreeze some."
+        )
+    return weights, rest
+
+
+def _check(**numbers: float) -> None:
+    for name, value in numbers.items():
+        zero = name == "weight_decay"
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{name}={value!r}; accepted is a finite number {'not below' if zero else 'above'} 0.")
+        if value == 0 and not zero:
+            raise ValueError(f"{name}={value!r}; accepted is a finite number above 0. Give a larger one.")
+
+
+def _below_one(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise ValueError(f"{name}={value!r}; accepted is a number from 0 to below 1, for example 0.9.")

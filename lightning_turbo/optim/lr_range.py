@@ -1,0 +1,66 @@
+"""Bounds for a cyclical learning rate, read from the curve of a range test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["LRRange", "propose_lr_range"]
+
+
+class LRRange(NamedTuple):
+    """The bounds that a range test proposes, and the curve they were read from."""
+
+    base_lr: float
+    max_lr: float
+    lrs: list[float]
+    losses: list[float]
+
+
+def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: float = 0.1, end: float = 0.9) -> LRRange:
+    """Read bounds for a cyclical learning rate from the curve of a range test.
+
+    The curve falls from its highest loss to its lowest, the highest one before that. ``base_lr`` is the rate at which
+    the first ``begin`` of that fall is done, ``max_lr`` the rate at which ``end`` of it is done: before the curve
+    flattens, gets ragged or rises.
+
+    Args:
+        lrs: Learning rates in rising order, at least 5.
+        losses: The smoothed loss at each; entries that are not finite are left out.
+        begin: Share of the fall at ``base_lr``, above 0 and below ``end``.
+        end: Share of the fall at ``max_lr``, at most 1.
+
+    Returns:
+        The two bounds and the curve.
+
+    Raises:
+        ValueError: If the shares are out of order, the curve has fewer than 5 finite points, or the loss never fell.
+
+    Example:
+        >>> found = propose_lr_range([1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0], [2.0, 2.0, 1.7, 1.05, 1.0, 9.0])
+        >>> found.base_lr, found.max_lr
+        (0.001, 0.01)
+
+    Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
+    """
+    if not 0 < begin < end <= 1:
+        raise ValueError(f"begin={begin!r} and end={end!r}; accepted is 0 < begin < end <= 1, for example 0.1 and 0.9.")
+    if len(lrs) != len(losses):
+        raise ValueError(f"{len(lrs)} learning rates with {len(losses)} losses; accepted is one loss for each rate.")
+    curve = [(float(lr), float(loss)) for lr, loss in zip(lrs, losses, strict=True) if math.isfinite(loss)]
+    if len(curve) < 5:
+        raise ValueError(f"The range test has {len(curve)} finite losses; at least 5 are needed. Test more rates.")
+    lowest = min(range(len(curve)), key=lambda index: curve[index][1])
+    highest = max(range(lowest + 1), key=lambda index: curve[index][1])
+    start = curve[highest][1]
+    fall = start - curve[lowest][1]
+    if fall <= 1e-3 * abs(start):  # a running mean rounds
+        raise ValueError(
+            f"The loss never fell below its start of {start:.4g} between lr={curve[0][0]:.3g} and "
+            f"lr={curve[-1][0]:.3g}. Begin at a lower min_lr, or check the model."
+        )
+    bounds = [
+        next(lr for lr, loss in curve[highest : lowest + 1] if start - loss >= share * fall) for share in (begin, end)
+    ]
+    return LRRange(bounds[0], bounds[1], [lr for lr, _ in curve], [loss for _, loss in curve])

@@ -1,0 +1,82 @@
+"""Ends a run whose every step overflows, and says where the first non-finite value came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_turbo.errors import TurboError
+
+__all__ = ["NonFiniteError", "NonFiniteWatch"]
+
+
+class NonFiniteError(TurboError, RuntimeError):
+    """Too many optimizer steps in a row were skipped."""
+
+
+class NonFiniteWatch:
+    """Counts skipped steps in a row; near the limit it looks at the outputs of every module.
+
+    Args:
+        module: The model.
+        limit: Skipped steps in a row that end the run.
+    """
+
+    def __init__(self, module: nn.Module, limit: int) -> None:
+        self.module = module
+        self.limit = limit
+        self._handles: list[Any] = []
+        self._first: str | None = None
+
+    def after_step(self, skips_in_a_row: int) -> None:
+        """Take note of the number of skips in a row.
+
+        Raises:
+            NonFiniteError: If the limit is reached; the message names the step and the first module whose
+                output, or else the first parameter whose gradient, was not finite.
+        """
+        if skips_in_a_row >= self.limit:
+            where = self._first or self._first_parameter() or "no module's output: only the gradients overflow"
+            raise NonFiniteError(
+                f"{skips_in_a_row} optimizer steps in a row were skipped for inf or NaN in the gradients, the last at "
+                f"step {self._step()}, and a lower loss scale did not help. First non-finite values: {where}. Look at "
+                f"the loss, the data and the learning rate; more patience: ApexAMP(..., max_consecutive_skips="
+                f"{2 * self.limit})."
+            )
+        if skips_in_a_row >= max(self.limit - 3, 1) and not self._handles:
+            for name, module in self.module.named_modules():
+                if name:
+                    self._handles.append(module.register_forward_hook(self._look(name)))
+        elif skips_in_a_row == 0 and self._handles:
+            self.remove()
+
+    def remove(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._first = None
+
+    def _look(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = output if isinstance(output, (tuple, list)) else [output]
+            if self._first is None and any(_bad(t) for t in tensors):
+                self._first = f"the output of module {name!r} ({type(module).__name__})"
+
+        return hook
+
+    def _first_parameter(self) -> str | None:
+        for name, parameter in self.module.named_parameters():
+            if _bad(parameter):
+                return f"the parameter {name!r}"
+        return None
+
+    def _step(self) -> int:
+        trainer = getattr(self.module, "trainer", None)
+        return int(trainer.global_step) if trainer is not None else 0
+
+
+def _bad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())

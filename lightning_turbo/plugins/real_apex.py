@@ -1,0 +1,208 @@
+"""``ApexAMP(..., backend="apex")``: an installed NVIDIA apex behind the same plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_turbo._compat import MisconfigurationException, Precision, check_binding, loaded_checkpoint
+from lightning_turbo.amp.convert import find_scaler_state
+from lightning_turbo.amp.levels import resolve
+from lightning_turbo.errors import AmpUsageError, MissingExtraError
+
+__all__ = ["RealApexAMP", "import_apex_amp", "is_native", "take_over"]
+
+# Sub-packages by which NVIDIA's apex is told from PyPI's unrelated project of that name.
+_NVIDIA = ("contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel", "transformer")
+_ADVICE = (
+    "Build NVIDIA's apex at tag 25.05 or older from https://github.com/NVIDIA/apex, or leave backend out: the native "
+    "backend needs no apex."
+)
+
+
+def import_apex_amp() -> Any:
+    """Return the module ``apex.amp`` of NVIDIA's apex.
+
+    Raises:
+        MissingExtraError: If no apex is installed, or one that no longer has ``amp``, or PyPI's unrelated project;
+            the message tells which.
+    """
+    try:
+        apex = importlib.import_module("apex")
+    except ImportError as error:
+        if error.name == "apex":
+            raise MissingExtraError(f"backend='apex' needs NVIDIA's apex, which is not installed. {_ADVICE}") from error
+        if not _is_nvidias(None):
+            raise _unrelated() from error
+        raise
+    try:
+        amp = importlib.import_module("apex.amp")
+    except ModuleNotFoundError as error:
+        amp = getattr(apex, "amp", None)
+        if amp is None and error.name != "apex.amp":
+            raise
+    if all(hasattr(amp, name) for name in ("initialize", "scale_loss", "master_params", "state_dict")):
+        return amp
+    if _is_nvidias(apex):
+        raise MissingExtraError(
+            f"backend='apex' needs apex.amp, which the installed apex no longer has: NVIDIA removed it after tag "
+            f"25.05. {_ADVICE}"
+        )
+    raise _unrelated()
+
+
+def _unrelated() -> MissingExtraError:
+    return MissingExtraError(
+        "backend='apex' needs NVIDIA's apex; the installed package of that name is another project, as the one that "
+        f"`pip install apex` brings. Uninstall it. {_ADVICE}"
+    )
+
+
+def _is_nvidias(apex: Any) -> bool:
+    if any(hasattr(apex, name) for name in _NVIDIA):
+        return True
+    places = getattr(apex, "__path__", None)
+    if places is None and apex is None:
+        spec = importlib.util.find_spec("apex")
+        places = spec.submodule_search_locations if spec is not None else None
+    return any((Path(place) / name).is_dir() for place in places or () for name in _NVIDIA)
+
+
+class RealApexAMP(Precision):
+    """What ``ApexAMP(..., backend="apex")`` makes: apex itself does the casts, masters and scaling.
+
+    The scale is settled once per backward pass, as in apex, and apex's limits hold: one set-up in a process, no
+    bfloat16, masters rounded to half at the start and not in checkpoints, casts at the calls of the LightningModule
+    itself (``self(x)``) only, patched functions of torch under O1 to the end of the process.
+
+    Args:
+        opt_level: ``"O0"`` to ``"O3"``.
+        **settings: The arguments of ``ApexAMP``. Those that apex does not have are refused if given.
+
+    Raises:
+        MissingExtraError: If there is no NVIDIA apex with ``apex.amp``.
+        AmpUsageError: If an argument is refused by the level, or is one that apex does not have.
+    """
+
+    # Lightning files a plugin's state under this name; a checkpoint may so go on under either backend.
+    __qualname__ = "ApexAMP"
+
+    def __init__(self, opt_level: str = "O1", **settings: Any) -> None:
+        super().__init__()
+        check_binding("ApexAMP")
+        self.opt_level = opt_level
+        self._amp = import_apex_amp()
+        overrides = ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs")
+        limits = ("min_loss_scale", "max_loss_scale", "num_losses")
+        for name, value in settings.items():
+            if name not in (*overrides, *limits) and not (name == "dtype" and value is torch.float16):
+                raise AmpUsageError(
+                    f"{name}={value!r} is unknown to apex, which is what backend='apex' uses; accepted are "
+                    f"{', '.join((*overrides, *limits))}. Leave it out, or take the native backend."
+                )
+        resolve(opt_level, dtype=torch.float16, **{n: settings[n] for n in overrides if n in settings})
+        self._settings = {name: value for name, value in settings.items() if name != "dtype"}
+        self._optimizers: list[Optimizer] = []
+
+    @property
+    def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute
+        """Lightning's own name for the nearest of its precisions."""
+        return {"O0": "32-true", "O1": "16-mixed"}.get(self.opt_level, "16-true")
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the first loss now."""
+        return float(self._amp.state_dict()["loss_scaler0"]["loss_scale"])
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Hand the module and its optimizers to ``apex.amp.initialize``."""
+        if optimizers:
+            wrapped = isinstance(model, DistributedDataParallel)
+            if wrapped and self.opt_level in ("O2", "O3"):
+                raise MisconfigurationException(
+                    f"ApexAMP({self.opt_level!r}, backend='apex') was given a model wrapped in "
+                    "DistributedDataParallel, which Lightning wraps before apex could cast the weights; accepted are "
+                    "O0 and O1. Take the native backend."
+                )
+            module: Any = model.module if isinstance(model, DistributedDataParallel) else model
+            self._optimizers = list(optimizers)
+            self._amp.initialize(module, self._optimizers, opt_level=self.opt_level, verbosity=0, **self._settings)
+            state, _ = find_scaler_state(loaded_checkpoint(module.trainer) or {})
+            if state is not None:
+                self._amp.load_state_dict(state)
+        return model, optimizers, lr_schedulers
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """Yield the parameters that the optimizer updates, as apex names them."""
+        return self._amp.master_params(optimizer)
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
+        """Scale the loss, run the backward pass and let apex unscale its gradients and settle the scale."""
+        chosen = self._optimizers if optimizer is None else optimizer
+        with self._amp.scale_loss(tensor, chosen, loss_id=loss_id) as scaled:
+            model.backward(scaled, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, clip, then let apex step or skip."""
+        result = closure()
+        self._after_closure(model, optimizer)
+        if model.automatic_optimization and result is None:
+            return result
+        return optimizer.step(**kwargs)
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Nothing: apex's casts are in force already."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scalers' state; it loads under either backend."""
+        return dict(self._amp.state_dict()) if self._optimizers else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the scalers' state, from either backend; a window of accumulation begins anew."""
+        if self._optimizers:
+            self._amp.load_state_dict({k: v for k, v in state_dict.items() if k.startswith("loss_scaler")})
+
+
+def is_native(backend: str) -> bool:
+    """Whether ``backend`` is ``"native"`` and not ``"apex"``.
+
+    Raises:
+        AmpUsageError: If it is neither.
+    """
+    if backend not in ("native", "apex"):
+        raise AmpUsageError(
+            f"backend={backend!r} is unknown; accepted are 'native' and 'apex' (an installed NVIDIA apex that has "
+            "apex.amp). Leave it out if unsure."
+        )
+    return backend == "native"
+
+
+def take_over(plugin: Any, arguments: dict[str, Any]) -> None:
+    """Turn a plugin under construction into a ``RealApexAMP`` with those of its arguments that are no defaults.
+
+    Args:
+        plugin: An ``ApexAMP`` whose constructor has just begun.
+        arguments: The local variables there.
+    """
+    parameters = inspect.signature(type(plugin)).parameters
+    given = {
+        name: arguments[name]
+        for name, parameter in parameters.items()
+        if name not in ("opt_level", "backend") and arguments[name] != parameter.default
+    }
+    plugin.__class__ = RealApexAMP
+    plugin.__init__(arguments["opt_level"], **given)

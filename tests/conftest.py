@@ -1,0 +1,104 @@
+"""What every test gets: a seed, a folder of its own, and a check that it left nothing behind."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    def has_apex_amp():
+        try:
+            import apex.amp
+
+            return hasattr(apex.amp, "initialize")
+        except ImportError:
+            return False
+
+    cuda = torch.cuda.is_available()
+    apex = has_apex_amp()
+    for item in items:
+        if item.get_closest_marker("gpu") and not cuda:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("apex") and not apex:
+            item.add_marker(pytest.mark.skip(reason="needs NVIDIA apex with apex.amp"))
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """A run of the GPU or apex tests that ran nothing is a failure, not a success."""
+    asked = session.config.option.markexpr
+    if asked in ("gpu", "apex") and session.testscollected and not session.testsfailed:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if not reporter.stats.get("passed"):
+            session.exitstatus = 1
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path, monkeypatch):
+    """Seeds every generator and works in a temporary folder."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind():
+    """Fails a test that leaves threads, process groups, or global settings of torch changed."""
+    before = _globals()
+    threads = set(threading.enumerate())
+    yield
+    after = _globals()
+    # Lightning sets these for the whole process and leaves them.
+    lasting = (
+        "KINETO_LOG_LEVEL", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "POSSIBLE_USER_WARNINGS",
+        "PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
+    )  # fmt: skip
+    for left in lasting:
+        before["environment"].pop(left, None)
+        after["environment"].pop(left, None)
+    # Only the variables that differ, by name: an environment is nobody's business in a log.
+    variables = before.pop("environment"), after.pop("environment")
+    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    differing = {name for name, _ in set(variables[0].items()) ^ set(variables[1].items())}
+    if differing:
+        changed["environment"] = sorted(differing)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        changed["process group"] = ("none", "initialized")
+    deadline = time.monotonic() + 5
+    while extra := [t for t in threading.enumerate() if t not in threads and t.is_alive() and not _lasting(t)]:
+        if time.monotonic() > deadline:
+            changed["threads"] = (len(threads), extra)
+            break
+        time.sleep(0.01)
+    assert not changed, f"the test left changed: {changed}"
+
+
+def _lasting(thread):
+    """Threads that a library starts once and keeps for the process on purpose."""
+    return thread.name.startswith(("tensorboard", "pydevd", "ThreadPoolExecutor-pynvml"))
+
+
+def _globals():
+    """The process-wide settings that a test must put back."""
+    return {
+        "environment": dict(os.environ),
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "SIGINT": signal.getsignal(signal.SIGINT),
+        "function modes": torch._C._len_torch_function_stack(),
+    }

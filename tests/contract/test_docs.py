@@ -1,0 +1,177 @@
+"""The documents are true: blocks run, links lead somewhere, extras, commands and names exist, tables are current."""
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
+
+import lightning_turbo
+from lightning_turbo import cli
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(lightning_turbo.__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+CARDS = sorted(path for path in (DOCS / "cards").glob("*.md") if path.name != "README.md")
+SECTIONS = (
+    "In short", "Use when", "How to use", "Hyper-parameters", "Effect", "Costs and interactions", "How it works",
+    "Checked by", "Sources",
+)  # fmt: skip
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=fence) *$", re.M | re.S
+)
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks():
+    for page in PAGES:
+        text = page.read_text()
+        for match in FENCE.finditer(text):
+            info = match["info"].split()
+            if info and info[0] == "python":
+                line = text.count("\n", 0, match.start()) + 2
+                yield pytest.param(page, line, info[1:], textwrap.dedent(match["body"]), id=f"{name_of(page)}:{line}")
+
+
+def prose(page):
+    return FENCE.sub("", page.read_text())
+
+
+def overview():
+    spec = importlib.util.spec_from_file_location("overview", DOCS / "overview.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page):
+    """The anchors that a page's headings make."""
+    for heading in re.findall(r"^#+ +(.+?) *#*$", prose(page), re.M):
+        words = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)).strip().lower()
+        yield words.replace(" ", "-")
+
+
+@pytest.mark.parametrize(("page", "line", "options", "code"), list(blocks()))
+def test_python_block(page, line, options, code, capsys):
+    assert set(options) <= {"no-run"}, f"unknown option {options}: the only one is no-run"
+    compiled = compile("\n" * (line - 1) + code, str(page), "exec", dont_inherit=True)
+    if options:
+        return
+    if re.search(r"pytorch_lightning|bind_lightning", code):  # chooses a copy of Lightning for its whole process
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a reader would see beside the result
+        exec(compiled, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        goal = (page.parent / file).resolve() if file else page
+        if not goal.exists() or (anchor and anchor not in anchors(goal)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_extra_that_is_named_exists():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set()
+    for path in [*PAGES, *(ROOT / "lightning_turbo").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        for extras in re.findall(r"lightning[-_]turbo\[([\w\-, ]+)\]", path.read_text()):
+            named.update(extra.strip() for extra in extras.split(","))
+    named.update(extra for _, extra in lightning_turbo._optional.EXTRAS.values())
+    assert named
+    assert named - set(declared) == set()
+
+
+def test_every_command_that_is_named_exists(monkeypatch):
+    parsers = []
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda self, argv=None: parsers.append(self) or sys.exit(0)
+    )
+    with pytest.raises(SystemExit):
+        cli.main([])
+    (commands,) = (action.choices for action in parsers[0]._actions if isinstance(action.choices, dict))
+    named = {
+        (name_of(page), command)
+        for page in PAGES
+        for command in re.findall(r"(?:^|`)lightning-turbo ([a-z]\w*)", page.read_text(), re.M)
+    }
+    assert {command for _, command in named} >= {"demo"}
+    assert {(page, command) for page, command in named if command not in commands} == set()
+
+
+def test_the_api_page_lists_every_public_name():
+    listed = re.findall(r"^::: lightning_turbo\.(\w+)$", (DOCS / "api.md").read_text(), re.M)
+    assert sorted(listed) == lightning_turbo.__all__
+
+
+def test_the_architecture_names_every_package_and_no_other():
+    text = (DOCS / "architecture.md").read_text()
+    packages = {path.parent.name for path in (ROOT / "lightning_turbo").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", text, re.M)) == packages
+    for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
+        assert (ROOT / name).exists() or (ROOT / "lightning_turbo" / name).exists(), name
+
+
+def test_tables_of_techniques_are_current():
+    made = overview()
+    stale = [name_of(page) for page in made.PAGES if made.updated(page) != page.read_text()]
+    assert stale == [], "run python docs/overview.py"
+
+
+@pytest.mark.parametrize("card", CARDS, ids=name_of)
+def test_card_has_its_parts(card):
+    fields = overview().front_matter(card)  # refuses what is missing
+    assert str(fields["name"]).strip()
+    headings = re.findall(r"^(?:## +|\*\*)(.+)$", prose(card), re.M)
+    assert [part for part in SECTIONS if not any(heading.startswith(part) for heading in headings)] == []
+
+
+@pytest.mark.parametrize("card", CARDS, ids=name_of)
+def test_tests_that_a_card_names_exist(card):
+    for path in set(re.findall(r"\btests/[\w/]+\.py", card.read_text())):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("# no front matter\n", "opens with front matter"),
+        ("---\nname: x\n", "opens with front matter"),
+        ("---\n- a\n---\n", "holds no fields"),
+        ("---\nname: x\nclass: y\n---\n", "lacks function, maths_unchanged, needs, status"),
+    ],
+)
+def test_a_card_without_its_fields_is_refused_in_words(tmp_path, content, message):
+    (tmp_path / "card.md").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        overview().front_matter(tmp_path / "card.md")
+
+
+def test_the_example_of_the_readme_runs():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "add_apex_amp.py")],
+        capture_output=True, text=True, timeout=150, env={"OMP_NUM_THREADS": "1", "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"validation accuracy ([\d.]+)", done.stdout)[1]) > 0.95

@@ -1,0 +1,81 @@
+"""The public surface: sorted, importable, light to import, and the same as the documents say."""
+
+import importlib
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import lightning_turbo
+
+ROOT = Path(lightning_turbo.__file__).parent
+
+
+def in_order(names):
+    """Constants, then classes, then the rest, each by the alphabet, as ruff sorts them."""
+    return sorted(names, key=lambda n: (0 if n.isupper() and len(n) > 1 else 1 if n[:1].isupper() else 2, n))
+
+
+def run(code):
+    """Runs code in a fresh interpreter and returns what it printed."""
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:lightning_turbo", "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, check=True, timeout=120,
+    ).stdout  # fmt: skip
+
+
+def test_all_is_sorted_and_importable():
+    assert lightning_turbo.__all__ == in_order(lightning_turbo.__all__)
+    for name in lightning_turbo.__all__:
+        assert getattr(lightning_turbo, name) is not None, name
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_module_states_its_names(path):
+    if path.name == "__main__.py":
+        return
+    dotted = ".".join(("lightning_turbo", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    module = importlib.import_module(dotted)
+    names = module.__all__
+    assert names == in_order(names), f"{dotted}.__all__ is not sorted"
+    for name in names:
+        assert isinstance(name, str)
+        assert hasattr(module, name), f"{dotted} has no {name}"
+
+
+def test_import_is_silent_light_and_touches_no_device():
+    out = run(
+        """
+        import json, sys, warnings
+        import lightning.pytorch
+        before = set(sys.modules)  # torchmetrics brings matplotlib along where it is installed
+        warnings.simplefilter("error")
+        import lightning_turbo
+        for name in lightning_turbo.__all__:
+            getattr(lightning_turbo, name)
+        import torch
+        heavy = [m for m in ("nvidia.dali", "matplotlib", "sklearn", "nilearn", "apex", "skimage", "PIL.Image")
+                 if m in set(sys.modules) - before]
+        print(json.dumps({"heavy": heavy, "cuda": torch.cuda.is_initialized()}))
+        """
+    )
+    assert json.loads(out) == {"heavy": [], "cuda": False}
+
+
+def test_import_costs_at_most_50_ms_beyond_lightning():
+    code = """
+        import time
+        import lightning.pytorch
+        start = time.perf_counter()
+        import lightning_turbo
+        print(time.perf_counter() - start)
+        """
+    assert min(float(run(code)) for _ in range(3)) < 0.05
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        lightning_turbo.Nonsense

@@ -1,0 +1,5 @@
+from corpus_base import Base
+
+
+class Model(Base):
+    pass

@@ -1,0 +1,8 @@
+from corpus_base import Base
+
+
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.last = f"{loss:.3f}"  # <- finding: host-sync
+        return loss

@@ -1,0 +1,141 @@
+"""O0-O3 on a CUDA device: float16 by default, no host reads with fused optimizers, memory, checkpoints."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import ApexAMP, TurboStrategy, amp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*Tensor Cores.*"),
+]
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+class Net(pl.LightningModule):
+    def __init__(self, fused=True, checkpointed=False, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.GELU())
+        self.head = nn.Linear(width, 10)
+        self.fused, self.checkpointed = fused, checkpointed
+        self.losses = []
+
+    def training_step(self, batch, index):
+        x = self.first(batch[0])
+        x = checkpoint(self.second, x, use_reentrant=False) if self.checkpointed else self.second(x)
+        loss = nn.functional.cross_entropy(self.head(x.mean((2, 3))), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=self.fused)
+
+
+def loader(n=128, size=16, pixels=16):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, pixels, pixels, generator=g)
+    return DataLoader(TensorDataset(x, (x[:, 0].mean((1, 2)) > 0).long()), batch_size=size, pin_memory=True)
+
+
+def fit(model, data=None, **kwargs):
+    trainer = pl.Trainer(**{
+        "accelerator": "cuda", "devices": 1, "max_epochs": 2, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, **kwargs,
+    })  # fmt: skip
+    trainer.fit(model, data or loader())
+    return trainer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_half_is_float16_and_the_loss_falls(level):
+    model, plugin = Net(), ApexAMP(level)
+    fit(model, plugins=[plugin])
+    assert plugin.half_dtype is torch.float16
+    assert plugin.loss_scale == {"O0": 1.0, "O1": 65536.0, "O2": 65536.0, "O3": 1.0}[level] or plugin.skipped_steps
+    losses = torch.stack(model.losses)
+    assert losses.isfinite().all() or level == "O3"  # Adam's eps vanishes in float16, as in apex
+    if level != "O3":
+        assert losses[-4:].mean() < losses[:4].mean()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_fused_step_waits_for_nothing(level):
+    """torch itself says when a call would make the host wait for the device."""
+
+    class Strict(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if index >= 2:
+                torch.cuda.set_sync_debug_mode("error")
+
+        def on_train_batch_end(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+        on_exception = on_train_batch_end
+
+    fit(Net(), plugins=[ApexAMP(level)], callbacks=[Strict()], gradient_clip_val=1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_checkpointed_activations_give_the_same_losses(level):
+    torch.backends.cudnn.deterministic = True
+    try:
+        ends = []
+        for checkpointed in (False, True):
+            model = Net(checkpointed=checkpointed)
+            fit(model, plugins=[ApexAMP(level)])
+            ends.append(torch.stack(model.losses))
+    finally:
+        torch.backends.cudnn.deterministic = False
+    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-3)
+
+
+def test_o2_needs_less_memory_where_activations_dominate():
+    peaks = {}
+    for level in ("O0", "O2"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        fit(Net(width=64), loader(64, 32, 64), plugins=[ApexAMP(level)], max_epochs=1)
+        peaks[level] = torch.cuda.max_memory_allocated()
+    assert peaks["O2"] < 0.75 * peaks["O0"]
+
+
+def test_turbo_with_o2_equals_the_default_strategy():
+    torch.backends.cudnn.deterministic = True
+    try:
+        ends = []
+        for strategy in ("auto", TurboStrategy(cudnn_benchmark=False)):
+            model = Net()
+            fit(model, plugins=[ApexAMP("O2")], strategy=strategy)
+            ends.append(torch.stack(model.losses))
+    finally:
+        torch.backends.cudnn.deterministic = False
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_plain_apex_loop(level):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    try:
+        x, y = torch.randn(16, 3, 8, 8, device="cuda"), torch.randint(0, 4, (16,), device="cuda")
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0]
+        assert amp.state_dict()["loss_scaler0"].keys() == {"loss_scale", "unskipped"}
+    finally:
+        amp.shutdown()

@@ -1,0 +1,108 @@
+"""DALI on a CUDA device: decoding there, the same pixels and order as on the CPU, and a Trainer fed by it."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_turbo import ApexAMP, DALIDataModule, DALILoader
+from lightning_turbo.data.dali import ImageFolder, VolumeFiles
+from tests.dali_samples import make_photos, make_volumes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated.*"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"), per_class=7)
+
+
+def batches(recipe, device, **kwargs):
+    loader = DALILoader(recipe, 4, device=device, num_threads=2, seed=3, **kwargs)
+    result = [tuple(part.cpu() for part in batch) for batch in loader]
+    loader.close()
+    return result
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+def test_images_equal_those_of_the_cpu(photos, train, dtype):
+    recipe = ImageFolder(photos, train=train, size=32, dtype=dtype, channels_last=True, index=True)
+    loader = DALILoader(recipe, 4, device="cuda", seed=3)
+    images, labels, numbers = next(iter(loader))
+    assert {part.device.type for part in (images, labels, numbers)} == {"cuda"}
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    loader.close()
+    # Two JPEG decoders and two resizers: some levels of 255, here in units of a standard deviation of about 57.
+    limit = 4.0 if dtype == "uint8" else 4.0 / 57
+    for ours, reference in zip(batches(recipe, "cuda"), batches(recipe, "cpu"), strict=True):
+        assert torch.equal(ours[1], reference[1])
+        assert torch.equal(ours[2], reference[2])
+        assert (ours[0].float() - reference[0].float()).abs().mean() < limit
+
+
+def test_volumes_equal_those_of_the_cpu(tmp_path):
+    recipe = VolumeFiles(make_volumes(tmp_path), train=True, crop=(8, 8, 8))
+    for ours, reference in zip(batches(recipe, "cuda"), batches(recipe, "cpu"), strict=True):
+        # Sums of 512 float32 values in another order.
+        torch.testing.assert_close(ours[0], reference[0], atol=1e-4, rtol=1e-4)
+        assert torch.equal(ours[1], reference[1])
+
+
+def test_it_resumes_in_mid_epoch(photos):
+    recipe = ImageFolder(photos, train=True, size=32, index=True)
+    loader = DALILoader(recipe, 4, device="cuda", seed=3)
+    taken = iter(loader)
+    next(taken)
+    state = loader.state_dict()
+    rest = [numbers.tolist() for _, _, numbers in taken]
+    loader.close()
+    other = DALILoader(recipe, 4, device="cuda")
+    other.load_state_dict(state)
+    assert [numbers.tolist() for _, _, numbers in other] == rest
+    other.close()
+
+
+def test_batches_are_not_overwritten_while_kernels_still_read_them(photos):
+    """Each batch is summed by work that is queued behind a long one, and dropped at once."""
+    recipe = ImageFolder(photos, train=False, size=64)
+    expected = [float(images.double().sum()) for images, _ in batches(recipe, "cuda")]
+    loader, sums = DALILoader(recipe, 4, device="cuda", prefetch=1), []
+    ballast = torch.randn(4096, 4096, device="cuda")
+    for images, _ in loader:
+        for _ in range(20):
+            ballast = ballast @ ballast * 1e-4
+        sums.append(images.double().sum())
+        del images
+    assert [float(value) for value in sums] == pytest.approx(expected, rel=1e-9)
+    loader.close()
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3 * 32 * 32, 3)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        assert images.device == labels.device == self.device
+        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)).float(), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O0", "float32"), ("O1", "float32"), ("O2", "float16"), ("O3", "float16")]
+)
+def test_the_trainer_gets_batches_on_its_device(photos, level, dtype):
+    data = DALIDataModule(photos, batch_size=4, images={"size": 32, "dtype": dtype})
+    trainer = Trainer(
+        accelerator="gpu", devices=1, max_epochs=2, limit_train_batches=3, plugins=[ApexAMP(level)], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Model(), data)
+    assert trainer.global_step == 6

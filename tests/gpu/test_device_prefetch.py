@@ -1,0 +1,210 @@
+"""DevicePrefetcher and PrefetchDataModule on a CUDA device."""
+
+import gc
+import time
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
+from lightning_turbo.data.transfer import DeviceIterator, DeviceTransfer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(170)]
+
+DEVICE = "cuda:0"
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Samples of 256 KiB, each full of its number."""
+
+    def __init__(self, length=64, size=65536):
+        self.length, self.size = length, size
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.full((self.size,), float(index)), index
+
+
+def busy(matrix, times):
+    """Work on the current stream."""
+    for _ in range(times):
+        matrix = matrix @ matrix
+        matrix = matrix / matrix.norm()
+    return matrix
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
+    """The device is kept behind the host, so that a missing wait or a memory reused too soon would show."""
+    loader = make(Numbered(), batch_size=8, num_workers=workers)
+    matrix = torch.rand(2048, 2048, device=DEVICE)
+    sums = []
+    for data, index in DevicePrefetcher(loader, DEVICE, min_bytes=min_bytes, prefetch_batches=3):
+        matrix = busy(matrix, 5)
+        assert data.device == torch.device(DEVICE)
+        sums.append((data.double().mean(1), index))
+        del data, index
+        torch.empty(8, 65536, device=DEVICE).fill_(-1)  # would take the memory of a batch given back too soon
+    got = [(mean.tolist(), index.tolist()) for mean, index in sums]
+    assert got == [([float(n) for n in range(k, k + 8)], list(range(k, k + 8))) for k in range(0, 64, 8)]
+
+
+def test_large_batches_are_copied_on_the_side_stream_and_small_ones_are_not():
+    streams = []
+
+    def transform(batch):
+        streams.append(torch.cuda.current_stream(DEVICE))
+        return batch
+
+    current = torch.cuda.current_stream(DEVICE)
+    prefetcher = DevicePrefetcher(DataLoader(Numbered(), batch_size=8), DEVICE, transform=transform, min_bytes=1 << 20)
+    list(prefetcher)
+    list(prefetcher)
+    assert all(stream != current for stream in streams)
+    assert len(set(streams)) == 1  # one side stream for the run
+    streams.clear()
+    list(DevicePrefetcher(DataLoader(Numbered(size=4), batch_size=8), DEVICE, transform=transform))
+    assert all(stream == current for stream in streams)
+
+
+def test_a_transform_that_draws_repeats_the_plain_loop():
+    def augment(batch):
+        return batch[0] + torch.rand(1, device=batch[0].device), batch[1]
+
+    def run(batches):
+        torch.manual_seed(0)
+        out = []
+        for data, _ in batches:
+            out.append((data.mean() + torch.rand(1, device=DEVICE)).item())
+        return out
+
+    def plain():
+        for data, index in DataLoader(Numbered(), batch_size=8):
+            yield augment((data.to(DEVICE), index.to(DEVICE)))
+
+    reference = run(plain())
+    for _ in range(3):
+        assert run(DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE, transform=augment)) == reference
+
+
+def test_batches_of_a_dataset_on_the_device():
+    data = torch.arange(64.0, device=DEVICE).repeat_interleave(1 << 16).view(64, -1)
+    loader = PrefetchLoader(data, batch_size=8)
+    means = [batch.mean().item() for batch in DevicePrefetcher(loader, DEVICE, transform=lambda b: b + 1)]
+    assert means == [k + 3.5 + 1 for k in range(0, 64, 8)]
+
+
+def test_memory_is_steady_over_20_epochs():
+    prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE)
+    peaks = []
+    for _ in range(20):
+        for data, _index in prefetcher:
+            data.sum()
+        gc.collect()
+        peaks.append(torch.cuda.memory_reserved(DEVICE))
+    assert peaks[-1] == peaks[3]
+
+
+def test_uint8_is_normalised_on_the_device():
+    images = torch.randint(0, 256, (32, 3, 64, 64), dtype=torch.uint8)
+    normalize = Normalize([0.5] * 3, [0.25] * 3, dtype=torch.float16, memory_format=torch.channels_last)
+    prefetcher = DevicePrefetcher(PrefetchLoader(images, batch_size=8), DEVICE, transform=normalize, min_bytes=0)
+    for k, batch in enumerate(prefetcher):
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+        # One rounding to float16 of numbers up to 2.
+        torch.testing.assert_close(
+            batch.float().cpu(), (images[8 * k : 8 * k + 8] / 255 - 0.5) / 0.25, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_throughput_is_that_of_data_on_the_device():
+    """At least 95 % of synthetic data's, the copy being shorter than the step."""
+    matrix = torch.rand(4096, 4096, device=DEVICE)
+    host = [torch.ones(1 << 22).pin_memory() for _ in range(20)]  # 16 MiB a batch
+    there = [batch.to(DEVICE) for batch in host]
+
+    def seconds(batches):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for batch in batches:
+            busy(matrix, 10)
+            batch.sum()
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    prefetcher = DevicePrefetcher(host, DEVICE)
+    seconds(there), seconds(prefetcher)
+    synthetic = min(seconds(there) for _ in range(5))
+    ours = min(seconds(prefetcher) for _ in range(5))
+    assert synthetic / ours >= 0.95
+
+
+def test_a_break_and_the_next_epoch():
+    prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE)
+    for _ in range(3):
+        for number, (data, _index) in enumerate(prefetcher):
+            assert data[0, 0].item() == number * 8
+            if number == 2:
+                break
+    prefetcher.close()
+
+
+def test_resuming_counts_batches_that_were_used():
+    prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8, shuffle=True), DEVICE)
+    iterator = iter(prefetcher)
+    next(iterator), next(iterator), next(iterator)
+    state = prefetcher.state_dict()
+    assert state["consumed"] == 3
+    rest = [index.tolist() for _, index in iterator]
+    again = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8, shuffle=True), DEVICE)
+    again.load_state_dict(state)
+    assert [index.tolist() for _, index in again] == rest
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(65536, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        assert batch[0].is_cuda
+        self.seen.append(batch[1].tolist())
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+class Data(PrefetchDataModule):
+    def train_dataloader(self):
+        return DataLoader(Numbered(), batch_size=8)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_datamodule_copies_ahead_under_a_trainer(hooked):
+    class Hooked(Module):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            assert batch[0].is_cuda
+            self.after = True
+            return batch
+
+    model = (Hooked if hooked else Module)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="gpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, datamodule=Data())
+    assert isinstance(trainer.train_dataloader.transfer, DeviceTransfer)
+    assert isinstance(iter(trainer.train_dataloader), DeviceIterator)
+    trainer.train_dataloader.close()
+    assert model.seen == [list(range(k, k + 8)) for k in range(0, 64, 8)] * 2

@@ -1,0 +1,154 @@
+"""The Doctor on a CUDA device: waits that torch itself confirms, device times, and nothing left behind."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import Doctor
+from lightning_turbo.doctor import environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.` is deprecated.*"),
+    pytest.mark.filterwarnings("ignore:.*Tensor Cores.*"),
+]
+SHORT = {"warmup": 2, "timed": 3, "watched": 3}
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(64, 1, 8, 8, generator=generator), torch.randint(0, 4, (64,), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=4, pin_memory=True)
+
+
+class Sick(Model):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.number = loss.item()
+        self.picked = batch[0][batch[0] > 0]
+        self.there = loss.detach().cpu()
+        self.noise = torch.randn(64, 64).cuda()
+        self.host = torch.rand(3).sum().item()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+def trained(model, doctor=None, **more):
+    torch.manual_seed(0)
+    module = model()
+    Trainer(
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="gpu", devices=1, callbacks=[doctor] if doctor else [], **more,
+    ).fit(module)  # fmt: skip
+    return module
+
+
+def test_waits_are_named_and_confirmed_by_torchs_sync_debug_mode():
+    doctor = Doctor(**SHORT)
+    trained(Sick, doctor)
+    calls = {call.name: call for call in doctor.report.facts.calls}
+    for name in (".item()", "tensor[mask]", ".cpu()"):
+        assert calls[name].confirmed is True, name
+        assert calls[name].count == 3, f"{name}: what is on the host anyway does not count"
+        assert calls[name].seconds > 0
+    found = {(finding.rule, finding.level) for finding in doctor.report.findings}
+    assert ("host-sync", "warning") in found
+    assert ("progress-bar-sync", "info") in found
+    assert ("made-on-host", "warning") in found
+    assert [f.what for f in doctor.report.findings if f.rule == "housekeeping"] != []
+
+
+def test_the_debug_mode_and_the_users_warnings_are_left_as_they_were():
+    class Warns(Model):
+        def training_step(self, batch, batch_idx):
+            warnings.warn("the user's own", stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+    before = torch.cuda.get_sync_debug_mode(), list(warnings.filters)
+    with pytest.warns(UserWarning, match="the user's own") as caught:
+        trained(Warns, Doctor(**SHORT))
+    assert (torch.cuda.get_sync_debug_mode(), list(warnings.filters)) == before
+    assert not any("synchronizing CUDA operation" in str(each.message) for each in caught)
+
+
+def test_a_clean_step_has_no_wait():
+    doctor = Doctor(**SHORT)
+    trained(Model, doctor)
+    assert [call for call in doctor.report.facts.calls if call.kind == "sync"] == []
+    assert "host-sync" not in {finding.rule for finding in doctor.report.findings}
+
+
+def test_losses_are_the_same_bit_for_bit():
+    settings = {"deterministic": True}
+    plain, watched = trained(Model, **settings), trained(Model, Doctor(**SHORT), **settings)
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, watched.losses, strict=True))
+
+
+def test_the_time_line_is_the_devices():
+    class Heavy(Model):
+        def training_step(self, batch, batch_idx):
+            wide = torch.ones(4096, 4096, device=self.device)
+            for _ in range(20):
+                wide = wide @ wide * 0
+            return super().training_step(batch, batch_idx) + wide.sum()
+
+    doctor = Doctor(**SHORT)
+    trained(Heavy, doctor)
+    phases = doctor.report.facts.phases
+    # Queued in microseconds, computed in milliseconds: only events on the device see where the time goes.
+    assert phases["forward"] > 0.5 * sum(phases.values())
+
+
+def test_memory_that_grows_is_seen():
+    class Grows(Model):
+        def training_step(self, batch, batch_idx):
+            self.kept = [*getattr(self, "kept", []), torch.zeros(2**19, device=self.device)]  # 2 MiB
+            return super().training_step(batch, batch_idx)
+
+    doctor = Doctor(**SHORT)
+    trained(Grows, doctor)
+    assert "memory-growth" in {finding.rule for finding in doctor.report.findings}
+
+
+def test_float32_on_tensor_cores_and_the_benchmark_flag_are_told():
+    doctor = Doctor(fix=True, **SHORT)
+    before = torch.backends.cudnn.benchmark
+    trained(Model, doctor)
+    rules = {finding.rule: finding for finding in doctor.report.findings}
+    assert "benchmark-off" in rules
+    assert "cudnn.benchmark is on" in rules["benchmark-off"].mended
+    assert torch.backends.cudnn.benchmark is before
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert "float32" in rules
+
+
+def test_the_machine_is_known():
+    env = environment.gather()
+    assert env.gpus
+    assert env.driver_cuda is not None
+    assert env.gpus[0].capability == torch.cuda.get_device_capability(0)
+    assert env.cudnn

@@ -1,0 +1,146 @@
+"""The techniques around the step on CUDA: memory, fused optimizers, and apex's FusedLAMB where it is there."""
+
+import importlib.util
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_turbo import ExactAccumulation, GradToNone, MemoryFormat, cyclic_lr, lamb
+from lightning_turbo.nn import measure_memory_format
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers.*", "ignore:.*isinstance.treespec, LeafSpec.* is deprecated"
+    ),
+]
+FLAGS = {
+    "accelerator": "gpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Wide(LightningModule):
+    """Three layers of 64 MiB, and activations of about the same size."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(3)])
+        self.peaks = []
+
+    def training_step(self, batch, batch_idx):
+        torch.cuda.reset_peak_memory_stats()
+        x = batch
+        for layer in self.net:
+            x = torch.tanh(layer(x))
+        self.peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+        return x.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def peak_of_the_forward_pass(callbacks):
+    torch.cuda.empty_cache()
+    model = Wide()
+    Trainer(**FLAGS, max_steps=4, callbacks=callbacks).fit(model, DataLoader(torch.randn(4096, 4096), batch_size=1024))
+    return model.peaks[3], [p.detach().cpu() for p in model.parameters()]
+
+
+def test_the_peak_of_the_forward_pass_is_lower_by_the_gradients():
+    late, expected = peak_of_the_forward_pass([])
+    early, got = peak_of_the_forward_pass([GradToNone()])
+    assert late - early == pytest.approx(192, rel=0.05)  # three gradients of 64 MiB
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_fused_step_that_is_skipped_does_not_advance_the_cycle():
+    weight = nn.Parameter(torch.ones(1, device="cuda"))
+    optimizer = torch.optim.Adam([weight], lr=0.1, fused=True)
+    schedule = cyclic_lr(optimizer, 0.1, 1.0, steps_up=4)["scheduler"]
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0)
+    advanced = []
+    for value in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        advanced.append(schedule.last_epoch)
+    assert advanced == [1, 1, 2]
+
+
+class Net(LightningModule):
+    example_input_array = torch.zeros(16, 3, 32, 32)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 30 * 30, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def device_size(batch):
+    return torch.tensor(len(batch), device=batch.device)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_exact_accumulation_without_a_value_on_the_host(precision):
+    model, reference = Net(), Net().cuda()
+    data = torch.randn(10, 3, 32, 32)
+    seen = []
+    model.on_before_optimizer_step = lambda _: seen.append([p.grad.clone() for p in model.parameters()])
+    trainer = Trainer(
+        **FLAGS,
+        max_epochs=1,
+        accumulate_grad_batches=8,
+        precision=precision,
+        callbacks=[ExactAccumulation(device_size)],
+    )
+    trainer.fit(model, DataLoader(data, batch_size=4))  # one window of 4, 4 and 2
+    reference(data.cuda()).square().mean().backward()
+    # float32 convolutions may use TF32 (10 bits), half precision has 10 or 7.
+    for a, b in zip(seen[0], reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=3e-2, atol=3e-2 * b.grad.abs().max().item())
+
+
+def test_memory_format_is_measured_on_the_device():
+    callback = MemoryFormat("measure", rounds=1)
+    Trainer(**FLAGS, max_epochs=1, precision="16-mixed", callbacks=[callback]).fit(
+        Net(), DataLoader(torch.randn(32, 3, 32, 32), batch_size=16)
+    )
+    assert callback.chosen in ("contiguous", "channels_last")
+    net = nn.Conv3d(4, 8, 3).cuda()
+    assert measure_memory_format(net, [torch.randn(2, 4, 8, 8, 8, device="cuda")], rounds=1).seconds
+
+
+@pytest.mark.skipif(importlib.util.find_spec("apex") is None, reason="needs NVIDIA apex")
+def test_fused_lamb_trains():
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)).cuda()
+    optimizer = lamb(net, lr=0.05, fused=True)
+    x = torch.randn(64, 8, device="cuda")
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (net(x) - x.mean(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

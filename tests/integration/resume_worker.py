@@ -1,0 +1,118 @@
+"""Trains, and goes on from a checkpoint, in a process of its own; run by test_resume.py.
+
+``python resume_worker.py straight|resumed FOLDER CASES`` with CASES a comma-separated list of ``level-optimizer``.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_turbo import ApexAMP
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=1e-2),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+}
+MOMENTS = ("mid_epoch", "mid_window", "epoch_end")
+EPOCHS, BATCHES, WINDOW = 2, 6, 2
+
+
+class Net(pl.LightningModule):
+    def __init__(self, optimizer):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.kind = optimizer
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.layers(x), y)
+        # One overflow in the first epoch, so that the scaler's state matters.
+        overflow = self.current_epoch == 0 and index == 1 and self.trainer.precision_plugin.half_dtype == torch.float16
+        return loss * 1e30 if overflow else loss
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[self.kind](self.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Saves(pl.Callback):
+    """Writes a checkpoint in mid-epoch, in the middle of an accumulation window, and at the end of the epoch."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.current_epoch == 0 and index in (2, 3):
+            trainer.save_checkpoint(self.folder / ("mid_window.ckpt" if index == 2 else "mid_epoch.ckpt"))
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.folder / "epoch_end.ckpt")
+
+
+class Bits(pl.Callback):
+    """Keeps, at the end of the run, everything that must be equal."""
+
+    def on_train_end(self, trainer, module):
+        self.state = {
+            "module": {k: v.clone() for k, v in module.state_dict().items()},
+            "updated": [p.detach().clone() for g in trainer.optimizers[0].param_groups for p in g["params"]],
+            "optimizer": trainer.optimizers[0].state_dict(),
+            "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+            "scale": dict(trainer.precision_plugin.state_dict()),
+            "step": trainer.global_step,
+        }
+
+
+def run(case, folder, ckpt=None):
+    level, optimizer, half = case.split("-")
+    torch.manual_seed(1 if ckpt else 0)  # a resumed run must not depend on how it is initialized
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4 * BATCHES * 2, 6, generator=generator)
+    y = torch.randint(0, 3, (len(x),), generator=generator)
+    world = int(__import__("os").environ.get("WORLD_SIZE", 1))
+    loader = StatefulDataLoader(TensorDataset(x, y), batch_size=8 // world)
+    if world > 1:
+        sampler = torch.utils.data.DistributedSampler(
+            loader.dataset, world, int(__import__("os").environ["RANK"]), shuffle=False
+        )
+        loader = StatefulDataLoader(loader.dataset, batch_size=8 // world, sampler=sampler)
+    bits = Bits()
+    callbacks = [bits] if ckpt else [bits, Saves(folder)]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_epochs=EPOCHS,
+        accumulate_grad_batches=WINDOW, gradient_clip_val=1.0, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, plugins=[ApexAMP(level, dtype=getattr(torch, half))],
+    )  # fmt: skip
+    trainer.fit(Net(optimizer), loader, ckpt_path=ckpt, weights_only=True if ckpt else None)
+    name = f"{Path(ckpt).stem}.final" if ckpt else "straight.final"
+    rank = trainer.global_rank
+    torch.save(bits.state, folder / f"{name}.{rank}")
+
+
+def main():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    how, folder, cases = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(",")
+    for case in cases:
+        place = folder / case
+        place.mkdir(parents=True, exist_ok=True)
+        if how == "straight":
+            run(case, place)
+        else:
+            for moment in MOMENTS:
+                run(case, place, str(place / f"{moment}.ckpt"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"""ApexAMP in a real Trainer: dtypes, order of the step, skips, equality with naive loops."""
+
+import copy
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import ApexAMP
+from lightning_turbo.plugins.nonfinite import NonFiniteError
+
+LEVELS = ("O0", "O1", "O2", "O3")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Net(pl.LightningModule):
+    """Written for float32: batch norm, a frozen and an unused layer, a loss and a metric as children."""
+
+    def __init__(self, how="forward", optimizer=None, poison=()):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+            nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(16, 4)
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.1, 1.2, 1.3]))
+        self.how = how
+        self.make_optimizer = optimizer or (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+        self.poison = set(poison)
+        self.losses, self.seen = [], {}
+
+    def forward(self, x):
+        return self.frozen(self.head(self.net(x)))
+
+    def training_step(self, batch, index):
+        x, y = batch
+        out = {
+            "forward": lambda: self(x),
+            "children": lambda: self.frozen(self.head(self.net(x))),
+            "inner": lambda: self.frozen(self.head(self.net[4](self.net[3](self.net[2](self.net[1](self.net[0](x))))))),
+        }[self.how]()
+        loss = self.criterion(out, y)
+        self.losses.append(float(loss.detach()))
+        self.seen.update(out=out.dtype, loss=loss.dtype, x=x.dtype)
+        if index in self.poison:
+            loss = loss * math.inf
+        return loss
+
+    def validation_step(self, batch, index):
+        self.seen["val_out"] = self(batch[0]).dtype
+
+    test_step = validation_step
+
+    def predict_step(self, batch, index):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return self.make_optimizer(list(self.parameters()))
+
+
+def batches(n=128, size=16):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 1, 6, 6, generator=g)
+    y = (x.mean((1, 2, 3)) > 0).long() + 2 * (x[:, 0, 0, 0] > 0).long()
+    return DataLoader(TensorDataset(x, y), batch_size=size)
+
+
+def trainer(*plugins, **kwargs):
+    settings = {
+        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1,
+    }  # fmt: skip
+    return pl.Trainer(plugins=list(plugins), **{**settings, **kwargs})
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+class Spy(pl.Callback):
+    """Notes dtypes when gradients are ready, and those of the optimizer's state at the end."""
+
+    def __init__(self):
+        self.dtypes = {}
+
+    def on_train_end(self, trainer, module):
+        self.momentum = {state["momentum_buffer"].dtype for state in trainer.optimizers[0].state.values()}
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.dtypes = {
+            "weight": module.net[0].weight.dtype,
+            "norm": module.net[1].weight.dtype,
+            "statistics": module.net[1].running_mean.dtype,
+            "loss_weight": module.criterion.weight.dtype,
+            "updated": optimizer.param_groups[0]["params"][0].dtype,
+            "grad": optimizer.param_groups[0]["params"][0].grad.dtype,
+        }
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_dtypes_at_every_level(level, half):
+    spy, plugin, model = Spy(), ApexAMP(level, dtype=half), Net()
+    before = copy.deepcopy(model.state_dict())
+    t = trainer(plugin, callbacks=[spy], max_epochs=2)
+    t.fit(model, batches(), batches(32))
+    f32 = torch.float32
+    expected = {
+        "O0": {"weight": f32, "norm": f32, "statistics": f32, "updated": f32, "grad": f32},
+        "O1": {"weight": f32, "norm": f32, "statistics": f32, "updated": f32, "grad": f32},
+        "O2": {"weight": half, "norm": f32, "statistics": f32, "updated": f32, "grad": f32},
+        "O3": {"weight": half, "norm": half, "statistics": half, "updated": half, "grad": half},
+    }[level]
+    assert spy.dtypes == {**expected, "loss_weight": f32}
+    assert model.seen["loss"] is f32
+    assert model.seen["out"] is (half if level == "O1" else f32)
+    assert model.seen["val_out"] is model.seen["out"]
+    assert spy.momentum == {half if level == "O3" else f32}
+    # Everything is given back: float32 weights, the optimizer on the module's own parameters.
+    assert {p.dtype for p in model.parameters()} == {f32}
+    assert {state["momentum_buffer"].dtype for state in t.optimizers[0].state.values()} == {f32}
+    own = {id(p) for p in model.parameters()}
+    assert all(id(p) in own for group in t.optimizers[0].param_groups for p in group["params"])
+    assert not torch.equal(model.head.weight, before["head.weight"])
+    torch.testing.assert_close(model.frozen.weight, before["frozen.weight"], rtol=0, atol=0 if level != "O3" else 4e-3)
+    assert model.losses[-1] < model.losses[0]
+    assert {o.dtype for o in t.predict(model, batches(16))} == {half if level == "O1" else f32}
+    t.test(model, batches(16), verbose=False)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_way_to_call_the_model_trains_alike(level):
+    losses = {}
+    for how in ("forward", "children", "inner"):
+        torch.manual_seed(0)
+        model = Net(how)
+        trainer(ApexAMP(level)).fit(model, batches(64))
+        losses[how] = model.losses
+    # O1 casts functions, so nothing differs; at O2 and O3 a call of each module rounds between them, nothing else.
+    tolerance = 0.0 if level in ("O0", "O1") else 2e-2
+    for how in ("children", "inner"):
+        assert losses[how] == pytest.approx(losses["forward"], abs=tolerance)
+
+
+def naive_o2(model, loader, steps, half, *, scale, lr=0.1, momentum=0.9, clip=None):
+    """O2 by hand: float32 masters of exact weights, half forward and backward, SGD with momentum in float32."""
+    masters = [p.detach().clone() for p in model.parameters()]
+    moments = [None] * len(masters)
+    keep = {id(p) for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+    for p in model.parameters():
+        if id(p) not in keep:
+            p.data = p.data.to(half)
+    done = 0
+    while done < steps:
+        for x, y in loader:
+            if done == steps:
+                break
+            for p in model.parameters():
+                p.grad = None
+            out = model.frozen(model.head(model.net(x.to(half)))).float()
+            (model.criterion(out, y) * scale).backward()
+            grads = [None if p.grad is None else p.grad.float() / scale for p in model.parameters()]
+            if clip is not None:
+                norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads if g is not None]))
+                factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
+                grads = [None if g is None else g * factor for g in grads]
+            for i, (p, g) in enumerate(zip(model.parameters(), grads, strict=True)):
+                if g is None:
+                    continue
+                moments[i] = g.clone() if moments[i] is None else moments[i] * momentum + g
+                masters[i] = masters[i] - lr * moments[i]
+                p.data.copy_(masters[i])
+            done += 1
+    return masters
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_o2_equals_a_naive_loop_after_50_steps(half):
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    plugin = ApexAMP("O2", dtype=half)
+    trainer(plugin, max_epochs=-1, max_steps=50).fit(model, batches())
+    masters = naive_o2(reference, batches(), 50, half, scale=plugin.loss_scale)
+    for (name, ours), theirs in zip(model.named_parameters(), masters, strict=True):
+        # float32 sums in another order: torch's SGD kernels fuse the update.
+        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_acts_on_unscaled_gradients(level, algorithm):
+    class AfterClip(pl.Callback):
+        norms, largest = [], []
+
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            grads = [p.grad.float() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            if grads:
+                self.norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
+                self.largest.append(max(float(g.abs().max()) for g in grads))
+
+    spy = AfterClip()
+    spy.norms, spy.largest = [], []
+    trainer(
+        ApexAMP(level, dtype=torch.float16, loss_scale=None if level != "O3" else 128.0), callbacks=[spy],
+        gradient_clip_val=0.05, gradient_clip_algorithm=algorithm,
+    ).fit(Net(), batches(64))  # fmt: skip
+    values = spy.norms if algorithm == "norm" else spy.largest
+    assert max(values) == pytest.approx(0.05, rel=2e-3)  # half precision at O3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_halves_the_scale_and_leaves_every_bit(level):
+    class Bits(pl.Callback):
+        def __init__(self):
+            self.steps = []
+
+        def on_train_batch_end(self, trainer, module, *_):
+            state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
+            params = [p.detach().clone() for g in trainer.optimizers[0].param_groups for p in g["params"]]
+            plugin = trainer.precision_plugin
+            self.steps.append((params, state, plugin.loss_scale, plugin.skipped_steps, plugin.skipped_last_step))
+
+    spy, model = Bits(), Net(poison=[2])
+    trainer(ApexAMP(level, dtype=torch.float16), callbacks=[spy]).fit(model, batches(64))
+    before, after = spy.steps[1], spy.steps[2]
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    for a, b in zip(before[1].values(), after[1].values(), strict=True):
+        assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
+    assert (before[2], after[2]) == (65536.0, 32768.0)
+    assert [s[3] for s in spy.steps] == [0, 0, 1, 1]
+    assert [s[4] for s in spy.steps] == [False, False, True, False]
+    assert not all(torch.equal(a, b) for a, b in zip(after[0], spy.steps[3][0], strict=True))
+
+
+def test_the_scale_doubles_after_its_window_and_keeps_its_limits():
+    plugin = ApexAMP("O1", dtype=torch.float16, scale_window=2, max_loss_scale=2.0**17)
+    trainer(plugin).fit(Net(), batches(96))
+    assert plugin.loss_scale == 2.0**17
+    assert plugin.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**17, "unskipped": 0}}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_accumulation_equals_the_large_batch(level):
+    """Four micro-batches of 8 make the gradient of a batch of 32, up to the level's rounding."""
+    results = []
+    for size, windows in ((32, 1), (8, 4)):
+        torch.manual_seed(0)
+        model = Net()
+        model.net[1] = nn.Identity()  # batch norm sees other statistics in smaller batches
+        trainer(ApexAMP(level), accumulate_grad_batches=windows).fit(model, batches(64, size))
+        results.append(model.head.weight.detach().clone())
+    weights = torch.tensor([1.0, 1.1, 1.2, 1.3])
+    assert weights.std() > 0
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=2e-2 if level != "O0" else 5e-3)
+
+
+def test_o2_folds_half_gradients_as_they_are_produced():
+    class Look(pl.Callback):
+        held = None
+
+        def on_after_backward(self, trainer, module):
+            Look.held = [p.grad for p in module.parameters() if p.dtype is torch.bfloat16]
+            Look.masters = [p.grad for g in trainer.optimizers[0].param_groups for p in g["params"]]
+
+    trainer(ApexAMP("O2"), callbacks=[Look()]).fit(Net(), batches(32))
+    assert all(g is None for g in Look.held)
+    assert sum(g is not None for g in Look.masters) == 5
+    assert {g.dtype for g in Look.masters if g is not None} == {torch.float32}
+
+
+def test_a_custom_batch_class_a_dict_and_integers_pass():
+    class Batch:
+        def __init__(self, x, ids):
+            self.x, self.ids = x, ids
+
+        def to(self, where, *args, **kwargs):
+            return Batch(self.x.to(where), self.ids if isinstance(where, torch.dtype) else self.ids.to(where))
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(10, 6), nn.Linear(6, 2)
+
+        def forward(self, batch, *, extra):
+            assert batch.ids.dtype is torch.int64
+            assert batch.x.dtype is self.out.weight.dtype
+            return {"logits": self.out(self.table(batch.ids) + batch.x), "kept": [extra["n"], "text"]}
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def training_step(self, batch, index):
+            out = self.inner(Batch(batch["x"], batch["ids"]), extra={"n": batch["ids"]})
+            assert out["logits"].dtype is torch.float32
+            assert out["kept"][0].dtype is torch.int64
+            assert out["kept"][1] == "text"
+            return out["logits"].square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    data = [{"x": torch.randn(6), "ids": torch.tensor(i % 10)} for i in range(16)]
+    for level in ("O2", "O3"):
+        trainer(ApexAMP(level)).fit(Model(), DataLoader(data, batch_size=8))
+
+
+def test_param_groups_and_one_added_later_get_masters():
+    class Thaw(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if index == 2:
+                module.frozen.requires_grad_(True)
+                trainer.optimizers[0].add_param_group({"params": list(module.frozen.parameters()), "lr": 0.5})
+
+    model = Net(optimizer=lambda ps: torch.optim.SGD(
+        [{"params": ps[:3], "lr": 0.1}, {"params": [p for p in ps[3:] if p.requires_grad], "lr": 0.01}], momentum=0.9
+    ))  # fmt: skip
+    before = model.frozen.weight.detach().clone()
+    t = trainer(ApexAMP("O2"), callbacks=[Thaw()])
+    t.fit(model, batches(96))
+    assert [g["lr"] for g in t.optimizers[0].param_groups] == [0.1, 0.01, 0.5]
+    assert not torch.equal(model.frozen.weight, before)
+    assert model.frozen.weight.dtype is torch.float32
+    assert "add_param_group" not in vars(t.optimizers[0])
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_inputs_of_another_dtype_are_brought_to_the_models(level, given):
+    data = [(x.to(given), y) for x, y in batches(32, 8).dataset]
+    model = Net()
+    trainer(ApexAMP(level)).fit(model, DataLoader(data, batch_size=8))
+    assert model.seen["out"] is torch.float32
+    assert model.seen["x"] is (torch.float32 if level == "O0" else given)
+
+
+def test_a_run_that_only_overflows_ends_with_the_step_and_the_module():
+    class Broken(Net):
+        def forward(self, x):
+            return self.frozen(self.head(self.net(x) / 0.0))
+
+    with pytest.raises(
+        NonFiniteError, match=r"4 optimizer steps in a row .* 'head' \(Linear\).*max_consecutive_skips=8"
+    ):
+        trainer(ApexAMP("O1", dtype=torch.float16, max_consecutive_skips=4), max_epochs=4).fit(Broken(), batches())
+
+
+def test_lbfgs_is_refused_with_a_scaler_and_taken_at_o0():
+    model = Net(optimizer=lambda ps: torch.optim.LBFGS([p for p in ps if p.requires_grad]))
+    with pytest.raises(Exception, match="LBFGS"):
+        trainer(ApexAMP("O1", dtype=torch.float16)).fit(model, batches(32))
+    trainer(ApexAMP("O0")).fit(model, batches(32))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_half_model_is_refused_by_name(level):
+    model = Net()
+    model.head.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"'head\.weight' is half precision already"):
+        trainer(ApexAMP(level)).fit(model, batches(32))
+
+
+def test_precision_flag_and_plugin_together_are_lightnings_own_error():
+    with pytest.raises(Exception, match="precision"):
+        trainer(ApexAMP("O1"), precision="16-mixed")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_sharding_strategies_are_refused_at_construction(strategy):
+    with pytest.raises(Exception, match=r"(?i)fsdp|deepspeed"):
+        trainer(ApexAMP("O1"), strategy=strategy)
+
+
+def test_scale_and_skips_are_logged_on_request():
+    t = trainer(ApexAMP("O1", dtype=torch.float16, log_scale=True))
+    t.fit(Net(poison=[1]), batches(64))
+    assert t.callback_metrics["amp/loss_scale"] == 32768.0
+    assert t.callback_metrics["amp/skipped_steps"] == 1.0
+    t = trainer(ApexAMP("O1"))
+    t.fit(Net(), batches(32))
+    assert "amp/loss_scale" not in t.callback_metrics
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_skipped_loss_skips_the_step():
+    class Sometimes(Net):
+        def training_step(self, batch, index):
+            return None if index == 1 else super().training_step(batch, index)
+
+    plugin = ApexAMP("O2", dtype=torch.float16)
+    trainer(plugin).fit(Sometimes(), batches(64))
+    assert plugin.state_dict()["loss_scaler0"]["unskipped"] == 3
+
+
+def test_an_exception_gives_the_module_back():
+    class Fails(Net):
+        def training_step(self, batch, index):
+            if index == 1:
+                raise KeyError("broken")
+            return super().training_step(batch, index)
+
+    model = Fails()
+    with pytest.raises(KeyError, match="broken"):
+        trainer(ApexAMP("O2")).fit(model, batches(64))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,361 @@
+"""DALIDataModule and DALILoader under a real Trainer."""
+
+import gc
+import os
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from nvidia.dali import fn, pipeline_def, types
+
+from lightning_turbo import ApexAMP, DALIDataModule, DALILoader, _optional
+from lightning_turbo.data.dali import ImageFolder, VolumeFiles
+from lightning_turbo.errors import MissingExtraError
+from tests.dali_samples import make_photos, make_volumes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated.*"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"), per_class=7)  # 21 images: batches of 4, 4, 4, 4, 4, 1
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory):
+    return make_volumes(tmp_path_factory.mktemp("volumes"))
+
+
+class Model(LightningModule):
+    """Keeps what it saw: (epoch, batch, numbers of the files, sum of the pixels)."""
+
+    def __init__(self, inputs=3 * 8 * 8, reads_length=False):
+        super().__init__()
+        self.layer = torch.nn.Linear(inputs, 3)
+        self.reads_length = reads_length
+        self.trained, self.validated, self.tested = [], [], []
+
+    def _entry(self, batch, batch_idx):
+        images, labels, *numbers = batch
+        assert labels.shape == (len(images),)
+        assert labels.dtype == torch.int64
+        numbers = numbers[0] if numbers else labels
+        return self.current_epoch, batch_idx, numbers.tolist(), float(images.double().sum())
+
+    def training_step(self, batch, batch_idx):
+        self.trained.append(self._entry(batch, batch_idx))
+        return torch.nn.functional.cross_entropy(self.layer(batch[0].flatten(1)).float(), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(self._entry(batch, batch_idx))
+
+    def test_step(self, batch, batch_idx):
+        self.tested.append(self._entry(batch, batch_idx))
+
+    def predict_step(self, batch, batch_idx):
+        images, numbers = batch
+        return self.layer(images.flatten(1)), numbers
+
+    def configure_optimizers(self):
+        if self.reads_length:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def trainer(**kwargs):
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{"accelerator": "cpu", "max_epochs": 2, **quiet, **kwargs})
+
+
+def data(photos, *, val=True, **kwargs):
+    given = {"batch_size": 4, "num_threads": 1, "seed": 3, "images": {"size": 8, "index": True}, **kwargs}
+    return DALIDataModule(photos, photos if val else None, **given)
+
+
+def fit(photos, module=None, ckpt_path=None, model=None, **kwargs):
+    torch.manual_seed(0)
+    model = model or Model()
+    module = module or data(photos)
+    runner = trainer(**kwargs)
+    runner.fit(model, module, ckpt_path=ckpt_path)
+    return model, runner, module
+
+
+def numbers(entries, epoch=None):
+    return [n for e, _, batch, _ in entries for n in batch if epoch in (None, e)]
+
+
+@pytest.fixture(scope="module")
+def whole(photos):
+    """Three undisturbed epochs."""
+    with warnings.catch_warnings():  # a fixture is not covered by the marks above
+        warnings.simplefilter("ignore")
+        return fit(photos, max_epochs=3)[0]
+
+
+@pytest.mark.parametrize(("last_batch", "steps"), [("partial", 6), ("fill", 6), ("drop", 5)])
+def test_every_epoch_is_whole_and_as_long_as_it_says(photos, last_batch, steps):
+    model, runner, _ = fit(photos, data(photos, last_batch=last_batch))
+    assert runner.num_training_batches == steps
+    assert runner.global_step == 2 * steps
+    assert runner.num_val_batches == [6]
+    for epoch in range(2):
+        assert len(set(numbers(model.trained, epoch))) == (20 if last_batch == "drop" else 21)
+        # Validation saw two batches before training, then everything once an epoch, whatever training does.
+        assert sorted(numbers(model.validated[2:], epoch)) == list(range(21))
+    assert numbers(model.trained, 0) != numbers(model.trained, 1)
+
+
+def test_limited_epochs_begin_at_their_beginning(photos, whole):
+    model, _, _ = fit(photos, max_epochs=3, limit_train_batches=2, limit_val_batches=1)
+    assert model.trained == [entry for entry in whole.trained if entry[1] < 2]
+    assert [entry[2] for entry in model.validated] == [[0, 1, 2, 3]] * 4
+
+
+def test_validation_within_an_epoch_disturbs_nothing(photos, whole):
+    model, _, _ = fit(photos, max_epochs=3, val_check_interval=2)
+    assert model.trained == whole.trained
+    assert len(model.validated) == 2 + 9 * 6
+
+
+def test_a_stop_in_mid_epoch_and_another_fit_with_the_same_data(photos, whole):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 1
+
+    module = data(photos)
+    model, _, _ = fit(photos, module, callbacks=[Stop()])
+    assert model.trained == whole.trained[:2]
+    again, _, _ = fit(photos, module, max_epochs=3)
+    assert again.trained == whole.trained
+
+
+def test_an_exception_in_the_step_and_another_fit_with_the_same_data(photos, whole):
+    class Breaking(Model):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    module = data(photos)
+    with pytest.raises(ZeroDivisionError):
+        fit(photos, module, model=Breaking())
+    again, _, _ = fit(photos, module, max_epochs=3)
+    assert again.trained == whole.trained
+
+
+class Keep(Callback):
+    """Saves a checkpoint after one batch, or at the end of an epoch."""
+
+    def __init__(self, path, epoch, batch):
+        self.path, self.place = path, (epoch, batch)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == self.place:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, module):
+        if (trainer.current_epoch, "end") == self.place:
+            trainer.save_checkpoint(self.path)
+
+
+@pipeline_def
+def written(files, shard_id, num_shards):
+    encoded, labels = fn.readers.file(
+        files=files, labels=list(range(len(files))), shard_id=shard_id, num_shards=num_shards, random_shuffle=True,
+        initial_fill=8, pad_last_batch=True, name="photos",
+    )  # fmt: skip
+    image = fn.decoders.image_random_crop(encoded, output_type=types.RGB)
+    image = fn.crop_mirror_normalize(
+        fn.resize(image, size=(8, 8)), mirror=fn.random.coin_flip(), mean=[128.0], std=[64.0], dtype=types.FLOAT
+    )
+    return image, labels % 3, labels
+
+
+def of(kind, photos):
+    if kind == "folder":
+        return data(photos)
+    files = sorted(str(path) for path in photos.rglob("*.*"))
+    return DALIDataModule(written, batch_size=4, num_threads=1, seed=3, arguments={"files": files})
+
+
+@pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader.*")
+@pytest.mark.parametrize("kind", ["folder", "written"])
+@pytest.mark.parametrize("limit", [1.0, 4])
+@pytest.mark.parametrize("place", [(0, 0), (1, 2), (1, 3), (1, 5), (0, "end"), (1, "end")])
+def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, kind, limit, place):
+    path = tmp_path / "kept.ckpt"
+    settings = {"max_epochs": 3, "limit_train_batches": limit}
+    if limit == 4 and place == (1, 5):
+        return  # there is no such batch
+    model, _, _ = fit(photos, of(kind, photos), callbacks=[Keep(path, *place)], **settings)
+    resumed, _, _ = fit(photos, of(kind, photos), ckpt_path=path, **settings)
+    last = (place[0], 99) if place[1] == "end" else place
+    assert resumed.trained == [entry for entry in model.trained if entry[:2] > last]
+    assert torch.equal(resumed.layer.weight, model.layer.weight)
+
+
+@pytest.mark.parametrize("steps", [-1, 12])
+def test_resumed_although_configure_optimizers_reads_the_length(photos, whole, tmp_path, steps):
+    path = tmp_path / "kept.ckpt"
+    settings = {"max_epochs": 2} if steps == -1 else {"max_epochs": -1, "max_steps": steps}
+    model, _, _ = fit(photos, model=Model(reads_length=True), callbacks=[Keep(path, 0, 2)], **settings)
+    resumed, _, _ = fit(photos, model=Model(reads_length=True), ckpt_path=path, **settings)
+    assert model.trained == whole.trained[:12]
+    assert resumed.trained == whole.trained[3:12]
+
+
+@pytest.mark.parametrize("place", [(0, 2), (1, 0)])
+def test_the_loader_alone_resumes_too(photos, whole, tmp_path, place):
+    path = tmp_path / "kept.ckpt"
+
+    def run(ckpt_path=None, callbacks=()):
+        torch.manual_seed(0)
+        model, loader = (
+            Model(),
+            DALILoader(ImageFolder(photos, train=True, size=8, index=True), 4, num_threads=1, seed=3),
+        )
+        plain = DALILoader(ImageFolder(photos, train=False, size=8, index=True), 4, num_threads=1)
+        trainer(callbacks=list(callbacks)).fit(model, loader, plain, ckpt_path=ckpt_path)
+        loader.close()
+        plain.close()
+        return model
+
+    run(callbacks=[Keep(path, *place)])
+    assert run(path).trained == [entry for entry in whole.trained if place < entry[:2] < (2, 0)]
+
+
+def test_beside_a_plain_dataloader(photos, whole):
+    class Mixed(DALIDataModule):
+        def val_dataloader(self):
+            images = [(torch.zeros(3, 8, 8), torch.tensor(n), n) for n in range(5)]
+            return torch.utils.data.DataLoader(images, batch_size=2)
+
+    module = Mixed(photos, batch_size=4, num_threads=1, seed=3, images={"size": 8, "index": True})
+    model, _, _ = fit(photos, module)
+    assert model.trained == whole.trained[:12]
+    assert numbers(model.validated, 1) == list(range(5))
+    handed = DALIDataModule(
+        ImageFolder(photos, train=True, size=8, index=True),
+        module.val_dataloader(),
+        batch_size=4,
+        num_threads=1,
+        seed=3,
+    )
+    model, _, _ = fit(photos, handed)
+    assert model.trained == whole.trained[:12]
+    assert numbers(model.validated, 1) == list(range(5))
+
+
+def test_test_and_predict(photos):
+    module = DALIDataModule(
+        test=photos, predict=photos, batch_size=4, num_threads=1, images={"size": 8, "index": True}
+    )  # fmt: skip
+    model, runner = Model(), trainer()
+    runner.test(model, module, verbose=False)
+    assert numbers(model.tested) == list(range(21))
+    predicted = runner.predict(model, module)
+    assert torch.cat([n for _, n in predicted]).tolist() == list(range(21))
+    assert module.loaders["predict"].pipeline.labels is None
+
+
+def test_a_loader_with_settings_of_its_own(photos):
+    train = DALILoader(ImageFolder(photos, train=True, size=8, index=True), 7, num_threads=1, last_batch="drop")
+    module = DALIDataModule(train, photos, batch_size=4, num_threads=1, images={"size": 8, "index": True})
+    _, runner, _ = fit(photos, module)
+    assert (runner.num_training_batches, runner.num_val_batches) == (3, [6])
+
+
+@pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader.*")
+def test_volumes(volumes):
+    module = DALIDataModule(VolumeFiles(volumes, train=True), batch_size=4, num_threads=1)
+    model, runner, _ = fit(None, module, model=Model(12 * 10 * 10))
+    assert runner.global_step == 6
+    assert sorted(numbers(model.trained, 1)) == sorted(n % 3 for n in range(10))
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [("O0", "float32"), ("O1", "float32"), ("O2", "float32"), ("O3", "float32"), ("O2", "float16"), ("O3", "float16")],
+)
+def test_with_apex_amp_at_every_level(photos, level, dtype):
+    module = data(photos, val=False, images={"size": 8, "channels_last": True, "dtype": dtype, "index": True})
+
+    class Silent(Model):
+        validation_step = LightningModule.validation_step
+
+    model, runner, _ = fit(photos, module, model=Silent(), plugins=[ApexAMP(level, dtype=torch.bfloat16)], max_epochs=1)
+    assert runner.global_step == 6
+    assert sorted(numbers(model.trained)) == list(range(21))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_pipelines_are_built_in_setup_and_released_in_teardown(photos):
+    built = []
+
+    class Look(Callback):
+        def setup(self, trainer, pl_module, stage):
+            built.append([loader.built for loader in (trainer.datamodule.loaders[n] for n in ("train", "val"))])
+
+    module = data(photos)
+    assert not module.loaders["train"].built
+    fit(photos, module, callbacks=[Look()], max_epochs=1)
+    assert built == [[True, True]]
+    assert not module.loaders["train"].built
+    assert not module.loaders["val"].built
+
+
+def resources():
+    """Resident memory of this process in MiB, and its threads, those of C++ included."""
+    with open("/proc/self/statm") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
+def test_memory_and_threads_are_flat_over_five_fits(photos):
+    module = data(photos, images={"size": 96, "index": True})
+    memory, threads = [], []
+    for _ in range(8):  # three to warm up the allocators, then five
+        fit(photos, module, model=Model(3 * 96 * 96), max_epochs=1)
+        gc.collect()
+        for values, value in zip((memory, threads), resources(), strict=True):
+            values.append(value)
+    assert threads[2:] == [threads[2]] * 6
+    # The two pipelines of one fit hold more than 5 MiB here: five that are kept would add 25.
+    assert memory[7] - memory[2] < 10, memory
+
+
+def test_overfitting_needs_an_order_that_stays(photos):
+    with pytest.raises(MisconfigurationException, match="overfit_batches=1, but the training order is shuffled"):
+        fit(photos, overfit_batches=1)
+    train = ImageFolder(photos, train=True, shuffle=False, size=8, index=True)
+    model, _, _ = fit(
+        photos, DALIDataModule(train, photos, batch_size=4, num_threads=1, images={"size": 8}), overfit_batches=1
+    )
+    assert [entry[2] for entry in model.trained] == [[0, 1, 2, 3]] * 2
+
+
+def test_wrong_arguments_are_refused(photos, monkeypatch):
+    with pytest.raises(ValueError, match="DALIDataModule without a source"):
+        DALIDataModule(batch_size=4)
+    with pytest.raises(ValueError, match="device='cuda:1': accepted are None, which follows the Trainer, and 'cpu'"):
+        DALIDataModule(photos, batch_size=4, device="cuda:1")
+    with pytest.raises(FileNotFoundError, match="root='nowhere' is no folder"):
+        DALIDataModule("nowhere", batch_size=4)
+    with pytest.raises(TypeError, match="nonsense"):
+        DALIDataModule(photos, batch_size=4, nonsense=1)
+    with pytest.raises(ValueError, match=r"DALIDataModule.setup needs a Trainer"):
+        data(photos).setup("fit")
+    monkeypatch.setattr(_optional, "installed_version", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"DALIDataModule needs .*lightning-turbo\[dali\]"):
+        DALIDataModule(photos, batch_size=4)

@@ -1,0 +1,225 @@
+"""The demo, run as a user runs it."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
+import torch
+from rich.console import Console
+
+from lightning_turbo.demo import DemoError, DemoSettings, run
+from lightning_turbo.demo.data import DemoData, VolumePatches, load_digits, load_mni
+from lightning_turbo.demo.progress import RunProgress
+from lightning_turbo.demo.run import run_demo
+
+
+def demo(out, *, terminal=False, **settings):
+    """Runs the demo on the CPU; returns exit status, results and what was shown."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=100)
+    status = run_demo(DemoSettings(out=out, device="cpu", **settings), console)
+    return status, json.loads((out / "results.json").read_text()), stream.getvalue()
+
+
+def weights(out, level):
+    return torch.load(out / "checkpoints" / f"{level}.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Presses Ctrl-C after so many training batches."""
+
+    def install(batches):
+        seen = []
+        before = RunProgress.on_train_batch_end
+
+        def on_train_batch_end(self, *args):
+            before(self, *args)
+            seen.append(1)
+            if len(seen) == batches:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(RunProgress, "on_train_batch_end", on_train_batch_end)
+
+    return install
+
+
+def test_levels_reach_the_accuracy_and_everything_is_written(tmp_path):
+    status, results, shown = demo(tmp_path / "out", levels=("O1", "O3"), epochs=4)
+    assert status == 0
+    assert results["settings"] == {"levels": ["O1", "O3"], "epochs": 4, "data": "digits", "seed": 0}
+    assert list(results["levels"]) == ["O1", "O3"]
+    for level, row in results["levels"].items():
+        assert row["passed"], level
+        assert row["val_accuracy"] >= 0.95
+        assert row["epochs"] == 4
+        assert len(row["step_losses"]) == 4 * 43  # 1347 samples in batches of 32
+        assert row["step_losses"][-1] < 0.5 < row["step_losses"][0]
+        assert row["half_dtype"] == "bfloat16"
+        assert (row["loss_scale"], row["skipped_steps"]) == (1.0, 0)
+        assert list((tmp_path / "out" / "tensorboard" / level).glob("events.out.tfevents.*"))
+        assert f"{level}  epoch  4/4  validation accuracy" in shown
+    assert results["levels"]["O3"]["bytes"]["total"] * 2 < results["levels"]["O1"]["bytes"]["total"] * 1.01
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir()) == ["O1.ckpt", "O3.ckpt"]
+    assert "\x1b" not in shown  # no terminal, no control codes
+
+
+def test_a_level_below_its_accuracy_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "load_digits", lambda seed: dataclasses.replace(load_digits(seed), floor=1.01))
+    status, results, shown = demo(tmp_path, levels=("O0",), epochs=1)
+    assert status == 1
+    assert results["levels"]["O0"]["passed"] is False
+    assert "too low" in shown
+    assert "below 1.01; more epochs may help" in shown
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_stopped_and_resumed_equals_never_stopped(tmp_path, level, stop_after):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    _, expected, _ = demo(whole, levels=(level,), epochs=2)
+
+    handler = signal.getsignal(signal.SIGINT)
+    stop_after(43 + 20)  # in the second epoch
+    status, stopped, shown = demo(parts, levels=(level,), epochs=2)
+    assert status == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert stopped["levels"][level]["epochs"] == 1
+    assert f"Stopped in {level} after 1 of 2 epochs; every whole epoch is kept." in shown
+    assert f"lightning-turbo demo --resume --out {parts}" in shown
+
+    _, resumed, _ = demo(parts, resume=True)
+    for key in ("step_losses", "val_losses", "val_accuracies", "bytes"):
+        assert resumed["levels"][level][key] == expected["levels"][level][key], key
+    first, second = weights(whole, level), weights(parts, level)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_resume_adds_epochs_and_levels_and_keeps_the_rest(tmp_path):
+    demo(tmp_path, levels=("O0",), epochs=1, seed=5)
+    _, results, shown = demo(tmp_path, levels=("O3",), epochs=2, resume=True)
+    assert results["settings"] == {"levels": ["O0", "O3"], "epochs": 2, "data": "digits", "seed": 5}
+    assert {level: row["epochs"] for level, row in results["levels"].items()} == {"O0": 1, "O3": 2}
+    assert "O0  epoch" not in shown
+    _, results, shown = demo(tmp_path, resume=True)
+    assert results["levels"]["O0"]["epochs"] == 2
+    assert "O0  epoch  2/2" in shown
+    assert "O3  epoch" not in shown
+    _, results, shown = demo(tmp_path, resume=True, epochs=1)  # fewer than were done: nothing is lost
+    assert results["levels"]["O0"]["epochs"] == 2
+    assert "epoch  1" not in shown
+
+
+def test_a_new_run_replaces_the_old_one(tmp_path):
+    demo(tmp_path, levels=("O0", "O3"), epochs=1)
+    _, results, _ = demo(tmp_path, levels=("O3",), epochs=1)
+    assert list(results["levels"]) == ["O3"]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["O3.ckpt"]
+    assert len(list((tmp_path / "tensorboard" / "O3").glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_folder_may_look_like_markup(tmp_path):
+    _, _, shown = demo(tmp_path / "[bold]", levels=("O0",), epochs=1)
+    assert "[bold]/results.json" in shown
+
+
+def test_a_terminal_gets_one_bar(tmp_path):
+    _, _, shown = demo(tmp_path, levels=("O0",), epochs=1, terminal=True)
+    assert "43/43 steps" in shown
+    assert "\x1b" in shown
+    assert "O0  epoch" not in shown
+
+
+def test_volumes_train_as_well(tmp_path, monkeypatch):
+    def few_patches():
+        whole = load_mni()
+        parts = [VolumePatches(part.volume, part.corners[:64], part.labels[:64]) for part in (whole.train, whole.val)]
+        return DemoData(name="mni", train=parts[0], val=parts[1], dims=3, classes=2, majority=0.5, floor=0.0)
+
+    monkeypatch.setattr(run, "load_mni", few_patches)
+    status, results, _ = demo(tmp_path, levels=("O2",), epochs=1, data="mni")
+    assert status == 0
+    assert len(results["levels"]["O2"]["step_losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("earlier", "settings", "message"),
+    [
+        (None, {"resume": True}, r"resume from '.*results\.json': it is not there or not readable .* earlier demo"),
+        ("{", {"resume": True}, "not readable"),
+        ("[]", {"resume": True}, "not readable"),
+        ('{"settings": {}, "levels": {}}', {"resume": True}, r"not readable \(KeyError\('format'\)\)"),
+        ('{"format": 1, "settings": {"data": "digits"}, "levels": {}}', {"resume": True}, "KeyError\\('seed'\\)"),
+        ('{"format": 0, "settings": {}, "levels": {}}', {"resume": True}, "its format is 0; accepted is 1"),
+        (
+            '{"format": 1, "settings": {"data": "digits", "seed": 0, "epochs": 1, "levels": []}, "levels": {}}',
+            {"resume": True, "seed": 1},
+            "resume with seed 1: the earlier run used 0, and only that is accepted",
+        ),
+        (
+            '{"format": 1, "settings": {"data": "digits", "seed": 0, "epochs": 1, "levels": []}, "levels": {}}',
+            {"resume": True, "data": "mni"},
+            "resume with data 'mni': the earlier run used 'digits'",
+        ),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_in_words(tmp_path, earlier, settings, message):
+    if earlier is not None:
+        (tmp_path / "results.json").write_text(earlier)
+    with pytest.raises(DemoError, match=message):
+        run_demo(DemoSettings(out=tmp_path, device="cpu", **settings), Console(file=io.StringIO()))
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DemoError, match=r"out '.*file': File exists; accepted is a folder"):
+        run_demo(DemoSettings(out=tmp_path / "file", device="cpu"), Console(file=io.StringIO()))
+
+
+def test_an_absent_device_is_refused_in_words(tmp_path):
+    name = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(DemoError, match=rf"device '{name}': torch finds {torch.cuda.device_count()} CUDA devices here"):
+        run_demo(DemoSettings(out=tmp_path, device=name), Console(file=io.StringIO()))
+
+
+def test_ctrl_c_in_a_real_process(tmp_path):
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from lightning_turbo.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "demo", "--levels", "O0", "--epochs", "500", "--device", "cpu"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+    try:
+        for line in process.stdout:
+            if "epoch   2/500" in line or "epoch  2/500" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+    assert "Traceback" not in rest
+    assert "Continue with: lightning-turbo demo --resume --out runs/demo" in rest
+    results = json.loads((tmp_path / "runs/demo/results.json").read_text())
+    assert 2 <= results["levels"]["O0"]["epochs"] < 500
+    assert (tmp_path / "runs/demo/demo.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("data", ["digits", "mni"])
+def test_the_default_run_reaches_its_accuracy_at_every_level(tmp_path, data):
+    status, results, _ = demo(tmp_path, data=data)
+    assert {level: row["val_accuracy"] for level, row in results["levels"].items() if not row["passed"]} == {}
+    assert status == 0

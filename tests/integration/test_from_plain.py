@@ -1,0 +1,52 @@
+"""examples/from_plain_pytorch.md: each plain loop and what becomes of it give the same numbers, bit for bit."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_turbo
+
+PAGE = Path(lightning_turbo.__file__).parent.parent / "examples" / "from_plain_pytorch.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+
+
+def run(needle):
+    """The names that the one block with ``needle`` in it leaves."""
+    (code,) = [block for block in BLOCKS if needle in block]
+    names = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a reader would see beside the result
+        exec(compile(code, str(PAGE), "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("plain", "trainer"),
+    [("amp.initialize", "ApexAMP("), ("def reduce_tensor", "sync_dist=True")],
+    ids=["apex", "ddp"],
+)
+def test_loop_and_trainer_end_with_the_same_weights(plain, trainer):
+    before, after = run(plain), run(trainer)
+    assert len(before["weights"]) == len(after["weights"]) == 6
+    for a, b in zip(before["weights"], after["weights"], strict=True):
+        assert torch.equal(a, b)
+    if "mean_loss" in before:
+        # A mean of four numbers, summed up in another order.
+        assert float(before["mean_loss"]) == pytest.approx(float(after["mean_loss"]), rel=1e-6)
+
+
+def test_all_loaders_give_the_same_batches():
+    first = run("class DataLoaderX")["batches"]
+    assert sorted(number for batch in first for number in batch) == list(range(20))
+    assert run("PrefetchLoader(range")["batches"] == first
+    assert run("class Numbers")["batches"] == first
+
+
+def test_no_block_is_left_untried():
+    tried = ("amp.initialize", "ApexAMP(", "def reduce_tensor", "sync_dist=True", "class DataLoaderX",
+             "PrefetchLoader(range", "class Numbers", "DevicePrefetcher(")  # fmt: skip
+    assert [sum(needle in block for needle in tried) for block in BLOCKS] == [1] * len(tried)
+    assert run("DevicePrefetcher(")["target"].tolist() == [4, 5, 6, 7]

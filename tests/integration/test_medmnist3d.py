@@ -1,0 +1,411 @@
+"""The example examples/medmnist3d: runs, resumes, every trick off, bad input, weights, ablation."""
+
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from monai.networks.nets import resnet
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import lightning_turbo
+from examples.medmnist3d import ablation
+from examples.medmnist3d.__main__ import full_names, launched, main
+from examples.medmnist3d.chart import summary
+from examples.medmnist3d.data import FastVolumes, Volumes, read_part
+from examples.medmnist3d.model import VolumeClassifier
+from examples.medmnist3d.slices import SliceImages, slice_image
+from examples.medmnist3d.tricks import TRICKS
+from examples.medmnist3d.weights import load_weights
+from lightning_turbo.errors import MissingExtraError
+
+CONFIG = Path(lightning_turbo.__file__).parent.parent / "examples" / "medmnist3d" / "config.yaml"
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers.*",
+        "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",
+        "ignore:Precision bf16-mixed is not supported by the model summary",
+        "ignore:Checkpoint directory .* exists and is not empty",
+        r"ignore:\s*By default only one JsonargparseDeprecationWarning",  # Lightning's use of it
+        r"ignore:[\s\S]* was deprecated in v4\.[0-9.]+ and will be removed in v5",  # of jsonargparse, by Lightning
+    ),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory):
+    """A file like MedMNIST's, of 12 voxels a side: positive volumes have a bright cube in the middle."""
+    rng, arrays = np.random.default_rng(0), {}
+    for part, count in (("train", 20), ("val", 10), ("test", 6)):
+        labels = (np.arange(count) % 5 < 2).astype(np.uint8)
+        images = rng.integers(0, 120, (count, 12, 12, 12))
+        images[labels == 1, 3:9, 3:9, 3:9] += 100
+        arrays |= {f"{part}_images": images.astype(np.uint8), f"{part}_labels": labels[:, None]}
+    path = tmp_path_factory.mktemp("medmnist") / "cubes.npz"
+    np.savez_compressed(path, **arrays)
+    return path
+
+
+def arrays_of(path):
+    with np.load(path) as file:
+        return dict(file)
+
+
+@pytest.fixture
+def command(monkeypatch, volumes, tmp_path):
+    """Runs the example's command line with the smallest network."""
+
+    def run(subcommand, *words, out="whole"):
+        (tmp_path / out).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / out)
+        monkeypatch.setattr(
+            sys, "argv",
+            ["medmnist3d", subcommand, "--config", str(CONFIG), "--data", str(volumes), "--data.batch_size", "4",
+             "--model.depth", "10", "--model.widen", "0.125", "--trainer.accelerator", "cpu",
+             "--trainer.enable_progress_bar", "false",
+             "--trainer.enable_model_summary", "false", *words],
+        )  # fmt: skip
+        return main()
+
+    return run
+
+
+def test_it_learns_logs_and_goes_on_from_a_checkpoint_bit_for_bit(command, tmp_path):
+    # float32: in bfloat16 a gradient of torch's 3D convolutions on the CPU depends on memory that nobody wrote.
+    settings = ("--trainer.plugins", "null", "--model.epochs_up", "1", "--trainer.max_epochs")
+    whole = command("fit", *settings, "4")
+    assert whole.trainer.callback_metrics["val/auc"] > 0.9
+    assert whole.model.loss.pos_weight == pytest.approx(1.5)
+
+    command("fit", *settings, "2", out="parts")
+    assert {path.name for path in Path("runs/medmnist3d/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    resumed = command("fit", *settings, "4", "--ckpt_path", "last", out="parts")
+    assert resumed.trainer.current_epoch == 4
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name]), name
+
+    events = EventAccumulator(str(tmp_path / "whole" / whole.trainer.log_dir)).Reload()
+    assert {"train/loss", "train/loss_step", "val/loss", "val/auc", "val/accuracy"} <= set(events.Tags()["scalars"])
+    assert events.Tags()["images"] == ["val/slices"]
+    assert len(events.Images("val/slices")) == 4
+
+    tested = command("test", "--ckpt_path", "runs/medmnist3d/checkpoints/best.ckpt", out="parts")
+    assert tested.trainer.callback_metrics["test/auc"] >= 0.5
+
+
+def parsed(*words):
+    return LightningCLI(
+        VolumeClassifier, Volumes, subclass_mode_data=True, run=False, args=["--config", str(CONFIG), *words],
+        seed_everything_default=False,
+    )  # fmt: skip
+
+
+def test_every_trick_stands_in_the_file_and_can_be_switched_off(monkeypatch, volumes):
+    monkeypatch.setattr(sys, "argv", ["medmnist3d"])
+    small = ["--model.depth", "10", "--model.widen", "0.125", "--trainer.accelerator", "cpu"]
+    on = parsed(*small)
+    classes = {type(thing).__name__ for thing in (*on.trainer.callbacks, on.trainer.precision_plugin, on.datamodule)}
+    assert classes >= {
+        "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat",
+        "ModelCheckpoint", "SliceImages",
+    }  # fmt: skip
+    assert (on.trainer.gradient_clip_val, on.trainer.accumulate_grad_batches) == (1.0, 2)
+    assert (on.model.schedule, on.model.pos_weight, on.datamodule.packed) == ("cyclic", None, True)
+
+    off = parsed(
+        *small, "--trainer.plugins", "null", "--trainer.callbacks", "[]", "--trainer.gradient_clip_val", "null",
+        "--trainer.accumulate_grad_batches", "1", "--model.schedule", "null", "--model.pos_weight", "1.0",
+        "--data", "examples.medmnist3d.data.Volumes", "--data.packed", "false", "--trainer.logger", "false",
+    )  # fmt: skip
+    kinds = {type(thing).__name__ for thing in (*off.trainer.callbacks, off.trainer.precision_plugin, off.datamodule)}
+    assert not kinds & {
+        "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat", "SliceImages"
+    }  # fmt: skip
+    assert (off.trainer.gradient_clip_val, off.trainer.accumulate_grad_batches) == (None, 1)
+    assert isinstance(off.model.configure_optimizers(), torch.optim.AdamW)
+
+
+def test_the_file_marks_each_trick_with_its_way_off():
+    lines = [line for line in CONFIG.read_text().splitlines() if "# *" in line]
+    assert len(lines) >= len(TRICKS) - 1  # O1 and O2 are one line
+    yaml.safe_load(CONFIG.read_text())
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        (["--data", "vesselmnist3d"], ["--data.source", "vesselmnist3d"]),
+        (["--data=/a.b/x.npz"], ["--data.source=/a.b/x.npz"]),
+        (["--data", "data.yaml"], ["--data", "data.yaml"]),
+        (["--data", "examples.medmnist3d.data.Volumes"], ["--data", "examples.medmnist3d.data.Volumes"]),
+        (["--data", "Volumes"], ["--data", "Volumes"]),
+        (["fit", "--data"], ["fit", "--data"]),
+    ],
+)
+def test_data_is_short_for_its_source(given, spelled):
+    assert full_names(given) == spelled
+
+
+def test_devices_and_nodes_come_from_torchrun():
+    assert launched({}) == {}
+    environment = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    assert launched(environment) == {"devices": 2, "num_nodes": 3}
+
+
+@pytest.mark.parametrize("kind", [Volumes, FastVolumes])
+def test_batches_are_the_same_packed_and_not(volumes, kind):
+    loaders = []
+    for packed in (True, False):
+        data = kind(str(volumes), batch_size=8, packed=packed)
+        data.setup("fit")
+        loaders.append(list(data.train_dataloader()))
+    for (x, y), (x2, y2) in zip(*loaders, strict=True):
+        assert torch.equal(x, x2)
+        assert torch.equal(y, y2)
+    images, labels = data.on_after_batch_transfer(loaders[0][0], 0)
+    assert (images.dtype, images.shape[1:], labels.dtype) == (torch.float32, (1, 12, 12, 12), torch.int64)
+    assert images.min() >= -1
+    assert images.max() <= 1
+
+
+def test_one_label_against_the_rest(volumes, tmp_path):
+    arrays = arrays_of(volumes)
+    arrays["train_labels"] = np.arange(20)[:, None] % 4
+    np.savez(tmp_path / "four.npz", **arrays)
+    with pytest.raises(ValueError, match=r"train_labels holds the labels \[0, 1, 2, 3\]; accepted are 0 and 1"):
+        read_part(tmp_path / "four.npz", "train")
+    with pytest.raises(ValueError, match=r"positive=7: .* has the labels \[0, 1, 2, 3\]"):
+        read_part(tmp_path / "four.npz", "train", positive=7)
+    data = Volumes(str(tmp_path / "four.npz"), positive=3)
+    data.setup("fit")
+    assert data.pos_weight == 3.0
+    assert read_part(tmp_path / "four.npz", "train", positive=3)[3][1] == 1
+
+
+def without(name):
+    return lambda arrays: arrays.pop(name)
+
+
+def replaced(name, make):
+    return lambda arrays: arrays.update({name: make(arrays[name])})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without("train_images"), r"lacks arrays of the part 'train'.*'train_images'.*Rename the arrays"),
+        (without("train_labels"), r"lacks arrays of the part 'train'.*'train_labels'"),
+        (replaced("train_images", lambda x: x[:, 0]), r"train_images is \(20, 12, 12\).*accepted are \(n, x, y, z\)"),
+        (replaced("train_images", lambda x: x[..., :3]), r"train_images is \(20, 12, 12, 3\)"),
+        (replaced("train_labels", lambda y: np.repeat(y, 2, 1)), r"train_labels is \(20, 2\)"),
+        (replaced("train_labels", lambda y: y[:-1]), "rows; all must have as many"),
+        (replaced("train_labels", lambda y: y + 1), r"holds the labels \[1, 2\]; accepted are 0 and 1"),
+    ],
+)
+def test_a_file_that_is_none_of_medmnist3d_is_refused(volumes, tmp_path, spoil, message):
+    arrays = arrays_of(volumes)
+    spoil(arrays)
+    np.savez(tmp_path / "spoilt.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        Volumes(str(tmp_path / "spoilt.npz")).setup("fit")
+
+
+def test_other_wrong_data_is_refused(volumes, tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"'nowhere.npz' is not there"):
+        Volumes("nowhere.npz").prepare_data()
+    with pytest.raises(FileNotFoundError, match=r"'nowhere.npz' is not there"):
+        Volumes("nowhere.npz").setup("fit")
+    (tmp_path / "text.npz").write_text("text")
+    with pytest.raises(ValueError, match=r"cannot be read as an .npz file"):
+        Volumes("text.npz").setup("fit")
+    with pytest.raises(ValueError, match=r"batch_size=0; accepted is at least 1"):
+        Volumes(str(volumes), batch_size=0)
+    with pytest.raises(ValueError, match=r"mni152 has no part 'test'"):
+        Volumes().setup("test")
+    arrays = arrays_of(volumes)
+    arrays["train_labels"][:] = 1
+    np.savez(tmp_path / "alike.npz", **arrays)
+    data = Volumes("alike.npz")
+    data.setup("fit")
+    with pytest.raises(ValueError, match="all 20 training labels are alike"):
+        _ = data.pos_weight
+
+
+def fake_medmnist(root, download):
+    module = types.ModuleType("medmnist")
+    module.INFO = {"vesselmnist3d": {"python_class": "VesselMNIST3D"}, "pathmnist": {"python_class": "PathMNIST"}}
+    module.info = types.SimpleNamespace(DEFAULT_ROOT=str(root))
+    module.VesselMNIST3D = download
+    return module
+
+
+def test_medmnist_by_name(volumes, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "medmnist", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package medmnist, which is not installed.*pip install"):
+        Volumes("vesselmnist3d").prepare_data()
+
+    def offline(split, download):
+        raise RuntimeError("Something went wrong when downloading!")
+
+    monkeypatch.setitem(sys.modules, "medmnist", fake_medmnist(tmp_path, offline))
+    with pytest.raises(ValueError, match=r"could not download it .*Put the file at .*vesselmnist3d\.npz"):
+        Volumes("vesselmnist3d").prepare_data()
+    with pytest.raises(ValueError, match=r"neither 'mni152', nor an .npz file, nor a 3D set.*vesselmnist3d"):
+        Volumes("pathmnist").prepare_data()
+
+    def online(split, download):
+        (tmp_path / "vesselmnist3d.npz").write_bytes(volumes.read_bytes())
+
+    monkeypatch.setitem(sys.modules, "medmnist", fake_medmnist(tmp_path, online))
+    data = Volumes("vesselmnist3d")
+    data.prepare_data()
+    data.setup("fit")
+    assert len(data.parts["train"]) == 20
+
+
+def small_net(widen=0.125):
+    return resnet.resnet10(spatial_dims=3, n_input_channels=1, num_classes=1, widen_factor=widen)
+
+
+def test_pretrained_weights_load_with_a_report(tmp_path):
+    torch.manual_seed(1)
+    donor, net = small_net(), small_net()
+    state = {f"module.{name}": value for name, value in donor.state_dict().items() if not name.startswith("fc.")}
+    state["module.conv_seg.0.weight"] = torch.zeros(2)
+    state["module.bn1.weight"] = torch.zeros(5)
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "resnet_10.pth")
+    before = net.fc.weight.clone()
+    report = load_weights(net, tmp_path / "resnet_10.pth")
+    assert report.missing == ("fc.weight", "fc.bias")
+    assert report.unexpected == ("conv_seg.0.weight",)
+    assert report.differing == ("bn1.weight (5,) for (8,)",)
+    assert len(report.matched) == len(donor.state_dict()) - 3
+    assert torch.equal(net.layer4[0].conv1.weight, donor.layer4[0].conv1.weight)
+    assert torch.equal(net.fc.weight, before)
+    assert "2 missing: fc.weight, fc.bias" in str(report)
+
+
+def test_a_checkpoint_of_the_example_is_a_file_of_weights(tmp_path):
+    model = VolumeClassifier(depth=10, widen=0.125)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "own.ckpt")
+    other = VolumeClassifier(depth=10, widen=0.125, weights=str(tmp_path / "own.ckpt"))
+    assert all(torch.equal(a, b) for a, b in zip(model.net.parameters(), other.net.parameters(), strict=True))
+
+
+def test_wrong_weights_are_refused(tmp_path):
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "linear.pth")
+    with pytest.raises(ValueError, match=r"match nothing in ResNet: the file has weight, bias, the network has conv1"):
+        VolumeClassifier(depth=10, widen=0.125, weights=str(tmp_path / "linear.pth"))
+    torch.save(small_net(0.25).state_dict(), tmp_path / "wide.pth")
+    torch.save(nn.Linear(2, 2), tmp_path / "pickled.pth")
+    (tmp_path / "text.pth").write_text("text")
+    torch.save({"epoch": 3}, tmp_path / "empty.pth")
+    for name, message in {
+        "wide.pth": "match nothing",
+        "pickled.pth": "cannot be read .* holds tensors only",
+        "text.pth": "cannot be read",
+        "empty.pth": "holds no state_dict",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_weights(small_net(), tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"weights='nowhere.pth' is not there"):
+        load_weights(small_net(), "nowhere.pth")
+    with pytest.raises(ValueError, match=r"depth=11; accepted are 10, 18, 34, 50, 101, 152, 200"):
+        VolumeClassifier(depth=11)
+
+
+def test_slices_are_framed_by_right_and_wrong():
+    volume = torch.zeros(2, 1, 4, 6, 5)
+    volume[:, :, 2, 3, 2] = 7.0
+    image = slice_image(volume, torch.tensor([1, 1]), torch.tensor([0.9, 0.1]))
+    assert image.shape == (3, 2 * (6 + 4), 3 * 6 + 4)
+    assert image.min() >= 0
+    assert image.max() == 1
+    assert image[1, 0, 0] > image[0, 0, 0]  # green: right
+    assert image[0, 10, 0] > image[1, 10, 0]  # red: wrong
+    assert (image[:, 2:8, 2:-2] == 1).sum() == 9  # the bright voxel lies in all three planes, in three colours
+    with pytest.raises(ValueError, match=r"volumes=0"):
+        SliceImages(0)
+
+
+def test_the_ablation_measures_draws_and_keeps_what_it_has_on_interrupt(volumes, tmp_path, monkeypatch, capsys):
+    words = ["--quick", "--data", str(volumes), "--batch-size", "8", "--device", "cpu", "--repeats", "2", "--epochs"]
+    out = tmp_path / "ablation"
+    assert ablation.main([*words, "1", "--only", "all", "--out", str(out)]) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert list(results["variants"]) == ["plain", "all"]
+    assert [run["seed"] for run in results["variants"]["all"]["runs"]] == [0, 1]
+    assert all(0 <= run["auc"] <= 1 and len(run["epoch_seconds"]) == 1 for run in results["variants"]["all"]["runs"])
+    assert (out / "ablation.png").stat().st_size > 10_000
+    (plain, everything) = summary(results)
+    assert plain["ratios"] == [1.0, 1.0]
+    assert len(everything["ratios"]) == 2
+    assert "s/epoch" in capsys.readouterr().err
+
+    runs = []
+
+    def train(variant, settings, seed, progress):
+        runs.append(seed)
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return {"seed": seed, "epoch_seconds": [1.0, 2.0, 4.0], "auc": 0.5, "accuracy": 0.5}
+
+    monkeypatch.setattr(ablation, "train", train)
+    assert ablation.main([*words, "1", "--out", str(tmp_path / "stopped")]) == 130
+    kept = json.loads((tmp_path / "stopped" / "results.json").read_text())["variants"]
+    assert len(kept["plain"]["runs"]) == 1
+    assert list(kept) == ["plain", *(f"+ {name}" for name in TRICKS), "all"]
+    assert summary({"variants": kept})[0]["seconds"] == 3.0  # the first epoch is a warm-up
+    assert (tmp_path / "stopped" / "ablation.png").is_file()
+
+
+def test_the_ablation_refuses_before_it_trains(tmp_path):
+    with pytest.raises(SystemExit, match=r"'nowhere.npz' is not there"):
+        ablation.main(["--data", "nowhere.npz", "--out", str(tmp_path / "a")])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="give a folder that can be written"):
+        ablation.main(["--out", str(tmp_path / "file" / "a")])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(importlib.util.find_spec("nilearn") is None, reason="needs nilearn")
+def test_it_learns_the_brain_template(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sys, "argv",
+        ["medmnist3d", "fit", "--config", str(CONFIG), "--model.depth", "10", "--model.widen", "0.25",
+         "--trainer.accelerator", "cpu", "--trainer.plugins", "null", "--trainer.max_epochs", "3",
+         "--trainer.enable_progress_bar", "false"],
+    )  # fmt: skip
+    done = main()
+    assert done.trainer.callback_metrics["val/auc"] > 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_trick_of_the_ablation_trains(volumes, tmp_path):
+    words = [
+        "--quick",
+        "--data",
+        str(volumes),
+        "--batch-size",
+        "4",
+        "--device",
+        "cpu",
+        "--epochs",
+        "6",
+        "--batches",
+        "5",
+    ]
+    assert ablation.main([*words, "--out", str(tmp_path)]) == 0
+    rows = summary(json.loads((tmp_path / "results.json").read_text()))
+    assert [row["name"] for row in rows] == ["plain", *(f"+ {name}" for name in TRICKS), "all"]
+    assert all(np.median(row["aucs"]) > 0.6 for row in rows)

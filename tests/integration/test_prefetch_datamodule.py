@@ -1,0 +1,511 @@
+"""PrefetchDataModule under a real Trainer: the same training, and nothing left behind."""
+
+import gc
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader
+from lightning_turbo.errors import NoEffectWarning
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*You requested to overfit"),
+    pytest.mark.filterwarnings("ignore:.*training_step. returned .None"),
+    pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*predict_dataloader.*:UserWarning"),
+]
+
+
+class Numbers(Dataset):
+    def __init__(self, length=24):
+        self.data = torch.randn(length, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index], index
+
+
+class Model(LightningModule):
+    """Notes which samples it saw, and has dropout, so that shared random state would show."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+        self.seen, self.losses, self.others = [], [], []
+
+    def loss(self, batch):
+        if isinstance(batch, dict):
+            batch = batch["a"]
+        return self.net(batch[0]).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.seen.append((batch["a"] if isinstance(batch, dict) else batch)[1].tolist())
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.others.append(("val", dataloader_idx, batch[1].tolist()))
+
+    def test_step(self, batch, batch_idx):
+        self.others.append(("test", batch[1].tolist()))
+
+    def predict_step(self, batch, batch_idx):
+        return batch[1]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Theirs(LightningDataModule):
+    """A DataModule as users have it, with an argument of the same name as one of ours."""
+
+    def __init__(self, num_workers=0, persistent=False):
+        super().__init__()
+        self.num_workers, self.persistent = num_workers, persistent
+
+    def loader(self, length=24, **settings):
+        persistent = self.persistent and self.num_workers > 0
+        return DataLoader(
+            Numbers(length), batch_size=4, num_workers=self.num_workers, persistent_workers=persistent, **settings
+        )
+
+    def train_dataloader(self):
+        return self.loader(shuffle=True)
+
+    def val_dataloader(self):
+        return [self.loader(8), self.loader(4)]
+
+    def test_dataloader(self):
+        return self.loader(8)
+
+    def predict_dataloader(self):
+        return self.loader(10)
+
+
+class Mine(PrefetchDataModule, Theirs):
+    pass
+
+
+def trainer(**settings):
+    quiet = {
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "accelerator": "cpu", "max_epochs": 2,
+    }  # fmt: skip
+    return Trainer(**{**quiet, **settings})
+
+
+def nothing_is_left():
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() or [t for t in threading.enumerate() if "prefetch" in t.name]:
+        gc.collect()
+        assert time.monotonic() < deadline, (threading.enumerate(), multiprocessing.active_children())
+        time.sleep(0.01)
+
+
+def fit(datamodule, **settings):
+    torch.manual_seed(0)
+    model = Model()
+    interval = sys.getswitchinterval()
+    trainer(**settings).fit(model, datamodule=datamodule)
+    nothing_is_left()
+    assert sys.getswitchinterval() == interval
+    return model
+
+
+SETTINGS = {
+    "two epochs": {},
+    "limit_train_batches": {"limit_train_batches": 3, "limit_val_batches": 1},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "val_check_interval": {"val_check_interval": 2},
+    "reload_dataloaders": {"reload_dataloaders_every_n_epochs": 1},
+    "overfit_batches": {"overfit_batches": 2},
+    "no distributed sampler": {"use_distributed_sampler": False},
+    "fast_dev_run": {"fast_dev_run": True},
+    "max_steps": {"max_steps": 8, "max_epochs": -1},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_training_is_the_same_bit_for_bit_and_nothing_is_left(settings):
+    ours, plain = fit(Mine(), **settings), fit(Theirs(), **settings)
+    assert ours.losses == plain.losses
+    assert (ours.seen, ours.others) == (plain.seen, plain.others)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_training_is_the_same_with_workers(persistent):
+    settings = {"limit_train_batches": 4, "limit_val_batches": 1}
+    ours = fit(Mine(num_workers=2, persistent=persistent), **settings)
+    plain = fit(Theirs(num_workers=2, persistent=persistent), **settings)
+    assert (ours.losses, ours.others) == (plain.losses, plain.others)
+
+
+class Stops(Model):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.how(self.trainer)
+        return super().training_step(batch, batch_idx)
+
+
+def should_stop(trainer):
+    trainer.should_stop = True
+
+
+def fails(trainer):
+    raise ValueError("in the step")
+
+
+def interrupted(trainer):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "error"), [(should_stop, None), (fails, ValueError), (interrupted, (KeyboardInterrupt, SystemExit))]
+)
+def test_a_fit_that_ends_early_leaves_nothing(workers, how, error):
+    model = Stops(how)
+    one = trainer()
+    if error is None:
+        one.fit(model, datamodule=Mine(num_workers=workers))
+    else:
+        with pytest.raises(error):
+            one.fit(model, datamodule=Mine(num_workers=workers))
+    nothing_is_left()
+
+
+def test_fit_twice_then_test_and_predict():
+    datamodule, model = Mine(), Model()
+    one = trainer(max_epochs=1)
+    one.fit(model, datamodule=datamodule)
+    one.fit_loop.max_epochs = 2
+    one.fit(model, datamodule=datamodule)
+    nothing_is_left()
+    assert len(model.seen) == 12
+    one.test(model, datamodule=datamodule, verbose=False)
+    nothing_is_left()
+    assert [batch for kind, *batch in model.others if kind == "test"] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    predicted = one.predict(model, datamodule=datamodule)
+    nothing_is_left()
+    assert torch.cat(predicted).tolist() == list(range(10))
+    assert isinstance(one.predict_dataloaders, PrefetchLoader)
+
+
+def test_it_can_be_inherited_alone():
+    class Alone(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(Numbers(), 4, shuffle=True)
+
+    assert fit(Alone(prefetch_batches=2)).losses == fit(Theirs(), limit_val_batches=0).losses
+    loader = Alone(prefetch_batches=2).train_dataloader()
+    assert isinstance(loader, PrefetchLoader)
+    assert loader.prefetch_batches == 2
+
+
+@pytest.mark.parametrize("structure", ["list", "dict", "nested", "combined"])
+def test_structures_of_loaders(structure):
+    def loaders(cls):
+        a, b = DataLoader(Numbers(), 4), DataLoader(Numbers(8), 4)
+        made = {"list": [a, b], "dict": {"a": a, "b": b}, "nested": {"a": a, "b": [b, (a,)]}}
+        made["combined"] = CombinedLoader(dict(made["dict"]), "max_size")
+        value = made[structure]
+
+        class Module(cls):
+            def train_dataloader(self):
+                return value
+
+        return Module(), value
+
+    def leaves(value):
+        if isinstance(value, CombinedLoader):
+            return value.flattened
+        if isinstance(value, dict):
+            value = list(value.values())
+        return [leaf for part in value for leaf in leaves(part)] if isinstance(value, (list, tuple)) else [value]
+
+    ours, theirs = loaders(PrefetchDataModule)
+    got = ours.train_dataloader()
+    assert type(got) is type(theirs)
+    assert all(isinstance(leaf, PrefetchLoader) for leaf in leaves(got))
+    assert not any(isinstance(leaf, PrefetchLoader) for leaf in leaves(theirs))  # the user's own are left alone
+
+    class Sees(Model):
+        def training_step(self, batch, batch_idx):
+            self.seen.append(str(batch))
+
+    runs = []
+    for datamodule in (ours, loaders(LightningDataModule)[0]):
+        model = Sees()
+        trainer(max_epochs=1).fit(model, datamodule=datamodule)
+        runs.append(model.seen)
+    assert runs[0] == runs[1]
+    nothing_is_left()
+
+
+def test_other_iterables_are_handed_on():
+    class Other(PrefetchDataModule):
+        def train_dataloader(self):
+            return [self.own, 3]
+
+        own = range(3)
+
+    assert Other().train_dataloader() == [range(3), 3]
+
+
+def test_loaders_that_are_not_defined_stay_undefined():
+    class TrainOnly(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(Numbers(), 4)
+
+    model = fit(TrainOnly())
+    assert model.others == []  # Lightning did not ask for validation loaders
+    with pytest.raises(MisconfigurationException, match="test_dataloader"):
+        trainer().test(Model(), datamodule=TrainOnly(), verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+def test_from_datasets():
+    datamodule = PrefetchDataModule.from_datasets(Numbers(), batch_size=4)
+    assert isinstance(datamodule.train_dataloader(), PrefetchLoader)
+    assert len(fit(datamodule).seen) == 12
+
+
+def test_hooks_see_what_they_see_without_it():
+    def with_hooks(cls):
+        class Hooked(cls):
+            def on_before_batch_transfer(self, batch, dataloader_idx):
+                self.calls.append(("before", type(batch).__name__, batch[1].tolist(), dataloader_idx))
+                return [batch[0] + 1, batch[1]]
+
+            def transfer_batch_to_device(self, batch, device, dataloader_idx):
+                self.calls.append(("transfer", str(device), batch[1].tolist()))
+                return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+            def on_after_batch_transfer(self, batch, dataloader_idx):
+                self.calls.append(("after", batch[0].sum().item()))
+                return batch
+
+        made = Hooked()
+        made.calls = []
+        return made, fit(made).losses
+
+    ours, plain = with_hooks(Mine), with_hooks(Theirs)
+    assert ours[0].calls == plain[0].calls
+    assert ours[1] == plain[1]
+
+
+def test_device_transform():
+    class Images(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(torch.full((8, 1, 2, 2), 255, dtype=torch.uint8), 4)
+
+    class Sees(Model):
+        def training_step(self, batch, batch_idx):
+            assert batch.dtype == torch.float32
+            assert batch.unique().tolist() == pytest.approx([1.0])
+            self.seen.append(batch_idx)
+
+    model = Sees()
+    trainer(max_epochs=1).fit(model, datamodule=Images(device_transform=Normalize(0.5, 0.5)))
+    assert model.seen == [0, 1]
+
+    class Hooked(Sees):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    with pytest.raises(MisconfigurationException, match=r"Hooked.on_before_batch_transfer is overridden. Call it in"):
+        trainer().fit(Hooked(), datamodule=Images(device_transform=Normalize(0.5, 0.5)))
+
+
+def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_batch(monkeypatch):
+    """The choice alone: a strategy that says it works on a CUDA device is pretended."""
+
+    class Hooked(Model):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return batch
+
+    class Strategy:
+        root_device = torch.device("cuda", 0)
+
+    class Pretended:
+        strategy = Strategy()
+        lightning_module = Hooked()
+
+    datamodule = Mine()
+    monkeypatch.setattr(datamodule, "trainer", Pretended(), raising=False)
+    with pytest.warns(NoEffectWarning, match=r"set aside, because Hooked.transfer_batch_to_device is overridden"):
+        loader = datamodule.train_dataloader()
+    assert loader.transfer is None
+    assert datamodule.train_dataloader().transfer is None  # warned once
+    assert Mine(device_prefetch=False)._prefetch._transfer(Pretended(), datamodule) is None
+    Strategy.prefetches_to_device = True
+    Pretended.lightning_module = Model()
+    assert datamodule.train_dataloader().transfer is None
+
+
+def test_settings_of_workers():
+    class Alone(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True, timeout=9, prefetch_factor=3)
+
+    loader = Alone(num_workers=2).train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
+    loader = Alone(num_workers=0).train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor) == (0, None)
+    assert len(list(loader)) == 6
+    assert Alone(pin_memory=True).train_dataloader().pin_memory is True
+    assert Alone().train_dataloader().num_workers == 1
+    # An argument that the class behind has goes there.
+    assert Mine(num_workers=2).num_workers == 2
+    assert Mine(num_workers=2).train_dataloader().num_workers == 2
+
+
+def test_auto_workers(capsys):
+    datamodule = Mine(num_workers="auto")
+    assert datamodule.num_workers == 0  # theirs has its own default
+    first = datamodule.train_dataloader()
+    table = capsys.readouterr().out
+    assert "workers  prefetch" in table
+    assert datamodule.train_dataloader().num_workers == first.num_workers
+    assert capsys.readouterr().out == ""  # measured once
+    nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
+        ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
+        ({"device_prefetch": object()}, TypeError, r"device_prefetch=<object object at .*> is no bool"),
+        ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda' is no bool; pass True or False"),
+        ({"device_transform": 1}, TypeError, r"device_transform=1 cannot be called"),
+        ({"num_workers": -1}, ValueError, r"num_workers=-1 is negative"),
+        ({"num_workers": "many"}, ValueError, r"num_workers='many' is unknown; pass a number of processes or 'auto'"),
+        ({"num_workers": 1.5}, TypeError, r"num_workers=1.5 is no integer"),
+        ({"pin_memory": "yes"}, TypeError, r"pin_memory='yes' is no bool"),
+    ],
+)
+def test_bad_settings(arguments, error, message):
+    with pytest.raises(error, match=message):
+        PrefetchDataModule(**arguments)
+
+
+def test_a_constructor_that_does_not_call_up_is_told():
+    class Forgets(PrefetchDataModule):
+        def __init__(self):
+            self.x = 1
+
+        def train_dataloader(self):
+            return DataLoader(Numbers(), 4)
+
+    with pytest.raises(RuntimeError, match=r"Forgets.__init__ does not call super\(\).__init__\(\)"):
+        Forgets().train_dataloader()
+
+
+def test_it_can_be_pickled():
+    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3)))
+    assert twin.train_dataloader().prefetch_batches == 3
+
+
+class Stateful(Theirs):
+    def loader(self, length=24, **settings):
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+        return torchdata.StatefulDataLoader(Numbers(length), batch_size=4, num_workers=self.num_workers, **settings)
+
+
+class StatefulMine(PrefetchDataModule, Stateful):
+    pass
+
+
+@pytest.mark.parametrize("cls", [StatefulMine, Mine])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, workers, tmp_path):
+    path = tmp_path / "mid.ckpt"
+
+    class Saves(Model):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.trainer.current_epoch == 1 and batch_idx == 2:
+                self.trainer.save_checkpoint(path)
+
+    torch.manual_seed(0)
+    whole = Saves()
+    trainer(max_epochs=2, limit_val_batches=0).fit(whole, datamodule=cls(num_workers=workers))
+    torch.manual_seed(99)
+    rest = Model()
+    trainer(max_epochs=2, limit_val_batches=0).fit(
+        rest, datamodule=cls(num_workers=workers), ckpt_path=path, weights_only=False
+    )
+    assert rest.seen == whole.seen[-3:]
+    assert sorted(n for batch in whole.seen[-6:-3] + rest.seen for n in batch) == list(range(24))
+    nothing_is_left()
+
+
+RANKS = """
+    import sys, torch
+    torch.set_num_threads(1)
+    sys.path.insert(0, {folder!r})
+    import pytest
+    from {module} import Mine, Model, trainer, nothing_is_left
+
+    class Notes(Model):
+        def on_train_end(self):
+            torch.save((self.seen, self.trainer.global_step), f"rank{{self.trainer.global_rank}}.pt")
+            nothing_is_left()
+
+    if __name__ == "__main__":
+        torch.manual_seed(0)
+        one = trainer(devices=2, strategy="ddp_fork", limit_val_batches=0)
+        one.fit(Notes(), datamodule=Mine(num_workers=0))
+        nothing_is_left()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(170)
+def test_two_ranks_share_the_samples(tmp_path):
+    from pathlib import Path
+
+    here = Path(__file__)
+    code = textwrap.dedent(RANKS.format(folder=str(here.parent), module=here.stem))
+    (tmp_path / "ranks.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "ranks.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=160,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (first, steps), (second, other_steps) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert steps == other_steps == len(first) == len(second) == 6  # 24 samples, 2 ranks, batches of 4, 2 epochs
+    orders = []
+    for epoch in (slice(0, 3), slice(3, 6)):
+        order = [n for batch in first[epoch] + second[epoch] for n in batch]
+        assert sorted(order) == list(range(24))
+        orders.append(order)
+    assert orders[0] != orders[1]

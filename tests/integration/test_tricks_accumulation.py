@@ -1,0 +1,362 @@
+"""ExactAccumulation under a real Trainer, against the gradients of big batches."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_turbo import ApexAMP, ExactAccumulation
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*",
+    "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",  # Lightning's own
+    "ignore:'set_vital' is deprecated",  # torchdata's loader
+)
+FLAGS = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Points(Dataset):
+    def __init__(self, n):
+        self.x = torch.randn(n, 4, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+
+class Net(LightningModule):
+    def __init__(self, lr=0.1, momentum=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.lr, self.momentum, self.gradients, self.skip = lr, momentum, [], ()
+
+    def loss(self, x):
+        return self.net(x).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in self.skip else self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.append([p.grad.float().clone() for p in parameters])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+def size(batch):
+    return len(batch)
+
+
+def size_on_device(batch):
+    return torch.tensor(len(batch))
+
+
+def fit(model, n, batch_size, accumulate, callbacks, **flags):
+    trainer = Trainer(**{**FLAGS, "max_epochs": 2, "accumulate_grad_batches": accumulate, **flags}, callbacks=callbacks)
+    trainer.fit(model, DataLoader(Points(n), batch_size=batch_size))
+    return trainer
+
+
+def big_batches(n, batch_size, accumulate, epochs=2, lr=0.1, clip=None, mean_of_batches=False):
+    """One big batch a step, in a plain loop."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    batches = list(DataLoader(Points(n), batch_size=batch_size))
+    seen = []
+    for _ in range(epochs):
+        for start in range(0, len(batches), accumulate):
+            window = batches[start : start + accumulate]
+            optimizer.zero_grad()
+            if mean_of_batches:
+                torch.stack([model.loss(x) for x in window]).mean().backward()
+            else:
+                model.loss(torch.cat(window)).backward()
+            seen.append([p.grad.clone() for p in model.parameters()])
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return model, seen
+
+
+def close(model, reference, seen, rtol=1e-6, atol=1e-6):
+    assert len(model.gradients) == len(seen)
+    for a, b in zip(model.gradients, seen, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+    for x, y in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("accumulate", [4, 16])  # 10 batches: windows of 4, 4, 2, and of 10
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_last_window_equals_the_big_batch(accumulate, clip):
+    model = Net()
+    fit(model, 30, 3, accumulate, [ExactAccumulation()], gradient_clip_val=clip)
+    close(model, *big_batches(30, 3, accumulate, clip=clip))
+
+
+def test_lightning_alone_gets_it_wrong():
+    """The gap that the callback closes is still there."""
+    model = Net(lr=0.0)
+    fit(model, 30, 3, 4, [], max_epochs=1)
+    _, seen = big_batches(30, 3, 4, epochs=1, lr=0.0)
+    ratios = [a[0].norm() / b[0].norm() for a, b in zip(model.gradients, seen, strict=True)]
+    assert torch.stack(ratios).tolist() == pytest.approx([1.0, 1.0, 0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize("weight", [size, size_on_device])
+def test_weights_make_uneven_batches_exact(weight):
+    model = Net()
+    fit(model, 29, 3, 4, [ExactAccumulation(weight)])  # the last batch has 2 samples
+    close(model, *big_batches(29, 3, 4))
+
+
+def test_without_weights_every_batch_counts_the_same():
+    model = Net()
+    fit(model, 29, 3, 4, [ExactAccumulation()])
+    close(model, *big_batches(29, 3, 4, mean_of_batches=True))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # once a process
+def test_a_batch_without_a_loss_does_not_count():
+    model, reference = Net(lr=0.0), Net()
+    model.skip = (1,)
+    fit(model, 12, 3, 4, [ExactAccumulation()], max_epochs=1, limit_train_batches=3)
+    batches = list(DataLoader(Points(12), batch_size=3))
+    reference.loss(torch.cat([batches[0], batches[2]])).backward()
+    for a, b in zip(model.gradients[0], reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-6, atol=1e-6)
+
+
+PRECISIONS = {
+    # The scale is a power of two, so float32 gradients lose nothing by it.
+    "O0, scaled": (lambda: {"plugins": [ApexAMP("O0", loss_scale=1024.0)]}, 1e-6),
+    # bfloat16 has 8 bits: the gradients of single batches round at 2^-8, those of the big batch elsewhere.
+    "O1": (lambda: {"plugins": [ApexAMP("O1", loss_scale=1024.0)]}, 2e-2),
+    "O2": (lambda: {"plugins": [ApexAMP("O2", loss_scale="dynamic")]}, 2e-2),
+    "16-mixed": (lambda: {"precision": "bf16-mixed"}, 2e-2),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("weight", [None, size])
+def test_it_is_right_with_every_precision(precision, weight):
+    make, tolerance = PRECISIONS[precision]
+    model = Net()
+    fit(model, 30, 3, 4, [ExactAccumulation(weight)], gradient_clip_val=0.5, **make())
+    close(model, *big_batches(30, 3, 4, clip=0.5), rtol=tolerance, atol=tolerance)
+
+
+class StopAt(Callback):
+    """Saves a checkpoint after a batch and ends the run."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint("stopped.ckpt")
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("stop", [1, 3, 8, 11])  # in mid-window, at its end, in the short one, in the next epoch
+@pytest.mark.parametrize("weight", [None, size])
+def test_save_load_go_on_equals_never_having_stopped(stop, weight):
+    def run(callbacks, ckpt_path=None, **flags):
+        model = Net(momentum=0.9)
+        trainer = Trainer(**FLAGS, max_epochs=2, accumulate_grad_batches=4, callbacks=callbacks, **flags)
+        trainer.fit(model, StatefulDataLoader(Points(29), batch_size=3), ckpt_path=ckpt_path)
+        return model
+
+    whole = run([ExactAccumulation(weight)])
+    run([ExactAccumulation(weight), StopAt(stop)], min_epochs=0)
+    resumed = run([ExactAccumulation(weight)], ckpt_path="stopped.ckpt")
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_window_of_other_ranks_is_said_to_be_lost():
+    model = Net()
+    run = Trainer(**FLAGS, max_epochs=1, accumulate_grad_batches=4, callbacks=[ExactAccumulation(), StopAt(1)])
+    run.fit(model, StatefulDataLoader(Points(30), batch_size=3))
+    checkpoint = torch.load("stopped.ckpt", weights_only=True)
+    checkpoint["lightning_turbo.ExactAccumulation"] *= 2  # as two ranks would have written it
+    torch.save(checkpoint, "stopped.ckpt")
+    with pytest.warns(TurboWarning, match="saved in mid-window by a run of 2 rank"):
+        Trainer(**FLAGS, max_epochs=1, accumulate_grad_batches=4, callbacks=[ExactAccumulation()]).fit(
+            Net(), StatefulDataLoader(Points(30), batch_size=3), ckpt_path="stopped.ckpt"
+        )
+
+
+@pytest.mark.parametrize(
+    ("n", "accumulate", "weight"), [(30, 5, None), (30, 1, None), (29, 1, size)], ids=["even", "one", "one rank"]
+)
+def test_where_every_window_is_full_it_says_so(n, accumulate, weight):
+    with pytest.warns(NoEffectWarning, match="ExactAccumulation changes nothing here"):
+        fit(Net(), n, 3, accumulate, [ExactAccumulation(weight)], max_epochs=1)
+
+
+def test_a_scheduled_accumulation_is_followed():
+    model = Net(lr=0.0)
+    fit(model, 30, 3, 1, [GradientAccumulationScheduler({0: 4, 1: 16}), ExactAccumulation()])
+    seen = big_batches(30, 3, 4, epochs=1, lr=0.0)[1] + big_batches(30, 3, 16, epochs=1, lr=0.0)[1]
+    close(model, Net(), seen)
+
+
+class Manual(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Quasi(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "callbacks", "message"),
+    [
+        (Manual, [ExactAccumulation], "manual optimization divides its losses itself"),
+        (Net, [ExactAccumulation, ExactAccumulation], "several of them"),
+        (Quasi, [ExactAccumulation], "LBFGS runs a batch several times"),
+    ],
+)
+def test_what_accumulates_otherwise_is_refused(model, callbacks, message):
+    class Other(ExactAccumulation):
+        @property
+        def state_key(self):
+            return f"{id(self)}"
+
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(model(), 30, 3, 1, [ExactAccumulation(), *[Other() for _ in callbacks[1:]]])
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (lambda batch: -1, ValueError, "weight=-1; accepted"),
+        (lambda batch: batch, ValueError, "accepted is one number for a batch"),
+        (lambda batch: "3", TypeError, "weight='3'; accepted"),
+    ],
+)
+def test_an_impossible_weight_stops_the_run(weight, error, message):
+    with pytest.raises(error, match=message):
+        fit(Net(), 30, 3, 4, [ExactAccumulation(weight)])
+
+
+def test_a_weight_must_be_a_function():
+    with pytest.raises(TypeError, match=r"ExactAccumulation\(weight=3\); accepted is a function"):
+        ExactAccumulation(3)
+
+
+class Shards(Dataset):
+    """Rank-dependent batch sizes: a collate function drops samples of every other one."""
+
+    def __init__(self, n):
+        self.points = Points(n)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return index, self.points[index]
+
+
+def uneven(samples):
+    """Keeps 3 samples of an even first index, 1 of an odd one: ranks get different weights."""
+    keep = 3 if samples[0][0] % 2 == 0 else 1
+    return torch.stack([x for _, x in samples[:keep]])
+
+
+def two_ranks(rank, port, queue):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    for weighted in (False, True):
+        model = Net(lr=0.1)
+        trainer = Trainer(
+            **{**FLAGS, "devices": 2},
+            strategy="ddp",
+            use_distributed_sampler=False,
+            max_epochs=2,
+            accumulate_grad_batches=3,
+            gradient_clip_val=0.5,
+            callbacks=[ExactAccumulation(size if weighted else None)],
+            plugins=[ApexAMP("O0", loss_scale=256.0)] if weighted else None,
+        )
+        data = Shards(40)
+        sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
+        loader = DataLoader(data, batch_size=4, collate_fn=uneven if weighted else whole, sampler=sampler)
+        trainer.fit(model, loader)  # 5 batches a rank: windows of 3 and 2
+        queue.put((weighted, rank, [p.detach().numpy() for p in model.parameters()]))
+
+
+def whole(samples):
+    return torch.stack([x for _, x in samples])
+
+
+def joint_batches(weighted):
+    """Both ranks' batches of a window in one, in a plain loop."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = Shards(40)
+    collate = uneven if weighted else whole
+    per_rank = []
+    for rank in range(2):
+        own = list(range(rank, 40, 2))  # as DistributedSampler deals them
+        per_rank.append([collate([data[i] for i in own[s : s + 4]]) for s in range(0, 20, 4)])
+    for _ in range(2):
+        for start in (0, 3):
+            optimizer.zero_grad()
+            model.loss(torch.cat([x for batches in per_rank for x in batches[start : start + 3]])).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return list(model.parameters())
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+@pytest.mark.distributed
+def test_two_ranks_equal_one_joint_batch():
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    port = free_port()
+    ranks = [context.Process(target=two_ranks, args=(rank, port, queue)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        got = [queue.get(timeout=150) for _ in range(4)]
+    finally:
+        for process in ranks:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+    for weighted, _, parameters in got:
+        for a, b in zip(parameters, joint_batches(weighted), strict=True):
+            torch.testing.assert_close(torch.from_numpy(a), b.detach(), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,62 @@
+"""Two ranks under turbo_ddp and under ddp; run by test_turbo.py."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import ApexAMP, TurboDDPStrategy
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        self.seen.append(batch[1].tolist())
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 3)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+SETTINGS = {
+    "stock": lambda: "ddp",
+    "turbo": lambda: "turbo_ddp",
+    "stock-1": lambda: "ddp",
+    "static-1": lambda: TurboDDPStrategy(static_graph=True, gradient_as_bucket_view=False),
+    "fp16": lambda: TurboDDPStrategy(grad_compression="fp16"),
+    "turbo-O2": lambda: "turbo_ddp",
+    "stock-O2": lambda: "ddp",
+}
+
+
+def main():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(48, 6, generator=generator), torch.arange(48))
+    for name, strategy in SETTINGS.items():
+        pl.seed_everything(0, verbose=False)
+        window = 1 if name.endswith("1") else 2
+        model = Net()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy(), max_epochs=2, accumulate_grad_batches=window,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            plugins=[ApexAMP("O2", dtype=torch.bfloat16)] if name.endswith("O2") else None,
+        )  # fmt: skip
+        trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
+        torch.save({"module": model.state_dict(), "seen": model.seen}, folder / f"{name}.{rank}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""One row per technique; generic suites loop over it, so that a new technique cannot dodge them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_turbo as lt
+
+
+@dataclass(frozen=True)
+class Technique:
+    """How a technique enters a run, and whether it leaves every bit of the result as it is."""
+
+    name: str
+    same_bits: bool
+    plugins: Any = tuple
+    callbacks: Any = tuple
+    strategy: Any = None
+    datamodule: bool = False
+    trainer: dict = field(default_factory=dict)
+    scheduler: Any = None
+
+
+TECHNIQUES = [
+    Technique("checkpoint_io", True, plugins=lambda: [lt.AmpCheckpointIO()]),
+    Technique("cyclic_lr", False, scheduler=lambda opt: lt.cyclic_lr(opt, 0.01, 0.1, steps_up=3)),
+    Technique("doctor", True, callbacks=lambda: [lt.Doctor(warmup=1, timed=1, watched=2)]),
+    Technique("drop_bias", False, callbacks=lambda: [lt.DropBiasBeforeNorm(network="net")]),
+    Technique("effective_batch_size", False, callbacks=lambda: [lt.EffectiveBatchSize(16, "sqrt", warmup_steps=2)]),
+    Technique(
+        "exact_accumulation", False, callbacks=lambda: [lt.ExactAccumulation(weight=lambda batch: len(batch[0]))]
+    ),
+    Technique("grad_to_none", True, callbacks=lambda: [lt.GradToNone()]),
+    Technique("memory_format", False, callbacks=lambda: [lt.MemoryFormat("channels_last")]),
+    Technique("prefetch", True, datamodule=True),
+    Technique("turbo", True, strategy="turbo"),
+]  # fmt: skip
+BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+
+
+def make_model(pl, scheduler=None, optimizer="sgd"):
+    """A small network with a bias before its batch norm, for a Lightning of either name."""
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+            self.losses = []
+
+        def training_step(self, batch, index):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self):
+            made = {
+                "sgd": lambda: torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9),
+                "adam": lambda: torch.optim.AdamW(self.parameters(), lr=0.01),
+            }[optimizer]()
+            return {"optimizer": made, "lr_scheduler": scheduler(made)} if scheduler else made
+
+    return Net()
+
+
+def make_data(pl, prefetch):
+    """Five batches of eight, so that windows of two leave one over; as loader or as prefetching datamodule."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 1, 6, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator)
+    data = TensorDataset(x, y)
+    if not prefetch:
+        return {"train_dataloaders": DataLoader(data, batch_size=8)}
+
+    class Data(lt.PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(data, batch_size=8)
+
+    return {"datamodule": Data()}
+
+
+def run(pl, level, techniques, *, epochs=2, dtype=torch.bfloat16, **kwargs):
+    """Trains with a level and techniques together; returns the trainer and the model."""
+    scheduler = next((t.scheduler for t in techniques if t.scheduler), None)
+    strategy = kwargs.pop("strategy", None) or next((t.strategy for t in techniques if t.strategy), "auto")
+    callbacks = [c for t in techniques for c in t.callbacks()] + kwargs.pop("callbacks", [])
+    plugins = [lt.ApexAMP(level, dtype=dtype), *(p for t in techniques for p in t.plugins())]
+    owns_accumulation = any(t.name == "effective_batch_size" for t in techniques)
+    model = make_model(pl, scheduler)
+    fit = kwargs.pop("fit", {})
+    trainer = pl.Trainer(**{
+        "accelerator": "cpu", "devices": 1, "strategy": strategy, "max_epochs": epochs, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": 1 if owns_accumulation else 2, **kwargs,
+    })  # fmt: skip
+    trainer.fit(model, **make_data(pl, any(t.datamodule for t in techniques)), **fit)
+    return trainer, model

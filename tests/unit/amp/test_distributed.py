@@ -1,0 +1,73 @@
+"""amp with DistributedDataParallel: two gloo ranks on one CPU."""
+
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_turbo import amp
+from lightning_turbo.errors import AmpUsageError
+
+pytestmark = pytest.mark.distributed
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(model, inner, batches, level):
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.05, momentum=0.9)
+    amp.initialize(inner, optimizer, opt_level=level, dtype=torch.float16, loss_scale=128.0, verbosity=0)
+    model = model(inner)
+    for x in batches:
+        optimizer.zero_grad()
+        loss = model(x).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    amp.shutdown()
+    return [p.detach().float().clone() for p in amp.master_params(optimizer)], [p.detach() for p in inner.parameters()]
+
+
+def work(rank, folder, port):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    result = {}
+    batches = torch.load(folder / "batches.pt", weights_only=True)
+    for level in LEVELS:
+        own = [x[rank * 3 : rank * 3 + 3] for x in batches]
+        result[level] = train(DistributedDataParallel, net(), own, level)
+        wrapped = DistributedDataParallel(net())
+        try:
+            amp.initialize(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), opt_level=level)
+            result[level + " wrapped"] = "accepted"
+        except AmpUsageError as error:
+            result[level + " wrapped"] = str(error)
+    torch.save(result, folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_wrapped_after_initialize_train_as_one(tmp_path):
+    batches = [torch.randn(6, 4) for _ in range(4)]
+    torch.save(batches, tmp_path / "batches.pt")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.start_processes(work, (tmp_path, port), nprocs=2, join=False, start_method="spawn")
+    while not context.join(timeout=100):
+        pass
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    for level in LEVELS:
+        for ours, theirs in zip(first[level], second[level], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), level
+        alone, _ = train(lambda m: m, net(), batches, level)
+        # Means of two half gradients against one of the joint batch: a few units of the half's last place.
+        tolerance = 1e-6 if level == "O0" else 3e-3
+        for a, b in zip(first[level][0], alone, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        assert "wrapped in DistributedDataParallel; accepted is the model itself" in first[level + " wrapped"]

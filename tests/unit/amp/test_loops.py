@@ -1,0 +1,560 @@
+"""The plain loops of the literature: only the import is changed."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_turbo import amp
+from lightning_turbo.amp import functions
+from lightning_turbo.errors import AmpStateError, AmpUsageError
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+@pytest.fixture(autouse=True)
+def _shut_down():
+    yield
+    amp.shutdown()
+    functions._registered.clear()
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def sgd(model, lr=0.05):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def init(models, optimizers=None, level="O1", **kwargs):
+    return amp.initialize(models, optimizers, opt_level=level, **{"dtype": torch.float16, "verbosity": 0, **kwargs})
+
+
+def train(model, optimizer, steps=3, seed=5, scheduler=None, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 4, generator=generator)).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer, **kwargs) as scaled:
+            scaled.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return float(loss.detach())
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Several initializations
+
+
+@pytest.mark.parametrize("first", LEVELS)
+@pytest.mark.parametrize("second", LEVELS)
+def test_initialize_may_be_called_again(first, second):
+    model = net()
+    init(model, sgd(model), first)
+    again = net()
+    optimizer = sgd(again)
+    init(again, optimizer, second)
+    folds = train(again, optimizer)
+    amp.shutdown()
+    alone = net()
+    optimizer = sgd(alone)
+    init(alone, optimizer, second)
+    assert folds == train(alone, optimizer)
+    assert same(weights(again), weights(alone))
+
+
+def test_cross_validation_starts_each_fold_anew():
+    results = []
+    for _ in range(3):
+        model = net()
+        optimizer = sgd(model)
+        init(model, optimizer, "O1", loss_scale="dynamic")
+        train(model, optimizer)
+        results.append((weights(model), amp.state_dict()))
+        assert torch._C._len_torch_function_stack() == 1
+    assert all(same(w, results[0][0]) and s == results[0][1] for w, s in results)
+
+
+def test_an_initialize_that_is_refused_leaves_the_earlier_one_on():
+    model = net()
+    optimizer = sgd(model)
+    init(model, optimizer, "O1")
+    with pytest.raises(AmpUsageError):
+        init(net(), None, "O7")
+    train(model, optimizer)
+
+
+def test_enabled_false_does_nothing_and_ends_the_earlier_one():
+    model, other = net(), net()
+    optimizer, plain = sgd(model), sgd(other)
+    init(net(), None, "O1")
+    assert init(model, optimizer, enabled=False) == (model, optimizer)
+    assert model(torch.ones(2, 4)).dtype is torch.float32
+    assert train(model, optimizer) == train(other, plain)
+    with pytest.raises(AmpStateError, match=r"enabled=False"):
+        amp.load_state_dict({})
+
+
+# Registered functions
+
+
+def test_a_registered_function_of_torch_is_put_on_the_list():
+    original = torch.sigmoid
+    amp.register_float_function(torch, "sigmoid")
+    amp.register_half_function(torch, "sqrt")
+    amp.register_promote_function(torch, "hypot")
+    assert torch.sigmoid(torch.ones(2, dtype=torch.float16)).dtype is torch.float16
+    init(net(), None, "O1")
+    assert torch.sigmoid is original
+    assert torch.sigmoid(torch.ones(2, dtype=torch.float16)).dtype is torch.float32
+    assert torch.sqrt(torch.ones(2)).dtype is torch.float16
+    assert torch.hypot(torch.ones(2, dtype=torch.float16), torch.ones(2)).dtype is torch.float32
+    amp.shutdown()
+    assert torch.sigmoid(torch.ones(2, dtype=torch.float16)).dtype is torch.float16
+
+
+def test_a_registered_function_of_torch_overrides_the_lists():
+    amp.register_float_function(torch.nn.functional, "linear")
+    amp.register_half_function(torch, "exp")
+    init(net(), None, "O1")
+    # A listed function goes where the program wants it, though autocast would cast it below.
+    assert torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is torch.float32
+    assert torch.exp(torch.ones(2)).dtype is torch.float16
+    model = nn.Linear(3, 4)
+    assert model(torch.ones(2, 3)).dtype is torch.float32
+
+
+def test_a_registered_function_elsewhere_is_wrapped_while_O1_is_on():
+    seen = []
+
+    class Space:
+        @staticmethod
+        def scale(x):
+            seen.append(x.dtype)
+            return x
+
+    original = Space.scale
+    amp.register_half_function(Space, "scale")
+    for level, dtype in (("O1", torch.float16), ("O2", torch.float32), ("O1", torch.float16)):
+        init(net(), None, level)
+        Space.scale(torch.ones(2))
+        assert seen[-1] is dtype
+    amp.shutdown()
+    assert Space.scale is original
+    with pytest.raises(
+        ValueError, match=r"register_half_function: .*Space.* has no function 'nothing'. Check the name"
+    ):
+        amp.register_half_function(Space, "nothing")
+
+
+def test_a_function_registered_twice_is_wrapped_once_and_given_back():
+    class Space:
+        @staticmethod
+        def f(x):
+            return x.dtype
+
+    original = Space.f
+    amp.register_half_function(Space, "f")
+    amp.register_float_function(Space, "f")
+    init(net(), None, "O1")
+    assert Space.f(torch.ones(1, dtype=torch.float16)) is torch.float32  # the last word counts
+    amp.shutdown()
+    assert Space.f is original
+
+
+# Checkpoints
+
+
+def saved(level):
+    model = net()
+    optimizer = sgd(model)
+    init(model, optimizer, level)
+    train(model, optimizer, 4)
+    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("order", [("model", "optimizer", "amp"), ("optimizer", "model", "amp"),
+                                   ("amp", "optimizer", "model")])  # fmt: skip
+def test_a_checkpoint_loads_in_any_order(level, order):
+    state = saved(level)
+    straight = net()
+    optimizer = sgd(straight)
+    init(straight, optimizer, level)
+    train(straight, optimizer, 4)
+    train(straight, optimizer, 3, seed=9)
+    expected = weights(straight)
+    expected_state = amp.state_dict()
+
+    model = net(seed=3)
+    optimizer = sgd(model)
+    init(model, optimizer, level)
+    targets = {"model": model, "optimizer": optimizer, "amp": amp}
+    for part in order:
+        targets[part].load_state_dict(copy.deepcopy(state[part]))
+    train(model, optimizer, 3, seed=9)
+    assert same(weights(model), expected)
+    assert amp.state_dict() == expected_state
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_may_be_loaded_before_initialize(level):
+    state = saved(level)
+    model = net(seed=3)
+    model.load_state_dict(state["model"])
+    optimizer = sgd(model)
+    init(model, optimizer, level)
+    optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    amp.load_state_dict(state["amp"])
+    train(model, optimizer, 3, seed=9)
+    after = net(seed=4)
+    optimizer = sgd(after)
+    init(after, optimizer, level)
+    after.load_state_dict(state["model"])
+    optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    amp.load_state_dict(state["amp"])
+    train(after, optimizer, 3, seed=9)
+    assert same(weights(model), weights(after))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_loading_at_O2_fills_the_masters(exact):
+    model, source = net(), net(seed=7)
+    optimizer = sgd(model)
+    init(model, optimizer, "O2", exact_masters=exact)
+    model.load_state_dict(source.state_dict())
+    for master, weight, original in zip(
+        amp.master_params(optimizer), model.parameters(), source.parameters(), strict=True
+    ):
+        assert torch.equal(master, original if exact else original.half().float())
+        assert torch.equal(weight, original.half())
+
+
+def test_the_state_of_a_submodule_is_exact():
+    model = net()
+    before = copy.deepcopy(model[0].state_dict())
+    init(model, sgd(model), "O2")
+    after = model[0].state_dict()
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+
+
+# Optimizers
+
+
+def test_a_parameter_group_added_at_O2_gets_masters():
+    model, head = net(), nn.Linear(2, 2)
+    optimizer = sgd(model)
+    exact = [p.detach().clone() for p in head.parameters()]
+    init([model, head], optimizer, "O2")
+    train(model, optimizer)
+    optimizer.add_param_group({"params": head.parameters(), "lr": 0.5})
+    masters = optimizer.param_groups[1]["params"]
+    assert same([m.detach() for m in masters], exact)
+    before = weights(head)
+    optimizer.zero_grad()
+    loss = head(model(torch.ones(2, 4))).pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not same(weights(head), before)
+    assert all(torch.equal(p, m.half()) for p, m in zip(head.parameters(), masters, strict=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_delay_unscale_accumulates_scaled_gradients(level):
+    batches = torch.randn(3, 6, 4)
+
+    def run(delayed):
+        model = net()
+        optimizer = sgd(model)
+        init(model, optimizer, level, loss_scale=64.0)
+        optimizer.zero_grad()
+        for i, x in enumerate(batches):
+            loss = model(x).float().pow(2).mean() / 3
+            with amp.scale_loss(loss, optimizer, delay_unscale=delayed and i < 2) as scaled:
+                scaled.backward()
+        return torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)])
+
+    # Half gradients (O2, O3) are summed in half where the unscaling is delayed: 2^-11 of each of three terms.
+    tolerance = 0 if level in ("O0", "O1") else 2e-3
+    torch.testing.assert_close(run(True), run(False), rtol=tolerance or 1e-6, atol=tolerance or 1e-7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scheduler_built_before_or_after_is_the_same(level):
+    results = []
+    for before in (True, False):
+        model = net()
+        optimizer = sgd(model)
+        build = lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.5)  # noqa: E731
+        scheduler = build(optimizer) if before else None
+        init(model, optimizer, level)
+        scheduler = scheduler or build(optimizer)
+        train(model, optimizer, 5, scheduler=scheduler)
+        results.append((weights(model), scheduler.get_last_lr()))
+    assert same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == [pytest.approx(0.0125)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_dcgan_of_apexs_examples(level):
+    """Two models, two optimizers, three losses with a scaler each; an overflow of one leaves the others alone."""
+    generator, critic = net(1), nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+    optimizer_d, optimizer_g = sgd(critic), sgd(generator)
+    (critic, generator), (optimizer_d, optimizer_g) = init(
+        [critic, generator], [optimizer_d, optimizer_g], level, num_losses=3, loss_scale="dynamic"
+    )
+    criterion = nn.BCEWithLogitsLoss()
+
+    def step(factor=1.0):
+        optimizer_d.zero_grad()
+        real = criterion(critic(torch.randn(6, 2)).float(), torch.ones(6, 1)) * factor
+        with amp.scale_loss(real, optimizer_d, loss_id=0) as scaled:
+            scaled.backward()
+        fake = generator(torch.randn(6, 4))
+        wrong = criterion(critic(fake.detach()).float(), torch.zeros(6, 1))
+        with amp.scale_loss(wrong, optimizer_d, loss_id=1) as scaled:
+            scaled.backward()
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        fooled = criterion(critic(fake).float(), torch.ones(6, 1))
+        with amp.scale_loss(fooled, optimizer_g, loss_id=2) as scaled:
+            scaled.backward()
+        optimizer_g.step()
+
+    step()
+    before_d, before_g = weights(critic), weights(generator)
+    step(float("inf"))
+    scales = [state["loss_scale"] for state in amp.state_dict().values()]
+    assert scales == [2.0**15, 2.0**16, 2.0**16]
+    assert same(weights(critic), before_d)  # the real loss overflowed: the critic's step was skipped
+    assert not same(weights(generator), before_g)
+    step()
+    assert not same(weights(critic), before_d)
+
+
+def test_one_loss_for_two_optimizers():
+    first, second = net(1), nn.Linear(2, 2)
+    optimizers = [sgd(first), sgd(second)]
+    init([first, second], optimizers, "O2")
+    loss = second(first(torch.ones(3, 4))).pow(2).mean()
+    with amp.scale_loss(loss, optimizers) as scaled:
+        scaled.backward()
+    before = weights(first), weights(second)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not same(weights(first), before[0])
+    assert not same(weights(second), before[1])
+
+
+# What wraps a model or repeats its forward pass
+
+
+def test_a_wrapped_model_is_refused_before_and_accepted_after():
+    for level in LEVELS:
+        model = net()
+        with pytest.raises(
+            AmpUsageError, match=r"wrapped in DataParallel; accepted is the model itself. Wrap it after"
+        ):
+            init(nn.DataParallel(model), sgd(model), level)
+        init(model, sgd(model), level)
+        out = nn.DataParallel(model)(torch.ones(4, 4))
+        assert out.dtype is (torch.float16 if level == "O1" else torch.float32)
+
+
+def test_the_lists_reach_the_threads_of_data_parallel():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
+    init(model, sgd(model), "O1")
+    expected = model(torch.ones(2, 4))
+    assert expected.dtype is torch.float32  # GELU is on apex's float32 list, and autocast leaves it half on a CPU
+    assert all(torch.equal(out, expected) for out in in_threads(copy.deepcopy(model), model))
+    refused = in_threads(Refusing(model), Refusing(model))
+    assert all(isinstance(error, AmpUsageError) for error in refused)
+    assert all(torch.equal(out, expected) for out in in_threads(model, model))
+
+
+def in_threads(*models):
+    """Calls the models as DataParallel does on its devices: a thread each, with autocast handed over."""
+    results = [None] * len(models)
+
+    def call(index, model):
+        try:
+            with torch.autocast("cpu", dtype=torch.float16):
+                results[index] = model(torch.ones(2, 4))
+            assert torch._C._len_torch_function_stack() == 0
+        except AmpUsageError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=pair) for pair in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+class Refusing(nn.Module):
+    """Calls a banned function in a model that was initialized."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = copy.deepcopy(model)
+        self.model.append(Banned())
+
+    def forward(self, x):
+        return self.model(x)
+
+
+class Banned(nn.Module):
+    def forward(self, x):
+        half = x.half().sigmoid()
+        return torch.nn.functional.binary_cross_entropy(half, half)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_computes_the_same(level):
+    results = []
+    for compiled in (False, True):
+        model = net()
+        optimizer = sgd(model)
+        init(model, optimizer, level)
+        train(torch.compile(model, backend="eager") if compiled else model, optimizer)
+        results.append(weights(model))
+        amp.shutdown()
+        torch._dynamo.reset()
+    assert same(*results)
+
+
+def test_sync_batch_norm_is_converted_before():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    init(model, sgd(model), "O2")
+    assert isinstance(model[1], nn.SyncBatchNorm)
+    assert {model[1].weight.dtype, model[1].running_mean.dtype} == {torch.float32}
+    assert model[0].weight.dtype is torch.float16
+
+
+class Checkpointed(nn.Module):
+    """Repeats the forward pass of its middle, which has layers of every kind of cast, during the backward pass."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.head = nn.Linear(4, 8)
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Softmax(-1))
+        self.tail = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.head(x)
+        x = self.middle(x) if self.reentrant is None else checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        return self.tail(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_activation_checkpointing_changes_no_gradient(level):
+    results = []
+    for reentrant in (None, True, False):
+        model = Checkpointed(reentrant)
+        optimizer = sgd(model)
+        init(model, optimizer, level)
+        torch.manual_seed(2)
+        loss = model(torch.randn(5, 4)).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        results.append([p.grad.clone() for p in amp.master_params(optimizer)])
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_the_model_is_exact_and_independent(level):
+    model = net()
+    optimizer = sgd(model)
+    init(model, optimizer, level)
+    average = copy.deepcopy(model)
+    state = copy.deepcopy(model.state_dict())
+    assert all(torch.equal(average.state_dict()[k], v) for k, v in state.items())
+    x = torch.randn(3, 4)
+    assert torch.equal(average(x), model(x))
+    train(model, optimizer)
+    assert all(torch.equal(average.state_dict()[k], v) for k, v in state.items())
+    with torch.no_grad():
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.mul_(0.5).add_(theirs, alpha=0.5)
+    averaged = {k: v.clone() for k, v in average.state_dict().items()}
+    for name, parameter in average.named_parameters():
+        assert torch.equal(averaged[name].to(parameter.dtype), parameter)
+    kept = weights(model)
+    average.load_state_dict(state)
+    assert same(weights(model), kept)
+    assert all(torch.equal(average.state_dict()[k].half(), v.half()) for k, v in state.items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_keeps_a_model_alive(level):
+    model = net()
+    optimizer = sgd(model)
+    init(model, optimizer, level)
+    train(model, optimizer)
+    watched = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
+    amp.shutdown()
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 3
+
+
+def test_evaluation_under_no_grad_does_not_poison_the_cache():
+    model = net()
+    optimizer = sgd(model)
+    init(model, optimizer, "O1", loss_scale=1.0)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    loss = model(torch.ones(2, 4)).float().pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    assert all(p.grad is not None and p.grad.any() for p in (model[0].weight, model[2].weight))
+
+
+def test_disable_casts_is_respected_by_decorated_functions():
+    seen = []
+    function = amp.half_function(lambda x: seen.append(x.dtype))
+    init(net(), None, "O1")
+    with amp.disable_casts():
+        function(torch.ones(1))
+    function(torch.ones(1))
+    assert seen == [torch.float32, torch.float16]
+
+
+def test_a_model_in_the_half_dtype_itself_is_refused():
+    for dtype in (torch.float16, torch.bfloat16):
+        model = net().to(dtype)
+        with pytest.raises(
+            AmpUsageError, match=r"whose '0.weight' is half precision; accepted is float32. Do not call"
+        ):
+            init(model, sgd(model), "O2", dtype=dtype)
+
+
+def test_a_schedule_may_begin_with_a_skipped_step():
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    init(model, optimizer, "O1", loss_scale="dynamic")
+    with amp.scale_loss(model(torch.ones(2, 4)).float().mean() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    scheduler.step()  # torch would warn of a forgotten optimizer.step(), and warnings are errors here

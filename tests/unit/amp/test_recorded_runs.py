@@ -1,0 +1,122 @@
+"""Every training case recorded from the real apex, bit for bit."""
+
+import contextlib
+import functools
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_turbo import amp
+from tests.unit.amp.recorded import CASES, run_case
+
+
+@functools.cache
+def rounds_as_recorded():
+    """Whether plain torch, without this library, repeats the recorded float32 runs bit for bit on this machine."""
+    plain = types.SimpleNamespace(
+        initialize=lambda model, optimizer, **_: (model, optimizer),
+        scale_loss=lambda loss, optimizer: contextlib.nullcontext(loss),
+        master_params=amp.master_params,
+        state_dict=lambda: {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}},
+    )
+    for case in ("base_mlp_sgd_O0", "base_convbn_adam_O0", "base_conv3d_sgd_O0"):
+        arrays, ours = run_case(CASES[case], plain)
+        if not np.array_equal(ours["loss"], arrays["loss"]):
+            return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _shut_down():
+    yield
+    amp.shutdown()
+
+
+def same_bits(ours, theirs):
+    ours = ours.numpy() if isinstance(ours, torch.Tensor) else np.asarray(ours)
+    theirs = np.asarray(theirs)
+    assert ours.dtype == theirs.dtype
+    return ours.tobytes() == theirs.tobytes() or np.array_equal(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_recorded_run_is_repeated(case):
+    row = CASES[case]
+    arrays, ours = run_case(row, amp)
+
+    # Discrete traces hold on any machine.
+    for name in ("scale", "scale_after", "unskipped_after"):
+        np.testing.assert_array_equal(ours[name].reshape(arrays[name].shape), arrays[name], err_msg=name)
+    skipped = arrays["skipped"].astype(bool)
+    assert not ours["max_abs_change"][skipped].any()
+    assert not ours["max_abs_change_master"][skipped].any()
+    assert ours["amp_state_dict"] == row["amp_state_dict"]
+    dtypes = row["dtypes"]
+    assert ours["dtypes_model_grads"] == dtypes["model_grads"]
+    assert ours["dtypes_master_grads"] == dtypes["master_grads"]
+    for name in ("state_dict", "params", "output", "master_params", "optimizer_state"):
+        assert ours[name] == dtypes[name], name
+    assert ours["loss_dtype"] == dtypes["loss"]
+
+    for name, limit in row["tolerance"].items():
+        assert deviation(name, row, arrays, ours) <= limit, name
+
+    # On a CPU that rounds as the recording one did, nothing deviates at all.
+    if rounds_as_recorded():
+        for name, value in arrays.items():
+            if name.split("/")[0] in ("out0", "grad0", "p1", "final_stored", "final_buf", "master", "eval_out"):
+                assert same_bits(ours[name], value), name
+        np.testing.assert_array_equal(ours["loss"].reshape(arrays["loss"].shape), arrays["loss"])
+
+
+def together(arrays, head, leave_out=()):
+    """All arrays under a heading as one long float64 vector."""
+    names = sorted(n for n in arrays if n.startswith(head + "/") and n.split("/", 1)[1] not in leave_out)
+    return names, lambda source: np.concatenate([np.asarray(source[n], dtype=np.float64).ravel() for n in names])
+
+
+def deviation(metric, row, arrays, ours):
+    """One of the metrics that tests/data/apex/README.md defines."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if metric in ("loss_first10_rel", "loss_rel"):
+            ours_loss, theirs = ours["loss"].ravel(), arrays["loss"].ravel()
+            if metric == "loss_first10_rel":
+                ours_loss, theirs = ours_loss[:10], theirs[:10]
+            finite = np.isfinite(theirs)
+            assert np.array_equal(np.isfinite(ours_loss), finite)
+            return np.max(np.abs(ours_loss - theirs)[finite] / np.abs(theirs[finite]), initial=0.0)
+        if metric in ("out0_abs", "eval_out_abs"):
+            name = metric.removesuffix("_abs")
+            a, b = np.asarray(ours[name], np.float64), np.asarray(arrays[name], np.float64)
+            assert np.array_equal(np.isfinite(a), np.isfinite(b))
+            return np.max(np.abs(a - b)[np.isfinite(b)], initial=0.0)
+        if metric == "grad0_rel":
+            _, join = together(arrays, "grad0")
+            return np.linalg.norm(join(ours) - join(arrays)) / np.linalg.norm(join(arrays))
+        if metric == "p1_fp16_mismatch":
+            names = [n for n in arrays if n.startswith("p1/") and arrays[n].dtype == np.float16]
+            differing = sum(int((np.asarray(ours[n]) != arrays[n]).sum()) for n in names)
+            return differing / sum(arrays[n].size for n in names)
+        if metric == "update_rel":
+            skipped = {"convbn": ("3.bias",), "conv3d": ("0.bias",)}.get(row["model"], ())
+            names, join = together(arrays, "master", skipped)
+            start = np.concatenate([arrays["init/" + n.split("/", 1)[1]].astype(np.float64).ravel() for n in names])
+            a, b = join(ours), join(arrays)
+            finite = np.isfinite(b)
+            assert np.array_equal(np.isfinite(a), finite)
+            return np.linalg.norm((a - b)[finite]) / np.linalg.norm((b - start)[finite]) if finite.any() else 0.0
+        if metric == "grad_norm_rel":
+            a, b = ours["grad_norm"], arrays["grad_norm"]
+            valid = np.isfinite(b)
+            return np.max(np.abs(a - b)[valid] / np.abs(b[valid]), initial=0.0)
+        assert metric == "running_var_rel", metric
+        names = [n for n in arrays if n.startswith("final_buf/") and n.endswith("running_var")]
+        differences = []
+        for name in names:
+            a, b = np.asarray(ours[name], np.float64), np.asarray(arrays[name], np.float64)
+            finite = np.isfinite(b)
+            assert np.array_equal(np.isfinite(a), finite)
+            differences.append(np.linalg.norm((a - b)[finite]) / max(np.linalg.norm(b[finite]), 1e-12))
+        return max(differences)

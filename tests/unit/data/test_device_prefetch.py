@@ -1,0 +1,288 @@
+"""DevicePrefetcher on the CPU: structures, settings, order of random draws. The rest is in tests/gpu."""
+
+import dataclasses
+import random
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
+from lightning_turbo.data.batches import map_batch, move_batch, tensors_in
+from lightning_turbo.data.transfer import DeviceIterator
+
+META = torch.device("meta")  # a second device that every machine has
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    image: torch.Tensor
+    name: str
+
+
+class Movable:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        return Movable(self.tensor.to(device))
+
+
+class Encoding(UserDict):
+    def to(self, device, *, non_blocking=False):
+        self.seen = non_blocking
+        return Encoding({key: value.to(device) for key, value in self.data.items()})
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def one():
+    return torch.ones(2, dtype=torch.float32)
+
+
+BATCHES = {
+    "tensor": one,
+    "list": lambda: [one(), "text", 3, None],
+    "tuple": lambda: (one(), (one(),)),
+    "named tuple": lambda: Pair(one(), [one()]),
+    "dict": lambda: {"a": one(), "b": {"c": one()}},
+    "ordered dict": lambda: OrderedDict(a=one()),
+    "default dict": lambda: defaultdict(list, {"a": one()}),
+    "dataclass": lambda: Frozen(one(), "n"),
+    "object with .to": lambda: Movable(one()),
+    "mapping with .to": lambda: Encoding(a=one()),
+    "packed sequence": lambda: pack_sequence([one(), one()[:1]]),
+    "nothing to move": lambda: {"a": 1, "b": ["x"]},
+}
+
+
+@pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
+def test_any_structure_is_moved_and_kept(make):
+    batch = make()
+    before = list(tensors_in(batch))
+    there = move_batch(batch, META)
+    assert type(there) is type(batch)
+    after = list(tensors_in(there))
+    assert len(after) == len(before) > 0 or make is BATCHES["nothing to move"]
+    on_host = (
+        {"batch_sizes"} if isinstance(batch, PackedSequence) else set()
+    )  # packed sequences keep lengths on the CPU
+    assert all(t.device == META for t in after) or on_host
+    assert all(t.device.type == "cpu" for t in before)
+    if isinstance(there, dict):
+        assert list(there) == list(batch)
+    if isinstance(there, defaultdict):
+        assert there.default_factory is list
+    if isinstance(there, Frozen):
+        assert there.name == "n"
+
+
+def test_objects_are_asked_to_move_without_waiting_if_they_can():
+    batch = Encoding(a=one())
+    move_batch(batch, META)
+    assert batch.seen is True
+
+
+def test_parts_without_the_method_stay_the_same_objects():
+    part = object()
+    assert map_batch([part, 1], lambda t: t, "to") == [part, 1]
+
+
+def test_on_the_cpu_it_steps_aside():
+    loader = PrefetchLoader(range(6), 2)
+    prefetcher = DevicePrefetcher(loader, "cpu")
+    assert type(iter(prefetcher)) is BackgroundIterator
+    assert [b.tolist() for b in prefetcher] == [[0, 1], [2, 3], [4, 5]]
+    batches = [one(), one()]
+    assert [a is b for a, b in zip(DevicePrefetcher(batches, "cpu"), batches, strict=True)] == [True, True]
+
+
+def test_it_has_the_loaders_face():
+    sampler = DistributedSampler(range(12), 2, 0)
+    loader = DataLoader(range(12), 3, sampler=sampler)
+    prefetcher = DevicePrefetcher(loader, "cpu")
+    assert len(prefetcher) == 2
+    for name in ("dataset", "sampler", "batch_sampler", "batch_size", "num_workers"):
+        assert getattr(prefetcher, name) is getattr(loader, name)
+    prefetcher.set_epoch(5)
+    assert sampler.epoch == 5
+    prefetcher.worker_init_fn = print  # a trainer sets it on what it holds
+    assert loader.worker_init_fn is print
+    with pytest.raises(AttributeError):
+        prefetcher.nonsense
+    with pytest.raises(TypeError):
+        len(DevicePrefetcher(iter([]), "cpu"))
+
+
+def test_set_epoch_reaches_loader_dataset_and_samplers():
+    class Told(list):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    dataset, batches = Told(range(4)), Told([[0, 1], [2, 3]])
+    DevicePrefetcher(DataLoader(dataset, batch_sampler=batches), "cpu").set_epoch(3)
+    assert (dataset.epoch, batches.epoch) == (3, 3)
+
+
+def test_transform_and_transfer():
+    def transfer(batch, device):
+        assert device == torch.device("cpu")
+        return batch * 10
+
+    loader = PrefetchLoader(range(6), 2)
+    assert [b.tolist() for b in DevicePrefetcher(loader, "cpu", transform=lambda b: b + 1, transfer=transfer)] == [
+        [1, 11], [21, 31], [41, 51],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("drawing", [lambda b: b + torch.rand(1), lambda b: b + random.random()])
+def test_a_transform_that_draws_does_so_between_the_steps(drawing):
+    def plain():
+        for batch in DataLoader(range(12), 2):
+            yield drawing(batch)
+
+    def run(loader):
+        torch.manual_seed(0)
+        random.seed(0)
+        return [(batch.tolist(), torch.rand(1).item()) for batch in loader]
+
+    reference = run(plain())
+    got = run(DevicePrefetcher(PrefetchLoader(range(12), 2), "cpu", transform=drawing))
+    assert got == reference
+
+
+class Lane(DeviceTransfer):
+    """A transfer whose side stream is pretended, to see what it does ahead."""
+
+    def stream(self):
+        return self
+
+    def wait_stream(self, other):
+        pass
+
+    def _on_side(self, batch, work, before=None):
+        return work(batch), None
+
+
+@pytest.fixture
+def _no_cuda_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+
+@pytest.mark.usefixtures("_no_cuda_stream")
+def test_so_many_batches_are_ahead_and_the_state_counts_those_handed_out():
+    sent = []
+
+    def transfer(batch, device):
+        sent.append(batch.item())
+        return batch
+
+    source = BackgroundIterator((torch.tensor(n) for n in range(20)), prefetch_batches=8)
+    lane = Lane("cpu", prefetch_batches=3, transfer=transfer)
+    iterator = DeviceIterator(source, lane, None)
+    for n in range(20):
+        deadline = torch.tensor(0)
+        while not source.ended and n > 2 and not source.ready() and deadline < 1000:
+            deadline += 1
+        assert next(iterator).item() == n
+        assert iterator.place.consumed == n + 1
+        assert len(sent) <= n + 1 + 3
+    with pytest.raises(StopIteration):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert sent == list(range(20))
+
+
+@pytest.mark.usefixtures("_no_cuda_stream")
+def test_an_error_comes_at_its_batch():
+    def broken():
+        yield from range(6)
+        raise ValueError("late")
+
+    iterator = DeviceIterator(BackgroundIterator(broken()), Lane("cpu", prefetch_batches=4), None)
+    got = []
+    with pytest.raises(ValueError, match="late"):
+        got.extend(item for item in iterator if got.append(item))
+    assert got == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"loader": 3}, TypeError, r"got 3 as loader, which cannot be iterated: it has no __iter__. Pass a DataLoader"),
+        ({"device": "tpu9"}, ValueError, r"device='tpu9' is no device that torch knows; pass 'cpu', 'cuda'"),
+        ({"device": None}, ValueError, r"device=None is no device"),
+        ({"device": "meta"}, ValueError, r"device='meta' has no streams that are used here"),
+        ({"device": "cuda:99"}, ValueError, r"device='cuda:99' is not there: torch sees \d+ CUDA devices. Pass one"),
+        ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
+        ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
+        ({"prefetch_batches": 1.0}, TypeError, r"prefetch_batches=1.0 is no integer"),
+        ({"min_bytes": -1}, ValueError, r"min_bytes=-1 is negative; pass a number of bytes"),
+        ({"min_bytes": "1M"}, TypeError, r"min_bytes='1M' is no integer"),
+        ({"transform": 3}, TypeError, r"transform=3 cannot be called; pass a function of the batch"),
+        ({"transfer": "x"}, TypeError, r"transfer='x' cannot be called"),
+    ],
+)
+def test_bad_settings_are_refused(arguments, error, message):
+    settings = {"loader": [1], "device": "cpu", **arguments}
+    with pytest.raises(error, match=message):
+        DevicePrefetcher(settings.pop("loader"), settings.pop("device"), **settings)
+
+
+def test_normalize_equals_the_naive_formula():
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.4]
+    image = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8)
+    expected = (image.double() / 255 - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
+    got = Normalize(mean, std)(image)
+    # Two float32 roundings of numbers below 4.
+    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=2e-6)
+    assert got.dtype == torch.float32
+    half = Normalize(mean, std, dtype=torch.float16, memory_format=torch.channels_last)(image)
+    assert half.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(half, got.half())
+    volume = torch.randint(0, 256, (2, 1, 3, 4, 5), dtype=torch.uint8)
+    there = Normalize(0.5, 0.5, memory_format=torch.channels_last_3d)(volume)
+    assert there.is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(there, (volume / 255 - 0.5) / 0.5, rtol=0, atol=1e-6)
+
+
+def test_normalize_touches_images_alone():
+    image, mask, label = (torch.zeros(s, dtype=torch.uint8) for s in ((2, 1, 4, 4), (2, 4, 4), (2,)))
+    batch = {"image": image, "mask": mask, "label": label, "name": ["a", "b"]}
+    out = Normalize(0.0, 1.0)(batch)
+    assert out["image"].dtype == torch.float32
+    assert all(out[key] is batch[key] for key in ("mask", "label", "name"))
+    assert batch["image"] is image
+    pair = Normalize(0.0, 1.0)(Pair(image, label))
+    assert isinstance(pair, Pair)
+    assert pair.y is label
+    chosen = Normalize(0.0, 1.0, keys=[1])([image, image])
+    assert chosen[0] is image
+    assert chosen[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((0.1, 0.2), 0.3), ValueError, "mean has 2 values and std 1; pass one of each for every channel"),
+        ((0.1, 0.0), ValueError, "must be above zero"),
+        ((0.1, 1.0, {"scale": 0}), ValueError, "scale=0 must be above zero"),
+        ((0.1, 1.0, {"dtype": torch.int8}), TypeError, "torch.int8 is no floating-point dtype"),
+    ],
+)
+def test_bad_normalize(arguments, error, message):
+    mean, std, *rest = arguments
+    with pytest.raises(error, match=message):
+        Normalize(mean, std, **(rest[0] if rest else {}))
+
+
+def test_normalize_says_what_does_not_fit():
+    image = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="Normalize has 2 channels and the image 3"):
+        Normalize([0.1, 0.1], [1.0, 1.0])(image)
+    with pytest.raises(KeyError, match="the batch has no \\['x'\\]; it has \\['image'\\]"):
+        Normalize(0.1, 1.0, keys=["x"])({"image": image})

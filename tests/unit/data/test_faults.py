@@ -1,0 +1,382 @@
+"""Everything that goes wrong around a loader; a hang fails by its time limit."""
+
+import contextlib
+import copy
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, PrefetchLoader
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Broken(Dataset):
+    def __init__(self, error=None, at=9):
+        self.error, self.at = error, at
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == self.at and self.error is not None:
+            self.fail()
+        return index
+
+    def fail(self):
+        raise self.error
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        n = 0
+        while True:
+            yield n
+            n += 1
+
+
+def prefetch_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("lightning_turbo-prefetch")]
+
+
+def nothing_is_left():
+    """No thread and no process after a moment."""
+    deadline = time.monotonic() + 10
+    while prefetch_threads() or multiprocessing.active_children():
+        gc.collect()
+        assert time.monotonic() < deadline, (threading.enumerate(), multiprocessing.active_children())
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _all_ends():
+    yield
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_error_in_the_dataset(workers):
+    loader = PrefetchLoader(Broken(ValueError("row 9 is bad")), 2, num_workers=workers)
+    got = []
+    with pytest.raises(ValueError, match="row 9 is bad") as caught:
+        got.extend(batch for batch in loader if got.append(batch.tolist()))
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    told = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
+    assert "fail" in told
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_base_exceptions_in_the_dataset_are_no_short_epoch(error):
+    with pytest.raises(error) as caught:
+        list(PrefetchLoader(Broken(error()), 2))
+    assert "fail" in [entry.name for entry in caught.traceback]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_error_in_collate(workers):
+    def collate(samples):
+        if 9 in samples:
+            raise LookupError("cannot collate")
+        return samples
+
+    with pytest.raises(LookupError, match="cannot collate"):
+        list(PrefetchLoader(range(20), 2, collate_fn=collate, num_workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_error_in_the_sampler(workers):
+    def sampler():
+        yield from range(9)
+        raise ArithmeticError("no order")
+
+    with pytest.raises(ArithmeticError, match="no order"):
+        list(PrefetchLoader(range(20), 2, sampler=sampler(), num_workers=workers))
+
+
+class KillsItsWorker(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_worker_that_is_killed_is_an_error():
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
+        list(PrefetchLoader(KillsItsWorker(), 2, num_workers=1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_endless_dataset_ends_with_its_consumer(workers):
+    iterator = iter(PrefetchLoader(Endless(), 2, num_workers=workers))
+    assert [next(iterator).tolist() for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    del iterator
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_break(workers, persistent, after):
+    if persistent and not workers:
+        pytest.skip("persistent workers need workers")
+    loader = PrefetchLoader(Broken(), 2, num_workers=workers, persistent_workers=persistent)
+    for _ in range(3):
+        for number, _batch in enumerate(loader):
+            if number == after:
+                break
+        del _batch
+    assert len(list(loader)) == 20
+    loader.close()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident():
+    """Bytes of memory in use."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def broken_off(loader, epochs):
+    for _ in range(epochs):
+        for number, _batch in enumerate(loader):
+            if number == 3:
+                break
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("workers", "persistent", "epochs"),
+    [
+        (0, False, 200),
+        (1, False, 8),
+        (2, True, 12),
+        pytest.param(2, False, 200, marks=pytest.mark.slow),
+        pytest.param(2, True, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_epochs_broken_off_early_leave_nothing(workers, persistent, epochs):
+    dataset = torch.zeros(40, 64, 1024)  # 1 MiB a batch of 4: a leak of batches would show
+    loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent)
+    broken_off(loader, 5)
+    gc.collect()
+    if not persistent:
+        nothing_is_left()
+    before = threading.active_count(), len(multiprocessing.active_children()), open_files()
+    memory = resident()
+    broken_off(loader, epochs)
+    gc.collect()
+    if not persistent:
+        nothing_is_left()
+    after = threading.active_count(), len(multiprocessing.active_children()), open_files()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    # 200 epochs would leak 200 times the batches in flight; 30 MiB is noise of the allocator.
+    assert resident() - memory < 30 * 2**20
+    loader.close()
+
+
+def test_an_iterator_abandoned_in_a_cycle_is_collected():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.self = holder
+    holder.iterator = iter(PrefetchLoader(Endless(), 2))
+    next(holder.iterator), next(holder.iterator)
+    assert prefetch_threads()
+    del holder
+    gc.collect()
+    nothing_is_left()
+
+
+def test_an_error_in_the_loop_releases_the_iterator():
+    def loop():
+        for number, _ in enumerate(PrefetchLoader(Endless(), 2)):
+            if number == 3:
+                raise ValueError("in the step")
+
+    with contextlib.suppress(ValueError):
+        loop()
+    nothing_is_left()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_fork_while_running():
+    loader = PrefetchLoader(Endless(), 2)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            try:
+                next(iterator)
+            except RuntimeError as error:
+                status = 0 if "forked child" in str(error) else 2
+            iterator.close()
+            status = status or [b.tolist() for b in PrefetchLoader(range(4), 2)] != [[0, 1], [2, 3]]
+        finally:
+            os._exit(int(status))
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert next(iterator).tolist() == [4, 5]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_worker_processes_started_while_another_loader_runs():
+    running = iter(PrefetchLoader(Endless(), 2))
+    next(running), next(running)
+    assert [b.tolist() for b in PrefetchLoader(range(6), 2, num_workers=2)] == [[0, 1], [2, 3], [4, 5]]
+    assert next(running).tolist() == [4, 5]
+
+
+def test_nested_loaders():
+    class Inner(Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            # With a generator of its own: every iter() of a loader draws a seed for its workers.
+            generator = torch.Generator().manual_seed(index)
+            return sum(batch.sum() for batch in PrefetchLoader(range(index + 1), 2, generator=generator))
+
+    assert [b.tolist() for b in PrefetchLoader(Inner(), 2)] == [[0, 1], [3, 6], [10, 15]]
+    twice = BackgroundIterator(iter(PrefetchLoader(range(40), 2)), prefetch_batches=1)
+    assert [b.tolist() for b in twice] == [[n, n + 1] for n in range(0, 40, 2)]
+    moved = DevicePrefetcher(DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu"), "cpu", transform=lambda b: b + 1)
+    assert [b.tolist() for b in moved] == [[1, 2], [3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_next_after_the_end(workers):
+    iterator = iter(PrefetchLoader(range(4), 2, num_workers=workers))
+    assert len(list(iterator)) == 2
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_deepcopy_of_a_running_loader():
+    loader = PrefetchLoader(Broken(), 2)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    assert len(list(copy.deepcopy(loader))) == 20
+    assert len(list(iterator)) == 18
+
+
+def leave(code):
+    """Runs code in an interpreter of its own and returns its exit status and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
+def test_leaving_the_interpreter_in_mid_epoch(workers, persistent, end):
+    if persistent and not workers:
+        pytest.skip("persistent workers need workers")
+    if end and workers:
+        pytest.skip("shown without workers")
+    code = f"""
+        import sys, time, torch
+        from lightning_turbo.data import PrefetchLoader
+
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 10000
+            def __getitem__(self, index):
+                time.sleep(0.001)
+                return torch.randn(64, 64, generator=torch.Generator().manual_seed(index)) @ torch.ones(64, 64)
+
+        if __name__ == "__main__":
+            loader = PrefetchLoader(Slow(), 4, num_workers={workers}, persistent_workers={persistent})
+            iterator = iter(loader)
+            for _ in range(4):
+                next(iterator)
+            {end or "pass"}
+    """
+    for _ in range(1 if workers or end else 2):
+        status, said = leave(code)
+        assert (status, said) == (0, "")
+
+
+def test_an_error_at_top_level_in_mid_epoch_is_an_ordinary_exit():
+    status, said = leave(
+        """
+        from lightning_turbo.data import PrefetchLoader
+        for number, batch in enumerate(PrefetchLoader(range(10**6), 4)):
+            if number == 5:
+                raise ValueError("the user's")
+        """
+    )
+    assert status == 1
+    assert said.strip().endswith("ValueError: the user's")
+
+
+def test_ctrl_c_while_waiting_for_a_batch():
+    status, said = leave(
+        """
+        import _thread, threading, time, torch
+        from lightning_turbo.data import PrefetchLoader
+
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 1000
+            def __getitem__(self, index):
+                time.sleep(0.2)
+                return index
+
+        iterator = iter(PrefetchLoader(Slow(), 1))
+        next(iterator), next(iterator)
+        threading.Timer(0.5, _thread.interrupt_main).start()
+        try:
+            for batch in iterator:
+                pass
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise SystemExit("no interrupt")
+        assert next(iterator) is not None  # it goes on
+        iterator.close()
+        assert threading.active_count() == 1, threading.enumerate()
+        """
+    )
+    assert (status, said) == (0, "")
+
+
+def test_the_published_fault_is_still_there():
+    """The reason for all this: BackgroundGenerator alone leaks a thread at every break."""
+    from prefetch_generator import BackgroundGenerator
+
+    class AsPublished(DataLoader):
+        def __iter__(self):
+            return BackgroundGenerator(super().__iter__())
+
+    before = threading.active_count()
+    made = []
+    for _ in range(3):
+        made.append(iter(AsPublished(Broken(), 2)))
+        next(made[-1])
+    assert threading.active_count() == before + 3
+    for iterator in made:  # end what it cannot end itself
+        list(iterator)
+        iterator.join()

@@ -1,0 +1,189 @@
+"""PackedDataset and pack_folder, against plain NumPy."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_turbo.data import PackedDataset, PrefetchLoader, pack_folder
+from lightning_turbo.errors import MissingExtraError
+
+
+@pytest.fixture
+def arrays():
+    rng = np.random.default_rng(0)
+    return {
+        "train_images": rng.integers(0, 256, (20, 4, 5), dtype=np.uint8),
+        "train_labels": rng.integers(0, 3, (20, 1), dtype=np.int64),
+        "test_images": rng.integers(0, 256, (6, 4, 5), dtype=np.uint8),
+    }
+
+
+KEYS = ("train_images", "train_labels")
+
+
+@pytest.fixture(params=["npz", "compressed npz", "npy", "arrays", "packed"])
+def dataset(request, arrays, tmp_path):
+    if request.param == "arrays":
+        return PackedDataset(arrays, keys=KEYS)
+    if request.param == "npy":
+        for name, array in arrays.items():
+            np.save(tmp_path / f"{name}.npy", array)
+        return PackedDataset({name: tmp_path / f"{name}.npy" for name in arrays}, keys=KEYS)
+    path = tmp_path / "all.npz"
+    (np.savez_compressed if "compressed" in request.param else np.savez)(path, **arrays)
+    if request.param == "packed":
+        pack_folder(path, tmp_path / "packed")
+        return PackedDataset(tmp_path / "packed", keys=KEYS)
+    return PackedDataset(path, keys=KEYS)
+
+
+def test_rows_and_batches_equal_the_arrays(dataset, arrays):
+    assert len(dataset) == 20
+    for index in (0, 7, -1):
+        image, label = dataset[index]
+        assert np.array_equal(image.numpy(), arrays["train_images"][index])
+        assert np.array_equal(label.numpy(), arrays["train_labels"][index])
+    where = [3, 3, 19, 0]
+    images, labels = dataset.batch(where)
+    assert np.array_equal(images.numpy(), arrays["train_images"][where])
+    assert labels.tolist() == arrays["train_labels"][where].tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_both_ways_of_collating_give_the_same_batches(dataset, workers):
+    def batches(cls, **settings):
+        torch.manual_seed(0)
+        return [(a.tolist(), b.tolist()) for a, b in cls(dataset, 6, shuffle=True, num_workers=workers, **settings)]
+
+    assert batches(PrefetchLoader, collate_fn=PackedDataset.collate) == batches(DataLoader)
+
+
+def test_collate_of_other_samples_is_the_default():
+    assert PackedDataset.collate([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
+
+
+def test_uncompressed_files_are_mapped_and_not_pickled(tmp_path, arrays):
+    np.savez(tmp_path / "a.npz", **arrays)
+    np.save(tmp_path / "b.npy", arrays["train_images"])
+    for source in (tmp_path / "a.npz", tmp_path / "b.npy"):
+        dataset = PackedDataset(source, keys=["train_images"] if source.suffix == ".npz" else None)
+        assert all(isinstance(array, np.memmap) for array in dataset.arrays.values())
+        stored = pickle.dumps(dataset)
+        assert len(stored) < 1000
+        assert torch.equal(pickle.loads(stored)[3], dataset[3])
+
+
+def test_batches_are_copies(tmp_path, arrays):
+    np.save(tmp_path / "b.npy", arrays["train_images"])
+    dataset = PackedDataset(tmp_path / "b.npy")
+    dataset.batch([0])[:] = 0
+    dataset[0][:] = 0
+    assert np.array_equal(np.load(tmp_path / "b.npy"), arrays["train_images"])
+    assert np.array_equal(dataset[0].numpy(), arrays["train_images"][0])
+
+
+def test_transform_sees_batches(arrays):
+    shapes = []
+
+    def transform(batch):
+        shapes.append(tuple(batch[0].shape))
+        return batch[0].float().unsqueeze(1), batch[1].squeeze(1)
+
+    dataset = PackedDataset(arrays, keys=KEYS, transform=transform)
+    assert dataset[2][0].shape == (1, 4, 5)
+    for images, labels in DataLoader(dataset, 10):
+        assert images.shape == (10, 1, 4, 5)
+        assert labels.shape == (10,)
+    assert shapes == [(1, 4, 5), (10, 4, 5), (10, 4, 5)]
+
+
+def test_bad_sources(tmp_path, arrays):
+    with pytest.raises(KeyError, match=r"there is no \['x'\]; there are"):
+        PackedDataset(arrays, keys=["x"])
+    with pytest.raises(ValueError, match=r"'test_images': 6.*; all must have as many"):
+        PackedDataset(arrays)
+    with pytest.raises(TypeError, match=r"'text' holds .*, for which torch has no dtype"):
+        PackedDataset({"text": np.array(["a", "b"])})
+    with pytest.raises(TypeError, match="PackedDataset got 3; pass a folder"):
+        PackedDataset(3)
+    with pytest.raises(FileNotFoundError, match=r"holds no packed.json, so it is no packed folder"):
+        PackedDataset(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        PackedDataset(tmp_path / "nothing.npy")
+    with pytest.raises(IndexError):
+        PackedDataset(arrays, keys=KEYS)[20]
+
+
+@pytest.fixture
+def images(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(1)
+    root = tmp_path / "images"
+    pixels = {}
+    for name in ("cat/1.png", "cat/2.png", "ant/9.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels[name] = rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)
+        image.fromarray(pixels[name]).save(root / name)
+    return root, pixels
+
+
+def test_a_folder_of_images(images, tmp_path):
+    root, pixels = images
+    seen = []
+    contents = pack_folder(root, tmp_path / "out", progress=lambda done, of: seen.append((done, of)))
+    assert contents == {"arrays": ["images", "labels"], "classes": ["ant", "cat"], "samples": 3}
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    dataset = PackedDataset(tmp_path / "out")
+    assert dataset.classes == ["ant", "cat"]
+    for row, name in enumerate(("ant/9.png", "cat/1.png", "cat/2.png")):
+        image, label = dataset[row]
+        assert np.array_equal(image.numpy(), pixels[name].transpose(2, 0, 1))
+        assert label.item() == ("ant", "cat").index(name[:3])
+    resized = pack_folder(root, tmp_path / "small", size=(3, 2))
+    assert resized["samples"] == 3
+    assert PackedDataset(tmp_path / "small")[0][0].shape == (3, 3, 2)
+
+
+def test_a_folder_of_volumes(tmp_path):
+    for n in range(3):
+        np.save(tmp_path / f"{n}.npy", np.full((2, 3, 4), n, dtype=np.float32))
+    assert pack_folder(tmp_path, tmp_path / "out")["arrays"] == ["volumes"]
+    assert [v[0, 0, 0].item() for v in PackedDataset(tmp_path / "out")] == [0, 1, 2]
+
+
+def test_what_cannot_be_packed_leaves_nothing(tmp_path, images):
+    root, _ = images
+    out = tmp_path / "out"
+    with pytest.raises(FileNotFoundError, match=r"is not there. Pass a folder"):
+        pack_folder(tmp_path / "none", out)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds nothing to pack. Accepted are images \(.bmp"):
+        pack_folder(tmp_path / "empty", out)
+    np.save(tmp_path / "empty" / "a.npy", np.zeros((2, 2)))
+    np.save(tmp_path / "empty" / "b.npy", np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"b.npy' is float64 \(2, 3\) and .*a.npy' is float64 \(2, 2\)"):
+        pack_folder(tmp_path / "empty", out)
+    with pytest.raises(ValueError, match="size=\\(2, 2\\) is for images"):
+        pack_folder(tmp_path / "empty", out, size=(2, 2))
+    np.save(root / "cat" / "v.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"holds both images and .npy files"):
+        pack_folder(root, out)
+    (root / "cat" / "v.npy").rename(tmp_path / "empty" / "sub.npy")
+    assert not out.exists()
+    assert not list(tmp_path.glob("*.partial"))
+    out.mkdir()
+    with pytest.raises(FileExistsError, match=r"is there already. Pass another folder, or overwrite=True"):
+        pack_folder(root, out)
+    pack_folder(root, out, overwrite=True)
+    assert len(PackedDataset(out)) == 3
+
+
+def test_images_need_pillow(images, tmp_path, monkeypatch):
+    import lightning_turbo._optional as optional
+
+    monkeypatch.setattr(optional, "installed", lambda module: False)
+    with pytest.raises(MissingExtraError, match="pack_folder with images needs the package pillow"):
+        pack_folder(images[0], tmp_path / "out")

@@ -1,0 +1,183 @@
+"""tune_workers: the choice, the time budget, and that nothing is left."""
+
+import json
+import multiprocessing
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_turbo.data import PrefetchLoader, tune_workers
+from lightning_turbo.data.workers import WorkerRow, _choose
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+class Waits(Dataset):
+    def __init__(self, seconds, length=4000):
+        self.seconds, self.length = seconds, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return index
+
+
+def maker(dataset, cls=DataLoader, **more):
+    def make_loader(**settings):
+        return cls(dataset, 4, **settings, **more)
+
+    return make_loader
+
+
+def nothing_is_left():
+    return not multiprocessing.active_children() and "lightning_turbo-tune" not in {
+        t.name for t in threading.enumerate()
+    }
+
+
+def test_waiting_is_shared_among_workers():
+    """Loads that only wait gain from every worker, so the most workers are best."""
+    tuning = tune_workers(maker(Waits(0.01)), seconds=5, max_workers=4, prefetch_factors=[2], show=None)
+    times = {row.num_workers: row.seconds for row in tuning.rows}
+    assert set(times) == {0, 1, 2, 4}
+    assert times[4] < times[0] / 2
+    assert tuning.num_workers >= 2
+    assert nothing_is_left()
+
+
+def test_more_workers_are_not_always_faster():
+    """A load that costs nothing is slowed by every process that it has to come from."""
+    tuning = tune_workers(maker(Waits(0, 100000)), seconds=4, max_workers=4, show=None)
+    assert tuning.num_workers == 0
+    assert tuning.prefetch_factor is None
+    assert nothing_is_left()
+
+
+def row(workers, seconds, factor=2, pinned=False):
+    return WorkerRow(
+        num_workers=workers, prefetch_factor=factor if workers else None, pin_memory=pinned, batches=9, seconds=seconds
+    )
+
+
+def test_the_smallest_within_the_tolerance_is_chosen():
+    rows = [row(0, 2.0), row(1, 1.04), row(2, 1.0), row(4, 1.2)]
+    assert _choose(rows, 0.05).num_workers == 1
+    assert _choose(rows, 0.0).num_workers == 2
+    assert _choose(rows, 9.0).num_workers == 0
+    assert _choose([row(2, 1.0, 4), row(2, 1.04, 2)], 0.05).prefetch_factor == 2
+    assert _choose([row(2, 1.0, 2, True), row(2, 1.04, 2)], 0.05).pin_memory is False
+    assert _choose([WorkerRow(num_workers=0, prefetch_factor=None, pin_memory=False, note="x")], 1.0) is None
+
+
+@pytest.mark.parametrize("cls", [DataLoader, PrefetchLoader])
+def test_the_settings_and_the_table(cls):
+    shown = []
+    tuning = tune_workers(
+        maker(Waits(0.001), cls), seconds=2, max_workers=1, prefetch_factors=[2, 3], show=shown.append
+    )
+    assert set(tuning.settings) == {"num_workers", "prefetch_factor", "pin_memory"}
+    cls(range(3), **tuning.settings)
+    lines = shown[0].splitlines()
+    assert lines[0].split() == ["workers", "prefetch", "pinned", "batches", "ms", "a", "batch"]
+    assert sum(line.endswith("<-") for line in lines) == 1
+    assert nothing_is_left()
+
+
+class Hangs(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        time.sleep(60)
+
+
+def test_a_loader_that_hangs_is_left_in_time_and_its_workers_are_ended():
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"got no batch from any setting \(.*too late.*\)"):
+        tune_workers(maker(Hangs()), seconds=1.5, max_workers=1, show=None)
+    # The budget, and a second for a machine that is busy with other things.
+    assert time.monotonic() - started < 2.5
+    assert nothing_is_left()
+
+
+def test_the_budget_holds():
+    started = time.monotonic()
+    tune_workers(maker(Waits(0.02)), seconds=2, max_workers=2, show=None)
+    assert time.monotonic() - started < 3  # a second for a busy machine
+    assert nothing_is_left()
+
+
+def test_random_generators_are_put_back():
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = generator.get_state(), torch.get_rng_state(), random.getstate()
+    tune_workers(
+        maker(torch.zeros(20), shuffle=True, generator=generator),
+        seconds=0.5, max_workers=0, show=None, step=lambda batch: torch.rand(1),
+    )  # fmt: skip
+    assert torch.equal(generator.get_state(), expected[0])
+    assert torch.equal(torch.get_rng_state(), expected[1])
+    assert random.getstate() == expected[2]
+
+
+def test_the_step_is_part_of_what_is_measured():
+    tuning = tune_workers(maker(range(10**6)), seconds=1, max_workers=0, show=None, step=lambda batch: time.sleep(0.01))
+    assert tuning.rows[0].seconds > 0.01
+
+
+def test_errors_are_told():
+    class Bad(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            raise ValueError("no such row")
+
+    with pytest.raises(RuntimeError, match=r"num_workers=0: ValueError: no such row.*Give it more seconds, or mend"):
+        tune_workers(maker(Bad()), seconds=2, max_workers=0, show=None)
+    with pytest.raises(RuntimeError, match="the loader is empty"):
+        tune_workers(maker(torch.zeros(0, 3)), seconds=2, max_workers=0, show=None)
+
+
+def test_the_answer_is_kept_in_a_file(tmp_path):
+    path = tmp_path / "workers.json"
+    first = tune_workers(maker(range(10**6)), seconds=0.5, max_workers=0, cache=path, show=None)
+    started = time.monotonic()
+    again = tune_workers(maker(Hangs()), seconds=30, cache=path, show=None)
+    assert time.monotonic() - started < 1
+    assert again.cached
+    assert (again.settings, again.rows) == (first.settings, first.rows)
+    stored = json.loads(path.read_text())
+    stored["machine"]["cores"] = (os.cpu_count() or 1) + 1
+    path.write_text(json.dumps(stored))
+    assert not tune_workers(maker(range(10**6)), seconds=0.5, max_workers=0, cache=path, show=None).cached
+    path.write_text("no json")
+    assert not tune_workers(maker(range(10**6)), seconds=0.5, max_workers=0, cache=path, show=None).cached
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"make_loader": 3}, TypeError, "make_loader=3 cannot be called"),
+        ({"step": 3}, TypeError, "step=3 cannot be called"),
+        ({"seconds": 0}, ValueError, "seconds=0 is not above zero"),
+        ({"max_workers": -1}, ValueError, "max_workers=-1 is negative"),
+        ({"prefetch_factors": []}, ValueError, "must hold numbers of 1 or more"),
+        ({"tolerance": -0.1}, ValueError, "tolerance=-0.1 is negative"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        tune_workers(**{"make_loader": maker(range(3)), **arguments})

@@ -1,0 +1,82 @@
+"""The demo's data: real, split without leaks."""
+
+import numpy as np
+import pytest
+import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
+import torch
+
+from lightning_turbo.demo import data as demo_data
+from lightning_turbo.demo.data import VolumePatches, load_digits, load_mni
+from lightning_turbo.errors import MissingExtraError
+
+
+def test_digits_are_split_without_a_shared_image():
+    data = load_digits(seed=3)
+    assert (len(data.train), len(data.val), data.classes, data.floor) == (1347, 450, 10, 0.95)
+    assert data.majority < 0.2
+    images = torch.cat([data.train.tensors[0], data.val.tensors[0]])
+    assert images.shape == (1797, 1, 8, 8)
+    assert images.dtype == torch.float32
+    torch.testing.assert_close(data.train.tensors[0].mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(data.train.tensors[0].std(), torch.tensor(1.0))
+
+
+def test_the_seed_decides_the_split_of_digits():
+    first, again, other = load_digits(seed=0), load_digits(seed=0), load_digits(seed=1)
+    assert torch.equal(first.val.tensors[1], again.val.tensors[1])
+    assert not torch.equal(first.val.tensors[1], other.val.tensors[1])
+
+
+def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
+    data = load_mni()
+    train, val = data.train, data.val
+    assert train.volume is val.volume
+    assert train.volume.shape == (197, 233, 189)
+    seen = np.zeros(train.volume.shape, dtype=np.int8)
+    for part, mark in ((train, 1), (val, 2)):
+        for x, y, z in part.corners:
+            seen[x : x + 28, y : y + 28, z : z + 28] |= mark
+    assert set(np.unique(seen)) == {0, 1, 2}  # no voxel carries both marks
+    mirrored = seen[::-1]
+    assert not np.any((seen > 0) & (mirrored > 0) & (seen != mirrored))
+    assert not seen[:99].any()  # one hemisphere is dropped
+    lowest_of_train = train.corners[:, 1].min()
+    highest_of_val = val.corners[:, 1].max() + 27
+    assert lowest_of_train - highest_of_val > 2 * demo_data.GAP
+
+
+def test_mni_is_a_task_that_a_constant_answer_does_not_solve():
+    data = load_mni()
+    image, label = data.train[0]
+    assert image.shape == (1, 28, 28, 28)
+    assert image.dtype == torch.float32
+    assert label.item() in (0, 1)
+    assert len(data.train) > 700
+    assert len(data.val) > 400
+    assert 0.5 <= data.majority < data.floor - 0.08
+
+
+def test_patches_are_views_of_the_volume():
+    volume = torch.arange(4 * 5 * 6, dtype=torch.float32).reshape(4, 5, 6)
+    patches = VolumePatches(volume, np.array([[0, 0, 0], [1, 2, 3]]), torch.tensor([0, 1]), size=3)
+    image, label = patches[1]
+    assert len(patches) == 2
+    assert torch.equal(image, volume[1:4, 2:5, 3:6][None])
+    assert label == 1
+    assert image.untyped_storage().data_ptr() == volume.untyped_storage().data_ptr()
+
+
+def test_cube_means_equal_a_plain_loop():
+    values = np.random.default_rng(0).random((31, 30, 33), dtype=np.float32)
+    corners = np.array([[0, 0, 0], [3, 2, 5], [1, 0, 4]])
+    expected = [values[x : x + 28, y : y + 28, z : z + 28].mean(dtype=np.float64) for x, y, z in corners]
+    # Sums of 28,000 float64 values in another order: 1e-12 leaves three digits of room.
+    np.testing.assert_allclose(demo_data._cube_means(values, corners), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("load", "module"), [(lambda: load_digits(0), "sklearn"), (load_mni, "nilearn")])
+def test_an_absent_package_names_the_extra(load, module, monkeypatch):
+    monkeypatch.setattr(demo_data._optional, "installed", lambda name: False)
+    with pytest.raises(MissingExtraError, match=r"lightning-turbo\[demo\]") as caught:
+        load()
+    assert caught.value.name == module

@@ -1,0 +1,119 @@
+"""Table, results.json and picture."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_turbo.demo import figure
+from lightning_turbo.demo.figure import draw_results
+from lightning_turbo.demo.history import RunHistory
+from lightning_turbo.demo.report import level_row, machine, readable_bytes, results_table, write_results
+from lightning_turbo.errors import MissingExtraError
+
+
+def a_row(accuracy, *, epochs=2, asked=2):
+    history = RunHistory(samples=10)
+    history.epoch_seconds = [1.0] * epochs
+    history.val_accuracies = [accuracy] * epochs
+    history.val_losses = [0.1] * epochs
+    history.step_losses = [2.0, 1.0, 0.5][: epochs + 1] if epochs else []
+    history.bytes = {"weights": 1024, "gradients": 1024, "optimizer_state": 2048}
+    return level_row(history, epochs=asked, floor=0.95)
+
+
+def shown(table):
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    console.file.close()
+    return console.export_text()
+
+
+def results(**levels):
+    return {
+        "settings": {"data": "digits", "seed": 0},
+        "machine": machine(torch.device("cpu")),
+        "levels": levels,
+    }
+
+
+def test_a_row_passes_only_when_it_is_complete_and_good_enough():
+    assert a_row(0.95)["passed"] is True
+    assert a_row(0.949)["passed"] is False
+    assert a_row(0.99, epochs=1, asked=2)["passed"] is False
+    assert a_row(0.99, epochs=1, asked=2)["complete"] is False
+    nothing = a_row(0.0, epochs=0)
+    assert nothing["val_accuracy"] is None
+    assert nothing["passed"] is False
+
+
+def test_the_table_marks_what_is_too_low_or_stopped():
+    text = shown(results_table({"O0": a_row(0.98), "O1": a_row(0.5), "O2": a_row(0.98, epochs=1, asked=2)}, 0.95))
+    assert "0.980" in text
+    assert "0.500 (too low)" in text
+    assert "0.980 (stopped)" in text
+    assert "4 KiB" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (290_000, "283 KiB"),
+        (5 * 2**20, "5.0 MiB"),
+        (2**41, "2048.0 GiB"),
+    ],
+)
+def test_bytes_are_written_with_their_unit(count, text):
+    assert readable_bytes(count) == text
+
+
+def test_results_are_strict_json_written_whole(tmp_path):
+    path = tmp_path / "results.json"
+    write_results({"losses": [1.0, float("nan"), float("inf")], "n": 3}, path)
+
+    def no_constants(name):
+        raise AssertionError(name)
+
+    assert json.loads(path.read_text(), parse_constant=no_constants) == {"losses": [1.0, None, None], "n": 3}
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(TypeError):
+        write_results({"bad": object()}, path)
+    assert json.loads(path.read_text())["n"] == 3
+
+
+def test_the_machine_is_described():
+    found = machine(torch.device("cpu"))
+    assert found["device"]
+    assert found["torch"] == torch.__version__
+    assert found["date"].endswith("UTC")
+
+
+def test_the_picture_is_drawn_even_of_an_unfinished_run(tmp_path):
+    row = a_row(0.9)
+    row["step_losses"] = [2.0, None, 0.5]  # a loss that was not finite
+    draw_results(results(O0=row, O3=a_row(0.98), O1=a_row(0.0, epochs=0)), tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    draw_results(results(), tmp_path / "none.png")
+    assert (tmp_path / "none.png").stat().st_size > 1000
+
+
+def test_smoothing_starts_at_the_first_value_and_follows():
+    smooth = figure._smooth([4.0] * 3 + [0.0] * 60)
+    assert smooth[0] == pytest.approx(4.0)
+    assert smooth[2] == pytest.approx(4.0)
+    assert smooth[-1] < 0.01
+
+
+def test_smoothing_goes_on_after_a_gap():
+    smooth = figure._smooth([1.0, float("nan"), 1.0])
+    assert smooth[2] == pytest.approx(1.0)
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(figure._optional, "installed", lambda name: False)
+    with pytest.raises(MissingExtraError, match=r"lightning-turbo\[demo\]"):
+        draw_results(results(), tmp_path / "demo.png")

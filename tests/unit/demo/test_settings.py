@@ -1,0 +1,44 @@
+"""What the demo refuses, before anything heavy is imported."""
+
+import pytest
+
+from lightning_turbo.demo import DemoError, DemoSettings
+from lightning_turbo.demo.settings import EPOCHS, LEVELS
+from lightning_turbo.errors import TurboError
+
+
+def test_defaults_ask_for_nothing_in_particular():
+    settings = DemoSettings()
+    assert settings.levels is settings.epochs is settings.data is settings.seed is None
+    assert settings.device == "auto"
+    assert str(settings.out) == "runs/demo"
+    assert settings.resume is False
+    assert LEVELS == ("O0", "O1", "O2", "O3")
+    assert set(EPOCHS) == {"digits", "mni"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"levels": ("01",)}, r"levels '01': accepted are O0, O1, O2, O3 \(letter O, not zero\)"),
+        ({"levels": ("O1", "O4")}, "levels 'O1,O4': accepted are O0, O1, O2, O3, each at most once. Write them"),
+        ({"levels": ("O1", "O1")}, "levels 'O1,O1': .* each at most once"),
+        ({"levels": ()}, "levels '': accepted are"),
+        ({"epochs": 0}, "epochs 0: accepted is an integer of 1 or more. Pass one, or leave it out."),
+        ({"seed": -1}, "seed -1: accepted is an integer from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed 4294967296: accepted is an integer from 0 to 4294967295"),
+        ({"data": "cifar"}, "data 'cifar': accepted are digits and mni. Choose one"),
+        ({"device": "tpu"}, "device 'tpu': accepted are auto, cpu, cuda and cuda:<index>"),
+        ({"device": "cuda:x"}, "device 'cuda:x'"),
+    ],
+)
+def test_wrong_values_are_refused_in_words(wrong, message):
+    with pytest.raises(DemoError, match=message) as caught:
+        DemoSettings(**wrong)
+    assert isinstance(caught.value, (TurboError, ValueError))
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 2.0}, {"epochs": True}, {"seed": "1"}])
+def test_wrong_types_are_type_errors(wrong):
+    with pytest.raises(TypeError, match="accepted is an integer"):
+        DemoSettings(**wrong)

@@ -1,0 +1,146 @@
+"""Whose line it is, and which line sets what."""
+
+import importlib.util
+import linecache
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo.doctor.source import Sources
+
+CODE = """
+import sys
+
+import torch
+from torch import nn
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(2, 2)
+
+
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(2, 2)]
+        self.net = nn.Sequential(
+            nn.Linear(2, 2),
+            nn.ReLU(),
+            nn.Sequential(nn.Linear(2, 2)),
+        )
+        self.starred = nn.Sequential(*layers)
+        self.kept = []
+
+    def forward(self, x):
+        self.kept.append(x)
+        self.a, self.b = x, x
+        self.table[0] = x
+        return sys._getframe()
+
+    def configure_optimizers(self):
+        rate = 0.1
+        return torch.optim.SGD(self.parameters(), lr=rate)
+
+
+OPTIONS = {"detect_anomaly": False}
+OPTIONS = {"detect_anomaly": True}
+torch.backends.cudnn.benchmark = True
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    path = tmp_path / "own_code.py"
+    path.write_text(textwrap.dedent(CODE))
+    linecache.checkcache(str(path))
+    spec = importlib.util.spec_from_file_location("own_code", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "own_code", module)
+    benchmark = torch.backends.cudnn.benchmark
+    spec.loader.exec_module(module)
+    torch.backends.cudnn.benchmark = benchmark
+    return module
+
+
+def line(site):
+    return linecache.getline(site.file, site.line).strip()
+
+
+def test_files_are_told_apart(module):
+    sources = Sources([module.Net()])
+    assert sources.kind(module.__file__) == "own"
+    assert sources.kind(textwrap.__file__) == "library"
+    assert sources.kind(pytest.__file__) == "library"
+    assert sources.kind(nn.__file__) == "library"
+    assert sources.kind(torch.optim.__file__) == "machinery"
+    assert sources.kind("/venv/lib/site-packages/x.py") == "own", "an unknown folder is the user's"
+    assert sources.kind("<string>") == "library"
+
+
+def test_lightning_is_machinery_and_this_package_a_library():
+    import lightning.pytorch
+
+    import lightning_turbo.amp
+
+    sources = Sources([])
+    assert sources.kind(lightning.pytorch.__file__) == "machinery"
+    assert sources.kind(lightning_turbo.amp.__file__) == "library"
+
+
+def test_the_innermost_own_line_is_found(module):
+    sources = Sources([module.Net()])
+    module.Net.table = {}
+    frame = module.Net()(1)
+    site = sources.site(frame)
+    assert (site.file, site.function) == (module.__file__, "forward")
+
+
+def test_layers_are_found_where_they_are_made(module):
+    net = module.Net()
+    sources = Sources([net])
+    assert line(sources.layer(net, "net.0")) == "nn.Linear(2, 2),"
+    assert line(sources.layer(net, "net.2.0")) == "nn.Sequential(nn.Linear(2, 2)),"
+    assert line(sources.layer(net, "net.0.weight")) == "nn.Linear(2, 2),"
+    assert line(sources.layer(net, "starred.0")) == "self.starred = nn.Sequential(*layers)"
+    assert line(sources.layer(net, "stem.bias")) == "self.stem = nn.Linear(2, 2)"
+    assert sources.layer(nn.Sequential(nn.Linear(1, 1)), "0") is None
+
+
+def test_changes_of_an_attribute_are_found(module):
+    sources = Sources([module.Net()])
+    assert line(sources.change(module.Net, "kept")) == "self.kept.append(x)"
+    assert line(sources.change(module.Net, "b")) == "self.a, self.b = x, x"
+    assert line(sources.change(module.Net, "table")) == "self.table[0] = x"
+    assert sources.change(module.Net, "net") is None
+    assert sources.change(nn.Linear, "weight") is None
+
+
+def test_settings_are_found_when_switched_on(module):
+    sources = Sources([module.Net()])
+    assert line(sources.setting("detect_anomaly")) == 'OPTIONS = {"detect_anomaly": True}'
+    assert line(sources.setting("detect_anomaly", off=True)) == 'OPTIONS = {"detect_anomaly": False}'
+    assert line(sources.setting("benchmark")) == "torch.backends.cudnn.benchmark = True"
+    assert line(sources.setting("lr")) == "return torch.optim.SGD(self.parameters(), lr=rate)"
+    assert sources.setting("profiler") is None
+
+
+def test_calls_are_found(module):
+    sources = Sources([module.Net()])
+    found = sources.call(module.Net, "configure_optimizers", "SGD")
+    assert line(found) == "return torch.optim.SGD(self.parameters(), lr=rate)"
+    assert line(sources.call(module.Net, "configure_optimizers", "Adam")) == "def configure_optimizers(self):"
+    assert sources.call(module.Net, "train_dataloader", "DataLoader") is None
+    assert line(sources.call_anywhere("SGD")) == "return torch.optim.SGD(self.parameters(), lr=rate)"
+    assert sources.call_anywhere("Linear") is None, "several lines do"
+
+
+def test_a_file_that_cannot_be_parsed_is_passed_over(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("def f(:\n")
+    assert Sources([]).tree(str(path)) is None
+    assert Sources([]).tree(str(tmp_path / "gone.py")) is not None  # as if empty

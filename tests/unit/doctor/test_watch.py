@@ -1,0 +1,174 @@
+"""The watch: each call counts once, at its line, and nothing is computed differently."""
+
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_turbo.doctor.calls import CallTable
+from lightning_turbo.doctor.source import Sources
+from lightning_turbo.doctor.watch import Watch
+
+
+@pytest.fixture
+def watch():
+    watch = Watch(Sources([]), CallTable())
+    yield watch
+    watch.pause()
+
+
+def seen(watch, function, *args):
+    """Runs a function as one watched step and returns what was noted, without its place."""
+    watch.resume()
+    try:
+        function(*args)
+    finally:
+        watch.pause()
+    watch.end_step()
+    return sorted((call.kind, call.name, call.count) for call in watch.calls())
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.sum().item(), ".item()"),
+        (lambda x: float(x[0]), "float(tensor)"),
+        (lambda x: x.cpu(), ".cpu()"),
+        (lambda x: x.detach().cpu().numpy(), ".cpu()"),
+        (lambda x: 1 if x[0] > 0 else 2, "`if tensor`"),
+        (lambda x: f"{x.mean()}", "a tensor in an f-string"),
+        (lambda x: str(x), "print(tensor)"),
+        (lambda x: np.asarray(x), "numpy.asarray(tensor)"),
+        (lambda x: x[x > 0], "tensor[mask]"),
+        (lambda x: x[(x > 0,)], "tensor[mask]"),
+        (lambda x: torch.where(x > 0), "torch.where with one argument"),
+        (lambda x: torch.nonzero(x), "nonzero"),
+        (lambda x: F.one_hot(x.long().abs()), "one_hot (by _local_scalar_dense)"),
+        (lambda x: torch.allclose(x, x), "torch.allclose"),
+        (lambda x: [0, 1, 2][x.argmax()], "a tensor as an index of a list"),
+    ],
+)
+def test_what_fetches_a_value_counts_once(watch, function, expected):
+    assert seen(watch, function, torch.rand(3)) == [("sync", expected, 1)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[0],
+        lambda x: x[x.long()],
+        lambda x: x.masked_fill(x > 0, 1.0),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: x.__setitem__(x > 0, 0.0),
+        lambda x: x.new_zeros(3),
+        lambda x: torch.zeros(3, device=x.device).to(x.device),
+        lambda x: torch.as_tensor(x),
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: x.to(torch.float64),
+        lambda x: torch.rand(1).item() + float(torch.randn(3).sum()),
+        lambda x: (x.shape, x.device, x.dtype, x.is_cuda, len(x)),
+        lambda x: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(x)], 1.0),
+    ],
+)
+def test_what_fetches_nothing_is_not_noted(watch, function):
+    assert seen(watch, function, torch.rand(3)) == []
+
+
+def test_tensors_of_the_cpu_are_followed(watch):
+    def moves(x):
+        noise = torch.randn(3) * 2
+        return x + noise.to(x.device) + torch.zeros(3).to(x)
+
+    assert seen(watch, moves, torch.rand(3)) == [("moved", ".to(...)", 2)]
+
+
+def test_counts_are_by_line_and_step(watch):
+    def thrice(x):
+        for _ in range(3):
+            x.sum().item()
+
+    seen(watch, thrice, torch.rand(3))
+    seen(watch, thrice, torch.rand(3))
+    seen(watch, lambda x: None, torch.rand(3))
+    (call,) = watch.calls()
+    assert (call.count, call.steps, watch.watched) == (6, 2, 3)
+    assert call.site.file == __file__
+    assert call.confirmed is None
+
+
+def test_optimizers_and_scalers_may_fetch_what_they_need(watch):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight], foreach=False)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x):
+        scaler.scale((weight * x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert seen(watch, step, torch.rand(3)) == []
+
+
+def test_an_exception_goes_its_way_and_leaves_no_mode(watch):
+    with pytest.raises(RuntimeError, match="shape"):
+        seen(watch, lambda x: x.view(2, 2), torch.rand(3))
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert sys.getprofile() is None
+
+
+def test_pausing_twice_and_resuming_twice_do_no_harm(watch):
+    watch.resume()
+    watch.resume()
+    watch.pause()
+    watch.pause()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def functions():
+    x, y = torch.randn(4, 6), torch.randint(0, 6, (4,))
+    picture, kernel = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    return {
+        "linear": (F.linear, x, torch.randn(5, 6), torch.randn(5)),
+        "conv": (F.conv2d, picture, kernel, torch.randn(4)),
+        "batch norm": (lambda p: F.batch_norm(p, None, None, training=True), picture),
+        "layer norm": (lambda p: F.layer_norm(p, (6,)), x),
+        "dropout": (lambda p: F.dropout(p, 0.5), x),
+        "cross entropy": (lambda p: F.cross_entropy(p, y, label_smoothing=0.1), x),
+        "bce": (lambda p: F.binary_cross_entropy_with_logits(p, torch.ones_like(p), pos_weight=torch.ones(6)), x),
+        "attention": (lambda p: F.scaled_dot_product_attention(p[None], p[None], p[None]), x),
+        "products": (lambda p: p.cumprod(1) * p.prod(1, keepdim=True), x),
+        "norms": (lambda p: p.norm() + torch.linalg.vector_norm(p, 3) + p.std() + p.var(), x),
+        "masks": (lambda p: p[p > 0].sum() + p.masked_fill(p > 1, 0.0).sum() + p.where(p > 0, p * 2).sum(), x),
+        "gathers": (lambda p: p.gather(1, y[:, None]).sum() + p[:, y].sum() + p.index_select(0, y % 4).sum(), x),
+        "svd": (lambda p: torch.linalg.svdvals(p).sum() + torch.linalg.det(p[:4, :4]), x),
+        "pool": (lambda p: F.max_pool2d(p, 2).sum() + F.adaptive_avg_pool2d(p, 2).sum(), picture),
+    }
+
+
+@pytest.mark.parametrize("name", list(functions()))
+def test_results_and_gradients_are_the_same_bit_for_bit(watch, name):
+    torch.manual_seed(3)
+    function, *inputs = functions()[name]
+
+    def run():
+        torch.manual_seed(5)
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        out = function(*leaves)
+        out.square().sum().backward()
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    plain = run()
+    watched = []
+    seen(watch, lambda: watched.extend(run()))
+    assert len(plain) == len(watched)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert watch.operations > 0
+
+
+def test_warnings_pass_through(watch):
+    with pytest.warns(UserWarning, match="mine"):
+        seen(watch, lambda: warnings.warn("mine", stacklevel=1))

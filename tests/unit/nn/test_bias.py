@@ -1,0 +1,296 @@
+"""Biases before batch norm: which go, which stay, and that no number changes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.nn import drop_bias_before_norm
+
+
+class Residual(nn.Module):
+    """Norms registered before the layers, and called in another order."""
+
+    def __init__(self, channels=4):
+        super().__init__()
+        self.norm_b, self.norm_a = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.last = nn.Conv2d(channels, 2, 1)  # before no norm
+
+    def forward(self, x):
+        x = F.relu(self.norm_a(self.first(x)))
+        return self.last(x + self.norm_b(self.second(x)))
+
+
+def warmed(module, *inputs, steps=3):
+    """Gives the norms statistics and the biases values of their own."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        for _ in range(steps):
+            module(*[torch.randn_like(x) for x in inputs])
+    return module
+
+
+def losses(module, x, steps=6):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (module(x) * torch.linspace(-1, 1, module(x).numel()).reshape(module(x).shape)).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+
+def test_the_graph_decides_not_names_or_order():
+    report = drop_bias_before_norm(Residual())
+    assert report.dropped == {"first": "norm_a", "second": "norm_b"}
+    assert report.parameters == 8
+    assert str(report).splitlines()[0] == "2 biases dropped, 8 parameters:"
+
+
+def test_evaluation_gives_the_same_numbers():
+    x = torch.randn(2, 3, 8, 8)
+    net = warmed(Residual(), x).eval()
+    expected = net(x)
+    net.train()
+    drop_bias_before_norm(net)
+    torch.testing.assert_close(net.eval()(x), expected, rtol=1e-5, atol=1e-5)  # float32 adds in another order
+
+
+def test_training_gives_the_same_losses():
+    x = torch.randn(4, 3, 8, 8)
+    with_bias = warmed(Residual(), x)
+    without = copy.deepcopy(with_bias)
+    drop_bias_before_norm(without)
+    expected, got = losses(with_bias, x), losses(without, x)
+    assert got == pytest.approx(expected, rel=1e-5)  # float32 rounding, a few steps long
+    assert got[-1] < got[0]
+    torch.testing.assert_close(without.eval()(x), with_bias.eval()(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Conv1d(3, 4, 3), nn.BatchNorm1d, (2, 3, 9)),
+        (nn.Conv3d(3, 4, 3), nn.BatchNorm3d, (2, 3, 5, 5, 5)),
+        (nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d, (2, 3, 5, 5)),
+    ],
+)
+def test_every_kind_of_convolution(layer, norm, shape, momentum):
+    x = torch.randn(shape)
+    net = warmed(nn.Sequential(copy.deepcopy(layer), nn.Identity(), norm(4, momentum=momentum), nn.ReLU()), x)
+    expected = copy.deepcopy(net).eval()(x)
+    assert drop_bias_before_norm(net).dropped == {"0": "2"}
+    torch.testing.assert_close(copy.deepcopy(net).eval()(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_without_running_statistics():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
+    x = torch.randn(2, 3, 4, 4)
+    expected = net(x)
+    assert drop_bias_before_norm(net).dropped
+    torch.testing.assert_close(net(x), expected, rtol=1e-5, atol=1e-5)
+
+
+# Linear layers: batch norm runs over dimension 1.
+
+
+def test_a_linear_layer_needs_to_be_flat_for_sure():
+    flat = nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4)
+    )
+    assert drop_bias_before_norm(flat).dropped == {"1": "2", "4": "5"}
+    unknown = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.warns(NoEffectWarning, match="more than two dimensions; give example_inputs"):
+        drop_bias_before_norm(unknown)
+    with pytest.warns(NoEffectWarning, match="its output has 3 dimensions"):
+        drop_bias_before_norm(unknown, (torch.randn(2, 4, 4),))
+    mean = unknown[1].running_mean.clone()
+    assert drop_bias_before_norm(copy.deepcopy(unknown), (torch.randn(2, 4),)).dropped == {"0": "1"}
+    assert torch.equal(unknown[1].running_mean, mean)
+
+
+def test_example_inputs_leave_statistics_and_random_numbers_alone():
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x = torch.randn(3, 4)
+    bias = net[1].bias.detach().clone()
+    state = torch.get_rng_state()
+    drop_bias_before_norm(net, (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(net[2].running_mean, -bias)
+    assert net[2].num_batches_tracked == 0
+
+
+# What has to stay.
+
+
+class OutputUsedTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y) + y
+
+
+class CalledTwice(OutputUsedTwice):
+    def forward(self, x):
+        return self.norm(self.conv(x)) + self.conv(x).mean()
+
+
+class BiasReadElsewhere(OutputUsedTwice):
+    def forward(self, x):
+        return self.norm(self.conv(x)) * self.conv.bias.sum()
+
+
+class NormCalledTwice(OutputUsedTwice):
+    def forward(self, x):
+        return self.norm(self.norm(self.conv(x)))
+
+
+class TiedBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        self.other.bias = self.conv.bias
+
+    def forward(self, x):
+        return self.other(self.norm(self.conv(x)))
+
+
+class TwoNames(OutputUsedTwice):
+    def __init__(self):
+        super().__init__()
+        self.again = self.conv
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+class Opaque(nn.Module):
+    """Branches on values, so that it cannot be traced."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv, self.norm = conv, nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return y if y.sum() > 0 else -y
+
+
+class HalfOpaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.norm, self.body = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Opaque(nn.Conv2d(4, 4, 1))
+
+    def forward(self, x):
+        return self.body(self.norm(self.head(x)))
+
+
+class SharedWithOpaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.body = Opaque(self.conv)
+
+    def forward(self, x):
+        return self.body(self.norm(self.conv(x)))
+
+
+def frozen_norm():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    net[1].eval()
+    return net
+
+
+def hooked():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    net[0].register_forward_hook(lambda *_: None)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (OutputUsedTwice, "its output is also used elsewhere"),
+        (CalledTwice, "used more than once"),
+        (BiasReadElsewhere, "its bias is also used elsewhere"),
+        (NormCalledTwice, "used more than once"),
+        (TiedBias, "its bias is also used elsewhere"),
+        (TwoNames, "used more than once"),
+        (SharedWithOpaque, "used more than once"),
+        (frozen_norm, "evaluation mode, where nothing is cancelled"),
+        (hooked, "a hook looks at what goes through it"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.BatchNorm2d(4)),
+            "stands directly before a batch norm",
+        ),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4)), "stands directly before"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4)), "stands directly before a batch norm"),
+    ],
+)
+def test_what_is_not_surely_cancelled_stays(make, reason):
+    net = make()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.warns(NoEffectWarning, match=reason):
+        report = drop_bias_before_norm(net)
+    assert not report.dropped
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_what_cannot_be_traced_is_taken_as_it_is():
+    net = HalfOpaque()
+    assert drop_bias_before_norm(net).dropped == {"head": "norm"}
+    assert net.body.conv.bias is not None
+    with pytest.raises(ValueError, match=r"forward of Opaque cannot be traced.*on the submodule that holds the layers"):
+        drop_bias_before_norm(Opaque(nn.Conv2d(3, 4, 1)))
+
+
+# Old checkpoints.
+
+
+def nested():
+    return nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.Conv2d(4, 1, 1))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_checkpoint_with_the_biases_can_be_loaded(copied):
+    x = torch.randn(2, 3, 5, 5)
+    old = warmed(nested(), x).eval()
+    state = old.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    net = nested()
+    drop_bias_before_norm(net)
+    net = pickle.loads(pickle.dumps(net)) if copied else net
+    net.load_state_dict(state)
+    torch.testing.assert_close(net.eval()(x), old(x), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(value, kept[name]) for name, value in state.items())  # the checkpoint itself is not touched
+    again = nested()
+    drop_bias_before_norm(again)
+    again.load_state_dict(net.state_dict())  # and a new one as well
+    torch.testing.assert_close(again.eval()(x), old(x), rtol=1e-5, atol=1e-5)
+    holder = nested()
+    drop_bias_before_norm(holder)
+    outer = nn.ModuleDict({"outer": holder})
+    outer.load_state_dict({f"outer.{name}": value for name, value in kept.items()})
+    torch.testing.assert_close(outer.eval()["outer"](x), old(x), rtol=1e-5, atol=1e-5)
+    inner = nested()
+    drop_bias_before_norm(inner)
+    inner[1].load_state_dict(old[1].state_dict())  # the part alone
+
+
+def test_a_module_is_needed():
+    with pytest.raises(TypeError, match=r"module=3; accepted is a torch.nn.Module"):
+        drop_bias_before_norm(3)

@@ -1,0 +1,110 @@
+"""A window's gradient against the gradient of one big batch."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo.optim import AccumulationWindow, scale_gradients
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def big_batch(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def accumulated(model, batches, divisor, weighted, unit=1.0, scale=1.0, as_tensor=False):
+    model.zero_grad()
+    window = AccumulationWindow(unit)
+    for x in batches:
+        loss = model(x).square().mean() / divisor * scale
+        weight = torch.tensor(len(x)) if as_tensor else len(x)
+        window.add(loss, weight if weighted else None)
+        loss.backward()
+    scale_gradients(model.parameters(), 1 / scale)
+    scale_gradients(model.parameters(), window.factor(divisor))
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("lengths", [(3, 3, 3, 3), (3, 3), (3,)])
+def test_a_short_window_equals_the_big_batch(lengths, scale):
+    model = network()
+    batches = [torch.randn(n, 4) for n in lengths]
+    got = accumulated(model, batches, divisor=4, weighted=False, scale=scale)
+    for a, b in zip(got, big_batch(model, torch.cat(batches)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("unit", [1.0, 4.0])
+@pytest.mark.parametrize("lengths", [(3, 5, 1, 7), (6, 1)])
+def test_weights_make_it_the_mean_over_samples(lengths, unit, as_tensor):
+    model = network()
+    batches = [torch.randn(n, 4) for n in lengths]
+    got = accumulated(model, batches, 4, weighted=True, unit=unit, scale=8.0, as_tensor=as_tensor)
+    for a, b in zip(got, big_batch(model, torch.cat(batches)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # float32 sums in another order
+
+
+def test_a_full_window_is_left_bit_for_bit():
+    window = AccumulationWindow()
+    for _ in range(4):
+        window.add(torch.ones((), requires_grad=True))
+    assert window.factor(4) == 1.0
+    assert AccumulationWindow().factor(4) == 1.0
+
+
+@pytest.mark.parametrize("zero", [0, torch.tensor(0.0)])
+def test_a_window_of_no_weight_gives_no_step(zero):
+    weight = nn.Parameter(torch.ones(()))
+    window = AccumulationWindow()
+    loss = weight * 3
+    window.add(loss, zero)
+    loss.backward()
+    scale_gradients([weight], window.factor(2))
+    assert weight.grad.item() == 0.0
+
+
+def test_the_loss_keeps_its_dtype_on_the_way_back():
+    weight = nn.Parameter(torch.ones((), dtype=torch.float16))
+    window = AccumulationWindow(unit=4096.0)
+    loss = weight * 2
+    window.add(loss, torch.tensor(5000))
+    (loss * 1024).backward()
+    assert weight.grad.dtype is torch.float16
+    assert weight.grad.item() == pytest.approx(2 * 1024 * 5000 / 4096, rel=1e-3)  # half precision
+
+
+def test_sparse_gradients_are_scaled_too():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    scale_gradients(table.parameters(), 3.0)
+    assert table.weight.grad.to_dense()[1].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (-1, ValueError, "weight=-1; accepted is a finite number that is not negative"),
+        (math.nan, ValueError, "weight=nan; accepted is a finite number"),
+        (torch.ones(3), ValueError, r"tensor of shape \(3,\); accepted is one number for a batch"),
+        ("3", TypeError, "weight='3'; accepted is a number or a tensor of one element"),
+    ],
+)
+def test_what_is_no_weight_is_refused(weight, error, message):
+    with pytest.raises(error, match=message):
+        AccumulationWindow().add(torch.ones(()), weight)
+
+
+@pytest.mark.parametrize("unit", [0.0, -1.0, math.inf, "1"])
+def test_what_is_no_unit_is_refused(unit):
+    with pytest.raises(ValueError, match="accepted is a finite number above 0"):
+        AccumulationWindow(unit)

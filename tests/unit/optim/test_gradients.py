@@ -1,0 +1,108 @@
+"""Released gradients change no number, and are gone right after the step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo.optim import GradientRelease, ReleaseState, release_gradients
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train(model, optimizer, clear, steps=6, every=2):
+    """A loop that accumulates, clips and clears in one of several ways."""
+    held = []
+    for step in range(steps):
+        batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        held.append(any(p.grad is not None for p in model.parameters()))
+        if step % every == 0:
+            clear(optimizer)
+        loss.backward()
+        if step % every == every - 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], held
+
+
+CLEARS = {
+    "to none": lambda optimizer: optimizer.zero_grad(),
+    "to zero": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "never": lambda optimizer: None,
+}
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_the_numbers_stay_bit_for_bit(clear, kind):
+    plain, released = network(), network()
+    a, b = kind(plain.parameters(), lr=0.1), kind(released.parameters(), lr=0.1)
+    expected, _ = train(plain, a, CLEARS[clear])
+    release = GradientRelease(b)
+    got, held = train(released, b, CLEARS[clear])
+    assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+    if clear == "to none":
+        assert release.state is ReleaseState.RELEASING
+        assert held[4] is False  # released after the second step: nothing is held in the third window's forward
+    else:
+        assert release.state is ReleaseState.OFF
+        assert held[4] is True
+
+
+def test_unused_parameters_and_given_ones():
+    model, other = network(), nn.Parameter(torch.ones(2))
+    unused = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), unused], lr=0.1)
+    release = GradientRelease(optimizer, [*model.parameters(), unused, other])
+    for _ in range(2):
+        optimizer.zero_grad()
+        other.grad = None
+        (model(torch.ones(1, 4)).sum() + other.sum()).backward()
+        optimizer.step()
+    assert not release.holding()
+    assert other.grad is None
+
+
+def test_removed_means_nothing_is_released():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    release = GradientRelease(optimizer)
+    train(model, optimizer, CLEARS["to none"], steps=4)
+    release.remove()
+    train(model, optimizer, CLEARS["to none"], steps=2)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_step_that_is_skipped_releases_nothing():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    release = GradientRelease(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for value in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * value).backward()
+        scaler.step(optimizer)
+        assert release.state is (ReleaseState.RELEASING if weight.grad is None else ReleaseState.WATCHING)
+        scaler.update()
+    assert weight.grad is None
+
+
+def test_an_optimizer_can_be_copied_and_saved():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    GradientRelease(optimizer)
+    assert copy.deepcopy(optimizer.state_dict())["param_groups"]
+
+
+def test_release_and_refusal():
+    weight = nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    release_gradients([weight])
+    assert weight.grad is None
+    with pytest.raises(TypeError, match=r"optimizer=\[\]: accepted is a torch.optim.Optimizer"):
+        GradientRelease([])

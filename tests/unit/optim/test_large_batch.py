@@ -1,0 +1,134 @@
+"""Scaled learning rates against schedules that were built with the scaled rate."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as s
+
+from lightning_turbo.optim import LearningRateWarmup, cyclic_lr, lr_factor, scale_learning_rates
+
+
+def test_the_rules():
+    assert lr_factor("linear", 1024, 256) == 4.0
+    assert lr_factor("sqrt", 1024, 256) == 2.0
+    assert lr_factor(None, 1024, 256) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cubic", 1, 1), "lr_rule='cubic'; accepted are 'linear', 'sqrt' and None"),
+        (("linear", 0, 1), "batch_size=0; accepted is a whole number"),
+        (("linear", 1, 2.5), "base_batch_size=2.5; accepted is a whole number"),
+    ],
+)
+def test_impossible_rules_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lr_factor(*arguments)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf])
+def test_impossible_factors_are_refused(factor):
+    with pytest.raises(ValueError, match="accepted is a finite number above 0"):
+        scale_learning_rates([], [], factor)
+
+
+# Each builds a schedule whose rates are all `k` times as large.
+SCHEDULES = {
+    "none": lambda o, k: None,
+    "step": lambda o, k: s.StepLR(o, 2, 0.5),
+    "lambda": lambda o, k: s.LambdaLR(o, lambda t: 1 / (1 + t)),
+    "exponential": lambda o, k: s.ExponentialLR(o, 0.9),
+    "cosine": lambda o, k: s.CosineAnnealingLR(o, 5, eta_min=0.001 * k),
+    "restarts": lambda o, k: s.CosineAnnealingWarmRestarts(o, 4, eta_min=0.001 * k),
+    "one cycle": lambda o, k: s.OneCycleLR(o, 0.5 * k, total_steps=12, cycle_momentum=False),
+    "cyclic": lambda o, k: s.CyclicLR(o, 0.01 * k, 0.5 * k, 3, cycle_momentum=False),
+    "ours": lambda o, k: cyclic_lr(o, 0.01 * k, 0.5 * k, steps_up=3)["scheduler"],
+    "polynomial": lambda o, k: s.PolynomialLR(o, 8),
+    "sequence": lambda o, k: s.SequentialLR(o, [s.LinearLR(o, 0.1), s.CosineAnnealingLR(o, 4, 0.001 * k)], [3]),
+    "chain": lambda o, k: s.ChainedScheduler([s.LinearLR(o, 0.1), s.ExponentialLR(o, 0.9)]),
+}
+
+
+def rates(optimizer, schedule, steps=10):
+    seen = []
+    for _ in range(steps):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return seen
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_scaled_schedule_equals_one_built_with_scaled_rates(name):
+    def optimizer(k):
+        return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr * k} for lr in (0.1, 0.2)], lr=1.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: SequentialLR calls step with an epoch
+        expected = rates(o := optimizer(4.0), SCHEDULES[name](o, 4.0))
+        o = optimizer(1.0)
+        schedule = SCHEDULES[name](o, 1.0)
+        scale_learning_rates([o], [schedule] if schedule is not None else [], 4.0)
+        got = rates(o, schedule)
+    for a, b in zip(got, expected, strict=True):
+        assert a == pytest.approx(b, rel=1e-12)
+
+
+def test_a_plateau_keeps_its_lowest_rate_in_proportion():
+    o = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = s.ReduceLROnPlateau(o, factor=0.1, patience=0, min_lr=0.05)
+    scale_learning_rates([o], [schedule], 4.0)
+    for _ in range(5):
+        schedule.step(1.0)
+    assert o.param_groups[0]["lr"] == pytest.approx(0.2)
+
+
+def test_a_rate_in_a_tensor_keeps_its_place():
+    rate = torch.tensor(0.5)
+    o = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=rate, capturable=False, foreach=False)
+    held = o.param_groups[0]["lr"]
+    scale_learning_rates([o], [], 2.0)
+    assert o.param_groups[0]["lr"] is held
+    assert held.item() == 1.0
+
+
+def test_the_warm_up_lowers_the_step_and_nothing_else():
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=0.8)
+    schedule = s.ExponentialLR(optimizer, 0.5)
+    warmup = LearningRateWarmup(optimizer, factor=4.0, steps=3)
+    moved, shown = [], []
+    for _ in range(5):
+        weight.grad = torch.ones(())
+        before = weight.item()
+        shown.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        moved.append(before - weight.item())
+    full = [0.8 * 0.5**t for t in range(5)]
+    assert shown == pytest.approx(full)
+    ramp = [0.25, 0.5, 0.75, 1.0, 1.0]  # from 1 / 4 to 1 over three steps
+    assert moved == pytest.approx([r * f for r, f in zip(ramp, full, strict=True)], rel=1e-6)
+    warmup.remove()
+    assert warmup.done == 5
+
+
+def test_a_failed_step_does_not_leave_a_lowered_rate():
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=0.8)
+    warmup = LearningRateWarmup(optimizer, factor=4.0, steps=3)
+
+    def fail():
+        raise RuntimeError("no loss")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no loss"):
+            optimizer.step(fail)
+    warmup.remove()
+    assert optimizer.param_groups[0]["lr"] == 0.8
+    assert warmup.done == 0

@@ -1,0 +1,57 @@
+"""What ApexAMP refuses at construction: what was given, what is accepted, what to do."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_turbo import ApexAMP
+
+
+@pytest.mark.parametrize(("level", "settings", "error", "text"), [
+    ("01", {}, ValueError, "opt_level='01' is unknown; accepted are 'O0', 'O1', 'O2', 'O3'. It is the letter O"),
+    ("O4", {}, ValueError, "opt_level='O4' is unknown"),
+    ("o1", {}, RuntimeError, "opt_level='o1' is unknown"),
+    (1, {}, RuntimeError, "opt_level=1 is unknown"),
+    ("O1", {"loss_scale": "fast"}, ValueError, "loss_scale='fast' is no loss scale; accepted are"),
+    ("O1", {"loss_scale": 0}, ValueError, "loss_scale=0 is no loss scale"),
+    ("O1", {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0 is no loss scale"),
+    ("O1", {"loss_scale": math.nan}, ValueError, "loss_scale=nan is no loss scale"),
+    ("O1", {"loss_scale": math.inf}, ValueError, "loss_scale=inf is no loss scale"),
+    ("O1", {"loss_scale": True}, ValueError, "loss_scale=True is no loss scale"),
+    ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "keep_batchnorm_fp32='maybe' is no truth value"),
+    ("O1", {"keep_batchnorm_fp32": True}, ValueError, "keep_batchnorm_fp32=True contradicts O1"),
+    ("O1", {"keep_batchnorm_fp32": "False"}, ValueError, "keep_batchnorm_fp32='False' contradicts O1"),
+    ("O1", {"master_weights": True}, ValueError, "master_weights=True contradicts O1"),
+    ("O2", {"master_weights": 1}, ValueError, "master_weights=1 is no truth value"),
+    ("O1", {"cast_model_type": torch.float16}, ValueError, "cast_model_type=torch.float16 contradicts O1"),
+    ("O2", {"cast_model_type": "half"}, TypeError, "cast_model_type='half' is a str; accepted is a torch dtype"),
+    ("O2", {"cast_model_type": torch.int64}, ValueError, "cast_model_type=torch.int64 is no floating dtype"),
+    ("O1", {"dtype": torch.float32}, ValueError, "dtype=torch.float32 is no half precision"),
+    ("O1", {"dtype": "fp16"}, TypeError, "dtype='fp16' is a str"),
+    ("O1", {"min_loss_scale": 0.0}, ValueError, "min_loss_scale=0.0 is no limit"),
+    ("O1", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min_loss_scale=8.0 is above"),
+    ("O1", {"scale_window": 0}, ValueError, "scale_window=0 is no number of passes"),
+    ("O1", {"num_losses": 0}, ValueError, "num_losses=0 is no number of losses"),
+    ("O1", {"cast_lists": "mine"}, ValueError, "cast_lists='mine' is unknown"),
+    ("O1", {"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips=0; accepted is an int from 1 on"),
+    ("O1", {"max_consecutive_skips": "many"}, TypeError, "max_consecutive_skips='many' is no int"),
+])  # fmt: skip
+def test_refused_in_words(level, settings, error, text):
+    with pytest.raises(error) as caught:
+        ApexAMP(level, **settings)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("level", "settings", "scale"), [
+    ("O2", {"loss_scale": "128.0"}, 128.0),
+    ("O2", {"loss_scale": 128}, 128.0),
+    ("O3", {"loss_scale": "dynamic"}, 65536.0),
+    ("O1", {"dtype": torch.float16}, 65536.0),
+    ("O1", {"dtype": torch.bfloat16}, 1.0),
+    ("O2", {"dtype": torch.bfloat16}, 1.0),
+    ("O0", {}, 1.0),
+    ("O2", {"keep_batchnorm_fp32": "False", "dtype": torch.float16, "max_loss_scale": 1024.0}, 1024.0),
+])  # fmt: skip
+def test_accepted(level, settings, scale):
+    assert ApexAMP(level, **settings).loss_scale == scale

@@ -1,0 +1,202 @@
+"""backend="apex": with a fake apex everywhere, and with the real one where it is installed."""
+
+import contextlib
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_turbo import ApexAMP
+from lightning_turbo.errors import AmpUsageError, MissingExtraError
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Puts a package named apex, made of the given files, in the place of any other."""
+
+    def make(**files):
+        for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+            monkeypatch.delitem(sys.modules, name)
+        root = tmp_path / "site" / "apex"
+        root.mkdir(parents=True)
+        for path, text in {"__init__": "", **files}.items():
+            file = root / (path.replace("__", "/") + ".py" if path != "__init__" else "__init__.py")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(textwrap.dedent(text))
+        monkeypatch.syspath_prepend(root.parent)
+
+    yield make
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        del sys.modules[name]
+
+
+class FakeAmp(types.ModuleType):
+    """Stands for apex.amp and writes down what is asked of it."""
+
+    def __init__(self):
+        super().__init__("apex.amp")
+        self.calls = []
+        self.scale = 65536.0
+
+    def initialize(self, model, optimizers, **kwargs):
+        self.calls.append(("initialize", type(model).__name__, len(optimizers), kwargs))
+        return model, optimizers
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss, optimizers, loss_id=0):
+        yield loss * 8.0
+        self.calls.append(("scale_loss", loss_id))
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            for p in self.master_params(optimizer):
+                p.grad.div_(8.0)
+
+    def master_params(self, optimizer):
+        return (p for group in optimizer.param_groups for p in group["params"])
+
+    def state_dict(self):
+        return {"loss_scaler0": {"loss_scale": self.scale, "unskipped": 3}}
+
+    def load_state_dict(self, state):
+        self.scale = state["loss_scaler0"]["loss_scale"]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    apex, amp = types.ModuleType("apex"), FakeAmp()
+    apex.amp = amp
+    monkeypatch.setitem(sys.modules, "apex", apex)
+    monkeypatch.setitem(sys.modules, "apex.amp", amp)
+    return amp
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(plugin, ckpt_path=None, epochs=1, **kwargs):
+    net = Net()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu", plugins=[] if plugin is None else [plugin], max_epochs=epochs, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **kwargs,
+    )  # fmt: skip
+    trainer.fit(net, data, ckpt_path=ckpt_path)
+    return net, trainer
+
+
+workers = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+def test_no_apex_at_all_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)  # Python's way to hide a package
+    with pytest.raises(MissingExtraError, match=r"which is not installed.*tag 25.05 .*github.com/NVIDIA/apex.*native"):
+        ApexAMP("O1", backend="apex")
+
+
+def test_an_apex_without_amp_is_told_apart(package):
+    package(normalization____init__="", optimizers____init__="")
+    with pytest.raises(MissingExtraError, match=r"no longer has: NVIDIA removed it after tag 25.05"):
+        ApexAMP("O1", backend="apex")
+
+
+def test_the_unrelated_project_of_that_name_is_told_apart(package):
+    package(views="", models="")
+    with pytest.raises(MissingExtraError, match=r"another project, as the one that `pip install apex` brings"):
+        ApexAMP("O1", backend="apex")
+
+
+def test_the_unrelated_project_that_cannot_even_be_imported_is_told_apart(package):
+    package(__init__="import a_web_framework_that_is_absent")
+    with pytest.raises(MissingExtraError, match="another project"):
+        ApexAMP("O1", backend="apex")
+
+
+def test_a_broken_nvidia_apex_shows_its_own_error(package):
+    package(__init__="import an_extension_that_was_not_built", normalization____init__="")
+    with pytest.raises(ModuleNotFoundError, match="an_extension_that_was_not_built"):
+        ApexAMP("O1", backend="apex")
+
+
+def test_native_is_the_default_and_imports_no_apex(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)
+    assert type(ApexAMP("O1")) is type(ApexAMP("O1", backend="native")) is ApexAMP
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(AmpUsageError, match=r"backend='nvidia' is unknown; accepted are 'native' and 'apex'.*Leave it"):
+        ApexAMP("O1", backend="nvidia")
+
+
+def test_arguments_that_apex_does_not_have_are_refused(fake):
+    for name, value in (
+        ("scale_window", 100), ("dtype", torch.bfloat16), ("cast_lists", "torch"), ("exact_masters", False),
+        ("log_scale", True),
+    ):  # fmt: skip
+        with pytest.raises(AmpUsageError, match=f"{name}=.* is unknown to apex.*accepted are cast_model_type"):
+            ApexAMP("O1", backend="apex", **{name: value})
+    with pytest.raises(TypeError, match="nonsense"):
+        ApexAMP("O1", backend="apex", nonsense=1)
+    with pytest.raises(AmpUsageError, match="opt_level='O4'"):
+        ApexAMP("O4", backend="apex")
+    with pytest.raises(AmpUsageError, match="keep_batchnorm_fp32=True contradicts O1"):
+        ApexAMP("O1", backend="apex", keep_batchnorm_fp32=True)
+    # Defaults may be spelled out, as LightningCLI does.
+    ApexAMP("O1", backend="apex", scale_window=2000, exact_masters=True, dtype=torch.float16)
+
+
+@workers
+def test_a_trainer_runs_through_apexs_calls(fake):
+    net, trainer = fit(
+        ApexAMP("O2", backend="apex", loss_scale=128.0), gradient_clip_val=1e9, accumulate_grad_batches=1
+    )
+    plain, _ = fit(None)
+    assert torch.equal(net.model.weight, plain.model.weight)  # scaled by 8 and unscaled again, exactly
+    assert [call[0] for call in fake.calls] == ["initialize", "scale_loss", "scale_loss"]
+    kwargs = {"opt_level": "O2", "verbosity": 0, "loss_scale": 128.0}
+    assert fake.calls[0] == ("initialize", "Net", 1, kwargs)
+    assert trainer.precision_plugin.precision == "16-true"
+    assert trainer.precision_plugin.loss_scale == 65536.0
+
+
+@workers
+def test_state_goes_on_under_either_backend(fake, tmp_path):
+    _, trainer = fit(ApexAMP("O1", backend="apex"))
+    trainer.save_checkpoint(tmp_path / "apex.ckpt")
+    saved = torch.load(tmp_path / "apex.ckpt", weights_only=True)
+    assert saved["ApexAMP"] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}
+    saved["ApexAMP"]["loss_scaler0"]["loss_scale"] = 512.0
+    torch.save(saved, tmp_path / "changed.ckpt")
+    fit(ApexAMP("O1", backend="apex"), tmp_path / "changed.ckpt", 2)
+    assert fake.scale == 512.0
+    native = ApexAMP("O1", dtype=torch.float16)
+    fit(native, tmp_path / "changed.ckpt", 2)
+    assert native.loss_scale == 512.0
+    # A checkpoint of Lightning 1.x under apex, or of Lightning's own AMP.
+    del saved["ApexAMP"]
+    saved["ApexMixedPrecisionPlugin"] = {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}}
+    torch.save(saved, tmp_path / "old.ckpt")
+    fit(ApexAMP("O1", backend="apex"), tmp_path / "old.ckpt", 2)
+    assert fake.scale == 256.0
+
+
+@pytest.mark.apex
+@workers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O1 patches torch to the end of the process
+def test_the_real_apex_trains_under_the_trainer(level):
+    net, trainer = fit(ApexAMP(level, backend="apex", loss_scale=128.0))
+    assert trainer.global_step == 2
+    assert all(torch.isfinite(p).all() for p in net.parameters())

@@ -1,0 +1,120 @@
+"""The command line: what is accepted, what is refused, what is said."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lightning_turbo
+from lightning_turbo import _optional, cli
+from lightning_turbo.errors import TurboError
+
+
+def refused(capsys, *argv):
+    """Runs the command, expects exit status 2, and returns what was said."""
+    try:
+        status = cli.main(argv)
+    except SystemExit as end:  # argparse
+        status = end.code
+    assert status == 2
+    return capsys.readouterr().err
+
+
+def test_help_is_fast_because_nothing_heavy_is_imported():
+    code = "import sys; from lightning_turbo import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('torch', 'lightning', 'pytorch_lightning', 'rich', 'numpy') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown.splitlines()[-1] == "[]"
+    assert "demo" in shown
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"lightning-turbo {lightning_turbo.__version__}\n"
+
+
+def test_the_module_runs_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_turbo", "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith("lightning-turbo ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "required: COMMAND"),
+        (("dance",), "invalid choice: 'dance'"),
+        (("demo", "--levels", "01"), r"levels '01': accepted are O0, O1, O2, O3 (letter O, not zero)"),
+        (("demo", "--levels", ","), "levels '': accepted are"),
+        (("demo", "--epochs", "none"), "invalid int value: 'none'"),
+        (("demo", "--epochs", "0"), "epochs 0: accepted is an integer of 1 or more"),
+        (("demo", "--data", "cifar"), "choose from"),
+        (("demo", "--device", "tpu"), "device 'tpu': accepted are"),
+        (("demo", "--seed", "-1"), "seed -1: accepted is an integer from 0"),
+    ],
+)
+def test_bad_input_is_refused_in_words(capsys, argv, message):
+    assert message in refused(capsys, *argv)
+
+
+def test_an_absent_extra_is_named_before_anything_is_trained(capsys, monkeypatch):
+    monkeypatch.setattr(_optional, "installed", lambda name: name != "rich")
+    assert "lightning-turbo demo needs the package rich" in refused(capsys, "demo")
+
+
+def test_arguments_reach_the_settings(monkeypatch):
+    seen = []
+    monkeypatch.setattr("lightning_turbo.demo.run.run_demo", lambda settings: seen.append(settings) or 0)
+    argv = ["demo", "--levels", "O2,O0", "--epochs", "3", "--data", "mni"]
+    argv += ["--device", "cpu", "--seed", "7", "--out", "here", "--resume"]
+    assert cli.main(argv) == 0
+    (settings,) = seen
+    assert (settings.levels, settings.epochs, settings.data) == (("O2", "O0"), 3, "mni")
+    assert (settings.device, settings.seed, settings.out, settings.resume) == ("cpu", 7, Path("here"), True)
+
+
+def test_pack(capsys, tmp_path):
+    folder = tmp_path / "scans"
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
+        np.save(folder / name / "1.npy", np.ones((2, 3), dtype=np.float32))
+    assert cli.main(["pack", str(folder), str(tmp_path / "packed")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'packed'}: 2 samples, 2 classes")
+    assert np.load(tmp_path / "packed" / "labels.npy").tolist() == [0, 1]
+    assert "packed" in refused(capsys, "pack", str(folder), str(tmp_path / "packed"))
+    assert cli.main(["pack", str(folder), str(tmp_path / "packed"), "--overwrite"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("nowhere", "out"), "nowhere"),
+        (("folder", "out", "--size", "8"), "size '8': accepted is HEIGHTxWIDTH in pixels, for example 224x224"),
+        (("folder", "out", "--size", "0x4"), "size '0x4'"),
+    ],
+)
+def test_pack_refuses_in_words(capsys, argv, message):
+    assert message in refused(capsys, "pack", *argv)
+
+
+def test_errors_of_ours_are_told_without_a_traceback_and_bugs_with_one(capsys, monkeypatch):
+    def fail(error):
+        def run_demo(settings):
+            raise error
+
+        monkeypatch.setattr("lightning_turbo.demo.run.run_demo", run_demo)
+
+    fail(TurboError("in words"))
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "lightning-turbo: error: in words\n"
+    fail(KeyboardInterrupt())
+    assert cli.main(["demo"]) == 130
+    fail(ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["demo"])
