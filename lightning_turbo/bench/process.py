@@ -18,6 +18,15 @@ __all__ = ["CaseFailedError", "CaseProcess"]
 
 # The worker leaves the terminal's process group before it imports anything slow.
 START = "import os; os.setpgrp(); from lightning_turbo.bench.worker import main; main()"
+# The guard is told by the end of its input that the runner closed the case, or died in whatever way.
+GUARD = """
+import os, signal, sys
+sys.stdin.buffer.read()
+try:
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
 
 
 class CaseFailedError(Exception):
@@ -28,7 +37,8 @@ class CaseProcess:
     """A worker process with the pipe to it.
 
     The worker is in a process group of its own, together with whatever it starts: Ctrl-C in the terminal does not
-    reach it, the whole group can be held still, and the system ends a held group whose runner has died.
+    reach it, and the whole group can be held still. A small second process, the guard, kills the group when the runner
+    closes the case or dies, be it by SIGKILL while the group is held.
 
     Args:
         task: The first order, see ``worker.serve``.
@@ -52,6 +62,11 @@ class CaseProcess:
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": paths, **environment},
             )
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self.tell(dict(task))
 
     def tell(self, order: dict[str, Any]) -> None:
@@ -116,6 +131,7 @@ class CaseProcess:
         self.resume()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -123,8 +139,8 @@ class CaseProcess:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._guard.stdin.close()
+            self._guard.wait()
             self._process.kill()
             self._process.wait()
             self._process.stdout.close()
