@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_turbo.optim.cyclic import cyclic_lr
     from lightning_turbo.optim.layerwise import lamb, lars
     from lightning_turbo.plugins.apex_amp import ApexAMP
-    from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
+    from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO, AtomicCheckpointIO
     from lightning_turbo.strategies.turbo import TurboDDPStrategy, TurboStrategy
 
 __version__ = "0.1.0"
@@ -39,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmpCheckpointIO",
     "ApexAMP",
+    "AtomicCheckpointIO",
     "DALIDataModule",
     "DALILoader",
     "DevicePrefetcher",
@@ -68,6 +69,7 @@ __all__ = [
 _HOMES = {
     "AmpCheckpointIO": "lightning_turbo.plugins.checkpoint_io",
     "ApexAMP": "lightning_turbo.plugins.apex_amp",
+    "AtomicCheckpointIO": "lightning_turbo.plugins.checkpoint_io",
     "DALIDataModule": "lightning_turbo.datamodules.dali",
     "DALILoader": "lightning_turbo.data.dali.loader",
     "DevicePrefetcher": "lightning_turbo.data.device",

@@ -1,13 +1,122 @@
-"""Old checkpoints in a Trainer: scaler state is moved to where ``ApexAMP`` finds it, before Lightning drops it."""
+"""Checkpoints of a Trainer: written whole or not at all, and scaler state of old ones found by ``ApexAMP``."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_turbo._compat import CheckpointIO, TorchCheckpointIO, check_binding
 from lightning_turbo.amp.convert import move_scaler_state
 
-__all__ = ["AmpCheckpointIO"]
+__all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
+
+PARTIAL = ".partial"  # ends the name of a file that is being written; Lightning looks for .ckpt
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes each checkpoint whole or not at all: ``Trainer(plugins=[AtomicCheckpointIO()])``.
+
+    Lightning writes into the system's temporary folder and moves the file. Where that folder lies on another disk than
+    the checkpoints, the move is a copy, and a process that is killed in the middle of it, or a disk that fills up,
+    leaves half a file in place of the last checkpoint. Here the file is written beside its place under another name,
+    brought to the disk (``fsync``), and then takes its place in one step.
+
+    What a killed process left of such a file is removed by the next run's first checkpoint in that folder. Paths with
+    a protocol, as ``s3://``, are left to Lightning: object stores show a file when it is complete.
+
+    Raises:
+        LightningMismatchError: If the program uses the other import name of Lightning.
+
+    Note:
+        ``fsync`` waits for the disk. All else is as in Lightning's ``TorchCheckpointIO``, and so are the files.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_turbo import AtomicCheckpointIO
+        >>> trainer = Trainer(accelerator="cpu", plugins=[AtomicCheckpointIO()], logger=False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        check_binding(type(self).__name__)
+        self._since = time.time()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint; until it is complete, what was at its path stays there.
+
+        Args:
+            checkpoint: What ``torch.save`` takes.
+            path: Of the file; folders above it are made.
+            storage_options: As in Lightning: refused.
+
+        Raises:
+            OSError: If it cannot be written, for example because the disk is full; with the number and class of the
+                system's error.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers(target.parent)
+            _replace(target, checkpoint)
+        except (OSError, RuntimeError) as error:
+            cause = _system_error(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, _explain(target, cause)) from error
+
+    def _remove_leftovers(self, folder: Path) -> None:
+        """Remove unfinished files that nobody has touched since this run began."""
+        for left in folder.glob(f".*{PARTIAL}"):
+            with contextlib.suppress(FileNotFoundError):
+                if left.stat().st_mtime < self._since:
+                    left.unlink()
+
+
+def _replace(target: Path, checkpoint: dict[str, Any]) -> None:
+    partial = target.with_name(f".{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        with open(partial, "xb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # the new name as well has to reach the disk
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The system's error behind an error: torch ends a file that it could not write with one of its own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _explain(target: Path, cause: OSError) -> str:
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", {shutil.disk_usage(target.parent).free / 2**20:,.1f} MiB are free there"
+    return (
+        f"the checkpoint {str(target)!r} could not be written ({cause.strerror or cause}{free}). Checkpoints written "
+        "before are as they were. Free space there or give ModelCheckpoint another dirpath, and go on with "
+        "ckpt_path='last'"
+    )
 
 
 class AmpCheckpointIO(CheckpointIO):
@@ -18,7 +127,7 @@ class AmpCheckpointIO(CheckpointIO):
     every version is moved to where Lightning looks for ``ApexAMP``'s. All else is left to ``checkpoint_io``.
 
     Args:
-        checkpoint_io: What reads and writes files; Lightning's ``TorchCheckpointIO`` by default.
+        checkpoint_io: What reads and writes files; ``AtomicCheckpointIO`` by default.
 
     Raises:
         TypeError: If ``checkpoint_io`` is none.
@@ -41,7 +150,7 @@ class AmpCheckpointIO(CheckpointIO):
                 f"checkpoint_io={checkpoint_io!r} is a {type(checkpoint_io).__name__}; accepted is a CheckpointIO of "
                 "Lightning. Leave it out for Lightning's own."
             )
-        self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        self.checkpoint_io = AtomicCheckpointIO() if checkpoint_io is None else checkpoint_io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint as ``checkpoint_io`` does."""
