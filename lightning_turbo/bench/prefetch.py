@@ -72,24 +72,23 @@ LOADERS: dict[str, type[DataLoader[Any]]] = {
     "PrefetchLoader": PrefetchLoader,
 }
 
-_BUFFER = bytes(1 << 20)
+_BUFFER = bytes(1 << 22)
+_CLOSE = 2e-5  # seconds of work that are not worth another piece
 
 
-def _python(count: int) -> int:
+def _python(count: int) -> None:
     total = 0
     for n in range(count):
         total += n
-    return total
 
 
 def _hash(count: int) -> None:
-    for start in range(0, count, len(_BUFFER)):
-        hashlib.sha256(memoryview(_BUFFER)[: min(len(_BUFFER), count - start)])
+    hashlib.sha256(memoryview(_BUFFER)[:count])  # without the GIL
 
 
 @functools.cache
 def _rate(work: Any) -> float:
-    """How much of ``work`` is done in a second, in this process, alone."""
+    """About how much of ``work`` is done in a second."""
     count = 20_000
     times = []
     for _ in range(15):
@@ -100,12 +99,18 @@ def _rate(work: Any) -> float:
 
 
 def _spend(kind: str, seconds: float) -> None:
-    """An amount of work that takes so long alone; with others in the way it takes longer, as real work does."""
+    """Sleep, or work for so many seconds of this thread's own processor time.
+
+    Waiting for the GIL or for a core is not work: alone it takes ``seconds``, with others in the way longer. The clock
+    decides, so that a processor that changes its frequency changes nothing.
+    """
     if kind == "io":
         time.sleep(seconds)
-    else:
-        work = _hash if kind == "compute" else _python
-        work(int(_rate(work) * seconds))
+        return
+    work = _hash if kind == "compute" else _python
+    end = time.thread_time() + seconds
+    while (left := end - time.thread_time()) > _CLOSE:
+        work(int(_rate(work) * left * 0.9))
 
 
 def run_step(cell: Cell) -> None:
