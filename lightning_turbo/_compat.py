@@ -18,49 +18,75 @@ from typing import TYPE_CHECKING, Any
 from lightning_turbo.errors import LightningMismatchError
 
 if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
+    from lightning.fabric.utilities.apply_func import move_data_to_device
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
+    from lightning.pytorch.core.hooks import DataHooks
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult
+    from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
-    from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+    from lightning.pytorch.profilers import PassThroughProfiler, Profiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
+        _LoggerConnector as LoggerConnector,
+    )
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from lightning.pytorch.tuner.tuning import Tuner
     from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
+    "AutomaticOptimization",
     "BatchSizeFinder",
     "Callback",
     "CheckpointIO",
+    "ClosureResult",
     "CombinedLoader",
     "DDPStrategy",
+    "DataHooks",
+    "DataLoaderIterDataFetcher",
     "GradientAccumulationScheduler",
     "LRSchedulerConfig",
     "LightningDataModule",
     "LightningModule",
+    "LoggerConnector",
     "MisconfigurationException",
+    "MixedPrecision",
     "ModelCheckpoint",
+    "PassThroughProfiler",
     "Precision",
     "Profiler",
+    "ResultCollection",
+    "ResultMetric",
+    "SIGTERMException",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
     "TensorBoardLogger",
     "TorchCheckpointIO",
     "Trainer",
+    "TrainingEpochLoop",
     "Tuner",
     "bind_lightning",
     "bound_name",
     "check_binding",
+    "check_lean",
     "is_fitting",
     "loaded_checkpoint",
     "lower_found_batch_size",
+    "move_data_to_device",
     "rank_zero_info",
     "rank_zero_warn",
     "register_strategies",
+    "takes_batch_index",
     "when_lightning_is_imported",
 ]
 
@@ -69,28 +95,49 @@ VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
 
 # Where each name of __all__ lives below the package that is bound.
 _HOMES = {
+    "AutomaticOptimization": "loops.optimization.automatic",
     "BatchSizeFinder": "callbacks",
     "Callback": "callbacks",
     "CheckpointIO": "plugins.io",
+    "ClosureResult": "loops.optimization.automatic",
     "CombinedLoader": "utilities",
     "DDPStrategy": "strategies",
+    "DataHooks": "core.hooks",
+    "DataLoaderIterDataFetcher": "loops.fetchers",
     "GradientAccumulationScheduler": "callbacks",
     "LRSchedulerConfig": "utilities.types",
     "LightningDataModule": "core",
     "LightningModule": "core",
+    "LoggerConnector": "trainer.connectors.logger_connector.logger_connector",
     "MisconfigurationException": "utilities.exceptions",
+    "MixedPrecision": "plugins.precision",
     "ModelCheckpoint": "callbacks",
+    "PassThroughProfiler": "profilers",
     "Precision": "plugins.precision",
     "Profiler": "profilers",
+    "ResultCollection": "trainer.connectors.logger_connector.result",
+    "ResultMetric": "trainer.connectors.logger_connector.result",
+    "SIGTERMException": "utilities.exceptions",
     "SingleDeviceStrategy": "strategies",
     "Strategy": "strategies",
     "StrategyRegistry": "strategies",
     "TensorBoardLogger": "loggers",
     "TorchCheckpointIO": "plugins.io",
     "Trainer": "trainer.trainer",
+    "TrainingEpochLoop": "loops.training_epoch_loop",
     "Tuner": "tuner.tuning",
+    "move_data_to_device": "utilities",
     "rank_zero_info": "utilities.rank_zero",
     "rank_zero_warn": "utilities.rank_zero",
+}
+# Classes that Lightning keeps private, by the name that they have here.
+_PRIVATE = {
+    "AutomaticOptimization": "_AutomaticOptimization",
+    "DataLoaderIterDataFetcher": "_DataLoaderIterDataFetcher",
+    "LoggerConnector": "_LoggerConnector",
+    "ResultCollection": "_ResultCollection",
+    "ResultMetric": "_ResultMetric",
+    "TrainingEpochLoop": "_TrainingEpochLoop",
 }
 
 _bound: str | None = None
@@ -197,7 +244,7 @@ def __getattr__(name: str) -> Any:
     bound = bound_name()
     if bound not in sys.modules:
         _imported_by_us.add(bound)
-    value = getattr(importlib.import_module(f"{bound}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{bound}.{_HOMES[name]}"), _PRIVATE.get(name, name))
     globals()[name] = value
     return value
 
@@ -247,6 +294,29 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
 def is_fitting(trainer: Any) -> bool:
     """Whether a Trainer is in ``fit``, not in validate, test or predict."""
     return trainer.state.fn is not None and trainer.state.fn.value == "fit"
+
+
+def check_lean(option: str) -> None:
+    """Refuse what follows the training loop of Lightning 2.6 line by line under any other.
+
+    Args:
+        option: As the user wrote it, for the message.
+
+    Raises:
+        LightningMismatchError: If Lightning is not 2.6.
+    """
+    version = importlib.import_module(bound_name()).__version__
+    if not version.startswith("2.6."):
+        raise LightningMismatchError(
+            f"{option} was asked for under Lightning {version}; accepted is Lightning 2.6, whose training loop it "
+            "follows line by line. Leave the option out."
+        )
+
+
+def takes_batch_index(training_step: Any) -> bool:
+    """Whether Lightning gives this ``training_step`` the index of the batch."""
+    signatures = importlib.import_module(f"{bound_name()}.utilities.signature_utils")
+    return signatures.is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
 
 
 def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Surroundings", "short_switches"]
 
 # Seconds. A thread that wakes up while another one runs Python waits this long for its turn; Python's default is
 # 5 ms, in which a loader loses more than it loads.
-SWITCH_INTERVAL = 5e-5
+SWITCH_INTERVAL = 1e-5
 
 _lock = threading.Lock()
 _holders = 0

@@ -10,7 +10,7 @@ import torch
 
 from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
 from lightning_turbo.doctor.exam import Exam
-from lightning_turbo.doctor.mend import Mends
+from lightning_turbo.doctor.mend import Mends, Undo
 from lightning_turbo.doctor.patches import with_diffs
 from lightning_turbo.doctor.report import Report, as_text
 from lightning_turbo.doctor.rules import diagnose
@@ -31,7 +31,8 @@ class Doctor(Callback):
         timed: Steps timed with nothing but clock readings (CUDA events on a GPU), at least 1.
         watched: Steps watched from inside, which slows these steps down, at least 2.
         fix: Whether to apply the remedies that are safe and can be undone at run time: worker settings, pinned
-            memory, the benchmark flag, anomaly mode off, gradients to None. All are undone when ``fit`` ends.
+            memory, the benchmark flag, anomaly mode off, gradients to None. All are undone when ``fit`` ends; a run
+            that ends before the report is not mended.
         html: A file for the report as a page with the time line of a step; ``None`` writes none.
         json: A file for the report as JSON; ``None`` writes none.
 
@@ -73,7 +74,6 @@ class Doctor(Callback):
         self.html, self.json = html, json
         self.report: Report | None = None
         self._exam: Exam | None = None
-        self._mends: Mends | None = None
         self._anomaly_before = False
         self.superseded = False
 
@@ -86,7 +86,7 @@ class Doctor(Callback):
         doctors = [each for each in trainer.callbacks if isinstance(each, Doctor)]
         if trainer.is_global_zero and doctors[0] is self:
             others = [each for each in trainer.callbacks if each is not self]
-            self._exam = Exam(self.schedule, trainer, pl_module, others, lambda: self._finish(trainer))
+            self._exam = Exam(self.schedule, trainer, pl_module, others, lambda: self._finish(trainer, goes_on=True))
             self._exam.sources.add_callers(sys._getframe(1))
         else:
             self.superseded = doctors[0] is not self
@@ -118,42 +118,41 @@ class Doctor(Callback):
             self._exam.look_at_validation(outputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report what was seen if the run ended early, and undo what was mended."""
+        """Report what was seen if the run ended early."""
         self._finish(trainer)
-        self._undo()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop watching, report what was seen, and let the exception go its way."""
         self._finish(trainer, interrupted=type(exception).__name__)
-        self._undo()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop, should the run have ended in yet another way."""
         self._finish(trainer)
-        self._undo()
 
-    def _undo(self) -> None:
-        if self._mends is not None:
-            self._mends.undo()
-            self._mends = None
-
-    def _leave(self, trainer: Any) -> None:
+    def _leave(self, trainer: Any, successor: Undo | None = None) -> None:
         """Take this callback out of the Trainer; the list under iteration is left as it is."""
-        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+        heirs = [successor] if successor is not None else []
+        trainer.callbacks = [new for old in trainer.callbacks for new in (heirs if old is self else [old])]
         for name in ("log", "log_dict"):  # Lightning gives every callback these methods of its module
             vars(self).pop(name, None)
 
-    def _finish(self, trainer: Trainer, interrupted: str = "") -> None:
-        """Make the report, if there is none yet, and leave."""
+    def _finish(self, trainer: Trainer, interrupted: str = "", goes_on: bool = False) -> None:
+        """Make the report, if there is none yet, and leave.
+
+        Args:
+            trainer: The Trainer of the run.
+            interrupted: The name of the exception that ended the run, if one did.
+            goes_on: Whether the run goes on, so that there is something to mend.
+        """
         exam, self._exam = self._exam, None
         if exam is None:
             return
         exam.stop()
         facts, timeline = exam.facts()
         findings = with_diffs(diagnose(facts))
-        if self.fix:
-            self._mends = Mends(trainer, self._anomaly_before)
-            findings = self._mends.apply(findings, facts)
+        mends = Mends(trainer, self._anomaly_before)
+        if self.fix and goes_on:
+            findings = mends.apply(findings, facts)
         self.report = Report(
             facts=facts, findings=tuple(findings), timeline=tuple(timeline), short=exam.shortfall(interrupted)
         )
@@ -162,5 +161,4 @@ class Doctor(Callback):
             self.report.save(html=self.html, json=self.json)
         except OSError as error:  # a report is not worth a training run
             rank_zero_warn(f"Doctor could not write its report: {error}.", category=TurboWarning)
-        if self._mends is None or not self._mends.applied:
-            self._leave(trainer)
+        self._leave(trainer, Undo(mends) if mends.applied else None)

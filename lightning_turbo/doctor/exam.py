@@ -151,7 +151,7 @@ class Exam:
             self.held.append(held_graphs(self.module, self.callbacks))
         if self.trainer.profiler is self.recorder:
             self.trainer.profiler = self.profiler
-        self.recorder.timeline = None
+        self.recorder.forget()
 
     def shortfall(self, interrupted: str = "") -> str:
         """Say what is missing if the run was shorter than the schedule, else nothing.

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from lightning_turbo._compat import Callback, LightningModule, Trainer
 from lightning_turbo.doctor.advice import Finding
 from lightning_turbo.doctor.facts import Facts
 
-__all__ = ["Mends"]
+__all__ = ["Mends", "Undo"]
 
 WORKERS = 4
 """At most this many workers are started unasked."""
@@ -113,6 +114,33 @@ class Mends:
         """Whether no epoch follows in which a loader could be started anew."""
         last = self.trainer.max_epochs
         return last is not None and 0 <= last <= self.trainer.current_epoch + 1
+
+
+class Undo(Callback):
+    """Takes the doctor's place in the Trainer, does nothing in any step, and undoes the mends when ``fit`` ends.
+
+    Args:
+        mends: What was mended.
+    """
+
+    def __init__(self, mends: Mends) -> None:
+        self.mends = mends
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo at the end."""
+        self._undo(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Undo after an error."""
+        self._undo(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Undo, should the run have ended in yet another way."""
+        self._undo(trainer)
+
+    def _undo(self, trainer: Any) -> None:
+        self.mends.undo()
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
 
 
 def _release(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

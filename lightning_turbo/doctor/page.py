@@ -11,8 +11,8 @@ __all__ = ["as_html"]
 _COLOURS = {
     "data": "#d1495b",
     "copy": "#edae49",
-    "forward": "#2f7fb8",
-    "backward": "#1b4f72",
+    "forward": "#5aa9d6",
+    "backward": "#2b6ea6",
     "optimizer": "#3d8b6e",
     "hooks": "#8d7ba8",
     "logging": "#9aa5b1",
@@ -46,12 +46,14 @@ td:first-child, th:first-child { text-align: left; } th { font-weight: 600; font
   color: var(--info); }
 dl { display: grid; grid-template-columns: 5rem 1fr; gap: .15rem .6rem; margin: .6rem 0 0; }
 dt { color: var(--soft); font-size: .88rem; } dd { margin: 0; overflow-wrap: anywhere; }
-pre { background: var(--code); border-radius: .4rem; padding: .7rem .8rem; overflow-x: auto; font-size: .84rem;
+pre { background: var(--code); border-radius: .4rem; padding: .7rem .8rem; font-size: .84rem;
+  white-space: pre-wrap; word-break: break-all;
   line-height: 1.4; margin: .8rem 0 0; }
 .add { color: #1a7f4b; } .del { color: var(--error); }
 @media (prefers-color-scheme: dark) { .add { color: #7ddba3; } }
 @media (max-width: 34rem) { dl { grid-template-columns: 1fr; } dt { margin-top: .3rem; }
-  td, th { padding: .25rem .15rem; font-size: .9rem; } }
+  td, th { padding: .25rem .2rem .25rem .7rem; font-size: .9rem; }
+  td:first-child, th:first-child { padding-left: .1rem; } }
 """
 
 
@@ -62,8 +64,9 @@ def as_html(report: Mapping[str, Any]) -> str:
     """
     findings = "".join(_finding(each) for each in report["findings"])
     if not findings:
-        findings = '<p class="card">Nothing to mend was found.</p>'
-    notices = [report["short"], *(f"{note}." for note in report["notes"])]
+        nothing = "Nothing to mend was found." if report["watched"] else "No step was watched."
+        findings = f'<p class="card">{nothing}</p>'
+    notices = [report["short"], *(f"{note[:1].upper()}{note[1:]}." for note in report["notes"])]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

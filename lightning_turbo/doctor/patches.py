@@ -49,8 +49,9 @@ def diff_for(rule: str, site: Site) -> str:
     lines_of = {id(node): (node.end_lineno or node.lineno) - node.lineno for node in statements}
     shortest = [node for node in statements if lines_of[id(node)] == min(lines_of.values())]
     for statement in sorted(shortest, key=lambda node: -node.col_offset):
-        edit = next(propose(statement, source), None)
-        if edit is not None:
+        edits = [each for each in propose(statement, source) if _spans(each[0], site.line)]
+        if len(edits) == 1 or (edits and rule not in _ONE_EACH):
+            edit = edits[0]
             break
     else:
         return ""
@@ -63,8 +64,8 @@ def diff_for(rule: str, site: Site) -> str:
     return "".join(difflib.unified_diff(lines, after, name, name, n=1)).rstrip("\n")
 
 
-def _spans(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
+def _spans(node: ast.AST, line: int) -> bool:
+    return node.lineno <= line <= node.end_lineno  # type: ignore[attr-defined]
 
 
 def _needed(statement: ast.stmt, tree: ast.Module) -> bool:
@@ -172,9 +173,13 @@ def _made_there(statement: ast.stmt, source: str) -> Iterator[_Edit]:
 def _without_bias(statement: ast.stmt, source: str) -> Iterator[_Edit]:
     for call in _calls(statement):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if name.startswith(("Conv", "LazyConv")) or name in ("Linear", "LazyLinear"):
+        layer = name.startswith(("Conv", "LazyConv")) or name in ("Linear", "LazyLinear")
+        if layer and not any(each.arg == "bias" and ast.unparse(each.value) == "False" for each in call.keywords):
             yield call, _Rewrite(source).call(call, drop="bias", add="bias=False")
 
+
+_ONE_EACH = ("bias-before-norm",)
+"""Rules whose finding is one of the calls on its line, so that it must be the only one there."""
 
 _PROPOSALS: dict[str, Callable[[ast.stmt, str], Iterator[_Edit]]] = {
     "array-copy": _as_tensor,

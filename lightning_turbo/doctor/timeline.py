@@ -168,6 +168,11 @@ class Recorder(Profiler):
         self._rest = "hooks"
         """The phase of what runs between the outermost actions."""
 
+    def forget(self) -> None:
+        """Let go of all but the inner profiler: Lightning holds this object to the end of the epoch under way."""
+        self.timeline = None
+        self.on_step = self.on_batch = self.on_pause = _nothing
+
     def start(self, action_name: str) -> None:
         """Begin an action."""
         self.inner.start(action_name)
@@ -204,3 +209,7 @@ class Recorder(Profiler):
             self.timeline.mark(*(self._stack[-1] if self._stack else ("", self._rest)))
         if action_name.endswith(NEXT):
             self.on_batch()
+
+
+def _nothing() -> None:
+    """What an action tells once nobody listens."""

@@ -9,12 +9,22 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo._compat import LightningDataModule, LightningModule, Strategy, rank_zero_info, rank_zero_warn
+from lightning_turbo._compat import (
+    LightningDataModule,
+    LightningModule,
+    Strategy,
+    check_lean,
+    is_fitting,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.memory_format import FORMATS
 from lightning_turbo.optim.gradients import release_after_steps
+from lightning_turbo.strategies.calls import is_unprofiled
+from lightning_turbo.strategies.lean import install
 
 __all__ = ["TurboParts"]
 
@@ -32,10 +42,14 @@ class TurboParts:
         cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run; ``None`` leaves it.
         matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA; ``None`` leaves it.
         release_gradients: Set gradients to None right after each optimizer step.
+        lean_step: Run the training step with direct calls of its hooks.
+        lean_logging: Keep logged values where they are until somebody reads them.
+        sigterm_every: Batches between two agreements of the ranks on SIGTERM, 1 or more; 1 is Lightning's way.
 
     Raises:
         ValueError: If a setting is not one of those.
         TypeError: If a switch is no bool.
+        LightningMismatchError: If a lean part is asked for under a Lightning that it was not written from.
     """
 
     def __init__(
@@ -47,14 +61,24 @@ class TurboParts:
         cudnn_benchmark: bool | None,
         matmul_precision: MatmulPrecision | None,
         release_gradients: bool,
+        lean_step: bool,
+        lean_logging: bool,
+        sigterm_every: int = 1,
     ) -> None:
-        for name, value in (("device_prefetch", device_prefetch), ("release_gradients", release_gradients)):
+        switches = {
+            "device_prefetch": device_prefetch,
+            "release_gradients": release_gradients,
+            "lean_step": lean_step,
+            "lean_logging": lean_logging,
+        }
+        for name, value in switches.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} is no bool; accepted are True and False.")
         if cudnn_benchmark is not None and not isinstance(cudnn_benchmark, bool):
             raise TypeError(f"cudnn_benchmark={cudnn_benchmark!r} is no bool; accepted are True, False and None.")
-        if isinstance(prefetch_batches, bool) or not isinstance(prefetch_batches, int) or prefetch_batches < 1:
-            raise ValueError(f"prefetch_batches={prefetch_batches!r}; accepted is a whole number from 1 on.")
+        for name, count in (("prefetch_batches", prefetch_batches), ("sigterm_every", sigterm_every)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name}={count!r}; accepted is a whole number from 1 on.")
         if memory_format not in (None, "measure", *FORMATS):
             raise ValueError(
                 f"memory_format={memory_format!r}; accepted are None, 'measure', 'channels_last' and 'contiguous'."
@@ -63,12 +87,19 @@ class TurboParts:
             raise ValueError(
                 f"matmul_precision={matmul_precision!r}; accepted are None, 'highest', 'high' and 'medium'."
             )
+        lean = {"lean_step=True": lean_step, "lean_logging=True": lean_logging}
+        for option, asked in {**lean, f"sigterm_every={sigterm_every}": sigterm_every > 1}.items():
+            if asked:
+                check_lean(option)
         self.device_prefetch = device_prefetch
         self.prefetch_batches = prefetch_batches
         self.memory_format: Any = memory_format
         self.cudnn_benchmark = cudnn_benchmark
         self.matmul_precision: MatmulPrecision | None = matmul_precision
         self.release_gradients = release_gradients
+        self.lean_step = lean_step
+        self.lean_logging = lean_logging
+        self.sigterm_every = sigterm_every
         self._borrowed = ExitStack()
         self._prefetchers: list[DevicePrefetcher] = []
         self._told: set[str] = set()
@@ -93,11 +124,16 @@ class TurboParts:
         if self.memory_format is not None:
             MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
 
-    def after_setup(self, strategy: Strategy) -> None:
-        """Follow the optimizers' steps."""
+    def after_setup(self, strategy: Strategy, trainer: Any) -> None:
+        """Follow the optimizers' steps, and make the loop lean."""
         if self.release_gradients:
             for release in release_after_steps(strategy.optimizers):
                 self._borrowed.callback(release.remove)
+        if is_fitting(trainer) and (self.lean_step or self.lean_logging or self.sigterm_every > 1):
+            if self.lean_step and not is_unprofiled(trainer):
+                self._tell("lean_step has no meaning under a profiler, which names every call of Lightning's loop.")
+            parts = {"step": self.lean_step, "logging": self.lean_logging, "sigterm_every": self.sigterm_every}
+            self._borrowed.callback(install(trainer, **parts))
 
     def loader(self, strategy: Strategy, loader: Any) -> Any:
         """Return the loader with the next batches on the device, or as it is where that has no use."""

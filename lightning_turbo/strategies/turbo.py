@@ -19,6 +19,7 @@ from lightning_turbo._compat import (
     rank_zero_info,
 )
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
+from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]
@@ -27,7 +28,7 @@ Compression = Literal["bf16", "fp16"]
 _COMPRESS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
-class TurboStrategy(SingleDeviceStrategy):
+class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
     """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
 
     | Part | Default | What it does; off is exactly Lightning's behaviour |
@@ -37,6 +38,8 @@ class TurboStrategy(SingleDeviceStrategy):
     | ``cudnn_benchmark`` | ``True`` | on CUDA, for the run; put back afterwards |
     | ``matmul_precision`` | ``None`` | ``"high"`` allows TF32 on CUDA, for the run; put back afterwards |
     | ``release_gradients`` | ``True`` | gradients to None right after the step |
+    | ``lean_step`` | ``False`` | Lightning's loop with direct calls of its hooks; same order, same results |
+    | ``lean_logging`` | ``False`` | a logged value stays where it is until somebody reads it |
     | checkpoint IO | always | reads the scaler state of old checkpoints |
 
     A part that has no meaning on the device is named once in the log.
@@ -53,11 +56,14 @@ class TurboStrategy(SingleDeviceStrategy):
         cudnn_benchmark: ``True``, ``False``, or ``None`` to leave it.
         matmul_precision: ``"highest"``, ``"high"``, ``"medium"``, or ``None`` to leave it.
         release_gradients: See above.
+        lean_step: See above; needs Lightning 2.6. Under a profiler Lightning's own loop runs.
+        lean_logging: See above; needs Lightning 2.6.
 
     Raises:
         MisconfigurationException: If the Trainer has more than one device.
         ValueError: If a setting is not one of those above.
         TypeError: If a switch is no bool.
+        LightningMismatchError: If a lean part is asked for and Lightning is not 2.6.
 
     Example:
         >>> import lightning_turbo
@@ -81,6 +87,8 @@ class TurboStrategy(SingleDeviceStrategy):
         cudnn_benchmark: bool | None = True,
         matmul_precision: MatmulPrecision | None = None,
         release_gradients: bool = True,
+        lean_step: bool = False,
+        lean_logging: bool = False,
     ) -> None:
         check_binding("TurboStrategy")
         super().__init__("cpu" if device is None else device, accelerator, None, precision_plugin)
@@ -93,6 +101,8 @@ class TurboStrategy(SingleDeviceStrategy):
             cudnn_benchmark=cudnn_benchmark,
             matmul_precision=matmul_precision,
             release_gradients=release_gradients,
+            lean_step=lean_step,
+            lean_logging=lean_logging,
         )
 
     @property
@@ -118,7 +128,7 @@ class TurboStrategy(SingleDeviceStrategy):
         """Set up as Lightning does, with the parts before and after."""
         self.parts.before_setup(self, trainer)
         super().setup(trainer)
-        self.parts.after_setup(self)
+        self.parts.after_setup(self, trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keep the next batches on the device."""
@@ -130,7 +140,7 @@ class TurboStrategy(SingleDeviceStrategy):
         super().teardown()
 
 
-class TurboDDPStrategy(DDPStrategy):
+class TurboDDPStrategy(DDPStrategy, LeanStrategy):
     """Lightning's DDP with the techniques around the step switched on: ``strategy="turbo_ddp"``.
 
     All parts of ``TurboStrategy``, and those below. Needs torchrun or Lightning's own launcher, as ``"ddp"`` does.
@@ -141,6 +151,7 @@ class TurboDDPStrategy(DDPStrategy):
     | ``static_graph`` | ``False`` | for models whose graph never changes; torch checks it once |
     | ``grad_compression`` | ``None`` | ``"bf16"`` (CUDA) or ``"fp16"``: half the bytes, rounded |
     | ``sync_batchnorm`` | ``False`` | batch norm over all ranks (CUDA) |
+    | ``sigterm_every`` | 1 | batches between two agreements of the ranks on SIGTERM, a wait for all of them |
 
     Args:
         *args: As in Lightning's ``DDPStrategy``.
@@ -151,16 +162,20 @@ class TurboDDPStrategy(DDPStrategy):
         cudnn_benchmark: As in ``TurboStrategy``.
         matmul_precision: As in ``TurboStrategy``.
         release_gradients: As in ``TurboStrategy``.
+        lean_step: As in ``TurboStrategy``.
+        lean_logging: As in ``TurboStrategy``.
         gradient_as_bucket_view: See above.
         static_graph: See above; right only if every step uses the same parameters in the same way. Not with
             accumulated gradients.
         grad_compression: See above. Not together with ``ddp_comm_hook``.
         sync_batchnorm: See above.
+        sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop after the same batch.
         **kwargs: As in Lightning's ``DDPStrategy``.
 
     Raises:
         ValueError: If a setting is not one of those above.
         TypeError: If a switch is no bool.
+        LightningMismatchError: If a lean part is asked for and Lightning is not 2.6.
 
     Example:
         >>> from lightning_turbo.strategies import TurboDDPStrategy
@@ -180,10 +195,13 @@ class TurboDDPStrategy(DDPStrategy):
         cudnn_benchmark: bool | None = True,
         matmul_precision: MatmulPrecision | None = None,
         release_gradients: bool = True,
+        lean_step: bool = False,
+        lean_logging: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         grad_compression: Compression | None = None,
         sync_batchnorm: bool = False,
+        sigterm_every: int = 1,
         **kwargs: Any,
     ) -> None:
         check_binding("TurboDDPStrategy")
@@ -209,6 +227,9 @@ class TurboDDPStrategy(DDPStrategy):
             cudnn_benchmark=cudnn_benchmark,
             matmul_precision=matmul_precision,
             release_gradients=release_gradients,
+            lean_step=lean_step,
+            lean_logging=lean_logging,
+            sigterm_every=sigterm_every,
         )
 
     @property
@@ -240,7 +261,7 @@ class TurboDDPStrategy(DDPStrategy):
             else:
                 rank_zero_info(f"turbo: sync_batchnorm has no meaning on {self.root_device}.")
         super().setup(trainer)
-        self.parts.after_setup(self)
+        self.parts.after_setup(self, trainer)
 
     def configure_ddp(self) -> None:
         """Wrap the module, and compress its gradients on their way if asked for."""

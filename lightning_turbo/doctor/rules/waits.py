@@ -33,13 +33,13 @@ def _cost(facts: Facts, call: Call) -> tuple[str, float]:
     return f"{seconds * 1e3:.2f} ms of host time a step (measured while watching)", seconds
 
 
-def _hits(facts: Facts, kind: str, what: str) -> Iterator[Hit]:
-    """One hit for each place with a call of ``kind``; ``what`` may use its name."""
+def _moves(facts: Facts, kind: str, what: str) -> Iterator[Hit]:
+    """One hit for each place with a copy of ``kind``; ``what`` may use its name."""
     for call in facts.calls:
         if call.kind == kind:
             cost, seconds = _cost(facts, call)
             yield Hit(
-                level=_level(facts, call),
+                level=_level(facts, call) if facts.cuda else "info",
                 what=f"{what.format(name=call.name)}, {_rate(facts, call)}",
                 site=call.site,
                 cost=cost,
@@ -120,25 +120,27 @@ def array_copy(facts: Facts) -> Iterator[Hit]:
 @rule(
     name="made-on-host",
     symptom="Small copies from host to device in every step.",
-    threshold="a tensor is made on the CPU and moved in at least half of the watched steps; fewer is info",
+    threshold="a tensor is made on the CPU and moved in at least half of the watched steps; info for fewer, and in a run "
+    "on the CPU, where nothing is copied",
     remedy="Make it where it is used (device=self.device, or torch.zeros_like and its kin), or once, as a buffer.",
     card="device-prefetch",
 )
 def made_on_host(facts: Facts) -> Iterator[Hit]:
     """Tensors made on the CPU and moved each step."""
-    return _hits(facts, "moved", "a tensor is made on the CPU and moved by {name}")
+    return _moves(facts, "moved", "a tensor is made on the CPU and moved by {name}")
 
 
 @rule(
     name="round-trip",
     symptom="Tensors leave the device and come back within one step.",
-    threshold="a tensor fetched by .cpu() is sent back in at least half of the watched steps; fewer is info",
+    threshold="a tensor fetched by .cpu() is sent back in at least half of the watched steps; info for fewer, and in a run "
+    "on the CPU, where nothing is copied",
     remedy="Leave it on the device.",
     card="device-prefetch",
 )
 def round_trip(facts: Facts) -> Iterator[Hit]:
     """Tensors fetched to the host and sent back."""
-    return _hits(facts, "round trip", "a tensor fetched to the host is sent back by {name}")
+    return _moves(facts, "round trip", "a tensor fetched to the host is sent back by {name}")
 
 
 @rule(
