@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["map_batch", "move_batch", "pin_batch", "tensors_in"]
+__all__ = ["can_move", "map_batch", "move_batch", "pin_batch", "tensors_in"]
 
 
 def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
@@ -63,6 +63,13 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
         for value in vars(batch).values():
             if value is not batch:
                 yield from tensors_in(value)
+
+
+def can_move(batch: Any) -> bool:
+    """Tell whether any part of a batch is a tensor or an object with ``.to``."""
+    parts: list[Any] = []
+    map_batch(batch, parts.append, "to")
+    return bool(parts)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:

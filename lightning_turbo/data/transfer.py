@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_turbo.data.background import BackgroundIterator, check_depth
-from lightning_turbo.data.batches import move_batch, pin_batch, tensors_in
+from lightning_turbo.data.batches import can_move, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.randomness import moved, shared_state
 from lightning_turbo.data.resume import Place
+from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["MIN_BYTES", "DeviceIterator", "DeviceTransfer", "Foreground"]
 
@@ -57,6 +59,7 @@ class DeviceTransfer:
         self.transform = transform
         self.transfer = transfer
         self._draws: bool | None = None if transform or transfer else False
+        self._looked = False
         self._stream: Any = None
 
     @property
@@ -131,7 +134,19 @@ class DeviceTransfer:
             return batch, stream.record_event()
 
     def _move(self, batch: Any) -> Any:
-        return move_batch(batch, self.device) if self.transfer is None else self.transfer(batch, self.device)
+        if self.transfer is not None:
+            return self.transfer(batch, self.device)
+        if not self._looked:
+            self._looked = True
+            if self.device.type != "cpu" and not can_move(batch):
+                warnings.warn(
+                    f"Batches of {type(batch).__name__} hold no tensor and no object with .to, so none of them gets to "
+                    f"{self.device}. Let the dataset or collate_fn return tensors, give transfer=, or leave the device "
+                    "prefetching out (device_prefetch=False).",
+                    NoEffectWarning,
+                    stacklevel=2,
+                )
+        return move_batch(batch, self.device)
 
     def _transform(self, batch: Any) -> Any:
         return batch if self.transform is None else self.transform(batch)

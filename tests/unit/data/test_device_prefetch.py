@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
 from lightning_turbo.data.batches import map_batch, move_batch, tensors_in
 from lightning_turbo.data.transfer import DeviceIterator
+from lightning_turbo.errors import NoEffectWarning
 
 META = torch.device("meta")  # a second device that every machine has
 
@@ -231,6 +232,20 @@ def test_bad_settings_are_refused(arguments, error, message):
     settings = {"loader": [1], "device": "cpu", **arguments}
     with pytest.raises(error, match=message):
         DevicePrefetcher(settings.pop("loader"), settings.pop("device"), **settings)
+
+
+def test_batches_that_cannot_move_are_said_once():
+    transfer = DeviceTransfer("cpu")
+    transfer.device = META
+    with pytest.warns(NoEffectWarning, match="Batches of dict hold no tensor and no object with .to, so none of them"):
+        entry = transfer.send(BATCHES["nothing to move"](), None)
+    assert transfer.receive(entry) == {"a": 1, "b": ["x"]}
+    transfer.send(["x"], None)  # a second warning would be an error
+
+
+def test_batches_that_cannot_move_are_nothing_to_speak_of_on_the_cpu():
+    batches = [["x"], ["y"]]
+    assert list(DevicePrefetcher(batches, "cpu", transform=lambda batch: batch)) == batches
 
 
 def test_normalize_equals_the_naive_formula():
