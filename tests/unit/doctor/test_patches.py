@@ -93,3 +93,32 @@ def test_a_file_that_is_gone_or_broken_gives_no_diff(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("def f(:\n")
     assert diff_for("housekeeping", Site(file=str(path), line=1)) == ""
+
+
+def test_the_layer_on_the_line_is_the_one_that_changes(tmp_path):
+    path = tmp_path / "net.py"
+    rows = [
+        "net = nn.Sequential(",
+        "    nn.Conv2d(1, 4, 3), nn.ReLU(),",
+        "    nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8),",
+        ")",
+    ]
+    path.write_text("\n".join(rows) + "\n")
+    diff = diff_for("bias-before-norm", Site(file=str(path), line=3))
+    assert "+    nn.Conv2d(4, 8, 3, bias=False), nn.BatchNorm2d(8)," in diff.splitlines()
+    assert "bias=False" not in diff.partition("@@")[2].splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "better"),
+    [
+        ("net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8))", None),
+        (
+            "net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 8, 3))",
+            "net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 8, 3, bias=False))",
+        ),
+    ],
+)
+def test_of_two_layers_on_a_line_none_is_guessed(line, better, tmp_path):
+    diff = diff_for("bias-before-norm", write(tmp_path / "train.py", line))
+    assert [row[5:] for row in diff.splitlines() if row.startswith("+ ")] == ([better] if better else [])

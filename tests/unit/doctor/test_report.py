@@ -61,7 +61,7 @@ def test_the_page_escapes_all_that_comes_from_the_program(report):
     assert "b" not in page.tags
     assert text.count("</style>") == 1
     shown = "".join(page.words)
-    for part in (f".item() {EVIL}", f"note {EVIL}", f"too short {EVIL}", f"/{EVIL}.py:3", f"-{EVIL}"):
+    for part in (f".item() {EVIL}", f"Note {EVIL}", f"too short {EVIL}", f"/{EVIL}.py:3", f"-{EVIL}"):
         assert part in shown
 
 

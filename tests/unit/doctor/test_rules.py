@@ -66,13 +66,15 @@ CASES = {
         (CPU, None),
     ],
     "made-on-host": [
-        (replace(CPU, calls=calls("moved")), "warning"),
-        (replace(CPU, calls=calls("moved", count=1, steps=1)), "info"),
+        (replace(CUDA, calls=calls("moved")), "warning"),
+        (replace(CUDA, calls=calls("moved", count=1, steps=1)), "info"),
+        (replace(CPU, calls=calls("moved")), "info"),
         (CPU, None),
     ],
     "round-trip": [
-        (replace(CPU, calls=calls("round trip")), "warning"),
-        (replace(CPU, calls=calls("round trip", count=1, steps=1)), "info"),
+        (replace(CUDA, calls=calls("round trip")), "warning"),
+        (replace(CUDA, calls=calls("round trip", count=1, steps=1)), "info"),
+        (replace(CPU, calls=calls("round trip")), "info"),
         (CPU, None),
     ],
     "housekeeping": [

@@ -1,0 +1,67 @@
+"""What the tests of the Doctor share: a network that shows every disturbance, and a quiet Trainer."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+QUIET = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*number of training batches .* is smaller than the logging interval.*"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.` is deprecated.*"),
+    pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`.*"),
+]
+SHORT = {"warmup": 1, "timed": 2, "watched": 3}
+
+
+class Noisy(LightningModule):
+    """Dropout, batch norm, Adam and a few bad habits: whatever the doctor disturbed would show."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 4)
+        )
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x + torch.randn_like(x)), y)
+        self.losses.append(loss.item())
+        self.log("loss", loss, prog_bar=True)
+        if loss > 100:
+            return None
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(48, 1, 6, 6, generator=generator), torch.randint(0, 4, (48,), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+
+
+def trainer(*callbacks, **more):
+    settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+                "enable_model_summary": False, "accelerator": "cpu", **more}  # fmt: skip
+    return Trainer(callbacks=list(callbacks), **settings)
+
+
+def trained(*callbacks, model=Noisy, **more):
+    torch.manual_seed(7)
+    module = model()
+    trainer(*callbacks, **more).fit(module)
+    return module
+
+
+def rules(doctor):
+    return {finding.rule for finding in doctor.report.findings}
+
+
+def equal(a, b):
+    return a.losses == b.losses and all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
