@@ -1,0 +1,41 @@
+"""Lightning's calls of its hooks, without a log line, a profiler's context and two writes through ``nn.Module``."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from lightning_turbo._compat import PassThroughProfiler
+
+__all__ = ["call_callbacks", "call_hook", "inherits", "is_unprofiled"]
+
+
+def is_unprofiled(trainer: Any) -> bool:
+    """Whether the Trainer's profiler is the one that does nothing."""
+    return type(trainer.profiler) is PassThroughProfiler
+
+
+def call_callbacks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
+    """Call a hook of every callback."""
+    state = vars(module)
+    before, state["_current_fx_name"] = state["_current_fx_name"], hook
+    for callback in trainer.callbacks:
+        function = getattr(callback, hook)
+        if callable(function):
+            function(trainer, module, *args)
+    state["_current_fx_name"] = before
+
+
+def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a hook of the module or the strategy, with the module told of its name, which ``self.log`` asks for."""
+    state = vars(module)
+    before, state["_current_fx_name"] = state["_current_fx_name"], hook
+    output = getattr(owner, hook)(*args, **kwargs)
+    state["_current_fx_name"] = before
+    return output
+
+
+@lru_cache
+def inherits(child: type, parent: type, names: tuple[str, ...]) -> bool:
+    """Whether a class overrides none of these."""
+    return all(getattr(child, name) is getattr(parent, name) for name in names)

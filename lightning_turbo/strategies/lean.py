@@ -1,0 +1,106 @@
+"""The lean parts of the turbo strategies: Lightning's loop, hooks and logging with direct calls, for one run.
+
+Nothing is patched. Subclasses of Lightning's own classes are set on one Trainer when it is set up to fit, and taken off
+when it is torn down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_turbo._compat import MixedPrecision, Precision, Strategy
+from lightning_turbo.strategies.calls import call_callbacks, call_hook, inherits, is_unprofiled
+from lightning_turbo.strategies.lean_logging import LeanLoggerConnector, LeanResults
+from lightning_turbo.strategies.lean_loop import LeanEpochLoop
+
+__all__ = ["LeanStrategy", "install"]
+
+_AROUND_BACKWARD = ("pre_backward", "post_backward")
+_AROUND_STEP = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients")
+
+
+def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> Callable[[], None]:
+    """Set the parts on a Trainer that is about to fit.
+
+    Args:
+        trainer: With its strategy set up; no loop runs yet.
+        step: Call the hooks of a training step directly.
+        logging: Keep logged values where they are until somebody reads them.
+        sigterm_every: Batches between two agreements of the ranks on SIGTERM; 1 leaves it to Lightning.
+
+    Returns:
+        What puts everything back; to be called once.
+    """
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    loop = fit_loop.epoch_loop
+    results = loop._results
+    trainer.strategy.direct = step and is_unprofiled(trainer)
+    if step or sigterm_every > 1:
+        fit_loop.epoch_loop = LeanEpochLoop(loop, step, sigterm_every)
+    if logging:
+        loop._results = LeanResults(results)
+        trainer._logger_connector = LeanLoggerConnector(connector)
+
+    def put_back() -> None:
+        trainer.strategy.direct = False
+        fit_loop.epoch_loop = loop
+        if logging:
+            trainer._logger_connector.convert()
+            trainer._logger_connector = connector
+            results.update(loop._results)
+            loop._results = results
+
+    return put_back
+
+
+def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
+    """Whether a precision plugin does in these methods what Lightning's base class does."""
+    if type(plugin) is MixedPrecision:
+        return plugin.scaler is None
+    return inherits(type(plugin), Precision, names)
+
+
+class LeanStrategy(Strategy):
+    """Between Lightning's strategies and their base: the same calls, direct ones while ``direct`` is set."""
+
+    direct = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass between its hooks."""
+        plugin, module = self.precision_plugin, self.lightning_module
+        if not self.direct or module is None or not _is_plain(plugin, _AROUND_BACKWARD):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        trainer = module.trainer
+        self.pre_backward(closure_loss)
+        call_callbacks(trainer, module, "on_before_backward", closure_loss)
+        call_hook(module, module, "on_before_backward", closure_loss)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = closure_loss.detach()
+        call_callbacks(trainer, module, "on_after_backward")
+        call_hook(module, module, "on_after_backward")
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step the optimizer, which runs the closure."""
+        if not self.direct or not _is_plain(self.precision_plugin, _AROUND_STEP):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        wrapped = partial(self._step_and_clip, model or self.lightning_module, optimizer, closure)
+        return optimizer.step(closure=wrapped, **kwargs)
+
+    def _step_and_clip(self, module: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        trainer = module.trainer
+        call_callbacks(trainer, module, "on_before_optimizer_step", optimizer)
+        call_hook(module, module, "on_before_optimizer_step", optimizer)
+        if module.automatic_optimization:
+            clip = {
+                "gradient_clip_val": trainer.gradient_clip_val,
+                "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+            }
+            call_hook(module, module, "configure_gradient_clipping", optimizer, **clip)
+        return result

@@ -1,0 +1,225 @@
+"""Lightning's loop over the batches of an epoch, followed line by line, with direct calls.
+
+A loop shares its state with the one whose place it takes, so that counters, checkpoints and all who look at them see no
+difference. It leaves out what changes nothing: the signature of ``training_step`` is read once and not at every step, a
+loss is not divided by an accumulation of 1, no scheduler is asked for where there is none, and a batch that is on its
+device is not walked through again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_turbo._compat import (
+    AutomaticOptimization,
+    ClosureResult,
+    DataHooks,
+    DataLoaderIterDataFetcher,
+    SIGTERMException,
+    Strategy,
+    TrainingEpochLoop,
+    move_data_to_device,
+    takes_batch_index,
+)
+from lightning_turbo.strategies.calls import call_callbacks, call_hook, inherits, is_unprofiled
+
+__all__ = ["LeanEpochLoop", "LeanOptimization"]
+
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class LeanOptimization(AutomaticOptimization):
+    """Automatic optimization with direct calls.
+
+    Args:
+        stock: Lightning's, whose state is shared.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self.__dict__ = stock.__dict__
+
+    def _make_backward_fn(self, optimizer: Any) -> Callable[[Tensor], None] | None:
+        if self._skip_backward:
+            return None
+        strategy = self.trainer.strategy
+        return lambda loss: call_hook(strategy, strategy.lightning_module, "backward", loss, optimizer)
+
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
+        trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
+        # Only a strategy that accumulates by itself is called in the middle of a window.
+        steps = not (strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate())
+        progress = self.optim_progress.optimizer.step
+        if steps:
+            progress.increment_ready()
+        optimizer = strategy._lightning_optimizers[0]
+        arguments = trainer.current_epoch, batch_idx, optimizer, train_step_and_backward_closure
+        call_hook(module, module, "optimizer_step", *arguments)
+        if steps:
+            progress.increment_completed()
+
+    def _on_before_zero_grad(self, optimizer: Any) -> None:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        progress = self.optim_progress.optimizer.zero_grad
+        progress.increment_ready()
+        call_callbacks(trainer, module, "on_before_zero_grad", optimizer)
+        call_hook(module, module, "on_before_zero_grad", optimizer)
+        progress.increment_started()
+
+    def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_completed()
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        output = call_hook(strategy, strategy.lightning_module, "training_step", *kwargs.values())
+        strategy.post_training_step()
+        if type(output) is Tensor and trainer.accumulate_grad_batches == 1:
+            return ClosureResult(output)
+        if output is None and trainer.world_size > 1:
+            raise RuntimeError(
+                "training_step returned None on one of several ranks; accepted is a loss, because the others would "
+                "wait for its gradients. Return a loss of zero that depends on the parameters."
+            )
+        return self.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
+
+
+class LeanEpochLoop(TrainingEpochLoop):
+    """The loop over the batches of an epoch.
+
+    Args:
+        stock: Lightning's, whose state is shared.
+        direct: Whether hooks are called directly.
+        sigterm_every: Batches between two agreements of the ranks on SIGTERM; 1 is Lightning's way.
+    """
+
+    # No state of its own may stand among Lightning's, which goes into checkpoints.
+    __slots__ = ("_direct", "_optimization", "_sigterm_every", "_step", "_stock", "_takes_index")
+
+    def __init__(self, stock: Any, direct: bool, sigterm_every: int) -> None:
+        self.__dict__ = stock.__dict__
+        self._stock = stock
+        self._optimization = LeanOptimization(stock.automatic_optimization)
+        self._direct = direct
+        self._sigterm_every = sigterm_every
+        self._step: Any = None
+        self._takes_index = False
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Begin an epoch."""
+        super().on_run_start(data_fetcher)
+        profiled = not is_unprofiled(self.trainer)
+        data_fetcher._start_profiler = self._stock._on_before_fetch if profiled else _nothing
+        data_fetcher._stop_profiler = self._stock._on_after_fetch if profiled else _nothing
+
+    def advance(self, data_fetcher: Any) -> None:
+        """Run a batch; after a resume, under a profiler and with ``dataloader_iter`` Lightning's own method does."""
+        trainer = self.trainer
+        rare = self._restarting or isinstance(data_fetcher, DataLoaderIterDataFetcher) or not is_unprofiled(trainer)
+        if rare or not self._direct:
+            super().advance(data_fetcher)
+            return
+        if self.val_loop._restarting:
+            self.val_loop.restarting = False
+        if trainer.world_size > 1 and torch.distributed.is_initialized():
+            self._broadcast_sigterm_tensor()
+        progress, strategy, module = self.batch_progress, trainer.strategy, trainer.lightning_module
+        batch, _, __ = next(data_fetcher)
+        batch_idx = self.batch_idx + 1
+        progress.is_last_batch = data_fetcher.done
+        batch = self._moved(strategy.precision_plugin.convert_input(batch))
+        progress.increment_ready()
+        connector = trainer._logger_connector
+        connector.on_batch_start(batch)
+        output: Any = None
+        ends_epoch = False
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            call_callbacks(trainer, module, "on_train_batch_start", batch, batch_idx)
+            ends_epoch = call_hook(module, module, "on_train_batch_start", batch, batch_idx) == -1
+            call_hook(strategy, module, "on_train_batch_start", batch, batch_idx)
+            if ends_epoch:
+                progress.increment_by(0, is_last_batch=True)
+            else:
+                progress.increment_started()
+                output = self._optimized(batch, batch_idx)
+        progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ends_epoch:
+            raise StopIteration
+        call_callbacks(trainer, module, "on_train_batch_end", output, batch, batch_idx)
+        call_hook(module, module, "on_train_batch_end", output, batch, batch_idx)
+        if self._results:
+            connector.on_batch_end()
+        else:
+            self._results.batch = self._results.batch_size = None
+        progress.increment_completed()
+        if self._results:
+            connector.update_train_step_metrics()
+
+    def _optimized(self, batch: Any, batch_idx: int) -> Any:
+        module = self.trainer.lightning_module
+        if module.training_step != self._step:
+            self._step, self._takes_index = module.training_step, takes_batch_index(module.training_step)
+        kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
+        if module.automatic_optimization:
+            return self._optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
+        return self.manual_optimization.run(kwargs)
+
+    def _moved(self, batch: Any) -> Any:
+        """The batch on the device, through the hooks of the transfer where one of them is overridden."""
+        module, strategy = self.trainer.lightning_module, self.trainer.strategy
+        datamodule = getattr(self.trainer, "datamodule", None)
+        plain = (
+            inherits(type(module), DataHooks, _TRANSFER)
+            and (datamodule is None or inherits(type(datamodule), DataHooks, _TRANSFER))
+            and inherits(type(strategy), Strategy, ("batch_to_device",))
+            and vars(module).keys().isdisjoint(_TRANSFER)
+        )
+        if not plain:
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return call_hook(strategy, module, "batch_to_device", batch, dataloader_idx=0)
+        device = strategy.root_device
+        if type(batch) in (tuple, list) and all(type(x) is Tensor and x.device == device for x in batch):
+            return type(batch)(batch)
+        return move_data_to_device(batch, device)
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Step the schedulers of this interval, if there is any scheduler."""
+        if self.trainer.lr_scheduler_configs:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    # SIGTERM on several ranks
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        if self._sigterm_every == 1:
+            super()._broadcast_sigterm_tensor()
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Validate where it is due; with ``sigterm_every`` above 1, all ranks stop after the same batch."""
+        if self._sigterm_every == 1 or self.trainer.world_size == 1:
+            super().on_advance_end(data_fetcher)
+            return
+        # Lightning raises it for this rank alone, at the end of the method; here the others are asked first.
+        with contextlib.suppress(SIGTERMException):
+            super().on_advance_end(data_fetcher)
+        if self.batch_progress.total.ready % self._sigterm_every == 0 or self._num_ready_batches_reached():
+            signals = self.trainer._signal_connector
+            told = torch.tensor(int(signals.received_sigterm), device=self.trainer.strategy.root_device)
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+            signals.received_sigterm = bool(told.item())
+            if signals.received_sigterm and not self._is_training_done:
+                raise SIGTERMException
+
+
+def _nothing() -> None:
+    """Stand where Lightning calls a profiler around the fetching of a batch."""
