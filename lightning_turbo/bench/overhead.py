@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo.bench.case import Aim, Suite
 from lightning_turbo.bench.meter import Meter
@@ -60,6 +62,9 @@ def lightning(
     fused: bool = False,
     amp: dict[str, Any] | None = None,
     callback: str = "",
+    turbo: dict[str, Any] | None = None,
+    schedule: str = "",
+    data: str = "",
     **trainer: Any,
 ) -> dict[str, float]:
     """The same step under a Trainer.
@@ -71,6 +76,9 @@ def lightning(
         fused: Whether the optimizer is fused.
         amp: Arguments of ``ApexAMP``, or ``None`` for none.
         callback: Name of one of our callbacks to add.
+        turbo: Arguments of ``TurboStrategy``, or ``None`` for Lightning's own strategy.
+        schedule: ``"torch"`` or ``"ours"`` cycles the learning rate step by step.
+        data: ``"loader"`` takes a ``DataLoader``, ``"prefetch"`` one through ``PrefetchDataModule``.
         trainer: Arguments of the Trainer.
     """
     from lightning_turbo.bench.training import QUIET, Classifier, apex_amp, train
@@ -79,9 +87,62 @@ def lightning(
     if amp is not None:
         trainer["plugins"] = [apex_amp(**amp)]
     callbacks = [_callback(callback)] if callback else []
-    module = Classifier(net, lambda parameters: sgd(list(parameters), fused=fused), log)
+    if turbo is not None:
+        from lightning_turbo import TurboStrategy
+
+        trainer["strategy"] = TurboStrategy(**turbo)
+
+    def optimizer(parameters: Iterable[Any]) -> Any:
+        made = sgd(list(parameters), fused=fused)
+        return _scheduled(made, schedule) if schedule else made
+
+    module = Classifier(net, optimizer, log)
     options = {**QUIET, **trainer} if quiet else trainer
-    return train(meter, module, loader, samples=BATCH, callbacks=callbacks, **options)
+    source = _loaded(loader, data) if data else loader
+    return train(meter, module, source, samples=BATCH, callbacks=callbacks, **options)
+
+
+def _scheduled(optimizer: Any, schedule: str) -> dict[str, Any]:
+    """The optimizer with a rate that cycles, as the user of Lightning writes it or with ours."""
+    from lightning_turbo import cyclic_lr
+
+    if schedule == "ours":
+        config = cyclic_lr(optimizer, 0.01, 0.03, steps_up=500)
+    else:
+        config = {
+            "scheduler": torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.03, 500, cycle_momentum=False),
+            "interval": "step",
+        }
+    return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class _Stream(IterableDataset[Any]):
+    """Batches without end for a ``DataLoader``.
+
+    Args:
+        loader: Gives them.
+    """
+
+    def __init__(self, loader: Endless) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def _loaded(loader: Endless, data: str) -> Any:
+    """The batches through a ``DataLoader``, bare or of a ``PrefetchDataModule``."""
+    from lightning_turbo import PrefetchDataModule
+
+    loaded = DataLoader(_Stream(loader), batch_size=None)
+    if data == "loader":
+        return loaded
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self) -> Any:
+            return loaded
+
+    return Data()
 
 
 def _callback(name: str) -> Callback:
@@ -94,7 +155,8 @@ def _callback(name: str) -> Callback:
 
 def register(suite: Suite) -> None:
     """Add the cases and their aims."""
-    stock, quick = "Lightning", ("plain loop", "Lightning", "ApexAMP O0", "strategy turbo")
+    stock, quick = "Lightning", ("plain loop", "Lightning", "ApexAMP O0", "strategy turbo", "strategy turbo, lean")
+    lean = {"lean_step": True, "lean_logging": True}
 
     def add(name: str, config: dict[str, Any], *against: str, **options: Any) -> None:
         run = plain if name.startswith("plain") else lightning
@@ -112,16 +174,25 @@ def register(suite: Suite) -> None:
     for level in ("O1", "O2"):
         amp = {"opt_level": level, "dtype": "bf16"}
         add(f"ApexAMP {level}", {"amp": amp}, stock, "Lightning, bf16-mixed", ours=True)
-    callbacks = ("GradToNone", "ExactAccumulation", "EffectiveBatchSize")
+    callbacks = ("GradToNone", "ExactAccumulation", "EffectiveBatchSize", "Doctor")
     for name in callbacks:
         add(name, {"callback": name}, stock, ours=True)
-    add("strategy turbo", {"strategy": "turbo"}, stock, ours=True)
-    add("strategy turbo, one self.log", {"strategy": "turbo", "log": 1}, "Lightning, one self.log", ours=True)
+    add("Lightning, CyclicLR", {"schedule": "torch"}, stock)
+    add("cyclic_lr", {"schedule": "ours"}, "Lightning, CyclicLR", ours=True)
+    add("Lightning, DataLoader", {"data": "loader"}, stock)
+    add("PrefetchDataModule", {"data": "prefetch"}, "Lightning, DataLoader", ours=True)
+    add("strategy turbo", {"turbo": {}}, stock, ours=True)
+    logging = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
+    for suffix, config in logging.items():
+        add(f"strategy turbo, lean{suffix}", {"turbo": lean, **config}, f"{stock}{suffix}", ours=True)
+    add("ApexAMP O1, lean", {"turbo": lean, "amp": {"opt_level": "O1", "dtype": "bf16"}}, "ApexAMP O1", ours=True)
     suite.aims += [
         Aim("ApexAMP O0", stock, 1.05),
         Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
-        *(Aim(name, stock, 1.05) for name in callbacks),
-        Aim("strategy turbo", "plain loop", 1.8),
+        *(Aim(name, stock, 1.05) for name in (*callbacks, "strategy turbo")),
+        Aim("cyclic_lr", "Lightning, CyclicLR", 1.05),
+        Aim("PrefetchDataModule", "Lightning, DataLoader", 1.05),
+        *(Aim(f"strategy turbo, lean{suffix}", "plain loop", 1.8) for suffix in logging),
     ]
 
 
