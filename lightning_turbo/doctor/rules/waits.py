@@ -120,8 +120,8 @@ def array_copy(facts: Facts) -> Iterator[Hit]:
 @rule(
     name="made-on-host",
     symptom="Small copies from host to device in every step.",
-    threshold="a tensor is made on the CPU and moved in at least half of the watched steps; info for fewer, and in a run "
-    "on the CPU, where nothing is copied",
+    threshold="a tensor is made on the CPU and moved in at least half of the watched steps; info for fewer, and in "
+    "a run on the CPU, where nothing is copied",
     remedy="Make it where it is used (device=self.device, or torch.zeros_like and its kin), or once, as a buffer.",
     card="device-prefetch",
 )
@@ -133,8 +133,8 @@ def made_on_host(facts: Facts) -> Iterator[Hit]:
 @rule(
     name="round-trip",
     symptom="Tensors leave the device and come back within one step.",
-    threshold="a tensor fetched by .cpu() is sent back in at least half of the watched steps; info for fewer, and in a run "
-    "on the CPU, where nothing is copied",
+    threshold="a tensor fetched by .cpu() is sent back in at least half of the watched steps; info for fewer, and in "
+    "a run on the CPU, where nothing is copied",
     remedy="Leave it on the device.",
     card="device-prefetch",
 )
