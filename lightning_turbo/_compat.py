@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
     )
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
     from lightning.pytorch.tuner.tuning import Tuner
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -67,6 +68,7 @@ __all__ = [
     "ResultCollection",
     "ResultMetric",
     "SIGTERMException",
+    "SignalConnector",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
@@ -118,6 +120,7 @@ _HOMES = {
     "ResultCollection": "trainer.connectors.logger_connector.result",
     "ResultMetric": "trainer.connectors.logger_connector.result",
     "SIGTERMException": "utilities.exceptions",
+    "SignalConnector": "trainer.connectors.signal_connector",
     "SingleDeviceStrategy": "strategies",
     "Strategy": "strategies",
     "StrategyRegistry": "strategies",
@@ -137,6 +140,7 @@ _PRIVATE = {
     "LoggerConnector": "_LoggerConnector",
     "ResultCollection": "_ResultCollection",
     "ResultMetric": "_ResultMetric",
+    "SignalConnector": "_SignalConnector",
     "TrainingEpochLoop": "_TrainingEpochLoop",
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_turbo._compat import MixedPrecision, Precision, Strategy
 from lightning_turbo.strategies.calls import call_callbacks, call_hook, inherits, is_unprofiled
 from lightning_turbo.strategies.lean_logging import LeanLoggerConnector, LeanResults
-from lightning_turbo.strategies.lean_loop import LeanEpochLoop
+from lightning_turbo.strategies.lean_loop import LeanEpochLoop, LeanSignalConnector
 
 __all__ = ["LeanStrategy", "install"]
 
@@ -35,12 +35,14 @@ def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> C
     Returns:
         What puts everything back; to be called once.
     """
-    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    fit_loop, connector, signals = trainer.fit_loop, trainer._logger_connector, trainer._signal_connector
     loop = fit_loop.epoch_loop
     results = loop._results
     trainer.strategy.direct = step and is_unprofiled(trainer)
     if step or sigterm_every > 1:
         fit_loop.epoch_loop = LeanEpochLoop(loop, step, sigterm_every)
+    if sigterm_every > 1:
+        trainer._signal_connector = LeanSignalConnector(signals)
     if logging:
         loop._results = LeanResults(results)
         trainer._logger_connector = LeanLoggerConnector(connector)
@@ -48,6 +50,7 @@ def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> C
     def put_back() -> None:
         trainer.strategy.direct = False
         fit_loop.epoch_loop = loop
+        trainer._signal_connector = signals
         if logging:
             trainer._logger_connector.convert()
             trainer._logger_connector = connector

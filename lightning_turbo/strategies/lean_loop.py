@@ -21,6 +21,7 @@ from lightning_turbo._compat import (
     ClosureResult,
     DataHooks,
     DataLoaderIterDataFetcher,
+    SignalConnector,
     SIGTERMException,
     Strategy,
     TrainingEpochLoop,
@@ -29,7 +30,7 @@ from lightning_turbo._compat import (
 )
 from lightning_turbo.strategies.calls import call_callbacks, call_hook, inherits, is_unprofiled
 
-__all__ = ["LeanEpochLoop", "LeanOptimization"]
+__all__ = ["LeanEpochLoop", "LeanOptimization", "LeanSignalConnector"]
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -219,6 +220,23 @@ class LeanEpochLoop(TrainingEpochLoop):
             signals.received_sigterm = bool(told.item())
             if signals.received_sigterm and not self._is_training_done:
                 raise SIGTERMException
+
+
+class LeanSignalConnector(SignalConnector):
+    """Notes a SIGTERM and passes it on; Lightning's also talks to the other ranks, from inside the signal's handler.
+
+    Args:
+        stock: Lightning's, whose state is shared.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self.__dict__ = stock.__dict__
+
+    def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
+        launcher = self.trainer.strategy.launcher
+        if not self.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        self.received_sigterm = True
 
 
 def _nothing() -> None:

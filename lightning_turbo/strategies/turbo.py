@@ -19,6 +19,7 @@ from lightning_turbo._compat import (
     rank_zero_info,
 )
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
+from lightning_turbo.strategies.agreement import check_agreement
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
 
@@ -241,9 +242,10 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
         """Set up as Lightning does, with the parts before and after.
 
         Raises:
-            MisconfigurationException: If ``static_graph`` meets accumulated gradients, or bfloat16 compression a
-                device that is not CUDA: torch can do neither.
+            MisconfigurationException: If ranks were started with different settings; if ``static_graph`` meets
+                accumulated gradients, or bfloat16 compression a device that is not CUDA: torch can do neither.
         """
+        check_agreement(self, trainer)
         if self.static_graph and is_fitting(trainer) and trainer.accumulate_grad_batches > 1:
             raise MisconfigurationException(
                 f"static_graph=True and accumulate_grad_batches={trainer.accumulate_grad_batches}; accepted is one of "
