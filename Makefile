@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test check docs unit slow gpu clean
+.PHONY: demo test check docs unit slow gpu release pairs clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-turbo demo $(DEMO_ARGS)
@@ -32,6 +32,17 @@ slow: $(STAMP)
 # On a machine with a CUDA device; fails if no test ran.
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# Before a release: wheel and sdist are built, looked at, installed outside the repository, and run there.
+release: $(STAMP)
+	$(BIN)/python tests/release/package.py
+
+# Before a release: the tests with the oldest and the newest supported torch and Lightning. 20 GB of disk, much time.
+OLDEST_PYTHON ?= python3.10
+PAIRS_FOLDER ?= runs/pairs
+pairs: $(STAMP)
+	$(BIN)/python tests/release/pairs.py oldest --folder $(PAIRS_FOLDER) --interpreter $(OLDEST_PYTHON)
+	$(BIN)/python tests/release/pairs.py newest --folder $(PAIRS_FOLDER)
 
 # torch comes first and alone: its exact version decides which build pip takes.
 $(STAMP): pyproject.toml constraints.txt

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -74,6 +75,13 @@ def test_import_costs_at_most_50_ms_beyond_lightning():
         print(time.perf_counter() - start)
         """
     assert min(float(run(code)) for _ in range(3)) < 0.05
+
+
+def test_the_stability_page_lists_the_public_names():
+    page = (ROOT.parent / "docs" / "stability.md").read_text()
+    listed = page.split("<!-- public names -->")[1].split("<!-- end of public names -->")[0]
+    names = re.findall(r"`(\w+)`", listed)
+    assert sorted(names) == sorted(lightning_turbo.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -1,0 +1,102 @@
+"""Builds wheel and sdist, looks at what is in them, and runs what each installs, outside the repository.
+
+    python tests/release/package.py [--keep FOLDER]
+
+The installations take the exact versions of constraints.txt. It needs the network, and some minutes.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+DEMO = ("demo", "--levels", "O0,O1", "--epochs", "2", "--device", "cpu", "--out", "out")
+WHERE = "import lightning_turbo; print(lightning_turbo.__file__)"
+
+
+def run(*command, cwd, env=None):
+    print("$", *(str(part) for part in command), flush=True)
+    return subprocess.run([str(part) for part in command], cwd=cwd, env=env, check=True, text=True)
+
+
+def expected():
+    """What the wheel has to hold of the package: the files that git knows."""
+    listed = subprocess.run(
+        ["git", "ls-files", "lightning_turbo"], cwd=ROOT, check=True, text=True, capture_output=True
+    ).stdout.split()
+    return {name for name in listed if (ROOT / name).exists()}
+
+
+def inspect(wheel, sdist):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    package = {name for name in names if name.startswith("lightning_turbo/")}
+    info = {name.split(".dist-info/", 1)[1] for name in names if ".dist-info/" in name}
+    assert "lightning_turbo/py.typed" in package
+    assert package == expected(), f"differs from git: {sorted(package ^ expected())}"
+    assert info == INFO, f"differs: {sorted(info ^ INFO)}"
+    assert len(package) + len(info) == len(names), f"more than the package: {sorted(names - package)}"
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
+    missing = (expected() | {"LICENSE", "README.md", "pyproject.toml"}) - inside
+    assert not missing, f"the sdist lacks {sorted(missing)}"
+    assert not [name for name in inside if name.startswith("tests/")]
+    print(f"{wheel.name}: {len(package)} files of the package, py.typed, no tests; {sdist.name} holds them too")
+
+
+def try_out(archive, folder):
+    """Install into an empty environment and run the commands there."""
+    folder.mkdir()
+    python = folder / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt")
+    run(*pip, "torch", cwd=folder)
+    run(*pip, f"{archive}[demo]", cwd=folder)
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    where = subprocess.run(
+        [python, "-c", WHERE], cwd=folder, env=env, check=True, text=True, capture_output=True
+    ).stdout.strip()
+    assert Path(where).is_relative_to(folder / "venv"), f"{where} is not what was installed"
+    command = python.with_name("lightning-turbo")
+    run(command, "doctor", cwd=folder, env=env)
+    run(command, *DEMO, cwd=folder, env=env)
+    assert (folder / "out" / "demo.png").stat().st_size > 10_000
+    print(f"{archive.name}: installed, doctor and demo ran", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", type=Path, help="folder for wheel and sdist")
+    keep = parser.parse_args().keep
+    with tempfile.TemporaryDirectory(prefix="turbo-release-") as name:
+        work = Path(name)
+        # Built from a copy of what git knows: no build folder of an earlier run can slip in.
+        source = work / "source"
+        source.mkdir()
+        for path in subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, check=True, text=True, capture_output=True
+        ).stdout.splitlines():
+            if (ROOT / path).exists():
+                (source / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, source / path)
+        run(sys.executable, "-m", "build", "--outdir", work / "dist", source, cwd=work)
+        (wheel,) = (work / "dist").glob("*.whl")
+        (sdist,) = (work / "dist").glob("*.tar.gz")
+        inspect(wheel, sdist)
+        for archive in (wheel, sdist):
+            try_out(archive, work / archive.suffix.strip("."))
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            for archive in (wheel, sdist):
+                shutil.copy(archive, keep)
+
+
+if __name__ == "__main__":
+    main()
