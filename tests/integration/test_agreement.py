@@ -1,0 +1,48 @@
+"""Ranks that disagree on their settings are refused before the first step, with the values of both."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_turbo.strategies.agreement import disagreements
+
+WORKER = Path(__file__).with_name("agreement_worker.py")
+
+
+def test_what_differs_is_named_with_each_value_and_its_ranks():
+    same = {"opt_level": "'O1'", "max_epochs": "3"}
+    assert disagreements([same] * 3) == []
+    assert disagreements([same, {**same, "opt_level": "'O2'"}, same]) == [
+        "opt_level: 'O1' on ranks 0, 2, 'O2' on rank 1"
+    ]
+    assert disagreements([same, {"max_epochs": "3"}]) == ["opt_level: 'O1' on rank 0, not set on rank 1"]
+    (many,) = disagreements([*[{"torch": "'2.12'"}] * 10, {"torch": "'2.13'"}])
+    assert many == "torch: '2.12' on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, '2.13' on rank 10"
+
+
+@pytest.mark.distributed
+def test_two_ranks_that_disagree_are_refused_before_the_first_step(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, tmp_path],
+        capture_output=True, text=True, timeout=170,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = {}
+    for path in tmp_path.iterdir():
+        case, rank, steps = path.name.split(".")
+        assert steps == "0", path  # no step was made
+        said.setdefault(case, {})[rank] = path.read_text()
+    for case, text in {
+        "level": "settings: precision: 'bf16-mixed' on rank 0, 'bf16-true' on rank 1; opt_level: 'O1' on rank 0, 'O2'",
+        "scale": "settings: loss_scale: 128.0 on rank 0, 256.0 on rank 1. Accepted is one value",
+        "trainer": "settings: accumulate_grad_batches: 1 on rank 0, 2 on rank 1; max_epochs: 1 on rank 0, 2 on rank 1.",
+        "strategy": "settings: grad_compression: None on rank 0, 'fp16' on rank 1; ddp_kwargs: {",
+        "network": "settings: parameters: (2, 15) on rank 0, (2, 20) on rank 1. Accepted",
+        "checkpoint": "settings: checkpoint to go on from: 'one.ckpt' on rank 0, None on rank 1. Accepted",
+    }.items():
+        assert text in said[case]["0"]
+        assert said[case]["0"] == said[case]["1"]
