@@ -101,7 +101,7 @@ def examined(path, *arguments):
 
 def test_images_by_dali(own_time):
     pytest.importorskip("nvidia.dali")
-    assert examined("imagenet_dali.py", "--demo", "--epochs", "1", "--level", "O0", "--batch-size", "32") == []
+    assert examined("imagenet_dali.py", "--demo", "--epochs", "1", "--level", "O0", "--batch-size", "8") == []
 
 
 def test_volumes(own_time):
