@@ -85,10 +85,6 @@ class HalfWeights:
             if master.device != weight.device:
                 master.data = master.data.to(weight.device)
 
-    def master_of(self, weight: Tensor) -> Parameter | None:
-        """Return the float32 master of a weight of the model, or ``None``."""
-        return self._masters.get(weight)
-
     def masters(self) -> Iterator[Parameter]:
         """Yield every master, those of frozen weights too."""
         yield from self._masters.values()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import warnings
 
 import pytest
@@ -140,16 +141,29 @@ def test_a_stop_in_mid_epoch_and_another_fit_with_the_same_data(photos, whole):
     assert again.trained == whole.trained
 
 
-def test_an_exception_in_the_step_and_another_fit_with_the_same_data(photos, whole):
+def fails():
+    raise ZeroDivisionError
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("how", "error"), [(fails, ZeroDivisionError), (ctrl_c, (KeyboardInterrupt, SystemExit))])
+def test_an_epoch_broken_off_by_force_and_another_fit_with_the_same_data(photos, whole, how, error):
     class Breaking(Model):
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
-                raise ZeroDivisionError
+                how()
             return super().training_step(batch, batch_idx)
 
     module = data(photos)
-    with pytest.raises(ZeroDivisionError):
-        fit(photos, module, model=Breaking())
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error):
+            fit(photos, module, model=Breaking())
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from there on
     again, _, _ = fit(photos, module, max_epochs=3)
     assert again.trained == whole.trained
 
