@@ -22,6 +22,7 @@ from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.agreement import check_agreement
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
+from lightning_turbo.strategies.restart import count_next_epoch
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]
 
@@ -130,6 +131,10 @@ class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
         self.parts.before_setup(self, trainer)
         super().setup(trainer)
         self.parts.after_setup(self, trainer)
+
+    def on_train_start(self) -> None:
+        """Count the epoch that begins after a checkpoint of the last step of one."""
+        count_next_epoch(self.lightning_module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keep the next batches on the device."""
@@ -270,6 +275,10 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
         super().configure_ddp()
         if self.grad_compression is not None and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, _COMPRESS[self.grad_compression])
+
+    def on_train_start(self) -> None:
+        """Count the epoch that begins after a checkpoint of the last step of one."""
+        count_next_epoch(self.lightning_module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keep the next batches on the device, after Lightning has placed its sampler."""

@@ -54,7 +54,7 @@ def two_hosts():
                 break
 
 
-def torchrun(folder, *words, cwd=None):
+def torchrun(folder, *words, cwd=None, **variables):
     """Run a script on both hosts, two ranks each, to its end."""
     with two_hosts() as names:
         jobs = []
@@ -70,7 +70,8 @@ def torchrun(folder, *words, cwd=None):
                     jobs.append(
                         subprocess.Popen(
                             ["ip", "netns", "exec", name, sys.executable, *launch, *map(str, words)],
-                            stdout=output, stderr=subprocess.STDOUT, cwd=cwd, env={**os.environ, **ENVIRONMENT},
+                            stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
+                            env={**os.environ, **ENVIRONMENT, **variables},
                             start_new_session=True,
                         )
                     )  # fmt: skip
@@ -128,7 +129,7 @@ def test_four_ranks_on_two_hosts_equal_one_process_on_the_joint_batch(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_medmnist_example_runs_unchanged(tmp_path, monkeypatch):
+def test_the_medmnist_example_runs_unchanged(tmp_path):
     rng, arrays = np.random.default_rng(0), {}
     for part, count in (("train", 32), ("val", 16)):
         labels = (np.arange(count) % 4 < 2).astype(np.uint8)
@@ -142,8 +143,7 @@ def test_the_medmnist_example_runs_unchanged(tmp_path, monkeypatch):
         "--trainer.strategy", "turbo_ddp", "--trainer.accelerator", "cpu", "--trainer.max_epochs", "2",
         "--trainer.enable_progress_bar", "false",
     ]  # fmt: skip
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    said = torchrun(tmp_path, *words, cwd=tmp_path)
+    said = torchrun(tmp_path, *words, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert "All distributed processes registered. Starting with 4 processes" in said[0]
     checkpoints = tmp_path / "runs" / "medmnist3d" / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"best.ckpt", "last.ckpt"}

@@ -1,0 +1,252 @@
+"""A rank is killed at any moment: the job comes back, no checkpoint is half, and no bit of the end differs."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import TensorDataset
+
+from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader
+from tests.integration.killed_worker import STEPS, STEPS_OF_AN_EPOCH
+from tests.integration.test_resume import assert_same
+
+WORKER = Path(__file__).with_name("killed_worker.py")
+PLACES = ("forward", "write", "backward", "prefetch", "place", "random")
+LEVELS = ("O1", "O2")
+# By default torchrun keeps one store for all lives of a job, and a rank of the new life can find addresses of the old.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}  # fmt: skip
+
+
+def planned(places, seed):
+    """Kills in these places, at steps of chance that lie in a row, in a rank of chance; only rank 0 writes files."""
+    chance = random.Random(seed)
+    apart = (STEPS - 6) / len(places)
+    return ",".join(
+        f"{where}:{0 if where in ('write', 'place') else chance.randrange(2)}"
+        f":{2 + int(apart * (n + chance.random()))}:{chance.randrange(1000)}"
+        for n, where in enumerate(places)
+    )
+
+
+def run(folder, level, kills="", torchrun=False):
+    """Run a job to its end while loading every checkpoint that is there, again and again; return how many were loaded.
+
+    Every file that is named as a checkpoint must load at every moment.
+    """
+    folder.mkdir()
+    restarts = ["--max-restarts", str(len(kills.split(",")))]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts] if torchrun else []
+    command = [sys.executable, *launch, str(WORKER), *([] if torchrun else ["fork"]), level, str(folder), kills]
+    loaded, deadline = 0, time.monotonic() + 280
+    with open(folder / "output", "wb") as output:
+        job = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True
+        )
+        try:
+            while job.poll() is None:
+                for path in folder.rglob("*.ckpt"):
+                    try:
+                        torch.load(path, weights_only=True)
+                    except FileNotFoundError:  # removed for a newer one
+                        continue
+                    loaded += 1
+                assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:]
+                try:
+                    job.wait(timeout=0.02)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            end(job)
+    assert job.returncode == 0, (folder / "output").read_text()[-3000:]
+    return loaded
+
+
+def end(job):
+    """End a job that is not at its end: torchrun ends its ranks on SIGTERM."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def finals(folder):
+    return [torch.load(folder / f"final.{rank}", weights_only=True) for rank in (0, 1)]
+
+
+def check(undisturbed, killed, kills):
+    """The job had a life more than kills, went on from a checkpoint, and ended as the undisturbed one, bit for bit."""
+    assert len(list(killed.glob("kill.*"))) == kills
+    lives = [json.loads(line) for line in (killed / "lives").read_text().splitlines()]
+    assert [life["life"] for life in lives] == list(range(kills + 1))
+    began = [life["step"] for life in lives]
+    assert began == sorted(began)
+    assert began[0] == 0
+    assert any(step % STEPS_OF_AN_EPOCH for step in began), began  # in the middle of an epoch
+    assert began[-1] > 0
+    for rank, (ours, theirs) in enumerate(zip(finals(killed), finals(undisturbed), strict=True)):
+        assert ours["step"] == STEPS
+        assert_same(ours, theirs, f"rank {rank}")
+    assert list(killed.rglob("*.partial")) == []  # what killed writers left was removed
+
+
+@pytest.mark.distributed
+def test_five_kills_change_no_bit(tmp_path):
+    run(tmp_path / "undisturbed", "O2")
+    kills = planned((*PLACES[:4], "random"), seed=0)
+    assert run(tmp_path / "killed", "O2", kills) > 20
+    check(tmp_path / "undisturbed", tmp_path / "killed", 5)
+
+
+class Recording(pl.LightningModule):
+    """Notes which samples each step saw."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen = []
+
+    def training_step(self, batch, index):
+        self.seen.append((self.current_epoch, index, batch[1].tolist()))
+        return self.layer(batch[0]).pow(2).sum()
+
+    def on_train_epoch_start(self):
+        self.seen.append(self.current_epoch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:The dirpath has changed")
+def test_a_second_restart_goes_on_where_the_first_would_have(tmp_path):
+    """Also from a checkpoint of an epoch's last step, and from one in the epoch after it."""
+    batches = 3
+    samples = TensorDataset(torch.arange(2.0 * batches).view(batches, 2), torch.arange(batches))
+
+    def fit(folder, ckpt=None):
+        module = Recording()
+        saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = pl.Trainer(
+            accelerator="cpu", strategy="turbo", max_epochs=3, callbacks=[saves], logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, PrefetchLoader(samples, shuffle=False), ckpt_path=ckpt, weights_only=True)
+        return module
+
+    def steps(module):
+        return [entry for entry in module.seen if isinstance(entry, tuple)]
+
+    whole = fit(tmp_path / "whole")
+    for first in range(1, 3 * batches):
+        once = fit(tmp_path / f"{first}", tmp_path / "whole" / f"step={first}.ckpt")
+        assert steps(once) == steps(whole)[first:], first
+        assert [entry for entry in once.seen if isinstance(entry, int)] == list(range(-(-first // batches), 3)), first
+        for second in range(first + 1, min(first + batches, 3 * batches)):
+            twice = fit(tmp_path / f"{first}-{second}", tmp_path / f"{first}" / f"step={second}.ckpt")
+            assert steps(twice) == steps(whole)[second:], (first, second)
+            assert torch.equal(twice.layer.weight, whole.layer.weight), (first, second)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Gives the folder of an undisturbed run of a level, made once."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    def of(level):
+        if not (folder / level).exists():
+            run(folder / level, level)
+        return folder / level
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("seed", range(3))
+def test_thirty_kills_change_no_bit(level, seed, undisturbed, tmp_path):
+    """Six kills a job, one in each place and one at any moment: thirty-six in all, twelve under torchrun itself.
+
+    The others run on torchrun's agent with ranks that are forked, which saves the imports of every life.
+    """
+    places = random.Random(seed).sample(PLACES, len(PLACES))
+    run(tmp_path / "killed", level, planned(places, seed=10 * seed + int(level[1])), torchrun=seed == 0)
+    check(undisturbed(level), tmp_path / "killed", len(places))
+
+
+@contextmanager
+def small_disk(place, size):
+    """A disk of some bytes, where the kernel gives us one."""
+    place.mkdir()
+    try:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True, text=True, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("needs the command mount")
+    if made.returncode:
+        pytest.skip(f"no disk of its own: {made.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True, timeout=60)
+
+
+class Growing(pl.LightningModule):
+    """Its checkpoints grow by a quarter MiB with every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["ballast"] = torch.zeros(2**16 * self.trainer.global_step)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:The dirpath has changed")
+def test_a_full_disk_is_said_and_the_checkpoint_before_goes_on(tmp_path):
+    def trainer(folder):
+        saves = ModelCheckpoint(
+            folder, save_last=True, save_top_k=0, every_n_train_steps=1, enable_version_counter=False
+        )
+        return pl.Trainer(
+            accelerator="cpu", max_steps=8, callbacks=[saves], logger=False, enable_progress_bar=False,
+            enable_model_summary=False, plugins=[ApexAMP("O1"), AmpCheckpointIO()],
+        )  # fmt: skip
+
+    loader = PrefetchLoader(TensorDataset(torch.ones(8, 4)), batch_size=1)
+    with small_disk(tmp_path / "disk", 2**20 + 2**19) as disk:
+        full = trainer(disk)
+        with pytest.raises(OSError, match=r"last\.ckpt' could not be written \(No space left on device, 0\..* MiB are"):
+            full.fit(Growing(), loader)
+        assert [path.name for path in disk.iterdir()] == ["last.ckpt"]
+        whole = torch.load(disk / "last.ckpt", weights_only=True)
+        assert 0 < whole["global_step"] == full.global_step - 1
+        again = trainer(tmp_path / "larger")
+        again.fit(Growing(), loader, ckpt_path=disk / "last.ckpt", weights_only=True)
+    assert again.global_step == 8
