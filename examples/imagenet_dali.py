@@ -1,7 +1,7 @@
 """Train a ResNet-50 on a folder of images, ImageNet's way: DALI, apex's precision levels, DDP.
 
     python examples/imagenet_dali.py /data/imagenet --devices 8
-    torchrun --nproc-per-node 8 examples/imagenet_dali.py /data/imagenet --devices 8
+    torchrun --nproc-per-node 8 examples/imagenet_dali.py /data/imagenet
     python examples/imagenet_dali.py --demo
 
 The folder holds ``train`` and ``val``, and in each of them one folder a class. ``--demo`` makes a small one from
@@ -9,6 +9,7 @@ scikit-image's photographs of textures and trains a ResNet-18 on the CPU, in und
 """
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from monai.networks.nets import resnet18, resnet50
 from torch.nn import functional as F
 
-from lightning_turbo import ApexAMP, DALIDataModule
+from lightning_turbo import ApexAMP, AtomicCheckpointIO, DALIDataModule
 
 
 class Classifier(LightningModule):
@@ -72,7 +73,9 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="holds train and val, with one folder a class in each")
     parser.add_argument("--demo", action="store_true", help="small data and network, on the CPU")
-    parser.add_argument("--devices", type=int, default=1)
+    started = {name: int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}  # by torchrun
+    parser.add_argument("--devices", type=int, default=started["LOCAL_WORLD_SIZE"], help="of each machine")
+    parser.add_argument("--nodes", type=int, default=started["GROUP_WORLD_SIZE"], help="machines")
     parser.add_argument("--level", default="O1", choices=("O0", "O1", "O2", "O3"), help="of ApexAMP")
     parser.add_argument("--batch-size", type=int, default=None, help="a device; default 256, demo 16")
     parser.add_argument("--epochs", type=int, default=None, help="default 90, demo 3")
@@ -98,14 +101,16 @@ def main(options, folder):
     )  # fmt: skip
     classes = len(data.loaders["train"].pipeline.classes)
     # Linear scaling: 0.1 for 256 images a step.
-    learning_rate = 0.1 * options.devices * options.batch_size / 256
+    ranks = options.devices * options.nodes
+    learning_rate = 0.1 * ranks * options.batch_size / 256
     model = Classifier(resnet18 if options.demo else resnet50, classes, learning_rate)
     cpu = options.demo or not torch.cuda.is_available()
     trainer = Trainer(
         accelerator="cpu" if cpu else "gpu",
         devices=options.devices,
-        strategy="ddp" if options.devices > 1 else "auto",
-        plugins=[ApexAMP(options.level, dtype=torch.bfloat16 if cpu else None)],
+        num_nodes=options.nodes,
+        strategy="ddp" if ranks > 1 else "auto",
+        plugins=[ApexAMP(options.level, dtype=torch.bfloat16 if cpu else None), AtomicCheckpointIO()],
         max_epochs=options.epochs,
         logger=not options.demo,
         enable_checkpointing=not options.demo,

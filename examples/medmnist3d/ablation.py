@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from examples.medmnist3d.chart import draw, table
+from examples.medmnist3d.chart import draw, page, table
 from examples.medmnist3d.data import FastVolumes, Volumes
 from examples.medmnist3d.model import VolumeClassifier
 from examples.medmnist3d.tricks import ALL, PLAIN, TRICKS, Variant
+from lightning_turbo.bench.machine import describe_machine
 from lightning_turbo.bench.progress import Progress
 from lightning_turbo.demo.report import machine
 from lightning_turbo.errors import NoEffectWarning
@@ -74,8 +76,9 @@ def train(variant: Variant, settings: argparse.Namespace, seed: int, progress: P
     clock = EpochClock(progress)
     data = _data(settings, FastVolumes if variant.prefetch else Volumes, seed=seed, **variant.data)
     model = VolumeClassifier(
-        depth=settings.depth, widen=settings.widen, epochs_up=max(0.5, settings.epochs / 4), **variant.model
-    )
+        depth=settings.depth, widen=settings.widen, max_pool=settings.max_pool,
+        epochs_up=max(0.5, settings.epochs / 4), **variant.model,
+    )  # fmt: skip
     trainer = Trainer(
         accelerator=settings.device,
         devices=1,
@@ -102,14 +105,17 @@ def train(variant: Variant, settings: argparse.Namespace, seed: int, progress: P
     return {"seed": seed, "epoch_seconds": clock.seconds, **scores}
 
 
-def run(settings: argparse.Namespace, progress: Progress) -> int:
-    """Train every variant in every repetition, and write results.json and ablation.png after each."""
+def run(settings: argparse.Namespace, progress: Progress, arguments: str = "") -> int:
+    """Train every variant in every repetition; write results.json after each, and figure and page at the end."""
     names = [name for name in VARIANTS if not settings.only or name in ("plain", *settings.only)]
     if settings.data == "mni152" and "+ packed" in names:
         names.remove("+ packed")  # these cubes are in memory already
+    device = "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
     results: dict[str, Any] = {
         "format": 1,
-        "machine": machine(torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")),
+        "arguments": arguments,
+        "machine": machine(torch.device(device)),
+        "facts": describe_machine(device),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(settings).items()},
         "variants": {name: {"runs": []} for name in names},
     }
@@ -126,6 +132,7 @@ def run(settings: argparse.Namespace, progress: Progress) -> int:
         status = 130
     if any(row["runs"] for row in results["variants"].values()):
         draw(results, settings.out / "ablation.png")
+        (settings.out / "ablation.md").write_text(page(results, "ablation.png"))
         progress.say(f"{table(results)}\n{settings.out / 'results.json'}  {settings.out / 'ablation.png'}")
     return status
 
@@ -157,6 +164,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--depth", type=int, help="of the ResNet (18; with --quick 10)")
     parser.add_argument("--widen", type=float, help="factor of its channels (1; with --quick 0.125)")
+    parser.add_argument("--no-max-pool", dest="max_pool", action="store_false", help="as max_pool: false of the model")
     parser.add_argument("--batch-size", type=_count, default=32)
     parser.add_argument("--epochs", type=_count, help="of each run (10; with --quick 2)")
     parser.add_argument("--repeats", type=_count, help="runs of each trick (3; with --quick 1)")
@@ -192,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
         warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated.*")  # Lightning's own
         warnings.filterwarnings("ignore", category=NoEffectWarning)  # an ablation asks just that
-        return run(settings, progress)
+        return run(settings, progress, shlex.join(sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":

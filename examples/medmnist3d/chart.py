@@ -8,9 +8,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-__all__ = ["draw", "summary", "table"]
+__all__ = ["draw", "page", "summary", "table"]
 
 INK, FAINT, BLUE, ORANGE = "#22272e", "#d8dde3", "#0072b2", "#d55e00"
+
+ABOUT = (
+    "Seconds of a training epoch: median over the runs of each run's median epoch, without its first one. Relative to "
+    "plain: run by run of the same seed, median and range; below 1 is faster. AUC of the validation part after the "
+    "last epoch: median and range."
+)
 
 
 def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -45,6 +51,35 @@ def table(results: dict[str, Any]) -> str:
         ratio = f"{statistics.median(row['ratios']):.2f}" if row["ratios"] else "-"
         lines.append(f"{row['name']:22}{row['seconds']:>10.3g}{ratio:>10}{statistics.median(row['aucs']):>8.3f}")
     return "\n".join(lines)
+
+
+def page(results: dict[str, Any], picture: str) -> str:
+    """Write everything that a reader needs to judge the numbers, as Markdown.
+
+    Args:
+        results: What the ablation wrote to results.json.
+        picture: Name of the image beside the page.
+    """
+    facts = {**results["machine"], **results["facts"], **results["facts"]["versions"]}
+    facts |= {f"setting {name}": value for name, value in results["settings"].items() if name not in ("out", "quick")}
+    lines = [
+        f"# Ablation on {results['machine']['device']}", "",
+        f"Made {results['machine']['date']} by `python -m examples.medmnist3d.ablation {results['arguments']}`.", "",
+        ABOUT, "",
+        "| | s an epoch | relative to plain | AUC |", "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for row in summary(results):
+        cells = (_middle(row["ratios"], ".2f"), _middle(row["aucs"], ".3f"))
+        lines.append(f"| {row['name']} | {row['seconds']:.3g} | {' | '.join(cells)} |")
+    lines += ["", f"![ablation]({picture})", "", "| | |", "| --- | --- |"]
+    lines += [f"| {name.replace('_', ' ')} | {value} |" for name, value in facts.items() if name != "versions"]
+    return "\n".join(lines) + "\n"
+
+
+def _middle(values: list[float], form: str) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

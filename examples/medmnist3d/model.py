@@ -25,6 +25,8 @@ class VolumeClassifier(LightningModule):
         depth: Layers of the ResNet: 10, 18, 34, 50, 101, 152 or 200.
         widen: Factor of all channel counts; 1 is the published network.
         stem_stride: Stride of the first convolution; 1 suits 28 voxels a side, 2 is MedicalNet's.
+        max_pool: Whether the stem halves the sides once more. Without it cubes of 28 voxels are 4 a side in the last
+            layers and not 2, for some eight times the arithmetic.
         learning_rate: Of AdamW; with ``schedule="cyclic"`` the highest one.
         weight_decay: Of AdamW.
         schedule: ``"plateau"`` divides the rate by 2 where ``val/loss`` stays, ``"cyclic"`` cycles it step by step
@@ -43,6 +45,7 @@ class VolumeClassifier(LightningModule):
         depth: int = 18,
         widen: float = 1.0,
         stem_stride: int = 1,
+        max_pool: bool = True,
         learning_rate: float = 1e-3,
         weight_decay: float = 1e-4,
         schedule: Literal["plateau", "cyclic"] | None = "plateau",
@@ -56,7 +59,12 @@ class VolumeClassifier(LightningModule):
             raise ValueError(f"depth={depth!r}; accepted are {', '.join(map(str, depths))}. Choose one of these.")
         self.save_hyperparameters(ignore="weights")
         self.net: nn.Module = getattr(resnet, f"resnet{depth}")(
-            spatial_dims=3, n_input_channels=1, num_classes=1, widen_factor=widen, conv1_t_stride=stem_stride
+            spatial_dims=3,
+            n_input_channels=1,
+            num_classes=1,
+            widen_factor=widen,
+            conv1_t_stride=stem_stride,
+            no_max_pool=not max_pool,
         )
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.schedule, self.epochs_up = schedule, epochs_up
