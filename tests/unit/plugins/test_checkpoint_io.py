@@ -41,7 +41,7 @@ def test_a_checkpoint_is_written_read_replaced_and_removed(make, path):
     io = make()
     for checkpoint in (OLD, NEW):
         io.save_checkpoint(checkpoint, path)
-        loaded = io.load_checkpoint(path, weights_only=True)
+        loaded = io.load_checkpoint(path)
         assert loaded["step"] == checkpoint["step"]
         assert torch.equal(loaded["w"], checkpoint["w"])
         assert names(path) == ["last.ckpt"]
@@ -69,7 +69,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_and_says_what_to_do(siz
     assert path.read_bytes() == before
     assert names(path) == ["last.ckpt"]
     io.save_checkpoint(NEW, path)
-    assert io.load_checkpoint(path, weights_only=True)["step"] == 2
+    assert io.load_checkpoint(path)["step"] == 2
 
 
 def test_what_cannot_be_pickled_leaves_the_checkpoint_before(path):
@@ -77,7 +77,7 @@ def test_what_cannot_be_pickled_leaves_the_checkpoint_before(path):
     io.save_checkpoint(OLD, path)
     with pytest.raises(Exception, match=r"lambda|pickle"):
         io.save_checkpoint({"f": lambda: None}, path)
-    assert io.load_checkpoint(path, weights_only=True)["step"] == 1
+    assert io.load_checkpoint(path)["step"] == 1
     assert names(path) == ["last.ckpt"]
 
 
@@ -112,7 +112,7 @@ def test_object_stores_and_storage_options_are_left_to_lightning(path):
     io = AtomicCheckpointIO()
     io.save_checkpoint(OLD, "memory://runs/last.ckpt")
     try:
-        assert io.load_checkpoint("memory://runs/last.ckpt", weights_only=True)["step"] == 1
+        assert io.load_checkpoint("memory://runs/last.ckpt")["step"] == 1
     finally:
         MemoryFileSystem.store.clear()
     with pytest.raises(TypeError, match="storage_options"):

@@ -1,0 +1,451 @@
+"""The lean parts of the turbo strategies: the same calls, values, counters and bits as Lightning's own loop."""
+
+import hashlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks.progress import TQDMProgressBar
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tqdm import tqdm
+
+from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboDDPStrategy, TurboStrategy
+from lightning_turbo.errors import LightningMismatchError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`.*"),
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
+    pytest.mark.skipif(not pl.__version__.startswith("2.6."), reason="the lean parts are for Lightning 2.6"),
+]
+WORKER = Path(__file__).with_name("lean_worker.py")
+MODULE_HOOKS = (
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "backward",
+    "lr_scheduler_step", "on_train_epoch_start", "on_train_epoch_end", "on_validation_batch_end",
+)  # fmt: skip
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+CALLBACK_HOOKS = tuple(name for name in dir(pl.Callback) if name.startswith("on_") and "checkpoint" not in name)
+
+
+def recording(base, hooks, who):
+    """A subclass that notes each call of a hook: its name, what the module is told, and the counters."""
+
+    def make(name):
+        def hook(self, *args, **kwargs):
+            trainer = self.trainer if isinstance(self, pl.LightningModule) else args[0]
+            module = trainer.lightning_module
+            loop = trainer.fit_loop.epoch_loop
+            batch = args[-1] if name.endswith(("batch_start", "batch_end")) else None
+            trainer.events.append(
+                (who, name, module._current_fx_name, trainer.global_step, loop.batch_idx, loop.total_batch_idx, batch,
+                 trainer.is_last_batch, sorted(trainer.callback_metrics), torch.is_grad_enabled())
+            )  # fmt: skip
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+        return hook
+
+    cls = type(f"Recording{base.__name__}", (base,), {name: make(name) for name in hooks})
+    return cls
+
+
+class Net(pl.LightningModule):
+    def __init__(self, scheduler="", skip=(), none=(), as_dict=False, log=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+        self.scheduler, self.skip, self.none, self.as_dict, self.logs = scheduler, skip, none, as_dict, log
+        self.losses = []
+
+    def loss(self, batch):
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        return nn.functional.cross_entropy(self.net(x).float(), y)
+
+    def on_train_batch_start(self, batch, index):
+        return -1 if index in self.skip else None
+
+    def training_step(self, batch, index):
+        if index in self.none:
+            return None
+        loss = self.loss(batch)
+        self.losses.append(loss.detach().clone())
+        if self.logs:
+            self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+            self.log("largest", next(self.parameters()).max(), reduce_fx="max", on_step=False, on_epoch=True)
+            self.log("index", float(index), prog_bar=True)
+        return {"loss": loss, "extra": index} if self.as_dict else loss
+
+    def validation_step(self, batch, index):
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        if not self.scheduler:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.scheduler}}
+
+
+class TwoOptimizers(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.detach().clone())
+        self.log("loss", loss, prog_bar=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.Adam(self.net[4].parameters(), lr=1e-2)
+
+
+class NoIndex(Net):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
+class Lbfgs(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=3)
+
+
+class Sgd(Net):
+    """Adam would read its counter of steps as a number."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Notes(Logger):
+    """A logger that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    name, version = "notes", 0
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.notes.append((step, dict(metrics)))
+
+
+class Read(pl.Callback):
+    """Reads what callbacks read, as seldom as a progress bar does."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        loss = outputs["loss"].clone() if outputs and "loss" in outputs else None
+        self.seen.append((index, loss, outputs and outputs.get("extra"), type(batch), module.training))
+        if index % 3 == 1:
+            self.seen.append((dict(trainer.progress_bar_metrics), dict(trainer.callback_metrics)))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.seen.append((dict(trainer.progress_bar_metrics), dict(trainer.logged_metrics)))
+
+
+class Stream(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def batches(kind="list", count=38):
+    g = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(count, 6, generator=g), torch.randint(0, 3, (count,), generator=g))
+    if kind == "stream":
+        data = Stream(data)
+    collate = dict_of if kind == "dict" else None
+    return DataLoader(data, batch_size=4, collate_fn=collate)
+
+
+def dict_of(rows):
+    x, y = zip(*rows, strict=True)
+    return {"x": torch.stack(x), "y": torch.stack(y)}
+
+
+def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resume=None, path=None, **settings):
+    torch.manual_seed(1)
+    notes, read = Notes(), Read()
+    watch = recording(pl.Callback, CALLBACK_HOOKS, "callback")()
+    model = make()
+    model.__class__ = recording(type(model), hooks, "module")
+    settings = {"max_epochs": 2, "log_every_n_steps": 2, "enable_progress_bar": False, **settings}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, logger=notes, enable_checkpointing=path is not None,
+        enable_model_summary=False, callbacks=[watch, read, *callbacks], **settings,
+    )  # fmt: skip
+    trainer.events = []
+    trainer.fit(model, batches(data), batches(count=8), ckpt_path=resume)
+    return trainer, model, notes.notes, read.seen
+
+
+def same(a, b):
+    """Equal to the last bit, in type and value, through containers."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def compare(one, other):
+    (a, b) = one[0], other[0]
+    for left, right in zip(a.events, b.events, strict=True):
+        assert left == right
+    assert same(one[1].losses, other[1].losses)
+    assert same(dict(one[1].state_dict()), dict(other[1].state_dict()))
+    assert same(one[2], other[2])
+    assert same(one[3], other[3])
+    assert same(a.fit_loop.state_dict(), b.fit_loop.state_dict())
+    assert same(dict(a.callback_metrics), dict(b.callback_metrics))
+    assert same(dict(a.progress_bar_metrics), dict(b.progress_bar_metrics))
+    assert a.global_step == b.global_step
+
+
+def lean():
+    return TurboStrategy(lean_step=True, lean_logging=True)
+
+
+CASES = {
+    "default": {},
+    "transfer hooks": {"hooks": MODULE_HOOKS + TRANSFER_HOOKS},
+    "no hook overridden": {"hooks": ()},
+    "another batch": {"data": "dict"},
+    "stream": {"data": "stream"},
+    "accumulation": {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
+    "exact accumulation": {"accumulate_grad_batches": 4, "callbacks": "exact"},
+    "clip by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "validation inside": {"val_check_interval": 3},
+    "validation by steps": {"val_check_interval": 7, "check_val_every_n_epoch": None},
+    "scheduler per step": {"make": lambda: Net(scheduler="step"), "accumulate_grad_batches": 2},
+    "scheduler per epoch": {"make": lambda: Net(scheduler="epoch")},
+    "skips the rest": {"make": lambda: Net(skip=(6,))},
+    "returns None": {"make": lambda: Net(none=(0, 5))},
+    "returns a dict": {"make": lambda: Net(as_dict=True)},
+    "two optimizers": {"make": TwoOptimizers},
+    "no index": {"make": NoIndex},
+    "closure run often": {"make": Lbfgs},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "max_steps": {"max_steps": 13, "max_epochs": -1},
+    "limit": {"limit_train_batches": 3, "limit_val_batches": 1},
+    "early stopping": {"callbacks": "early", "max_epochs": 8},
+    "beside the doctor": {"callbacks": "doctor"},
+    "O1": {"level": "O1"},
+    "O2": {"level": "O2"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lean_calls_and_computes_what_lightning_does(name):
+    runs = []
+    for strategy in (TurboStrategy(), lean()):
+        case = dict(CASES[name])
+        extra = {
+            "doctor": lambda: [Doctor(warmup=1, timed=2, watched=2)],
+            "exact": lambda: [ExactAccumulation()],
+            "early": lambda: [EarlyStopping("loss_step", patience=0, mode="max", check_on_train_epoch_end=True)],
+        }.get(case.pop("callbacks", None), list)()
+        if level := case.pop("level", None):
+            case["plugins"] = [ApexAMP(level, dtype=torch.bfloat16)]
+        runs.append(fit(strategy, callbacks=extra, **case))
+    assert len(runs[0][0].events) > 20
+    compare(*runs)
+
+
+@pytest.mark.parametrize("parts", [{"lean_step": True}, {"lean_logging": True}], ids=str)
+def test_each_part_alone_changes_nothing(parts):
+    compare(fit(TurboStrategy()), fit(TurboStrategy(**parts)))
+
+
+@pytest.mark.parametrize("order", ["lean-lean", "lean-stock", "stock-lean"])
+@pytest.mark.parametrize("at", [5, 10])
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, order, at):
+    first, second = ({"lean": lean, "stock": TurboStrategy}[name] for name in order.split("-"))
+    make = lambda: Net(scheduler="step", log=False)  # noqa: E731
+    stopped = fit(first(), make=make, max_epochs=3, max_steps=at)
+    stopped[0].save_checkpoint(tmp_path / "at.ckpt")
+    reference = fit(TurboStrategy(), make=make, max_epochs=3, max_steps=at)
+    reference[0].save_checkpoint(tmp_path / "stock.ckpt")
+    ours, stock = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("at", "stock"))
+    assert same(ours["loops"], stock["loops"])
+    assert same(ours["optimizer_states"], stock["optimizer_states"])
+    resumed = fit(second(), make=make, max_epochs=3, resume=tmp_path / "at.ckpt")
+    again = fit(TurboStrategy(), make=make, max_epochs=3, resume=tmp_path / "stock.ckpt")
+    assert resumed[0].events == again[0].events
+    assert same(resumed[1].losses, again[1].losses)
+    assert resumed[0].global_step == again[0].global_step > at
+
+
+def test_checkpoints_timer_and_bar_work_as_ever(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that outlives the test
+
+    class Bar(TQDMProgressBar):
+        read = 0
+
+        def get_metrics(self, trainer, module):
+            Bar.read += 1
+            return super().get_metrics(trainer, module)
+
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    timer = Timer(duration="00:00:00:00", interval="step")
+    trainer, *_ = fit(
+        lean(), callbacks=[saved, Bar(refresh_rate=4)], path=tmp_path, enable_progress_bar=True, max_epochs=1
+    )
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
+    assert 0 < Bar.read < 10
+    assert all(isinstance(value, float) for value in trainer.progress_bar_metrics.values())
+    out_of_time = fit(lean(), callbacks=[timer])
+    assert out_of_time[0].global_step < 20
+    assert out_of_time[0].should_stop
+
+
+def test_no_logged_value_becomes_a_number_until_it_is_read(monkeypatch):
+    read, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: read.append(self) or item(self))
+    counts = []
+    for strategy in (TurboStrategy(), lean()):
+        read.clear()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False, max_epochs=1,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(Sgd(), batches(), batches(count=8))
+        counts.append(len(read))
+        assert isinstance(trainer.progress_bar_metrics["loss_epoch"], float)
+    assert counts[0] >= 20  # one for each step and value
+    assert counts[1] <= 4
+
+
+def is_stock(trainer):
+    return (
+        type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
+        and type(trainer._logger_connector) is _LoggerConnector
+        and type(trainer.fit_loop.epoch_loop._results) is _ResultCollection
+        and not trainer.strategy.direct
+    )
+
+
+def test_everything_is_put_back_after_a_run_and_after_an_error():
+    trainer, *_ = fit(lean())
+    assert is_stock(trainer)
+
+    class Fails(pl.Callback):
+        fails = True
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            assert type(trainer.fit_loop.epoch_loop).__name__ == "LeanEpochLoop"
+            if index == 3 and self.fails:
+                raise ValueError("stop here")
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=lean(), logger=False, enable_checkpointing=False, callbacks=[Fails()],
+        enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+    )  # fmt: skip
+    model = Net()
+    with pytest.raises(ValueError, match="stop here"):
+        trainer.fit(model, batches(), batches(count=8))
+    assert is_stock(trainer)
+    Fails.fails = False
+    trainer.fit(model, batches(), batches(count=8))  # a second run on the same Trainer
+    trainer.validate(model, batches(count=8), verbose=False)
+    assert is_stock(trainer)
+
+
+def test_a_profiler_sees_what_it_sees_in_lightning(monkeypatch):
+    said = []
+    monkeypatch.setattr("lightning_turbo.strategies.parts.rank_zero_info", said.append)
+    actions = []
+    for strategy in (TurboStrategy(cudnn_benchmark=None), TurboStrategy(cudnn_benchmark=None, lean_step=True)):
+        profiler = SimpleProfiler()
+        monkeypatch.setattr(profiler, "describe", lambda: None)
+        fit(strategy, profiler=profiler)
+        actions.append({name: len(times) for name, times in profiler.recorded_durations.items()})
+    assert actions[0] == actions[1]
+    assert any("lean_step has no meaning under a profiler" in text for text in said)
+
+
+def test_another_lightning_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(pl, "__version__", "2.7.0")
+    for settings in ({"lean_step": True}, {"lean_logging": True}):
+        with pytest.raises(LightningMismatchError, match=r"=True was asked for under Lightning 2\.7\.0; accepted is"):
+            TurboStrategy(**settings)
+    with pytest.raises(LightningMismatchError, match=r"sigterm_every=8 was asked for"):
+        TurboDDPStrategy(sigterm_every=8)
+    TurboStrategy()
+
+
+@pytest.mark.parametrize(("make", "error", "text"), [
+    (lambda: TurboStrategy(lean_step=1), TypeError, "lean_step=1 is no bool"),
+    (lambda: TurboStrategy(lean_logging="yes"), TypeError, "lean_logging='yes' is no bool"),
+    (lambda: TurboDDPStrategy(sigterm_every=0), ValueError, "sigterm_every=0; accepted is a whole number"),
+])  # fmt: skip
+def test_bad_settings_are_refused_in_words(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+# What the lean classes follow, as it stood in Lightning 2.6; a Lightning that changes it has to be read again.
+FOLLOWED = [
+    _TrainingEpochLoop.advance, _TrainingEpochLoop.on_advance_end, _TrainingEpochLoop.on_run_start,
+    _TrainingEpochLoop.update_lr_schedulers, _TrainingEpochLoop._build_kwargs,
+    _TrainingEpochLoop._broadcast_sigterm_tensor, _AutomaticOptimization, Strategy.backward, Strategy.optimizer_step,
+    Strategy.batch_to_device, Precision.pre_backward, Precision.post_backward, Precision.optimizer_step,
+    Precision._wrap_closure, Precision._after_closure, Precision._clip_gradients, call._call_callback_hooks,
+    call._call_lightning_module_hook, call._call_strategy_hook, pl.LightningModule._call_batch_hook,
+    pl.LightningModule._apply_batch_transfer_handler, _ResultCollection.metrics, _ResultCollection.log,
+    _ResultMetric.to, _LoggerConnector.on_batch_start, _LoggerConnector.on_batch_end,
+    _LoggerConnector.update_train_step_metrics,
+]  # fmt: skip
+
+
+def test_lightning_is_still_the_one_that_was_followed():
+    text = "".join(inspect.getsource(part) for part in FOLLOWED).replace("pytorch_lightning", "lightning.pytorch")
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "f44482397e842054"
+
+
+@pytest.mark.distributed
+def test_two_ranks_compute_the_same_and_stop_after_the_same_batch(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, tmp_path],
+        capture_output=True, text=True, timeout=170,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = {path.name: torch.load(path, weights_only=True) for path in tmp_path.iterdir()}
+    for rank in (0, 1):
+        assert same(dict(runs[f"stock.{rank}"]["module"]), dict(runs[f"lean.{rank}"]["module"]))
+        assert runs[f"stock.{rank}"]["metrics"] == runs[f"lean.{rank}"]["metrics"]
+        # Rank 1 was told to end in batch 2; the ranks agree after batch 4.
+        assert runs[f"killed.{rank}"]["batches"] == 4
+        assert runs[f"killed.{rank}"]["ended"]
