@@ -40,12 +40,13 @@ def oldest(requirement):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="What follows -- is for pytest.")
     parser.add_argument("pair", choices=("oldest", "newest"))
     parser.add_argument("--folder", type=Path, required=True, help="for the environment")
     parser.add_argument("--interpreter", default=sys.executable, help="Python of the environment")
-    parser.add_argument("arguments", nargs="*", help="for pytest, after --")
-    asked = parser.parse_args()
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    asked = parser.parse_args(given[:end])
     ranges, others = requirements()
     pinned = [oldest(entry) if asked.pair == "oldest" else entry for entry in ranges]
     environment = asked.folder.resolve() / asked.pair
@@ -58,7 +59,7 @@ def main():
     subprocess.run([*install, *pinned, *others], check=True)
     shown = "import sys, torch, lightning; print(sys.version.split()[0], torch.__version__, lightning.__version__)"
     subprocess.run([python, "-c", shown], check=True)
-    arguments = asked.arguments or ["tests/unit", "tests/integration"]
+    arguments = given[end + 1 :] or ["tests/unit", "tests/integration"]
     # The repository itself is the package here: pytest puts its root on the path, and PYTHONPATH tells child processes.
     command = [python, "-m", "pytest", "-q", *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
