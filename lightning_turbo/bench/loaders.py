@@ -206,6 +206,25 @@ def numpy(meter: Meter, *, workers: int) -> dict[str, float]:
         return _drain(meter, _forever(_dataloader(_Numpy(_volumes(meter, Path(folder))), workers)))
 
 
+def packed(meter: Meter) -> dict[str, float]:
+    """The same volumes from one memory-mapped file, a batch at a time."""
+    from lightning_turbo import PackedDataset
+
+    def normalise(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        volumes, labels = batch
+        volumes = volumes - volumes.mean((1, 2, 3), keepdim=True)
+        deviation = volumes.square().mean((1, 2, 3), keepdim=True).sqrt()  # several times as fast as torch.std
+        return (volumes / (deviation + 1e-6))[:, None], labels
+
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = _volumes(meter, Path(folder))
+        file = Path(folder, "packed.npz")
+        np.savez(file, volumes=np.stack([np.load(path) for path, _ in pairs]), labels=np.array([y for _, y in pairs]))
+        data = PackedDataset(file, transform=normalise)
+        loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, collate_fn=PackedDataset.collate)
+        return _drain(meter, _forever(loader))
+
+
 def volumes(meter: Meter) -> dict[str, float]:
     """Volumes by a DALILoader over VolumeFiles, without augmentation, as ``numpy`` reads them."""
     _need_dali()
@@ -258,6 +277,7 @@ SUITE.add(f"{BARE}, uint8", bare, config={"uint8": True}, peer=True, quick=False
 SUITE.add(f"{OURS}, uint8", ours, config={"uint8": True}, against=(f"{BARE}, uint8",), ours=True, quick=False)
 SUITE.add(NUMPY, numpy, config={"workers": 0}, base=NUMPY, quick=False)
 SUITE.add("volumes: DataLoader with np.load, 2 workers", numpy, config={"workers": 2}, base=NUMPY, quick=False)
+SUITE.add("volumes: PackedDataset", packed, base=NUMPY, ours=True, quick=False)
 SUITE.add("volumes: DALILoader", volumes, base=NUMPY, ours=True, quick=False)
 SUITE.add(SYNTHETIC, resnet, config={"feed": "synthetic"}, devices=("cuda",))
 SUITE.add("ResNet-50 on DALILoader", resnet, config={"feed": "dali"}, base=SYNTHETIC, devices=("cuda",), ours=True)

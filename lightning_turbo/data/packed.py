@@ -113,9 +113,7 @@ class PackedDataset(Dataset[Any]):
             IndexError: If an index is beyond the length.
         """
         where = np.asarray(indices)
-        parts: tuple[Any, ...] = tuple(
-            torch.from_numpy(np.take(array, where, axis=0)) for array in self.arrays.values()
-        )
+        parts: tuple[Any, ...] = tuple(torch.from_numpy(_rows(array, where)) for array in self.arrays.values())
         batch: Any = parts[0] if len(parts) == 1 else parts
         return batch if self.transform is None else self.transform(batch)
 
@@ -138,6 +136,15 @@ class _Rows(list[Any]):
     def __init__(self, rows: Any, whole: Tensor | tuple[Tensor, ...]) -> None:
         super().__init__(rows)
         self.whole = whole
+
+
+def _rows(array: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Copy rows out of an array."""
+    if array.flags.aligned or not array.flags.c_contiguous or not array.size:
+        return np.take(array, where, axis=0)
+    # Members of an .npz file begin at any byte, and numpy copies numbers that are not aligned one by one.
+    taken = np.take(array.reshape(len(array), -1).view(np.uint8), where, axis=0)
+    return taken.view(array.dtype).reshape(*where.shape, *array.shape[1:])
 
 
 def _open_source(source: Any) -> dict[str, Callable[[], np.ndarray]]:

@@ -85,6 +85,19 @@ def test_batches_are_copies(tmp_path, arrays):
     assert np.array_equal(dataset[0].numpy(), arrays["train_images"][0])
 
 
+@pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd"])  # the name decides where the numbers begin
+@pytest.mark.parametrize("rows", [np.arange(20, dtype="<f8").reshape(5, 2, 2), np.arange(5), np.empty((5, 0, 3))])
+def test_arrays_that_begin_at_any_byte(tmp_path, name, rows):
+    np.savez(tmp_path / "x.npz", **{name: rows})
+    dataset = PackedDataset(tmp_path / "x.npz")
+    where = [3, 0, 3]
+    assert torch.equal(dataset.batch(where), torch.from_numpy(rows[where]))
+    assert dataset.batch(where).numpy().flags.aligned
+    assert torch.equal(dataset[4], torch.from_numpy(rows[4:])[0])
+    with pytest.raises(IndexError):
+        dataset.batch([5])
+
+
 def test_transform_sees_batches(arrays):
     shapes = []
 
