@@ -143,26 +143,30 @@ def test_a_second_restart_goes_on_where_the_first_would_have(tmp_path):
 
     def fit(folder, ckpt=None):
         module = Recording()
-        saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        each = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        ends = ModelCheckpoint(folder, filename="end-{step}", save_on_train_epoch_end=True, save_top_k=-1)
         trainer = pl.Trainer(
-            accelerator="cpu", strategy="turbo", max_epochs=3, callbacks=[saves], logger=False,
+            accelerator="cpu", strategy="turbo", max_epochs=3, callbacks=[each, ends], logger=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module, PrefetchLoader(samples, shuffle=False), ckpt_path=ckpt, weights_only=True)
+        trainer.fit(module, PrefetchLoader(samples), ckpt_path=ckpt, weights_only=True)
         return module
 
     def steps(module):
         return [entry for entry in module.seen if isinstance(entry, tuple)]
 
     whole = fit(tmp_path / "whole")
-    for first in range(1, 3 * batches):
-        once = fit(tmp_path / f"{first}", tmp_path / "whole" / f"step={first}.ckpt")
-        assert steps(once) == steps(whole)[first:], first
-        assert [entry for entry in once.seen if isinstance(entry, int)] == list(range(-(-first // batches), 3)), first
+    for path in sorted((tmp_path / "whole").glob("*.ckpt")):
+        first = int(path.stem.partition("=")[2])
+        once = fit(tmp_path / path.stem, path)
+        assert steps(once) == steps(whole)[first:], path.stem
+        assert [entry for entry in once.seen if isinstance(entry, int)] == list(range(-(-first // batches), 3)), (
+            path.stem
+        )
         for second in range(first + 1, min(first + batches, 3 * batches)):
-            twice = fit(tmp_path / f"{first}-{second}", tmp_path / f"{first}" / f"step={second}.ckpt")
-            assert steps(twice) == steps(whole)[second:], (first, second)
-            assert torch.equal(twice.layer.weight, whole.layer.weight), (first, second)
+            twice = fit(tmp_path / f"{path.stem}-{second}", tmp_path / path.stem / f"step={second}.ckpt")
+            assert steps(twice) == steps(whole)[second:], (path.stem, second)
+            assert torch.equal(twice.layer.weight, whole.layer.weight), (path.stem, second)
 
 
 @pytest.fixture(scope="module")
