@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import os
-import shlex
 import signal
 import sys
 import time
@@ -84,6 +83,7 @@ def train(variant: Variant, settings: argparse.Namespace, seed: int, progress: P
         devices=1,
         max_epochs=settings.epochs,
         limit_train_batches=settings.batches or 1.0,
+        check_val_every_n_epoch=settings.epochs,  # the last one's scores are shown
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -105,7 +105,7 @@ def train(variant: Variant, settings: argparse.Namespace, seed: int, progress: P
     return {"seed": seed, "epoch_seconds": clock.seconds, **scores}
 
 
-def run(settings: argparse.Namespace, progress: Progress, arguments: str = "") -> int:
+def run(settings: argparse.Namespace, progress: Progress, arguments: Sequence[str] = ()) -> int:
     """Train every variant in every repetition; write results.json after each, and figure and page at the end."""
     names = [name for name in VARIANTS if not settings.only or name in ("plain", *settings.only)]
     if settings.data == "mni152" and "+ packed" in names:
@@ -113,7 +113,7 @@ def run(settings: argparse.Namespace, progress: Progress, arguments: str = "") -
     device = "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
     results: dict[str, Any] = {
         "format": 1,
-        "arguments": arguments,
+        "arguments": list(arguments),
         "machine": machine(torch.device(device)),
         "facts": describe_machine(device),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(settings).items()},
@@ -138,7 +138,8 @@ def run(settings: argparse.Namespace, progress: Progress, arguments: str = "") -
 
 
 def _data(settings: argparse.Namespace, kind: type[Volumes], **arguments: Any) -> Volumes:
-    return kind(source=settings.data, positive=settings.positive, batch_size=settings.batch_size, **arguments)
+    given = {name: getattr(settings, name) for name in ("positive", "batch_size", "thin")}
+    return kind(source=settings.data, **given, **arguments)
 
 
 def _write(results: dict[str, Any], out: Path) -> None:
@@ -160,6 +161,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder of results.json, ablation.png")
     parser.add_argument("--data", default="mni152", help="mni152, path.npz, or a name of the medmnist package")
+    parser.add_argument("--thin", type=_count, default=1, help="take every so many-th cube of mni152")
     parser.add_argument("--positive", type=int, help="the label that counts as positive, against all others")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--depth", type=int, help="of the ResNet (18; with --quick 10)")
@@ -200,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
         warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated.*")  # Lightning's own
         warnings.filterwarnings("ignore", category=NoEffectWarning)  # an ablation asks just that
-        return run(settings, progress, shlex.join(sys.argv[1:] if arguments is None else arguments))
+        return run(settings, progress, sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

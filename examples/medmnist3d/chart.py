@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from pathlib import Path
 from typing import Any
@@ -60,19 +61,26 @@ def page(results: dict[str, Any], picture: str) -> str:
         results: What the ablation wrote to results.json.
         picture: Name of the image beside the page.
     """
-    facts = {**results["machine"], **results["facts"], **results["facts"]["versions"]}
+    facts = {**results["facts"]["versions"], **results["machine"]}
+    facts |= {name: results["facts"][name] for name in ("system", "cores", "cpu_capability", "bfloat16_instructions")}
+    facts["commit"] = results["facts"]["commit"]
     facts |= {f"setting {name}": value for name, value in results["settings"].items() if name not in ("out", "quick")}
+    words = results["arguments"]  # the folder is each reader's own
+    command = shlex.join(
+        ["python", "-m", "examples.medmnist3d.ablation"]
+        + [word for before, word in zip(["", *words], words, strict=False) if "--out" not in (before, word)]
+    )
     lines = [
         f"# Ablation on {results['machine']['device']}", "",
-        f"Made {results['machine']['date']} by `python -m examples.medmnist3d.ablation {results['arguments']}`.", "",
+        f"Made {results['machine']['date']} by `{command}`.", "",
         ABOUT, "",
-        "| | s an epoch | relative to plain | AUC |", "| --- | --- | --- | --- |",
+        "| | runs | s an epoch | relative to plain | AUC |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for row in summary(results):
         cells = (_middle(row["ratios"], ".2f"), _middle(row["aucs"], ".3f"))
-        lines.append(f"| {row['name']} | {row['seconds']:.3g} | {' | '.join(cells)} |")
+        lines.append(f"| {row['name']} | {len(row['aucs'])} | {row['seconds']:.3g} | {' | '.join(cells)} |")
     lines += ["", f"![ablation]({picture})", "", "| | |", "| --- | --- |"]
-    lines += [f"| {name.replace('_', ' ')} | {value} |" for name, value in facts.items() if name != "versions"]
+    lines += [f"| {name.replace('_', ' ')} | {value} |" for name, value in facts.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -22,6 +22,10 @@ __all__ = ["FastVolumes", "Volumes", "medmnist_file", "read_part", "samples"]
 _mni = functools.cache(load_mni)  # several runs in one process read it once
 
 
+def _thinned(cubes: Any, thin: int) -> VolumePatches:
+    return VolumePatches(cubes.volume, cubes.corners[::thin], cubes.labels[::thin], cubes.size)
+
+
 class _Binary:
     """Turns a batch of a MedMNIST file into ``(images (b, 1, x, y, z), labels (b,))``, labels 0 or 1."""
 
@@ -129,6 +133,7 @@ class Volumes(LightningDataModule):
         packed: Whether files are read a whole batch at a time, instead of sample by sample.
         mean: Subtracted from uint8 images, in units of 255, on the device.
         std: What they are then divided by.
+        thin: Of the template's cubes every so many-th is taken; 1 takes all. Files are read whole.
         seed: Seeds the order of the training samples, which depends on it and the epoch alone, so that a run that goes
             on from a checkpoint sees them in the same order.
     """
@@ -141,11 +146,15 @@ class Volumes(LightningDataModule):
         packed: bool = True,
         mean: float = 0.5,
         std: float = 0.5,
+        thin: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r}; accepted is at least 1. Give a number of samples.")
+        if thin < 1 or (thin > 1 and source != "mni152"):
+            raise ValueError(f"thin={thin!r} with {source!r}; accepted is 1, and with 'mni152' more. Leave it out.")
+        self.thin = thin
         self.source, self.batch_size, self.positive, self.packed = source, batch_size, positive, packed
         self.seed = seed
         self.normalize = Normalize(mean, std)
@@ -164,7 +173,7 @@ class Volumes(LightningDataModule):
                 raise ValueError("--data mni152 has no part 'test'; it has train and val. Use validate.")
             if not self.parts:
                 task = _mni()
-                self.parts = {"train": task.train, "val": task.val}
+                self.parts = {name: _thinned(getattr(task, name), self.thin) for name in ("train", "val")}
             return
         for name in names:
             self.parts.setdefault(name, read_part(self._file(), name, self.positive))
