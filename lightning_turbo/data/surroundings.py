@@ -37,7 +37,7 @@ class Surroundings:
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
         self.caches = torch.is_autocast_cache_enabled()
-        self.device = torch.get_default_device()
+        self.device = _default_device()
         self.cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(self, function: Callable[[], None]) -> None:
@@ -52,11 +52,15 @@ class Surroundings:
             if self.inference:
                 stack.enter_context(inference_mode(True))
             torch._C._set_grad_enabled(self.grad)
-            if torch.get_default_device() != self.device:
+            if _default_device() != self.device:
                 stack.enter_context(self.device)
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.caches))
             function()
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device  # torch 2.6's get_default_device() does not see ``with torch.device(...)``
 
 
 @contextlib.contextmanager

@@ -240,7 +240,7 @@ def modes():
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
-        torch.get_default_device(),
+        torch.empty(0).device,
         variable.get(),
     )
 
