@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from prefetch_generator import BackgroundGenerator
 
-from lightning_turbo.data.randomness import RandomWatch, moved, shared_state
+from lightning_turbo.data.randomness import LoadWatch, moved, shared_state
 from lightning_turbo.data.resume import Place
 from lightning_turbo.data.surroundings import Surroundings, short_switches
 from lightning_turbo.errors import TurboWarning
@@ -155,8 +156,9 @@ class BackgroundIterator(Iterator[Any]):
 
     The first items are taken in the thread that asks for them: seeds that a sampler draws at its start come then from
     the same place as without this class, and a source that goes on drawing from the process-wide generators is found
-    out and stays there (see ``RandomWatch``). From then on a thread takes the items ahead. It ends with the source,
-    on ``close``, when this object is collected, and when the interpreter ends.
+    out and stays there (see ``LoadWatch``). So does one whose items take less than half a millisecond, with nothing to
+    gain. Otherwise a thread takes the items ahead from then on. It ends with the source, on ``close``, when this object
+    is collected, and when the interpreter ends.
 
     Errors of the source, ``KeyboardInterrupt`` and ``SystemExit`` among them, are raised here, at the item where they
     happened, with their own traceback. The thread takes over grad mode, inference mode and autocast from the thread
@@ -189,13 +191,13 @@ class BackgroundIterator(Iterator[Any]):
         stage: Callable[[Any], Any] | None = None,
         snapshot: Callable[[], Any] | None = None,
         dispose: Callable[[], None] | None = None,
-        watch: RandomWatch | None = None,
+        watch: LoadWatch | None = None,
     ) -> None:
         if not hasattr(source, "__next__"):
             raise TypeError(f"{source!r} is no iterator: it has no __next__. Pass iter(...) of it.")
         self.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
         self.place = Place()
-        self._watch = watch or RandomWatch()
+        self._watch = watch or LoadWatch()
         self._kept: deque[_Record] = deque()
         self._first = True
         self._waits = 0
@@ -236,19 +238,18 @@ class BackgroundIterator(Iterator[Any]):
             return self._kept.popleft()
         if self._work.producer is not None:
             return self._wait(self._work.producer)
-        if self._first:
-            self._first = False
-            record = self._work.take()
-        elif self._watch.known is None:
-            before = shared_state()
-            record = self._work.take()
-            self._watch.judge(moved(before, shared_state()))
-        elif self._watch.known:
-            return self._work.take()
-        else:
+        first, self._first = self._first, False
+        if not first and self._watch.known is False and self._watch.slow:
             self._start()
             return self._wait(self._work.producer)
-        if self._watch.known is False and not record.end and record.error is None:
+        before = None if first or self._watch.known is not None else shared_state()
+        started = time.perf_counter()
+        record = self._work.take()
+        if not first:  # which may start worker processes
+            self._watch.note(time.perf_counter() - started)
+        if before is not None:
+            self._watch.judge(moved(before, shared_state()))
+        if self._watch.known is False and self._watch.slow and not record.end and record.error is None:
             self._start()  # so that the next item is made while this one is used
         return record
 
@@ -287,8 +288,13 @@ class BackgroundIterator(Iterator[Any]):
 
     def ready(self) -> bool:
         """Tell whether the next item can be had without waiting for the source."""
-        producer = self._work.producer
-        return bool(self._kept) or (producer is not None and not producer.queue.empty())
+        if self._kept:
+            return True
+        if self._work.producer is not None:
+            return not self._work.producer.queue.empty()
+        # One that loads fast where it is asked for never lets anybody wait.
+        going = not (self._first or self._closed or self.place.ended)
+        return going and self._watch.known is False and not self._watch.slow
 
     def park(self) -> bool:
         """End the thread and keep what it had ready; the next ``next()`` goes on, with a new thread if need be.

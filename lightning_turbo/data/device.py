@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_turbo.data.background import BackgroundIterator
-from lightning_turbo.data.randomness import RandomWatch
+from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.resume import Place
 from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
 
@@ -70,7 +70,7 @@ class DevicePrefetcher:
         self.transfer = DeviceTransfer(
             device, prefetch_batches=prefetch_batches, min_bytes=min_bytes, transform=transform, transfer=transfer
         )
-        self._watch = RandomWatch()
+        self._watch = LoadWatch()
         self._live: weakref.ref[Any] | None = None
         self._place: Place | None = None
         self._skip = 0
@@ -167,7 +167,7 @@ class DevicePrefetcher:
         return self._live() if self._live is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_live": None, "_place": None, "_watch": RandomWatch()}
+        return {**vars(self), "_live": None, "_place": None, "_watch": LoadWatch()}
 
 
 _OWN = frozenset({"_live", "_place", "_skip", "_watch", "loader", "transfer"})

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo.data.background import BackgroundIterator, check_depth
-from lightning_turbo.data.randomness import RandomWatch
+from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.resume import IndexTape, Place
 
 __all__ = ["PrefetchLoader", "prefetching"]
@@ -62,7 +62,7 @@ class PrefetchLoader(DataLoader[Any]):
     def _begin_prefetching(self) -> None:
         self._prefetch_live: weakref.ref[Any] | None = None
         self._prefetch_place: Place | None = None
-        self._prefetch_watch = RandomWatch()
+        self._prefetch_watch = LoadWatch()
         self._prefetch_tape: IndexTape | None = None
         self._prefetch_resume: dict[str, Any] | None = None
 

@@ -1,4 +1,4 @@
-"""Whether loading a batch draws from the random generators that the whole process shares."""
+"""What the steady loading of a loader is like: how long it takes, and whether it draws from shared generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["RandomWatch", "moved", "set_shared_state", "shared_state"]
+__all__ = ["LoadWatch", "moved", "set_shared_state", "shared_state"]
+
+# Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
+# 0.1 to 0.4 ms.
+WORTH = 5e-4
 
 
 def shared_state() -> dict[str, Any]:
@@ -51,19 +55,29 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return names
 
 
-class RandomWatch:
-    """Remembers, for one loader, whether its steady loading draws from shared generators.
+class LoadWatch:
+    """Remembers, for one loader, whether its steady loading draws from shared generators, and whether it takes long.
 
-    Such a loader cannot work in a background thread: the thread and the model would take turns on one generator in an
-    order that no seed fixes. Its batches are then loaded in the thread that asks for them, as a plain ``DataLoader``
-    does, and a warning says so once.
+    A loader that draws cannot work in a background thread: the thread and the model would take turns on one generator
+    in an order that no seed fixes. Its batches are then loaded in the thread that asks for them, as a plain
+    ``DataLoader`` does, and a warning says so once.
 
     Attributes:
         known: ``None`` until a batch was watched, then whether it drew.
+        slow: Whether batches take so long that a thread pays, ``WORTH`` on average.
     """
 
     def __init__(self) -> None:
         self.known: bool | None = None
+        self.slow = False
+        self._batches, self._seconds = 0, 0.0
+
+    def note(self, seconds: float) -> None:
+        """Take note of how long a batch took, in seconds, in the thread that asked for it."""
+        self._batches += 1
+        self._seconds += seconds
+        # The first few have to be clearly slow: caches are cold then, and one number says little.
+        self.slow = self.slow or self._seconds >= WORTH * max(self._batches, 4)
 
     def judge(self, names: list[str], late: bool = False) -> bool:
         """Take note of what one watched batch drew from.

@@ -10,8 +10,9 @@ import weakref
 import pytest
 import torch
 
+from lightning_turbo.data import randomness
 from lightning_turbo.data.background import BackgroundIterator
-from lightning_turbo.data.randomness import RandomWatch
+from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.surroundings import SWITCH_INTERVAL
 from lightning_turbo.errors import NoEffectWarning
 
@@ -33,6 +34,35 @@ def counting(made, end=10**9):
     for n in range(end):
         made.append(n)
         yield n
+
+
+def test_what_loads_fast_is_loaded_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(randomness, "WORTH", 60.0)
+    who = []
+    iterator = BackgroundIterator(who.append(threading.current_thread()) or n for n in range(20))
+    assert not iterator.ready()  # nobody knows yet
+    assert [next(iterator), next(iterator)] == [0, 1]
+    assert iterator.ready()
+    assert list(iterator) == list(range(2, 20))
+    assert not iterator.ready()
+    assert set(who) == {threading.current_thread()}
+
+
+def test_a_loader_that_gets_slow_gets_a_thread(monkeypatch):
+    watch = LoadWatch()
+    watch.known = False
+    monkeypatch.setattr(randomness, "WORTH", 0.25)
+    for seconds in (0.5, 0.25, 0.125, 0.124):  # four of 0.25 s each would do
+        watch.note(seconds)
+    assert not watch.slow
+    watch.note(0.26)
+    assert watch.slow
+    watch.note(0.0)
+    assert watch.slow, "it stays so"
+    iterator = BackgroundIterator(iter(range(5)), watch=watch)
+    assert next(iterator) == 0
+    assert threads()
+    assert list(iterator) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 50])
@@ -268,8 +298,8 @@ def test_the_callers_modes_reach_the_thread(context):
 
 
 def known(value):
-    watch = RandomWatch()
-    watch.known = value
+    watch = LoadWatch()
+    watch.known, watch.slow = value, True
     return watch
 
 
@@ -361,16 +391,18 @@ def test_no_iterator_is_refused():
 def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
     import lightning_turbo.data.background as background
 
-    release = threading.Event()
+    entered, release = threading.Event(), threading.Event()
 
     def source():
         yield 0
+        entered.set()
         release.wait(30)
         yield 1
 
     iterator = BackgroundIterator(source(), watch=known(False))
     assert next(iterator) == 0
     thread = threads()[0]
+    assert entered.wait(30)
     monkeypatch.setattr(background._Work.end, "__defaults__", (0.05,))
     with pytest.warns(background.TurboWarning, match="still inside the next"):
         iterator.close()
