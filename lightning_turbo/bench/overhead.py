@@ -155,7 +155,7 @@ def _callback(name: str) -> Callback:
 
 def register(suite: Suite) -> None:
     """Add the cases and their aims."""
-    stock, quick = "Lightning", ("plain loop", "Lightning", "ApexAMP O0", "strategy turbo", "strategy turbo, lean")
+    stock, quick = "Lightning", ("plain loop", "Lightning", "ApexAMP O0", "strategy turbo, lean")
     lean = {"lean_step": True, "lean_logging": True}
 
     def add(name: str, config: dict[str, Any], *against: str, **options: Any) -> None:

@@ -43,6 +43,7 @@ TABLE = [
     ("callbacks", "Doctor", {}, {}),
     ("plugins", "ApexAMP", {"opt_level": "O2", "loss_scale": 128.0}, {"opt_level": "O2"}),
     ("plugins", "AmpCheckpointIO", {}, {}),
+    ("plugins", "AtomicCheckpointIO", {}, {}),
     ("strategy", "TurboStrategy", {}, {}),
     ("strategy", "TurboDDPStrategy", {}, {}),
 ]
