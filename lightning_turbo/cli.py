@@ -240,6 +240,10 @@ def _add_bench(commands: Commands) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds a case (default: the suite's)")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N",
+        help="fresh processes a case, to divide its rounds among (default: 1); for differences of some per cent",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of data and weights (default: 0)")
     parser.add_argument("--list", action="store_true", help="show the cases and run nothing")
     parser.add_argument(
@@ -265,6 +269,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         threads=arguments.threads,
         rounds=arguments.rounds,
+        processes=arguments.processes,
         seed=arguments.seed,
     )
     return command.list_cases(settings) if arguments.list else command.run_bench(settings)

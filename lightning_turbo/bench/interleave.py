@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ ROUND_TIMEOUT = 180.0
 END_TIMEOUT = 120.0
 END_TIMEOUT_INTERRUPTED = 20.0
 
+UNENDED = "interrupted"  # the status of a case until it ends otherwise
 FEWEST_SWEEPS = 3  # however little time there is: a median needs some values
 
 
@@ -46,19 +48,20 @@ class SuiteRun:
         self.progress = progress
         self.interrupt = interrupt
         self.alive: dict[str, CaseProcess] = {}
-        self.sweeps = settings.rounds or suite.rounds
+        self.sweeps = math.ceil((settings.rounds or suite.rounds) / settings.processes)  # of each process
         self.steps = suite.quick_steps if settings.quick else suite.steps
         self.budget = suite.quick_seconds if settings.quick else suite.seconds
         self.chosen = settings.chosen(suite)
         self.prepared: dict[str, Any] = {}
-        self.to_come = len(self.chosen) * (1 + self.sweeps)  # starts and rounds of the groups not begun
+        # Starts and rounds of the groups not begun.
+        self.to_come = settings.processes * len(self.chosen) * (1 + self.sweeps)
         self.rows: dict[str, dict[str, Any]] = {name: self._row(name) for name in self.chosen}
 
     def _row(self, name: str) -> dict[str, Any]:
         case = self.suite.cases[name]
         return {
             "case": name,
-            "status": "interrupted",  # until it ends otherwise
+            "status": UNENDED,
             "reason": "",
             "config": dict(case.config),
             "base": case.base or self.suite.baseline,
@@ -109,10 +112,11 @@ class SuiteRun:
         """Start the cases, measure them in turn, and end them; what is measured stays on any interruption."""
         try:
             if self._prepare():
-                for group in self._groups():
-                    self._start(group)
-                    self._measure(group)
-                    self._finish(END_TIMEOUT)
+                for number in range(self.settings.processes):
+                    for group in self._groups():
+                        self._start([name for name in group if self.rows[name]["status"] in (UNENDED, "ok")])
+                        self._measure(group, number * self.sweeps)
+                        self._finish(END_TIMEOUT)
         except InterruptedRunError:
             self._finish(END_TIMEOUT_INTERRUPTED)
         finally:
@@ -222,15 +226,16 @@ class SuiteRun:
             return None
         return event
 
-    def _measure(self, group: list[str]) -> None:
+    def _measure(self, group: list[str], done: int) -> None:
         """One round of each case in turn, until there are enough or the group's share of the time is up."""
         start = time.monotonic()
-        budget = self.budget * len(group) / len(self.chosen)
+        budget = self.budget * len(group) / len(self.chosen) / self.settings.processes
+        fewest = math.ceil(FEWEST_SWEEPS / self.settings.processes)
         self.to_come -= len(group) * (1 + self.sweeps)
         order = {"order": "round", "lead": self.suite.lead, "steps": self.steps}
         for sweep in range(self.sweeps):
             for name in [name for name in group if name in self.alive]:
-                self.progress.show(f"{self.suite.name}: {name}, round {sweep + 1}")
+                self.progress.show(f"{self.suite.name}: {name}, round {done + sweep + 1}")
                 try:
                     self.alive[name].tell(order)
                 except CaseFailedError as error:
@@ -240,12 +245,12 @@ class SuiteRun:
                 if event is not None:
                     self.alive[name].hold()
                     round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
-                    self.rows[name]["rounds"].append({"sweep": sweep, **round_})
+                    self.rows[name]["rounds"].append({"sweep": done + sweep, **round_})
                 self.progress.advance()
                 self.interrupt.check()
             spent = time.monotonic() - start
-            expected = max(FEWEST_SWEEPS, int(budget * (sweep + 1) / spent)) if spent else self.sweeps
-            if sweep + 1 >= FEWEST_SWEEPS and spent * (sweep + 2) / (sweep + 1) > budget:
+            expected = max(fewest, int(budget * (sweep + 1) / spent)) if spent else self.sweeps
+            if sweep + 1 >= fewest and spent * (sweep + 2) / (sweep + 1) > budget:
                 break
             self.progress.expect((min(self.sweeps, expected) - sweep - 1) * len(self.alive) + self.to_come)
 

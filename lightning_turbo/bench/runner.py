@@ -60,6 +60,7 @@ def run_suites(
             "device": settings.device,
             "threads": settings.threads,
             "rounds": settings.rounds,
+            "processes": settings.processes,
             "seed": settings.seed,
         },
         "machine": describe_machine(settings.device),
@@ -80,7 +81,8 @@ def run_suites(
                 progress.say(f"{suite.name}: not run, because --quick has no time left for it")
                 continue
             run = SuiteRun(suite, settings, Path(folder), progress, interrupt)
-            later = sum(len(settings.chosen(s)) * (1 + (settings.rounds or s.rounds)) for s in suites[number + 1 :])
+            rest = suites[number + 1 :]
+            later = sum(len(settings.chosen(s)) * (settings.processes + (settings.rounds or s.rounds)) for s in rest)
             progress.open(later)
             progress.expect(run.to_come)
             progress.say(f"{suite.name}: {len(run.chosen)} cases")

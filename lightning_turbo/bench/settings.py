@@ -27,6 +27,8 @@ class BenchSettings:
         device: ``"cpu"`` or ``"cuda"``; ``"auto"`` takes CUDA where it is available.
         threads: Threads of torch in each case; ``None`` leaves torch's own choice.
         rounds: Rounds a case; ``None`` leaves the suite's own number.
+        processes: Fresh processes a case, one after the other, among which its rounds are divided: two processes that
+            run the same code can differ by several per cent, which no number of rounds in one of them shows.
         seed: Seed of data and weights, the same for all cases.
         suites: Suites to choose from; for tests and for suites of one's own.
 
@@ -41,6 +43,7 @@ class BenchSettings:
     device: str = "auto"
     threads: int | None = None
     rounds: int | None = None
+    processes: int = 1
     seed: int = 0
     suites: Mapping[str, str] = field(default_factory=lambda: SUITES)
 
@@ -51,10 +54,11 @@ class BenchSettings:
             )
         if self.device not in ("auto", "cpu", "cuda"):
             raise BenchError(f"device={self.device!r}; accepted are 'auto', 'cpu' and 'cuda'. Choose one of them.")
-        for name, least in (("threads", 1), ("rounds", 1)):
+        for name, least in (("threads", 1), ("rounds", 1), ("processes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise BenchError(f"{name}={value!r}; accepted are whole numbers from {least} on, or None. Raise it.")
+                none = "" if name == "processes" else ", or None"
+                raise BenchError(f"{name}={value!r}; accepted are whole numbers from {least} on{none}. Raise it.")
         if self.out.exists() and not self.out.is_dir():
             raise BenchError(f"out={str(self.out)!r} is a file; accepted is a folder. Name another place.")
         import torch

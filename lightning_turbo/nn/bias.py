@@ -62,7 +62,7 @@ def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | N
         Which biases were dropped and which were kept, and why.
 
     Raises:
-        TypeError: If ``module`` is no module.
+        TypeError: If ``module`` is no module, or ``example_inputs`` no tuple.
         ValueError: If the module's own ``forward`` cannot be traced.
 
     Warns:
@@ -82,6 +82,11 @@ def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | N
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r}; accepted is a torch.nn.Module. Pass the network.")
+    if example_inputs is not None and not isinstance(example_inputs, (tuple, list)):
+        raise TypeError(
+            f"example_inputs is a {type(example_inputs).__name__}; accepted is a tuple of positional inputs. "
+            "Pass (batch,)."
+        )
     graph, opaque = _trace(module)
     shapes = _dimensions(module, graph, example_inputs) if example_inputs is not None else {}
     report = BiasReport()

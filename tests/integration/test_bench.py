@@ -178,6 +178,15 @@ def test_a_preparation_that_fails_is_told_in_every_row(toy, tmp_path):
         assert (row["status"], row["reason"]) == ("failed", "preparation: OSError: no bed")
 
 
+def test_rounds_are_divided_among_fresh_processes(toy):
+    assert run_bench(BenchSettings(**toy, only=("one",), processes=2)) == 0
+    results = json.loads((toy["out"] / "results.json").read_text())
+    (row,) = results["suites"][0]["rows"]
+    assert [part["sweep"] for part in row["rounds"]] == [0, 1, 2, 3]
+    assert row["numbers"]["naps"] == 2 + 2 * (3 + 1) - 1, "of the last process"
+    assert results["settings"]["processes"] == 2
+
+
 @pytest.fixture
 def long_run(toy, tmp_path):
     """A benchmark of a thousand rounds in a process of its own, already measuring."""

@@ -120,6 +120,11 @@ def test_a_linear_layer_needs_to_be_flat_for_sure():
     assert torch.equal(unknown[1].running_mean, mean)
 
 
+def test_example_inputs_are_a_tuple():
+    with pytest.raises(TypeError, match=r"example_inputs is a Tensor; accepted is a tuple"):
+        drop_bias_before_norm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.ones(4, 2))
+
+
 def test_example_inputs_leave_statistics_and_random_numbers_alone():
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4))
     x = torch.randn(3, 4)
