@@ -45,8 +45,11 @@ class _Producer(BackgroundGenerator):
         self.surroundings = Surroundings()
         super().__init__(iter(()), max_prefetch=depth)  # starts the thread
 
+    def start(self) -> None:
+        self.name = f"lightning_turbo-prefetch-{id(self):x}"
+        super().start()
+
     def run(self) -> None:
-        self.name = f"lightning_turbo-prefetch-{self.ident}"
         self.surroundings.run(self._run)
 
     def _run(self) -> None:

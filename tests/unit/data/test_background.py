@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from lightning_turbo.data import randomness
+from lightning_turbo.data import randomness, surroundings
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.surroundings import SWITCH_INTERVAL
@@ -59,10 +59,11 @@ def test_a_loader_that_gets_slow_gets_a_thread(monkeypatch):
     assert watch.slow
     watch.note(0.0)
     assert watch.slow, "it stays so"
-    iterator = BackgroundIterator(iter(range(5)), watch=watch)
+    iterator = BackgroundIterator(counting([]), watch=watch)
     assert next(iterator) == 0
     assert threads()
-    assert list(iterator) == [1, 2, 3, 4]
+    assert [next(iterator) for _ in range(4)] == [1, 2, 3, 4]
+    iterator.close()
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 50])
@@ -308,7 +309,8 @@ def test_the_switch_interval_is_shortened_and_put_back():
     iterators = [BackgroundIterator(counting([]), watch=known(False)) for _ in range(2)]
     for iterator in iterators:
         next(iterator)
-    wait_until(lambda: abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 1e-9)
+    wait_until(lambda: surroundings._holders == 2)  # else the first could be gone before the second comes
+    assert abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 1e-9
     iterators[0].close()
     assert abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 1e-9
     iterators[1].close()
