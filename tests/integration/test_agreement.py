@@ -1,13 +1,11 @@
 """Ranks that disagree on their settings are refused before the first step, with the values of both."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_turbo.strategies.agreement import disagreements
+from tests.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("agreement_worker.py")
 
@@ -25,12 +23,7 @@ def test_what_differs_is_named_with_each_value_and_its_ranks():
 
 @pytest.mark.distributed
 def test_two_ranks_that_disagree_are_refused_before_the_first_step(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, tmp_path],
-        capture_output=True, text=True, timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(WORKER, tmp_path)
     said = {}
     for path in tmp_path.iterdir():
         case, rank, steps = path.name.split(".")

@@ -1,12 +1,11 @@
 """Two gloo ranks give the same weights on both ranks, and the same as one process on the joint batch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 CASES = [
@@ -19,20 +18,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def work(folder, ranks):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launch, str(WORKER), str(folder), ",".join(CASES)],
-        capture_output=True, text=True, timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.distributed
 def test_two_ranks_equal_each_other_and_the_joint_batch(tmp_path):
-    work(tmp_path, 1)
-    work(tmp_path, 2)
+    for ranks in (1, 2):
+        run_ranks(WORKER, tmp_path, ",".join(CASES), ranks=ranks)
     for case in CASES:
         joint = torch.load(tmp_path / f"{case}.1.0", weights_only=True)
         ranks = [torch.load(tmp_path / f"{case}.2.{rank}", weights_only=True) for rank in (0, 1)]

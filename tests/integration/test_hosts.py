@@ -1,7 +1,6 @@
 """Two hosts with addresses of their own, two ranks each: network namespaces that are joined by a pair of veth."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +15,12 @@ import torch
 import lightning_turbo
 from tests.integration import hosts_worker
 from tests.integration.hosts_worker import EPOCHS, JOINT, LEVELS, SAMPLES
+from tests.ranks import ENVIRONMENT, end
 
 WORKER = Path(__file__).with_name("hosts_worker.py")
 ROOT = Path(lightning_turbo.__file__).parent.parent
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire", "CUDA_VISIBLE_DEVICES": ""}
+WIRED = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "wire"}
 pytestmark = pytest.mark.distributed
 
 
@@ -71,7 +71,7 @@ def torchrun(folder, *words, cwd=None, **variables):
                         subprocess.Popen(
                             ["ip", "netns", "exec", name, sys.executable, *launch, *map(str, words)],
                             stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
-                            env={**os.environ, **ENVIRONMENT, **variables},
+                            env={**os.environ, **WIRED, **variables},
                             start_new_session=True,
                         )
                     )  # fmt: skip
@@ -83,17 +83,6 @@ def torchrun(folder, *words, cwd=None, **variables):
         said = [(folder / f"output.{host}").read_text() for host in (0, 1)]
         assert [job.returncode for job in jobs] == [0, 0], "\n".join(text[-3000:] for text in said)
         return said
-
-
-def end(job):
-    """End a job that is not at its end: torchrun ends its ranks on SIGTERM."""
-    if job.poll() is None:
-        job.terminate()
-        try:
-            job.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
 
 
 def test_four_ranks_on_two_hosts_equal_one_process_on_the_joint_batch(tmp_path):
@@ -168,7 +157,7 @@ def test_a_port_in_use_is_said_at_once(tmp_path):
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
              "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "hosts", "--rdzv-conf", "is_host=1", WORKER,
              tmp_path],
-            capture_output=True, text=True, timeout=170, env={**os.environ, **ENVIRONMENT},
+            capture_output=True, text=True, timeout=170, env={**os.environ, **WIRED},
         )  # fmt: skip
     assert done.returncode != 0
     assert f"port: {port}" in done.stderr

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -19,15 +18,13 @@ from torch.utils.data import TensorDataset
 from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader
 from tests.integration.killed_worker import STEPS, STEPS_OF_AN_EPOCH
 from tests.integration.test_resume import assert_same
+from tests.ranks import ENVIRONMENT, end
 
 WORKER = Path(__file__).with_name("killed_worker.py")
 PLACES = ("forward", "write", "backward", "prefetch", "place", "random")
 LEVELS = ("O1", "O2")
 # By default torchrun keeps one store for all lives of a job, and a rank of the new life can find addresses of the old.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}  # fmt: skip
+SETTINGS = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def planned(places, seed):
@@ -53,7 +50,7 @@ def run(folder, level, kills="", torchrun=False):
     loaded, deadline = 0, time.monotonic() + 280
     with open(folder / "output", "wb") as output:
         job = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **SETTINGS}, start_new_session=True
         )
         try:
             while job.poll() is None:
@@ -72,17 +69,6 @@ def run(folder, level, kills="", torchrun=False):
             end(job)
     assert job.returncode == 0, (folder / "output").read_text()[-3000:]
     return loaded
-
-
-def end(job):
-    """End a job that is not at its end: torchrun ends its ranks on SIGTERM."""
-    if job.poll() is None:
-        job.terminate()
-        try:
-            job.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
 
 
 def finals(folder):

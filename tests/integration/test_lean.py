@@ -2,9 +2,6 @@
 
 import hashlib
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -27,6 +24,7 @@ from tqdm import tqdm
 
 from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboDDPStrategy, TurboStrategy
 from lightning_turbo.errors import LightningMismatchError
+from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -436,12 +434,7 @@ def test_lightning_is_still_the_one_that_was_followed():
 
 @pytest.mark.distributed
 def test_two_ranks_compute_the_same_and_stop_after_the_same_batch(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, tmp_path],
-        capture_output=True, text=True, timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(WORKER, tmp_path)
     runs = {path.name: torch.load(path, weights_only=True) for path in tmp_path.iterdir()}
     for rank in (0, 1):
         assert same(dict(runs[f"stock.{rank}"]["module"]), dict(runs[f"lean.{rank}"]["module"]))

@@ -1,30 +1,18 @@
 """N steps straight equal k steps, a checkpoint, a new process and N - k steps: zero differing bits."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integration.resume_worker import MOMENTS, OPTIMIZERS
+from tests.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("resume_worker.py")
 LEVELS = ("O0", "O1", "O2", "O3")
 ALL = [f"{level}-{optimizer}-bfloat16" for level in LEVELS for optimizer in OPTIMIZERS]
 QUICK = ["O0-sgd-bfloat16", "O1-adamw_fused-float16", "O2-adam-bfloat16", "O2-sgd-float16", "O3-adamw-bfloat16"]
 SCALED = [f"{level}-{optimizer}-float16" for level in ("O1", "O2") for optimizer in OPTIMIZERS]
-
-
-def work(how, folder, cases, ranks):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launch, str(WORKER), how, str(folder), ",".join(cases)],
-        capture_output=True, text=True, timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def assert_same(a, b, path=""):
@@ -45,8 +33,8 @@ def assert_same(a, b, path=""):
 
 
 def check(folder, cases, ranks):
-    work("straight", folder, cases, ranks)
-    work("resumed", folder, cases, ranks)
+    for how in ("straight", "resumed"):
+        run_ranks(WORKER, how, folder, ",".join(cases), ranks=ranks)
     for case in cases:
         for rank in range(ranks):
             straight = torch.load(folder / case / f"straight.final.{rank}", weights_only=True)

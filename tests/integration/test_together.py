@@ -1,19 +1,17 @@
 """All techniques together: a run that stops and goes on equals one that never stopped; two ranks agree."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
+from tests.ranks import run_ranks
 from tests.registry import BY_NAME, TECHNIQUES, run
 
 LEVELS = ("O0", "O1", "O2", "O3")
-ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("pairs_worker.py")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode"),
@@ -41,14 +39,7 @@ def test_stop_save_load_and_go_on_equals_never_having_stopped(level, left_out, t
 
 
 def launch(folder, which):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(Path(__file__).with_name("pairs_worker.py")), str(folder), which],
-        capture_output=True, text=True, timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
-             "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(WORKER, folder, which, timeout=900, PYTHONPATH=str(WORKER.parents[2]))
     names = sorted({path.name[:-2] for path in folder.iterdir()})
     for name in names:
         ranks = [torch.load(folder / f"{name}.{rank}", weights_only=True) for rank in (0, 1)]

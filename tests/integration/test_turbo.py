@@ -1,8 +1,5 @@
 """The turbo strategies: the same results as Lightning's own, with every part on, off, and given back."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import AmpCheckpointIO, ApexAMP, TurboDDPStrategy, TurboStrategy
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 WORKER = Path(__file__).with_name("turbo_worker.py")
@@ -169,12 +167,7 @@ def test_what_torch_cannot_do_is_refused_before_the_first_step(settings, text):
 
 @pytest.mark.distributed
 def test_two_ranks_under_turbo_ddp_equal_ddp(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, tmp_path],
-        capture_output=True, text=True, timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(WORKER, tmp_path)
     runs = {path.name: torch.load(path, weights_only=True) for path in tmp_path.iterdir()}
     for name in {file.split(".")[0] for file in runs}:
         a, b = runs[f"{name}.0"], runs[f"{name}.1"]

@@ -1,0 +1,33 @@
+"""Ranks in processes of their own, as torchrun starts them on one machine."""
+
+import os
+import signal
+import subprocess
+import sys
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_ranks(worker, *words, ranks=2, timeout=170, **variables):
+    """Run a script to its end in one process, or in several gloo ranks; a failure shows what it said."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    with subprocess.Popen(
+        [sys.executable, *launch, *map(str, (worker, *words))], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, **ENVIRONMENT, **variables}, start_new_session=True,
+    ) as job:  # fmt: skip
+        try:
+            said, _ = job.communicate(timeout=timeout)
+        finally:
+            end(job)
+    assert job.returncode == 0, said[-3000:]
+
+
+def end(job):
+    """End a job that is not at its end: torchrun ends its ranks on SIGTERM."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
