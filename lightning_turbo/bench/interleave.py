@@ -48,6 +48,7 @@ class SuiteRun:
         self.progress = progress
         self.interrupt = interrupt
         self.alive: dict[str, CaseProcess] = {}
+        self.measured: set[str] = set()  # those of them that have done a round
         self.sweeps = math.ceil((settings.rounds or suite.rounds) / settings.processes)  # of each process
         self.steps = suite.quick_steps if settings.quick else suite.steps
         self.budget = suite.quick_seconds if settings.quick else suite.seconds
@@ -244,6 +245,7 @@ class SuiteRun:
                 event = self._event(name, ROUND_TIMEOUT, check=lambda: None)
                 if event is not None:
                     self.alive[name].hold()
+                    self.measured.add(name)
                     round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
                     self.rows[name]["rounds"].append({"sweep": done + sweep, **round_})
                 self.progress.advance()
@@ -257,9 +259,8 @@ class SuiteRun:
     def _finish(self, timeout: float) -> None:
         """Let every case that is left return its numbers."""
         for name in list(self.alive):
-            measured = bool(self.rows[name]["rounds"])
             self.progress.show(f"{self.suite.name}: {name}, ending")
-            if not measured:  # it was still starting
+            if name not in self.measured:
                 self.alive.pop(name).close(grace=0.0)
                 continue
             try:
@@ -272,3 +273,4 @@ class SuiteRun:
                 keys = ("numbers", "start_bytes", "peak_bytes", "threads")
                 self.rows[name].update(status="ok", **{key: event[key] for key in keys})
                 self.alive.pop(name).close()
+        self.measured.clear()

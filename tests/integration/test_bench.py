@@ -80,6 +80,17 @@ def dies(meter):
             print("goodbye", file=sys.stderr, flush=True)
             os._exit(3)
 
+@SUITE.case("lingers", base="lingers")
+def lingers(meter):
+    # Its second process never gets behind its warm-up.
+    with open("CHILD_FILE", "a") as file:
+        file.write("x")
+    if os.path.getsize("CHILD_FILE") == 2:
+        time.sleep(600)
+    while meter.step():
+        time.sleep(0.01)
+    return {"naps": 1.0}
+
 @SUITE.case("leaves")
 def leaves(meter):
     return {}
@@ -187,9 +198,10 @@ def test_rounds_are_divided_among_fresh_processes(toy):
     assert results["settings"]["processes"] == 2
 
 
-@pytest.fixture
-def long_run(toy, tmp_path):
-    """A benchmark of a thousand rounds in a process of its own, already measuring."""
+@contextlib.contextmanager
+def long_run(toy, tmp_path, written, **options):
+    """A benchmark of a thousand rounds in a process of its own, as soon as its case has written so many characters."""
+    options = {**toy, "out": str(toy["out"]), "rounds": 1000, **options}
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -198,8 +210,8 @@ def long_run(toy, tmp_path):
             from pathlib import Path
             from lightning_turbo.bench.command import run_bench
             from lightning_turbo.bench.settings import BenchSettings
-            options = dict(suite="toy", suites={{"toy": "toy_suite"}}, device="cpu", threads=1, rounds=1000)
-            sys.exit(run_bench(BenchSettings(out=Path({str(toy["out"])!r}), only=("one", "busy"), **options)))
+            options = {options!r}
+            sys.exit(run_bench(BenchSettings(**{{**options, "out": Path(options["out"])}})))
             """
         )
     )
@@ -211,16 +223,24 @@ def long_run(toy, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    child = tmp_path / "child"
     try:
         deadline = time.monotonic() + 120
-        while not (tmp_path / "child").exists() and time.monotonic() < deadline:
+        while not (child.exists() and child.stat().st_size >= written) and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(3.0)  # both have started when the second has; some rounds follow
         yield process
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture
+def measuring(toy, tmp_path):
+    """A long run of two cases, already measuring."""
+    with long_run(toy, tmp_path, 1, only=("one", "busy")) as process:
+        time.sleep(3.0)  # both have started when the second has; some rounds follow
+        yield process
 
 
 def workers_of(pid):
@@ -232,12 +252,12 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="re
 
 
 @needs_proc
-def test_ctrl_c_keeps_what_was_measured(long_run, toy, tmp_path):
-    workers = workers_of(long_run.pid)
+def test_ctrl_c_keeps_what_was_measured(measuring, toy, tmp_path):
+    workers = workers_of(measuring.pid)
     assert len(workers) == 2
-    long_run.send_signal(signal.SIGINT)
-    output, _ = long_run.communicate(timeout=60)
-    assert long_run.returncode == 130, output
+    measuring.send_signal(signal.SIGINT)
+    output, _ = measuring.communicate(timeout=60)
+    assert measuring.returncode == 130, output
     results = json.loads((toy["out"] / "results.json").read_text())
     assert results["interrupted"]
     rows = {row["case"]: row for row in results["suites"][0]["rows"]}
@@ -249,12 +269,22 @@ def test_ctrl_c_keeps_what_was_measured(long_run, toy, tmp_path):
     assert gone(int((tmp_path / "child").read_text()))
 
 
+def test_ctrl_c_while_a_further_process_starts_keeps_what_was_measured(toy, tmp_path):
+    with long_run(toy, tmp_path, 2, only=("lingers",), processes=1000) as process:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    rows = json.loads((toy["out"] / "results.json").read_text())["suites"][0]["rows"]
+    (row,) = [row for row in rows if row["case"] == "lingers"]
+    assert (row["status"], len(row["rounds"]), row["numbers"]) == ("ok", 1, {"naps": 1.0})
+
+
 @needs_proc
-def test_a_killed_runner_leaves_no_process_behind(long_run, tmp_path):
-    workers = workers_of(long_run.pid)
+def test_a_killed_runner_leaves_no_process_behind(measuring, tmp_path):
+    workers = workers_of(measuring.pid)
     assert len(workers) == 2
-    long_run.kill()
-    long_run.wait()
+    measuring.kill()
+    measuring.wait()
     assert all(gone(pid) for pid in [*workers, int((tmp_path / "child").read_text())])
 
 
