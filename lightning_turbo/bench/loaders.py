@@ -17,6 +17,10 @@ from lightning_turbo import _optional
 from lightning_turbo.bench.case import Aim, SkippedError, Suite
 from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.workloads import plain_loop, resnet50, sgd
+from lightning_turbo.data import PackedDataset
+from lightning_turbo.data.dali import DALILoader, FileRecipe, ImageFolder, VolumeFiles
+from lightning_turbo.data.dali.engine import Settings
+from lightning_turbo.data.dali.files import FileStream
 
 __all__ = ["SUITE"]
 
@@ -191,17 +195,25 @@ def _run_bare(meter: Meter, pipeline: Any) -> dict[str, float]:
             return {}
 
 
+def _recipe(meter: Meter, folder: str, uint8: bool) -> ImageFolder:
+    """An ImageFolder over the photographs, which are made in ``folder``."""
+    _need_dali()
+    kind = "uint8" if uint8 else "float32"
+    return ImageFolder(_photos(meter, Path(folder)), train=True, size=_size(meter), dtype=kind)
+
+
+def _load(meter: Meter, recipe: FileRecipe) -> dict[str, float]:
+    """Batches of a DALILoader over a recipe."""
+    loader = DALILoader(recipe, BATCH, num_threads=2, last_batch="drop", seed=meter.seed)
+    result = _drain(meter, _forever(loader))
+    loader.close()
+    return result
+
+
 def same(meter: Meter, *, uint8: bool) -> dict[str, float]:
     """The pipeline of ``ours``, with its order of files, run without the loader around it."""
-    _need_dali()
-    from lightning_turbo.data.dali import ImageFolder
-    from lightning_turbo.data.dali.engine import Settings
-    from lightning_turbo.data.dali.files import FileStream
-
     with tempfile.TemporaryDirectory() as folder:
-        recipe = ImageFolder(
-            _photos(meter, Path(folder)), train=True, size=_size(meter), dtype="uint8" if uint8 else "float32"
-        )  # fmt: skip
+        recipe = _recipe(meter, folder, uint8)
         settings = Settings(
             batch_size=BATCH, num_threads=2, device_id=None, prefetch=2, rank=0, world_size=1, seed=meter.seed
         )
@@ -210,17 +222,8 @@ def same(meter: Meter, *, uint8: bool) -> dict[str, float]:
 
 def ours(meter: Meter, *, uint8: bool) -> dict[str, float]:
     """Photographs by a DALILoader over an ImageFolder."""
-    _need_dali()
-    from lightning_turbo.data.dali import DALILoader, ImageFolder
-
     with tempfile.TemporaryDirectory() as folder:
-        recipe = ImageFolder(
-            _photos(meter, Path(folder)), train=True, size=_size(meter), dtype="uint8" if uint8 else "float32"
-        )  # fmt: skip
-        loader = DALILoader(recipe, BATCH, num_threads=2, last_batch="drop", seed=meter.seed)
-        result = _drain(meter, _forever(loader))
-        loader.close()
-        return result
+        return _load(meter, _recipe(meter, folder, uint8))
 
 
 def numpy(meter: Meter, *, workers: int) -> dict[str, float]:
@@ -231,7 +234,6 @@ def numpy(meter: Meter, *, workers: int) -> dict[str, float]:
 
 def packed(meter: Meter) -> dict[str, float]:
     """The same volumes from one memory-mapped file, a batch at a time."""
-    from lightning_turbo import PackedDataset
 
     def normalise(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         volumes, labels = batch
@@ -251,14 +253,8 @@ def packed(meter: Meter) -> dict[str, float]:
 def volumes(meter: Meter) -> dict[str, float]:
     """Volumes by a DALILoader over VolumeFiles, without augmentation, as ``numpy`` reads them."""
     _need_dali()
-    from lightning_turbo.data.dali import DALILoader, VolumeFiles
-
     with tempfile.TemporaryDirectory() as folder:
-        recipe = VolumeFiles(_volumes(meter, Path(folder)), train=False, shuffle=True)
-        loader = DALILoader(recipe, BATCH, num_threads=2, last_batch="drop", seed=meter.seed)
-        result = _drain(meter, _forever(loader))
-        loader.close()
-        return result
+        return _load(meter, VolumeFiles(_volumes(meter, Path(folder)), train=False, shuffle=True))
 
 
 def resnet(meter: Meter, *, feed: str) -> dict[str, float]:
@@ -272,8 +268,6 @@ def resnet(meter: Meter, *, feed: str) -> dict[str, float]:
             loader: Any = [(images, torch.arange(BATCH, device=meter.device) % 3)]
         elif feed == "dali":
             _need_dali()
-            from lightning_turbo.data.dali import DALILoader, ImageFolder
-
             recipe = ImageFolder(root, train=True, channels_last=True)
             loader = DALILoader(recipe, BATCH, device=meter.device, last_batch="drop", seed=meter.seed)
         else:
