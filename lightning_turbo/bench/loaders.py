@@ -1,4 +1,4 @@
-"""The suite ``loaders``: DALI beside Pillow, numpy and torch's DataLoader, on photographs and on volumes."""
+"""The suite ``loaders``: DALI beside DataLoader, torchdata and timm, on photographs; beside numpy, on volumes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_turbo import _optional
 from lightning_turbo.bench.case import Aim, SkippedError, Suite
 from lightning_turbo.bench.meter import Meter
+from lightning_turbo.bench.peers import timm_loader, torchdata_loader
 from lightning_turbo.bench.workloads import plain_loop, resnet50, sgd
 from lightning_turbo.data import PackedDataset
 from lightning_turbo.data.dali import DALILoader, FileRecipe, ImageFolder, VolumeFiles
@@ -34,7 +35,7 @@ SUITE = Suite(
     warmup=3,
     lead=4,  # more than a queue holds: what was prepared while the case was held does not count
     seconds=300,
-    quick_seconds=40,
+    quick_seconds=6,
     unit="batch",
 )
 BATCH = 32
@@ -80,19 +81,20 @@ def _volumes(meter: Meter, folder: Path) -> list[tuple[str, int]]:
     return pairs
 
 
-class _Pillow(Dataset[tuple[Tensor, int]]):
-    """The transform of ``ImageFolder(train=True)``, written with Pillow and numpy."""
+class _Pillow(Dataset[tuple[Any, int]]):
+    """The transform of ``ImageFolder(train=True)``, written with Pillow and numpy; ``raw`` leaves the pixels uint8."""
 
-    def __init__(self, root: Path, size: int) -> None:
+    def __init__(self, root: Path, size: int, raw: bool = False) -> None:
         self.files = sorted(root.glob("*/*.jpg"))
         classes = sorted({file.parent.name for file in self.files})
         self.labels = [classes.index(file.parent.name) for file in self.files]
         self.size = size
+        self.raw = raw
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         from PIL import Image
 
         draw = torch.rand(5).tolist()
@@ -106,6 +108,8 @@ class _Pillow(Dataset[tuple[Tensor, int]]):
         box = (left, top, left + width, top + height)
         pixels = np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR, box))
         pixels = pixels[:, ::-1] if draw[4] < 0.5 else pixels
+        if self.raw:
+            return np.ascontiguousarray(pixels.transpose(2, 0, 1)), self.labels[index]
         values = (pixels.astype(np.float32) / 255 - MEAN) / STD
         return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1))), self.labels[index]
 
@@ -142,10 +146,13 @@ def _size(meter: Meter) -> int:
     return 128 if meter.quick else 224
 
 
+def _endless(dataset: Any) -> RandomSampler:
+    """Epoch after epoch as if it were one: where a few batches are an epoch, queues would be empty most of the time."""
+    return RandomSampler(dataset, num_samples=10**9)
+
+
 def _dataloader(dataset: Dataset[Any], workers: int) -> DataLoader[Any]:
-    return DataLoader(
-        dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=workers > 0
-    )  # fmt: skip
+    return DataLoader(dataset, BATCH, sampler=_endless(dataset), num_workers=workers)
 
 
 def _need_dali() -> None:
@@ -153,10 +160,29 @@ def _need_dali() -> None:
         raise SkippedError("nvidia-dali not installed")
 
 
-def pillow(meter: Meter, *, workers: int) -> dict[str, float]:
-    """Photographs by Pillow and numpy in a DataLoader."""
+def _pillow_loader(root: Path, size: int, device: torch.device, workers: int, by: str) -> Iterable[Any]:
+    """A loader of photographs by Pillow and numpy.
+
+    Args:
+        root: Of the photographs.
+        size: Of the images, in pixels.
+        device: Where timm puts its batches.
+        workers: How many.
+        by: ``"torch"``, ``"timm"``, ``"torchdata, process"`` or ``"torchdata, thread"``.
+    """
+    dataset = _Pillow(root, size, raw=by == "timm")
+    if by == "timm":
+        return timm_loader(dataset, _endless(dataset), BATCH, workers, device, MEAN.tolist(), STD.tolist())
+    if by.startswith("torchdata"):
+        return torchdata_loader(dataset, _endless(dataset), BATCH, workers, by.removeprefix("torchdata, "))
+    return _dataloader(dataset, workers)
+
+
+def pillow(meter: Meter, *, workers: int, by: str = "torch") -> dict[str, float]:
+    """Photographs by Pillow and numpy."""
     with tempfile.TemporaryDirectory() as folder:
-        return _drain(meter, _forever(_dataloader(_Pillow(_photos(meter, Path(folder)), _size(meter)), workers)))
+        root = _photos(meter, Path(folder))
+        return _drain(meter, iter(_pillow_loader(root, _size(meter), meter.device, workers, by)))
 
 
 def bare(meter: Meter, *, uint8: bool) -> dict[str, float]:
@@ -229,7 +255,7 @@ def ours(meter: Meter, *, uint8: bool) -> dict[str, float]:
 def numpy(meter: Meter, *, workers: int) -> dict[str, float]:
     """Volumes by ``np.load`` in a DataLoader."""
     with tempfile.TemporaryDirectory() as folder:
-        return _drain(meter, _forever(_dataloader(_Numpy(_volumes(meter, Path(folder))), workers)))
+        return _drain(meter, iter(_dataloader(_Numpy(_volumes(meter, Path(folder))), workers)))
 
 
 def packed(meter: Meter) -> dict[str, float]:
@@ -271,7 +297,7 @@ def resnet(meter: Meter, *, feed: str) -> dict[str, float]:
             recipe = ImageFolder(root, train=True, channels_last=True)
             loader = DALILoader(recipe, BATCH, device=meter.device, last_batch="drop", seed=meter.seed)
         else:
-            loader = _dataloader(_Pillow(root, 224), 2)
+            loader = _pillow_loader(root, 224, meter.device, 2, feed)
         batches: Any = (
             (images.to(meter.device, memory_format=torch.channels_last), labels.to(meter.device))
             for images, labels in _forever(loader)
@@ -288,6 +314,15 @@ def resnet(meter: Meter, *, feed: str) -> dict[str, float]:
 SUITE.add(PILLOW, pillow, baseline=True, config={"workers": 0})
 for _workers in (1, 2):
     SUITE.add(f"DataLoader with Pillow, {_workers} workers", pillow, config={"workers": _workers}, quick=False)
+for _name, _package, _by in (
+    ("torchdata's nodes with Pillow, 2 processes", "torchdata", "torchdata, process"),
+    ("torchdata's nodes with Pillow, 2 threads", "torchdata", "torchdata, thread"),
+    ("timm's PrefetchLoader with Pillow, 2 workers", "timm", "timm"),
+):
+    SUITE.add(
+        _name, pillow, config={"workers": 2, "by": _by}, against=("DataLoader with Pillow, 2 workers",),
+        needs=(_package,), peer=True, quick=False,
+    )  # fmt: skip
 for _suffix, _uint8 in (("", False), (", uint8", True)):
     SUITE.add(BARE + _suffix, bare, config={"uint8": _uint8}, peer=True, quick=False)
     SUITE.add(SAME + _suffix, same, config={"uint8": _uint8}, quick=not _uint8)
@@ -301,7 +336,11 @@ SUITE.add("volumes: PackedDataset", packed, base=NUMPY, ours=True, quick=False)
 SUITE.add("volumes: DALILoader", volumes, base=NUMPY, ours=True, quick=False)
 SUITE.add(SYNTHETIC, resnet, config={"feed": "synthetic"}, devices=("cuda",))
 SUITE.add("ResNet-50 on DALILoader", resnet, config={"feed": "dali"}, base=SYNTHETIC, devices=("cuda",), ours=True)
-SUITE.add("ResNet-50 on a DataLoader", resnet, config={"feed": "pillow"}, base=SYNTHETIC, devices=("cuda",))
+SUITE.add("ResNet-50 on a DataLoader", resnet, config={"feed": "torch"}, base=SYNTHETIC, devices=("cuda",))
+SUITE.add(
+    "ResNet-50 on timm's PrefetchLoader", resnet, config={"feed": "timm"}, base=SYNTHETIC, devices=("cuda",),
+    needs=("timm",), peer=True,
+)  # fmt: skip
 SUITE.aims += [
     Aim(OURS, SAME, at_most=1.03, devices=("cpu",)),
     Aim(f"{OURS}, uint8", f"{SAME}, uint8", at_most=1.03, devices=("cpu",)),

@@ -20,7 +20,7 @@ SUITE = Suite(
     "precision",
     "One network, data and seed at every precision: a residual network at 32 x 32 on a CPU, ResNet-50 on a GPU.",
     steps=5,
-    quick_steps=2,
+    quick_steps=1,
     rounds=15,
     warmup=4,
     lead=1,
@@ -136,10 +136,10 @@ def accelerate(meter: Meter, *, dims: int = 2) -> dict[str, float]:
     return train_with_accelerate(meter, net, loader, sgd(list(net.parameters())))
 
 
-def composer(meter: Meter, *, dims: int = 2) -> dict[str, float]:
-    """MosaicML Composer in bfloat16."""
+def composer(meter: Meter, *, dims: int = 2, precision: str) -> dict[str, float]:
+    """MosaicML Composer."""
     net, loader, _ = _task(meter, dims)
-    return train_with_composer(meter, net, loader, sgd(list(net.parameters())))
+    return train_with_composer(meter, net, loader, sgd(list(net.parameters())), precision)
 
 
 def apex(meter: Meter, *, dims: int = 2, level: str = "O1") -> dict[str, float]:
@@ -162,7 +162,7 @@ def register(suite: Suite, dims: int, devices: tuple[str, ...]) -> None:
 
     def add(name: str, run: Any, *, against: tuple[str, ...] = (), **options: Any) -> None:
         config = {**({"dims": 3} if dims == 3 else {}), **options.pop("config", {})}
-        quick = dims == 2 and name in ("Lightning 32-true", "Lightning bf16-mixed", "O1, bf16", "O2, bf16")
+        quick = dims == 2 and name in ("Lightning 32-true", "O1, bf16")
         others = tuple(mark + other for other in against)
         suite.add(mark + name, run, config=config, against=others, quick=quick, **options)
 
@@ -192,9 +192,10 @@ def register(suite: Suite, dims: int, devices: tuple[str, ...]) -> None:
     add("PyTorch O2 by hand, bf16", plain_o2, **both)
     add("PyTorch bf16 throughout", plain_half, **both)
 
-    stock = ("Lightning bf16-mixed",)
-    add("Accelerate bf16", accelerate, needs=("accelerate",), peer=True, against=stock, **both)
-    add("Composer amp_bf16", composer, needs=("mosaicml",), peer=True, against=stock, **both)
+    peer: dict[str, Any] = {"peer": True, "against": ("Lightning bf16-mixed",)}
+    add("Accelerate bf16", accelerate, needs=("accelerate",), **peer, **both)
+    add("Composer fp32", composer, config={"precision": "fp32"}, needs=("mosaicml",), peer=True, **both)
+    add("Composer amp_bf16", composer, config={"precision": "amp_bf16"}, needs=("mosaicml",), **peer, **gpu)
     for level in ("O1", "O2"):
         add(f"apex {level}", apex, config={"level": level}, needs=("apex",), peer=True, **gpu)
 
