@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 __all__ = ["draw", "page", "summary", "table"]
 
-INK, FAINT, BLUE, ORANGE = "#22272e", "#d8dde3", "#0072b2", "#d55e00"
+INK, GREY, FAINT, BLUE, ORANGE = "#22272e", "#57606a", "#d8dde3", "#0072b2", "#d55e00"
 
 ABOUT = (
     "Seconds of a training epoch: median over the runs of each run's median epoch, without its first one. Relative to "
@@ -101,14 +101,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 1.8 + 0.36 * len(rows)), dpi=140, layout="constrained", facecolor="white")
     times, scores = figure.subplots(1, 2, sharey=True)
     names = [row["name"] for row in rows]
-    for axes, key, colour, title in (
-        (times, "ratios", BLUE, "Time per epoch, relative to plain"),
-        (scores, "aucs", ORANGE, "Validation AUC"),
+    for axes, key, colour, title, label in (
+        (times, "ratios", BLUE, "Time per epoch, relative to plain", lambda row: f"{row['seconds']:.3g} s"),
+        (scores, "aucs", ORANGE, "Validation AUC", lambda row: f"{statistics.median(row['aucs']):.3f}"),
     ):
         for place, row in enumerate(rows):
             if row[key]:
                 axes.barh(place, statistics.median(row[key]), height=0.62, color=colour, alpha=0.75)
                 axes.plot(row[key], [place] * len(row[key]), "o", color=INK, markersize=3)
+                axes.annotate(
+                    label(row), (max(row[key]), place), (6, 0), textcoords="offset points", va="center", color=GREY,
+                    fontsize=8,
+                )  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10.5, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(FAINT)
@@ -116,10 +120,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.set_axisbelow(True)
         axes.tick_params(colors=INK, length=0)
     times.axvline(1, color=INK, linewidth=0.8)
-    for place, row in enumerate(rows):
-        times.text(0, place, f"  {row['seconds']:.3g} s", va="center", color="white", fontsize=8)
+    times.margins(x=0.12)  # room for the label of the longest bar
     scores.axvline(0.5, color=INK, linewidth=0.8)
-    scores.set_xlim(0, 1)
+    scores.set_xlim(0, 1.12)
+    scores.set_xticks([0, 0.25, 0.5, 0.75, 1])
     times.set_yticks(range(len(names)), names)
     times.invert_yaxis()
     asked, made_on = results["settings"], results["machine"]
