@@ -47,7 +47,7 @@ def draw_suite(suite: Mapping[str, Any], path: Path, *, where: str) -> bool:
     colours = [_colour(row) for row, _ in rows]
     axes.barh(places, middles, xerr=spread, color=colours, error_kw={"elinewidth": 1, "capsize": 2, "alpha": 0.7})
     axes.set_yticks(places, [row["case"] for row, _ in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.18 * max(middle + high for middle, high in zip(middles, spread[1], strict=True)))
     for place, (row, value) in zip(places, rows, strict=True):
         quotient = ratio(row, known[row["base"]], quantity) if row["base"] in known else None
@@ -66,7 +66,7 @@ def draw_suite(suite: Mapping[str, Any], path: Path, *, where: str) -> bool:
 def _unit(quantity: str, smallest: float) -> tuple[float, str]:
     """Divisor and name of the unit that suits the smallest value."""
     if quantity == "seconds":
-        return next(((s, n) for s, n in ((1.0, "s"), (1e-3, "ms")) if smallest >= s), (1e-6, "us"))
+        return next(((s, n) for s, n in ((1.0, "s"), (1e-3, "ms")) if smallest >= s), (1e-6, "µs"))
     if quantity.endswith("_bytes"):
         return 2.0**20, f"{quantity.removesuffix('_bytes').replace('_', ' ')}, MiB"
     return 1.0, quantity.replace("_", " ")
