@@ -120,6 +120,9 @@ class SuiteRun:
                         self._finish(END_TIMEOUT)
         except InterruptedRunError:
             self._finish(END_TIMEOUT_INTERRUPTED)
+            for name in self.chosen:
+                if self.rows[name]["status"] == UNENDED and not self.interrupt.pressed:
+                    self._lose(name, "skipped", "--quick had no time left for it")
         finally:
             for process in self.alive.values():
                 process.close(grace=0.0)
@@ -259,7 +262,6 @@ class SuiteRun:
     def _finish(self, timeout: float) -> None:
         """Let every case that is left return its numbers."""
         for name in list(self.alive):
-            self.progress.show(f"{self.suite.name}: {name}, ending")
             if name not in self.measured:
                 self.alive.pop(name).close(grace=0.0)
                 continue
@@ -267,7 +269,8 @@ class SuiteRun:
                 self.alive[name].tell({"order": "end"})
             except CaseFailedError as error:
                 self._lose(name, "failed", str(error))
-                continue
+        for name in list(self.alive):
+            self.progress.show(f"{self.suite.name}: {name}, ending")
             event = self._event(name, timeout, check=lambda: None)
             if event is not None:
                 keys = ("numbers", "start_bytes", "peak_bytes", "threads")

@@ -1,9 +1,11 @@
-"""Ctrl-C as a flag, so that what was measured is kept."""
+"""Ctrl-C and a deadline as flags, so that what was measured is kept."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,22 +14,32 @@ __all__ = ["Interrupt", "InterruptedRunError"]
 
 
 class InterruptedRunError(Exception):
-    """Ctrl-C was pressed."""
+    """Ctrl-C was pressed, or the time is up."""
 
 
 class Interrupt:
-    """Turns Ctrl-C into a flag that is looked at between events; a second Ctrl-C stops at once."""
+    """Turns Ctrl-C into a flag that is looked at between events; a second Ctrl-C stops at once.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: How long the measuring may go on from now.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
         self.pressed = False
+        self.deadline = time.monotonic() + seconds
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self.deadline
 
     def check(self) -> None:
-        """Leave the measuring if Ctrl-C was pressed.
+        """Leave the measuring if Ctrl-C was pressed or the time is up.
 
         Raises:
-            InterruptedRunError: If it was.
+            InterruptedRunError: If so.
         """
-        if self.pressed:
+        if self.pressed or self.late:
             raise InterruptedRunError
 
     def _press(self, number: int, frame: FrameType | None) -> None:

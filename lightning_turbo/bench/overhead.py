@@ -27,7 +27,7 @@ SUITE = Suite(
     warmup=100,
     lead=20,
     seconds=180,
-    quick_seconds=6,
+    quick_seconds=4,
 )
 BATCH = 16
 
@@ -155,7 +155,7 @@ def _callback(name: str) -> Callback:
 
 def register(suite: Suite) -> None:
     """Add the cases and their aims."""
-    stock, quick = "Lightning", ("plain loop", "Lightning", "ApexAMP O0", "strategy turbo, lean")
+    stock, quick = "Lightning", ("plain loop", "Lightning", "strategy turbo, lean")
     lean = {"lean_step": True, "lean_logging": True}
 
     def add(name: str, config: dict[str, Any], *against: str, **options: Any) -> None:

@@ -213,6 +213,7 @@ SUITE = Suite(
     "Loading beside computing, without workers: a load takes as long as a step (10 ms).",
     steps=32,
     quick_steps=16,
+    quick_seconds=5,
     rounds=9,
     warmup=20,
     lead=16,

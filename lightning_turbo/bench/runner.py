@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -70,13 +68,10 @@ def run_suites(
         "not_run": [],
         "suites": [],
     }
-    interrupt = Interrupt()
-    deadline = time.monotonic() + QUICK_SECONDS if settings.quick else math.inf
-    longest = 0.0
+    interrupt = Interrupt(QUICK_SECONDS) if settings.quick else Interrupt()
     with interrupt.caught(), Progress() as progress, tempfile.TemporaryDirectory() as folder:
         for number, suite in enumerate(suites):
-            began = time.monotonic()
-            if began + longest > deadline:
+            if interrupt.late:
                 results["not_run"].append(suite.name)
                 progress.say(f"{suite.name}: not run, because --quick has no time left for it")
                 continue
@@ -90,7 +85,6 @@ def run_suites(
                 run.run()
             except KeyboardInterrupt:
                 interrupt.pressed = True
-            longest = max(longest, time.monotonic() - began)
             results["suites"].append(run.results())
             results["interrupted"] = interrupt.pressed
             if interrupt.pressed:

@@ -80,6 +80,11 @@ def dies(meter):
             print("goodbye", file=sys.stderr, flush=True)
             os._exit(3)
 
+@SUITE.case("leaves")
+def leaves(meter):
+    return {}
+"""
+LINGERS = """
 @SUITE.case("lingers", base="lingers")
 def lingers(meter):
     # Its second process never gets behind its warm-up.
@@ -90,10 +95,6 @@ def lingers(meter):
     while meter.step():
         time.sleep(0.01)
     return {"naps": 1.0}
-
-@SUITE.case("leaves")
-def leaves(meter):
-    return {}
 """
 
 
@@ -198,6 +199,17 @@ def test_rounds_are_divided_among_fresh_processes(toy):
     assert results["settings"]["processes"] == 2
 
 
+def test_quick_starts_nothing_more_when_its_time_is_up(toy, monkeypatch):
+    monkeypatch.setattr("lightning_turbo.bench.runner.QUICK_SECONDS", 0.3)  # less than the start of a process takes
+    results = run_suites(BenchSettings(**toy, quick=True, only=("one", "three")))
+    for row in results["suites"][0]["rows"]:
+        assert (row["status"], row["reason"]) == ("skipped", "--quick had no time left for it")
+    assert not results["interrupted"]
+    monkeypatch.setattr("lightning_turbo.bench.runner.QUICK_SECONDS", -1.0)
+    results = run_suites(BenchSettings(**toy, quick=True, only=("one",)))
+    assert (results["suites"], results["not_run"]) == ([], ["toy"])
+
+
 @contextlib.contextmanager
 def long_run(toy, tmp_path, written, **options):
     """A benchmark of a thousand rounds in a process of its own, as soon as its case has written so many characters."""
@@ -270,6 +282,7 @@ def test_ctrl_c_keeps_what_was_measured(measuring, toy, tmp_path):
 
 
 def test_ctrl_c_while_a_further_process_starts_keeps_what_was_measured(toy, tmp_path):
+    (tmp_path / "toy_suite.py").write_text(TOY + LINGERS.replace("CHILD_FILE", str(tmp_path / "child")))
     with long_run(toy, tmp_path, 2, only=("lingers",), processes=1000) as process:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
