@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_turbo import amp
+from lightning_turbo.amp.function_casts import cache_survives_no_grad
 
 FACTS = {
     fact["id"]: fact
@@ -27,6 +28,10 @@ DIFFERENT = {
     "lazy_O2": (
         [["float32"] * 6, ["float32"] * 6],
         "the masters exist right after initialize, so that schedulers and param groups meet them at once",
+    ),
+    "O1_cache_identity": (
+        ["float16", cache_survives_no_grad(), False],
+        "with an old torch autocast's cache is left off: it would take the gradient from a weight used under no_grad",
     ),
     "double_optimizer_param_O2": (TypeError, "refused by initialize already, not at the first backward"),
 }
