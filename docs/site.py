@@ -7,6 +7,7 @@ import griffe
 from mkdocs.structure.files import File
 
 DOCS = Path(__file__).resolve().parent
+WIDE = ("symptoms.md", "cards/README.md")  # their tables take the place of the table of contents
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
 
@@ -15,8 +16,13 @@ def on_config(config):
     for entry in config.nav:
         for title, page in entry.items():
             if page.endswith("/README.md"):
-                others = sorted(path.relative_to(DOCS).as_posix() for path in (DOCS / page).parent.glob("*.md"))
-                entry[title] = [page, *(other for other in others if other != page)]
+                others = sorted(path for path in (DOCS / page).parent.glob("*.md") if path.name != "README.md")
+                # The stored results have headings alike; their files' names tell them apart.
+                entry[title] = [
+                    page,
+                    *({path.stem.replace("_", ", "): name} if "_" in path.stem else name
+                      for path in others for name in [path.relative_to(DOCS).as_posix()]),
+                ]  # fmt: skip
     return config
 
 
@@ -31,7 +37,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Shows a card's front matter below its title."""
+    """Shows a card's front matter below its title, and links each picture to itself, to be opened in full size."""
+    if page.file.src_uri in WIDE or page.file.src_uri.startswith("benchmarks/"):
+        page.meta["hide"] = ["toc"]
+    markdown = re.sub(r"^(!\[[^]]*\]\(([^)]+)\))$", r"[\1](\2)", markdown, flags=re.M)
     status = page.meta.pop("status", None)  # the theme would make an icon of it
     if status is None:
         return markdown
