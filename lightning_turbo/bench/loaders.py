@@ -147,7 +147,7 @@ def _size(meter: Meter) -> int:
 
 
 def _endless(dataset: Any) -> RandomSampler:
-    """Epoch after epoch as if it were one: where a few batches are an epoch, queues would be empty most of the time."""
+    """Epoch after epoch as if it were one: torchdata starts its workers anew for each, and six batches are one here."""
     return RandomSampler(dataset, num_samples=10**9)
 
 
