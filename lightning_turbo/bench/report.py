@@ -198,6 +198,7 @@ def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     }
     for key, value in facts.items():
         text = f"{value / 2**30:.1f} GiB" if key.endswith("_bytes") and value else str(value)
+        text = f"`{text}`" if isinstance(value, list) else text  # patterns hold asterisks
         lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {text} |")
     if results["not_run"]:
         lines += ["", f"Not run, because --quick had no time left: {', '.join(results['not_run'])}."]

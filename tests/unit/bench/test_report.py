@@ -85,7 +85,9 @@ def test_verdicts_of_aims(results, stated, verdict):
 
 
 def test_markdown_holds_circumstances_and_tables(results):
+    results["settings"] = {**SETTINGS, "only": ["toy: *", "*fast"]}
     text = markdown(results, ["toy"])
+    assert "| setting only | `['toy: *', '*fast']` |" in text
     assert "# Benchmark on a CPU" in text
     assert "| torch | 2.13 |" in text
     assert "| memory | 16.0 GiB |" in text
