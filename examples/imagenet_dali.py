@@ -10,6 +10,7 @@ scikit-image's photographs of textures and trains a ResNet-18 on the CPU, in und
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -95,10 +96,13 @@ def main(options, folder):
     if options.demo:
         torch.set_num_threads(1)  # small layers gain nothing from more, and DALI has threads of its own
     size = 32 if options.demo else 224
-    data = DALIDataModule(
-        Path(folder, "train"), Path(folder, "val"), batch_size=options.batch_size, last_batch="drop",
-        num_threads=options.threads, images={"size": size, "channels_last": True},
-    )  # fmt: skip
+    try:
+        data = DALIDataModule(
+            Path(folder, "train"), Path(folder, "val"), batch_size=options.batch_size, last_batch="drop",
+            num_threads=options.threads, images={"size": size, "channels_last": True},
+        )  # fmt: skip
+    except (ImportError, OSError, ValueError) as error:
+        sys.exit(f"{error}\nFOLDER holds train and val, with one folder a class in each; --demo makes its own.")
     classes = len(data.loaders["train"].pipeline.classes)
     # Linear scaling: 0.1 for 256 images a step.
     ranks = options.devices * options.nodes
