@@ -144,7 +144,9 @@ def test_weights_are_cast_once_a_step_where_stock_mixed_precision_casts_at_every
     steps = 3
     # One cast in the no_grad block and one for the three uses, where torch's cache may be trusted.
     assert ours.mode.weight_casts <= (2 if cache_survives_no_grad() else 4) * steps
-    assert stock.mode.weight_casts == 4 * steps
+    # Lightning 2.5.0 trusts the cache as it is, and the cast in the no_grad block serves all four.
+    cached = pl.plugins.MixedPrecision("bf16-mixed", "cpu").autocast_context_manager()._cache_enabled
+    assert stock.mode.weight_casts == (1 if cached else 4) * steps
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)

@@ -14,8 +14,6 @@ import lightning_turbo
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
     "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",
-    r"ignore:\s*By default only one JsonargparseDeprecationWarning",  # Lightning's use of it
-    r"ignore:[\s\S]* was deprecated in v4\.[0-9.]+ and will be removed in v5",  # of jsonargparse, by Lightning
 )
 
 # Section of the file, class, its arguments there, and what the object has to show for it.

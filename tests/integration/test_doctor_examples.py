@@ -20,8 +20,6 @@ pytestmark = [
     *QUIET,
     pytest.mark.filterwarnings(
         "ignore:Precision bf16-mixed is not supported by the model summary",
-        r"ignore:\s*By default only one JsonargparseDeprecationWarning",  # Lightning's use of it
-        r"ignore:[\s\S]* was deprecated in v4\.[0-9.]+ and will be removed in v5",  # of jsonargparse, by Lightning
     ),
 ]
 

@@ -33,8 +33,6 @@ pytestmark = [
         "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",
         "ignore:Precision bf16-mixed is not supported by the model summary",
         "ignore:Checkpoint directory .* exists and is not empty",
-        r"ignore:\s*By default only one JsonargparseDeprecationWarning",  # Lightning's use of it
-        r"ignore:[\s\S]* was deprecated in v4\.[0-9.]+ and will be removed in v5",  # of jsonargparse, by Lightning
     ),
     pytest.mark.timeout(300),
 ]
