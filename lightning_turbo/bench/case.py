@@ -111,7 +111,7 @@ class Aim:
 
     Args:
         case: The case of which something is claimed.
-        against: The case that it is divided by.
+        against: The case that it is divided by; empty where ``quantity`` is a ratio that the case itself returns.
         at_most: Largest ratio that meets the aim, dimensionless; a ratio below 1 is faster (or smaller).
         quantity: ``"seconds"`` a step, ``"peak_bytes"``, or a number that the cases return.
         devices: Kinds of device for which the aim is stated.
@@ -228,7 +228,7 @@ class Suite:
         if self.baseline is None:
             raise ValueError(f"suite {self.name!r} has no baseline; give one of its cases baseline=True.")
         pairs = [(case.name, other) for case in self.cases.values() for other in (case.base, *case.against) if other]
-        pairs += [(aim.case, name) for aim in self.aims for name in (aim.case, aim.against)]
+        pairs += [(aim.case, name) for aim in self.aims for name in (aim.case, aim.against) if name]
         for owner, name in pairs:
             if name not in self.cases:
                 raise ValueError(

@@ -105,7 +105,7 @@ class SuiteRun:
                     "fact": aim.fact,
                 }
                 for aim in suite.aims
-                if self.settings.device in aim.devices and aim.case in self.rows and aim.against in self.rows
+                if self.settings.device in aim.devices and {aim.case, aim.against or aim.case} <= set(self.rows)
             ],
         }
 
@@ -168,7 +168,7 @@ class SuiteRun:
         suite = self.suite
         pairs = [(name, suite.cases[name].base or str(suite.baseline)) for name in self.chosen]
         pairs += [(name, other) for name in self.chosen for other in suite.cases[name].against]
-        pairs += [(aim.case, aim.against) for aim in suite.aims]
+        pairs += [(aim.case, aim.against) for aim in suite.aims if aim.against]
         group_of = {name: {name} for name in suite.cases}
         for one, other in pairs:
             merged = group_of[one] | group_of[other]

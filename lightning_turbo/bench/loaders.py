@@ -17,6 +17,7 @@ from lightning_turbo import _optional
 from lightning_turbo.bench.case import Aim, SkippedError, Suite
 from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.peers import timm_loader, torchdata_loader
+from lightning_turbo.bench.turns import add_turns
 from lightning_turbo.bench.workloads import plain_loop, resnet50, sgd
 from lightning_turbo.data import PackedDataset
 from lightning_turbo.data.dali import DALILoader, FileRecipe, ImageFolder, VolumeFiles
@@ -325,11 +326,12 @@ for _name, _package, _by in (
     )  # fmt: skip
 for _suffix, _uint8 in (("", False), (", uint8", True)):
     SUITE.add(BARE + _suffix, bare, config={"uint8": _uint8}, peer=True, quick=False)
-    SUITE.add(SAME + _suffix, same, config={"uint8": _uint8}, quick=not _uint8)
+    SUITE.add(SAME + _suffix, same, config={"uint8": _uint8}, quick=False)
     SUITE.add(
-        OURS + _suffix, ours, config={"uint8": _uint8}, against=(SAME + _suffix, BARE + _suffix), ours=True,
+        OURS + _suffix, ours, config={"uint8": _uint8}, against=(BARE + _suffix,), ours=True,
         quick=not _uint8,
     )  # fmt: skip
+    add_turns(SUITE, OURS + _suffix, SAME + _suffix, 1.03, steps=8, lead=3, devices=("cpu",))
 SUITE.add(NUMPY, numpy, config={"workers": 0}, base=NUMPY, quick=False)
 SUITE.add("volumes: DataLoader with np.load, 2 workers", numpy, config={"workers": 2}, base=NUMPY, quick=False)
 SUITE.add("volumes: PackedDataset", packed, base=NUMPY, ours=True, quick=False)
@@ -342,8 +344,6 @@ SUITE.add(
     needs=("timm",), peer=True,
 )  # fmt: skip
 SUITE.aims += [
-    Aim(OURS, SAME, at_most=1.03, devices=("cpu",)),
-    Aim(f"{OURS}, uint8", f"{SAME}, uint8", at_most=1.03, devices=("cpu",)),
     Aim(OURS, PILLOW, at_most=1 / 2.4, devices=("cpu",)),
     Aim("volumes: DALILoader", NUMPY, at_most=1 / 2, devices=("cpu",)),
     Aim("ResNet-50 on DALILoader", SYNTHETIC, at_most=1.05, devices=("cuda",)),

@@ -8,7 +8,6 @@ bound, and writes a Markdown table; ``--quick`` takes the cells with ratio 1 and
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import hashlib
 import itertools
@@ -86,31 +85,33 @@ def _hash(count: int) -> None:
     hashlib.sha256(memoryview(_BUFFER)[:count])  # without the GIL
 
 
-@functools.cache
-def _rate(work: Any) -> float:
-    """About how much of ``work`` is done in a second."""
-    count = 20_000
-    times = []
-    for _ in range(15):
-        started = time.perf_counter()
-        work(count)
-        times.append(time.perf_counter() - started)
-    return count / statistics.median(times)
+_rates: dict[Any, float] = {}  # how much of each kind of work was done in a second of processor time, lately
+
+
+def _rate(work: Any, count: int = 20_000) -> float:
+    """How much of ``work`` is done in a second, by doing some."""
+    started = time.thread_time()
+    work(count)
+    rate = _rates[work] = count / max(time.thread_time() - started, 1e-9)
+    return rate
 
 
 def _spend(kind: str, seconds: float) -> None:
     """Sleep, or work for so many seconds of this thread's own processor time.
 
     Waiting for the GIL or for a core is not work: alone it takes ``seconds``, with others in the way longer. The clock
-    decides, so that a processor that changes its frequency changes nothing.
+    decides, and half of the time goes by before the pace of just now is relied on, so that a processor that changes
+    its frequency changes nothing.
     """
     if kind == "io":
         time.sleep(seconds)
         return
     work = _hash if kind == "compute" else _python
     end = time.thread_time() + seconds
+    share, rate = 0.5, _rates.get(work) or _rate(work)
     while (left := end - time.thread_time()) > _CLOSE:
-        work(int(_rate(work) * left * 0.9))
+        rate = _rate(work, max(1, int(rate * left * share)))
+        share = 0.9
 
 
 def run_step(cell: Cell) -> None:
@@ -129,8 +130,6 @@ class Loads(Dataset[int]):
     def __init__(self, cell: Cell, batches: int) -> None:
         self.cell = cell
         self.batches = batches
-        for work in (_hash, _python):
-            _rate(work)  # now, not in a worker beside others
 
     def __len__(self) -> int:
         return self.batches * SAMPLES

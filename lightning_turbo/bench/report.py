@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_turbo.bench.case import BenchError
-from lightning_turbo.bench.stats import Summary, ratio, step_seconds, three_digits, throughput
+from lightning_turbo.bench.stats import Summary, figure, ratio, step_seconds, three_digits, throughput
 
 __all__ = ["aim_verdicts", "load_results", "markdown", "suite_tables", "write_report", "write_results"]
 
@@ -116,7 +116,8 @@ def aim_verdicts(
     known = {row["case"]: row for row in suite["rows"]}
     verdicts = []
     for aim in suite["aims"]:
-        value = ratio(known[aim["case"]], known[aim["against"]], aim["quantity"])
+        row, quantity = known[aim["case"]], aim["quantity"]
+        value = ratio(row, known[aim["against"]], quantity) if aim["against"] else figure(row, quantity)
         if value is None:
             verdict = "not measured"
         elif aim["fact"] and not machine.get(aim["fact"]):

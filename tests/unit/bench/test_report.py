@@ -77,6 +77,9 @@ def test_further_pairs(results):
         (aim(0.7, fact="bfloat16_instructions"), "does not count here"),
         (aim(2.0, quantity="peak_bytes"), "met"),
         (aim(0.7, case="absent"), "not measured"),
+        (aim(0.25, against="", quantity="loss"), "met"),
+        (aim(0.24, against="", quantity="loss"), "missed"),
+        (aim(1.0, against="", quantity="nothing"), "not measured"),
     ],
 )
 def test_verdicts_of_aims(results, stated, verdict):
