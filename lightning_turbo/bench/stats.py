@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Summary", "figure", "median_interval", "ratio", "step_seconds", "summarise", "three_digits", "throughput"]
+__all__ = ["Summary", "figure", "ratio", "step_seconds", "summarise", "three_digits", "throughput"]
 
 
 @dataclass(frozen=True)
@@ -40,26 +39,6 @@ def summarise(values: Sequence[float]) -> Summary | None:
         return Summary(values[0], values[0], values[0], 1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Summary(median, low, high, len(values))
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the two values between which the true median lies with a probability of at least 95 %.
-
-    Args:
-        values: Six or more, independent of one another.
-
-    Raises:
-        ValueError: If there are fewer.
-
-    Source: Order statistics; the number of values below the median is binomial.
-    """
-    count = len(values)
-    if count < 6:
-        raise ValueError(f"{count} values are too few for an interval of 95 %; give six or more.")
-    ordered, skipped, outside = sorted(values), 0, 2 / 2**count
-    while (outside := outside + 2 * math.comb(count, skipped + 1) / 2**count) <= 0.05:
-        skipped += 1
-    return ordered[skipped], ordered[-1 - skipped]
 
 
 def _by_sweep(row: Mapping[str, Any]) -> dict[int, float]:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_turbo.bench.case import Aim, Suite
 from lightning_turbo.bench.meter import Meter
-from lightning_turbo.bench.turns import add_turns
 from lightning_turbo.bench.workloads import Endless, image_batches, plain_loop, resnet50, sgd
 
 if TYPE_CHECKING:
@@ -262,10 +261,7 @@ def register(suite: Suite, task: str) -> None:
     for name, config in TRICKS.items():
         add(f"{task}: {name}", config, ours=name != "fused optimizer")
         fact = "bfloat16_instructions" if "amp" in config else ""
-        if "prefetch" in config:  # in turns it would load during the other's block
-            suite.aims.append(Aim(f"{task}: {name}", default, 1.02, devices=devices))
-        else:
-            add_turns(suite, f"{task}: {name}", default, 1.02, steps=2, devices=devices, fact=fact)
+        suite.aims.append(Aim(f"{task}: {name}", default, 1.02, devices=devices, fact=fact))
     if large:
         add(best, {})
         suite.aims += [

@@ -1,18 +1,8 @@
-import random
 import statistics
 
 import pytest
 
-from lightning_turbo.bench.stats import (
-    Summary,
-    figure,
-    median_interval,
-    ratio,
-    step_seconds,
-    summarise,
-    three_digits,
-    throughput,
-)
+from lightning_turbo.bench.stats import Summary, figure, ratio, step_seconds, summarise, three_digits, throughput
 
 
 def row(*seconds, steps=2, samples=0, sweeps=None, peak=None, **numbers):
@@ -21,26 +11,6 @@ def row(*seconds, steps=2, samples=0, sweeps=None, peak=None, **numbers):
         {"sweep": w, "seconds": s, "steps": steps, "samples": samples} for w, s in zip(sweeps, seconds, strict=True)
     ]
     return {"rounds": rounds, "peak_bytes": peak, "numbers": numbers}
-
-
-@pytest.mark.parametrize(
-    ("count", "low", "high"), [(6, 1, 6), (8, 1, 8), (9, 2, 8), (20, 6, 15), (24, 7, 18), (100, 40, 61)]
-)
-def test_the_interval_of_a_median_is_that_of_the_tables(count, low, high):
-    values = list(range(count, 0, -1))
-    assert median_interval(values) == (low, high)
-
-
-def test_the_interval_of_a_median_holds_it_as_often_as_it_says():
-    generator = random.Random(0)
-    draws = [[generator.gauss(3.0, 1.0) for _ in range(24)] for _ in range(2000)]
-    hits = sum(low <= 3.0 <= high for low, high in map(median_interval, draws))
-    assert 0.94 < hits / len(draws) < 0.99
-
-
-def test_too_few_values_have_no_interval():
-    with pytest.raises(ValueError, match="5 values are too few for an interval of 95 %; give six or more"):
-        median_interval([1.0, 2.0, 3.0, 4.0, 5.0])
 
 
 def test_median_and_quartiles_are_those_of_a_naive_count():
