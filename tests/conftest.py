@@ -88,7 +88,7 @@ def _leaves_nothing_behind():
 
 def _lasting(thread):
     """Threads that a library starts once and keeps for the process on purpose."""
-    return thread.name.startswith(("tensorboard", "pydevd", "ThreadPoolExecutor-pynvml"))
+    return thread.name.startswith(("tensorboard", "tqdm_monitor", "pydevd", "ThreadPoolExecutor-pynvml"))
 
 
 def _globals():
