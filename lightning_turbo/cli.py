@@ -239,7 +239,7 @@ def _add_bench(commands: Commands) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds a case (default: the suite's)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds a case, however long (default: the suite's)")
     parser.add_argument(
         "--processes", type=int, default=1, metavar="N",
         help="fresh processes a case, to divide its rounds among (default: 1); for differences of some per cent",

@@ -140,7 +140,8 @@ class Suite:
         rounds: Rounds a case.
         warmup: Steps before the first round, not measured.
         lead: Steps at the head of each round, not measured: queues and caches settle after the case was held.
-        seconds: Time for the rounds of the whole suite; when it is over, the sweep in progress is the last.
+        seconds: Time for the rounds of the whole suite, unless their number is given; when it is over, the sweep in
+            progress is the last.
         quick_seconds: The same with ``--quick``.
         quantity: What ratios and the picture are about: ``"seconds"``, ``"peak_bytes"`` or a number of the cases.
         unit: What a step is, in the report.

@@ -51,7 +51,7 @@ class SuiteRun:
         self.measured: set[str] = set()  # those of them that have done a round
         self.sweeps = math.ceil((settings.rounds or suite.rounds) / settings.processes)  # of each process
         self.steps = suite.quick_steps if settings.quick else suite.steps
-        self.budget = suite.quick_seconds if settings.quick else suite.seconds
+        self.budget = suite.quick_seconds if settings.quick else math.inf if settings.rounds else suite.seconds
         self.chosen = settings.chosen(suite)
         self.prepared: dict[str, Any] = {}
         # Starts and rounds of the groups not begun.
@@ -116,7 +116,7 @@ class SuiteRun:
                 for number in range(self.settings.processes):
                     for group in self._groups():
                         self._start([name for name in group if self.rows[name]["status"] in (UNENDED, "ok")])
-                        self._measure(group, number * self.sweeps)
+                        self._measure(group, number)
                         self._finish(END_TIMEOUT)
         except InterruptedRunError:
             self._finish(END_TIMEOUT_INTERRUPTED)
@@ -230,15 +230,20 @@ class SuiteRun:
             return None
         return event
 
-    def _measure(self, group: list[str], done: int) -> None:
-        """One round of each case in turn, until there are enough or the group's share of the time is up."""
+    def _measure(self, group: list[str], number: int) -> None:
+        """One round of each case in turn, until there are enough or the group's share of the time is up.
+
+        Each sweep begins with another case, so that none has the better place.
+        """
         start = time.monotonic()
+        done = number * self.sweeps
         budget = self.budget * len(group) / len(self.chosen) / self.settings.processes
         fewest = math.ceil(FEWEST_SWEEPS / self.settings.processes)
         self.to_come -= len(group) * (1 + self.sweeps)
         order = {"order": "round", "lead": self.suite.lead, "steps": self.steps}
         for sweep in range(self.sweeps):
-            for name in [name for name in group if name in self.alive]:
+            first = sweep % len(group)
+            for name in [name for name in group[first:] + group[:first] if name in self.alive]:
                 self.progress.show(f"{self.suite.name}: {name}, round {done + sweep + 1}")
                 try:
                     self.alive[name].tell(order)
@@ -250,11 +255,11 @@ class SuiteRun:
                     self.alive[name].hold()
                     self.measured.add(name)
                     round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
-                    self.rows[name]["rounds"].append({"sweep": done + sweep, **round_})
+                    self.rows[name]["rounds"].append({"sweep": done + sweep, "process": number, **round_})
                 self.progress.advance()
                 self.interrupt.check()
             spent = time.monotonic() - start
-            expected = max(fewest, int(budget * (sweep + 1) / spent)) if spent else self.sweeps
+            expected = max(fewest, math.floor(min(self.sweeps, budget * (sweep + 1) / spent))) if spent else self.sweeps
             if sweep + 1 >= fewest and spent * (sweep + 2) / (sweep + 1) > budget:
                 break
             self.progress.expect((min(self.sweeps, expected) - sweep - 1) * len(self.alive) + self.to_come)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_turbo.bench.case import BenchError
-from lightning_turbo.bench.stats import Summary, figure, ratio, step_seconds, three_digits, throughput
+from lightning_turbo.bench.stats import Summary, figure, interval, ratio, step_seconds, three_digits, throughput
 
 __all__ = ["aim_verdicts", "load_results", "markdown", "suite_tables", "write_report", "write_results"]
 
@@ -102,7 +102,7 @@ def _pair_table(suite: Mapping[str, Any]) -> Table:
 
 def aim_verdicts(
     suite: Mapping[str, Any], machine: Mapping[str, Any]
-) -> list[tuple[Mapping[str, Any], Summary | None, str]]:
+) -> list[tuple[Mapping[str, Any], Summary | None, tuple[float, float] | None, str]]:
     """Return each aim of a suite with what came out.
 
     Args:
@@ -110,30 +110,33 @@ def aim_verdicts(
         machine: The ``machine`` of the results.
 
     Returns:
-        Aim, ratio, and ``"met"``, ``"missed"``, ``"undecided"`` (the quartiles lie on both sides of the limit),
-        ``"not measured"``, or ``"does not count here"`` where the machine lacks what the aim asks for.
+        Aim, ratio, its 95 % interval where there were processes enough, and ``"met"``, ``"missed"``, ``"undecided"``
+        (that interval, or without it the quartiles, lie on both sides of the limit), ``"not measured"``, or ``"does
+        not count here"`` where the machine lacks what the aim asks for.
     """
     known = {row["case"]: row for row in suite["rows"]}
     verdicts = []
     for aim in suite["aims"]:
         row, quantity = known[aim["case"]], aim["quantity"]
         value = ratio(row, known[aim["against"]], quantity) if aim["against"] else figure(row, quantity)
+        ends = interval(row, known[aim["against"]]) if aim["against"] and quantity == "seconds" else None
+        low, high = ends or (value.low, value.high) if value else (0.0, 0.0)
         if value is None:
             verdict = "not measured"
         elif aim["fact"] and not machine.get(aim["fact"]):
             verdict = "does not count here"
-        elif value.high <= aim["at_most"]:
+        elif high <= aim["at_most"]:
             verdict = "met"
-        elif value.low > aim["at_most"]:
+        elif low > aim["at_most"]:
             verdict = "missed"
         else:
             verdict = "undecided"
-        verdicts.append((aim, value, verdict))
+        verdicts.append((aim, value, ends, verdict))
     return verdicts
 
 
 def _aim_table(suite: Mapping[str, Any], machine: Mapping[str, Any]) -> Table:
-    columns = ["aim", "divided by", "quantity", "at most", "measured", "verdict", "counts where"]
+    columns = ["aim", "divided by", "quantity", "at most", "measured", "95 % interval", "verdict", "counts where"]
     lines = [
         [
             aim["case"],
@@ -141,10 +144,11 @@ def _aim_table(suite: Mapping[str, Any], machine: Mapping[str, Any]) -> Table:
             QUANTITIES.get(aim["quantity"], _heading(aim["quantity"])),
             f"{aim['at_most']:.2f}",
             _ratio(value),
+            f"{ends[0]:.3f}-{ends[1]:.3f}" if ends else "",
             verdict,
             aim["condition"] or aim["fact"].replace("_", " "),
         ]
-        for aim, value, verdict in aim_verdicts(suite, machine)
+        for aim, value, ends, verdict in aim_verdicts(suite, machine)
     ]
     return columns, lines
 

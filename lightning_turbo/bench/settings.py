@@ -26,7 +26,7 @@ class BenchSettings:
             suite's baseline. Empty for all.
         device: ``"cpu"`` or ``"cuda"``; ``"auto"`` takes CUDA where it is available.
         threads: Threads of torch in each case; ``None`` leaves torch's own choice.
-        rounds: Rounds a case; ``None`` leaves the suite's own number.
+        rounds: Rounds a case, however long they take; ``None`` leaves the suite's own number and time.
         processes: Fresh processes a case, one after the other, among which its rounds are divided: two processes that
             run the same code can differ by several per cent, which no number of rounds in one of them shows.
         seed: Seed of data and weights, the same for all cases.

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Summary", "figure", "ratio", "step_seconds", "summarise", "three_digits", "throughput"]
+__all__ = [
+    "FEWEST_PROCESSES",
+    "Summary",
+    "figure",
+    "interval",
+    "ratio",
+    "step_seconds",
+    "summarise",
+    "three_digits",
+    "throughput",
+]
+
+
+FEWEST_PROCESSES = 6  # from which on their differences can be told from their number
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,44 @@ def ratio(row: Mapping[str, Any], other: Mapping[str, Any], quantity: str = "sec
     if above is None or below is None or below.median == 0:
         return None
     return summarise([above.median / below.median])
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t for 5 or more degrees of freedom, to 0.003 (Abramowitz and Stegun, 26.7.5)."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def interval(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return where the ratio of two cases' times lies with 95 % confidence.
+
+    Rounds of one process share its luck, where its memory lies for one, so that only processes count as independent:
+    each gives the geometric mean of its quotients, and Student's t over their logarithms gives the interval.
+
+    Args:
+        row: The case above the line.
+        other: The case below the line.
+
+    Returns:
+        Its two ends, or ``None`` of fewer than 6 processes.
+    """
+    lower = _by_sweep(other)
+    logs: dict[int, list[float]] = {}
+    for part in row["rounds"]:
+        if lower.get(part["sweep"]):
+            quotient = part["seconds"] / part["steps"] / lower[part["sweep"]]
+            logs.setdefault(part.get("process", 0), []).append(math.log(quotient))
+    means = [statistics.fmean(values) for values in logs.values()]
+    if len(means) < FEWEST_PROCESSES:
+        return None
+    middle = statistics.fmean(means)
+    reach = _student(len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
+    return math.exp(middle - reach), math.exp(middle + reach)
 
 
 def three_digits(value: float) -> str:

@@ -129,6 +129,7 @@ def test_one_bad_case_stops_nothing_else(toy, tmp_path, capsys):
     for name in ("one", "three", "busy"):
         assert rows[name]["status"] == "ok", rows[name]["reason"]
         assert [part["sweep"] for part in rows[name]["rounds"]] == [0, 1, 2]
+        assert {part["process"] for part in rows[name]["rounds"]} == {0}
         assert all(part["steps"] == 3 for part in rows[name]["rounds"])
     assert rows["one"]["numbers"] == {"naps": 2 + 3 * (3 + 1) - 1, "loss": None}
     assert all(part["seconds"] >= 0.03 for part in rows["one"]["rounds"])
@@ -195,6 +196,7 @@ def test_rounds_are_divided_among_fresh_processes(toy):
     results = json.loads((toy["out"] / "results.json").read_text())
     (row,) = results["suites"][0]["rows"]
     assert [part["sweep"] for part in row["rounds"]] == [0, 1, 2, 3]
+    assert [part["process"] for part in row["rounds"]] == [0, 0, 1, 1]
     assert row["numbers"]["naps"] == 2 + 2 * (3 + 1) - 1, "of the last process"
     assert results["settings"]["processes"] == 2
 

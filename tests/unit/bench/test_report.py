@@ -84,7 +84,23 @@ def test_further_pairs(results):
 )
 def test_verdicts_of_aims(results, stated, verdict):
     results["suites"][0]["aims"] = [stated]
-    assert [found for _, _, found in aim_verdicts(results["suites"][0], MACHINE)] == [verdict]
+    assert [found for *_, found in aim_verdicts(results["suites"][0], MACHINE)] == [verdict]
+
+
+def test_an_interval_over_processes_decides_where_there_is_one(results):
+    # One round in three is slow, in every process alike: the quartiles straddle the limit, the processes agree.
+    suite = results["suites"][0]
+    suite["rows"] = [row("base", [1.0] * 18), row("fast", [0.9, 0.9, 1.2] * 6, base="base")]
+    for made in suite["rows"]:
+        for part in made["rounds"]:
+            part["process"] = part["sweep"] // 3
+            part["seconds"] *= 1 + 0.001 * part["process"] * (made["case"] == "fast")
+    suite["aims"] = [aim(1.05, case="fast", against="base")]
+    ((_, value, ends, verdict),) = aim_verdicts(suite, MACHINE)
+    assert value.low < 1.05 < value.high
+    assert (0.9 * 0.9 * 1.2) ** (1 / 3) < ends[0] < ends[1] < 1.0
+    assert verdict == "met"
+    assert f"{ends[0]:.3f}-{ends[1]:.3f}" in suite_tables(suite, MACHINE)[-1][1][0]
 
 
 def test_markdown_holds_circumstances_and_tables(results):

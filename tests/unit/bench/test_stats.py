@@ -1,8 +1,20 @@
+import math
+import random
 import statistics
 
 import pytest
 
-from lightning_turbo.bench.stats import Summary, figure, ratio, step_seconds, summarise, three_digits, throughput
+from lightning_turbo.bench.stats import (
+    FEWEST_PROCESSES,
+    Summary,
+    figure,
+    interval,
+    ratio,
+    step_seconds,
+    summarise,
+    three_digits,
+    throughput,
+)
 
 
 def row(*seconds, steps=2, samples=0, sweeps=None, peak=None, **numbers):
@@ -44,6 +56,38 @@ def test_only_rounds_of_the_same_sweep_are_paired():
     value = ratio(row(2.0, 3.0, sweeps=[0, 2]), row(1.0, 1.0, 1.0, sweeps=[0, 1, 3]))
     assert value == Summary(2.0, 2.0, 2.0, 1)
     assert ratio(row(1.0, sweeps=[0]), row(1.0, sweeps=[1])) is None
+
+
+def of_processes(logs, rounds=1):
+    """A case with one quotient a process, repeated, and the case of a second a step that it is divided by."""
+    case = row(*[math.exp(value) for value in logs for _ in range(rounds)], steps=1)
+    for part in case["rounds"]:
+        part["process"] = part["sweep"] // rounds
+    return case, row(*[1.0] * len(case["rounds"]), steps=1)
+
+
+@pytest.mark.parametrize(("processes", "quantile"), [(6, 2.571), (9, 2.306), (12, 2.201), (31, 2.042)])
+def test_interval_is_that_of_student(processes, quantile):
+    logs = [0.01 * n for n in range(processes)]
+    reach = quantile * statistics.stdev(logs) / math.sqrt(processes)
+    low, high = interval(*of_processes(logs))
+    assert math.log(low) == pytest.approx(statistics.fmean(logs) - reach, abs=1e-4)
+    assert math.log(high) == pytest.approx(statistics.fmean(logs) + reach, abs=1e-4)
+
+
+def test_rounds_of_one_process_are_no_further_evidence():
+    logs = [0.0, 0.02, -0.01, 0.03, 0.01, -0.02, 0.0]
+    assert interval(*of_processes(logs, rounds=9)) == pytest.approx(interval(*of_processes(logs)))
+    assert interval(*of_processes(logs[: FEWEST_PROCESSES - 1], rounds=9)) is None
+
+
+def test_interval_holds_the_true_ratio_in_about_95_of_100_runs():
+    draw = random.Random(0)
+    hits = 0
+    for _ in range(1000):
+        low, high = interval(*of_processes([draw.gauss(0.0, 0.03) for _ in range(8)]))
+        hits += low <= 1.0 <= high
+    assert 925 <= hits <= 975
 
 
 def test_ratio_of_other_quantities():
