@@ -4,8 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(Path(__file__).parents[1]),
+}
 
 
 def run_ranks(worker, *words, ranks=2, timeout=170, **variables):

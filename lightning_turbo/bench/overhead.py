@@ -14,7 +14,7 @@ from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.workloads import Endless, plain_loop, sgd
 
 if TYPE_CHECKING:
-    from lightning_turbo._compat import Callback
+    from lightning_turbo._compat import Callback, LightningDataModule
 
 __all__ = ["SUITE"]
 
@@ -78,7 +78,8 @@ def lightning(
         callback: Name of one of our callbacks to add.
         turbo: Arguments of ``TurboStrategy``, or ``None`` for Lightning's own strategy.
         schedule: ``"torch"`` or ``"ours"`` cycles the learning rate step by step.
-        data: ``"loader"`` takes a ``DataLoader``, ``"prefetch"`` one through ``PrefetchDataModule``.
+        data: ``"datamodule"`` takes a ``DataLoader`` through a ``LightningDataModule``, ``"prefetch"`` through a
+            ``PrefetchDataModule``.
         trainer: Arguments of the Trainer.
     """
     from lightning_turbo.bench.training import QUIET, Classifier, apex_amp, train
@@ -98,7 +99,7 @@ def lightning(
 
     module = Classifier(net, optimizer, log)
     options = {**QUIET, **trainer} if quiet else trainer
-    source = _loaded(loader, data) if data else loader
+    source = _datamodule(loader, data) if data else loader
     return train(meter, module, source, samples=BATCH, callbacks=callbacks, **options)
 
 
@@ -130,19 +131,19 @@ class _Stream(IterableDataset[Any]):
         return iter(self.loader)
 
 
-def _loaded(loader: Endless, data: str) -> Any:
-    """The batches through a ``DataLoader``, bare or of a ``PrefetchDataModule``."""
+def _datamodule(loader: Endless, data: str) -> LightningDataModule:
+    """The batches through a ``DataLoader`` of a ``LightningDataModule``, ours or Lightning's."""
     from lightning_turbo import PrefetchDataModule
+    from lightning_turbo._compat import LightningDataModule
 
-    loaded = DataLoader(_Stream(loader), batch_size=None)
-    if data == "loader":
-        return loaded
-
-    class Data(PrefetchDataModule):
+    class Data(LightningDataModule):
         def train_dataloader(self) -> Any:
-            return loaded
+            return DataLoader(_Stream(loader), batch_size=None)
 
-    return Data()
+    class Prefetched(PrefetchDataModule, Data):
+        pass
+
+    return Prefetched() if data == "prefetch" else Data()
 
 
 def _callback(name: str) -> Callback:
@@ -179,8 +180,8 @@ def register(suite: Suite) -> None:
         add(name, {"callback": name}, stock, ours=True)
     add("Lightning, CyclicLR", {"schedule": "torch"}, stock)
     add("cyclic_lr", {"schedule": "ours"}, "Lightning, CyclicLR", ours=True)
-    add("Lightning, DataLoader", {"data": "loader"}, stock)
-    add("PrefetchDataModule", {"data": "prefetch"}, "Lightning, DataLoader", ours=True)
+    add("LightningDataModule", {"data": "datamodule"}, stock)
+    add("PrefetchDataModule", {"data": "prefetch"}, "LightningDataModule", ours=True)
     add("strategy turbo", {"turbo": {}}, stock, ours=True)
     logging = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
     for suffix, config in logging.items():
@@ -191,7 +192,7 @@ def register(suite: Suite) -> None:
         Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
         *(Aim(name, stock, 1.05) for name in (*callbacks, "strategy turbo")),
         Aim("cyclic_lr", "Lightning, CyclicLR", 1.05),
-        Aim("PrefetchDataModule", "Lightning, DataLoader", 1.05),
+        Aim("PrefetchDataModule", "LightningDataModule", 1.05),
         *(Aim(f"strategy turbo, lean{suffix}", "plain loop", 1.8) for suffix in logging),
     ]
 

@@ -29,6 +29,7 @@ __all__ = ["PrefetchDataModule"]
 
 _LOADERS = frozenset({"train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"})
 _SHARED = ("num_workers", "pin_memory")
+_ACCEPTED = ("prefetch_batches", "device_prefetch", "device_transform", *_SHARED)
 
 
 class PrefetchDataModule(LightningDataModule):
@@ -55,7 +56,7 @@ class PrefetchDataModule(LightningDataModule):
             value given for it goes there (``num_workers="auto"`` does not).
 
     Raises:
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has a wrong type, or is unknown here and no DataModule is behind to take it.
         ValueError: If an argument is out of range.
 
     Example:
@@ -83,7 +84,18 @@ class PrefetchDataModule(LightningDataModule):
             if name in theirs and given[name] is not None and given[name] != "auto":
                 kwargs[name], given[name] = given[name], None
         self._prefetch = _Settings(prefetch_batches, device_prefetch, device_transform, **given)
-        super().__init__(*args, **kwargs)
+        behind = super().__init__
+        if getattr(behind, "__func__", None) is LightningDataModule.__init__:
+            # It ignores arguments, or fails on them, depending on the version. Lightning's from_datasets offers
+            # batch_size to every constructor that takes keywords.
+            kwargs.pop("batch_size", None)
+            if args or kwargs:
+                given_here = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+                raise TypeError(
+                    f"{type(self).__name__} has no argument for {given_here}; accepted are {', '.join(_ACCEPTED)}, by "
+                    "name, and those of a DataModule behind it. Remove or rename what is given."
+                )
+        behind(*args, **kwargs)
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import ApexAMP, PrefetchDataModule
 from lightning_turbo.data import randomness
+from tests.versions import unpickling
 
 randomness.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
 EPOCHS, SAMPLES, BATCH, WINDOW = 4, 96, 4, 2
@@ -188,7 +189,7 @@ def run(level, folder, kills):
         callbacks=[saves, Story(kill, folder)], logger=False, enable_progress_bar=False, enable_model_summary=False,
         plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
     )  # fmt: skip
-    trainer.fit(Net(kill), Data(kill), ckpt_path="last", weights_only=True)
+    trainer.fit(Net(kill), Data(kill), ckpt_path="last", **unpickling(True))
 
 
 def main():

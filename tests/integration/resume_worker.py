@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP
+from tests.versions import unpickling
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
@@ -94,7 +95,7 @@ def run(case, folder, ckpt=None):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, plugins=[ApexAMP(level, dtype=getattr(torch, half))],
     )  # fmt: skip
-    trainer.fit(Net(optimizer), loader, ckpt_path=ckpt, weights_only=True if ckpt else None)
+    trainer.fit(Net(optimizer), loader, ckpt_path=ckpt, **unpickling(True if ckpt else None))
     name = f"{Path(ckpt).stem}.final" if ckpt else "straight.final"
     rank = trainer.global_rank
     torch.save(bits.state, folder / f"{name}.{rank}")

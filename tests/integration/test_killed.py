@@ -19,6 +19,7 @@ from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader
 from tests.integration.killed_worker import STEPS, STEPS_OF_AN_EPOCH
 from tests.integration.test_resume import assert_same
 from tests.ranks import ENVIRONMENT, end
+from tests.versions import unpickling
 
 WORKER = Path(__file__).with_name("killed_worker.py")
 PLACES = ("forward", "write", "backward", "prefetch", "place", "random")
@@ -135,7 +136,7 @@ def test_a_second_restart_goes_on_where_the_first_would_have(tmp_path):
             accelerator="cpu", strategy="turbo", max_epochs=3, callbacks=[each, ends], logger=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module, PrefetchLoader(samples), ckpt_path=ckpt, weights_only=True)
+        trainer.fit(module, PrefetchLoader(samples), ckpt_path=ckpt, **unpickling(True))
         return module
 
     def steps(module):
@@ -238,5 +239,5 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_goes_on(tmp_path):
         whole = torch.load(disk / "last.ckpt", weights_only=True)
         assert 0 < whole["global_step"] == full.global_step - 1
         again = trainer(tmp_path / "larger")
-        again.fit(Growing(), loader, ckpt_path=disk / "last.ckpt", weights_only=True)
+        again.fit(Growing(), loader, ckpt_path=disk / "last.ckpt", **unpickling(True))
     assert again.global_step == 8

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
+from tests.versions import unpickling
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -407,6 +408,7 @@ def test_auto_workers(capsys):
         ({"num_workers": "many"}, ValueError, r"num_workers='many' is unknown; pass a number of processes or 'auto'"),
         ({"num_workers": 1.5}, TypeError, r"num_workers=1.5 is no integer"),
         ({"pin_memory": "yes"}, TypeError, r"pin_memory='yes' is no bool"),
+        ({"prefetch": 3}, TypeError, r"no argument for prefetch=3; accepted are prefetch_batches, .*, pin_memory, by"),
     ],
 )
 def test_bad_settings(arguments, error, message):
@@ -457,7 +459,7 @@ def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, workers, tmp_pat
     torch.manual_seed(99)
     rest = Model()
     trainer(max_epochs=2, limit_val_batches=0).fit(
-        rest, datamodule=cls(num_workers=workers), ckpt_path=path, weights_only=False
+        rest, datamodule=cls(num_workers=workers), ckpt_path=path, **unpickling(False)
     )
     assert rest.seen == whole.seen[-3:]
     assert sorted(n for batch in whole.seen[-6:-3] + rest.seen for n in batch) == list(range(24))
@@ -469,7 +471,7 @@ RANKS = """
     torch.set_num_threads(1)
     sys.path.insert(0, {folder!r})
     import pytest
-    from {module} import Mine, Model, trainer, nothing_is_left
+    from tests.integration.test_prefetch_datamodule import Mine, Model, trainer, nothing_is_left
 
     class Notes(Model):
         def on_train_end(self):
@@ -489,8 +491,7 @@ RANKS = """
 def test_two_ranks_share_the_samples(tmp_path):
     from pathlib import Path
 
-    here = Path(__file__)
-    code = textwrap.dedent(RANKS.format(folder=str(here.parent), module=here.stem))
+    code = textwrap.dedent(RANKS.format(folder=str(Path(__file__).parents[2])))
     (tmp_path / "ranks.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "ranks.py"],

@@ -9,6 +9,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.registry import BY_NAME, TECHNIQUES, run
+from tests.versions import unpickling
 
 LEVELS = ("O0", "O1", "O2", "O3")
 WORKER = Path(__file__).with_name("pairs_worker.py")
@@ -32,14 +33,14 @@ def test_stop_save_load_and_go_on_equals_never_having_stopped(level, left_out, t
     # EffectiveBatchSize sets the accumulation that ExactAccumulation is given otherwise; each is tried.
     techniques = [t for t in TECHNIQUES if t.name not in (left_out, "doctor")]
     _, straight = run(pl, level, techniques, epochs=3, callbacks=[SaveAfterFirstEpoch()])
-    _, resumed = run(pl, level, techniques, epochs=3, fit={"ckpt_path": "first.ckpt", "weights_only": True})
+    _, resumed = run(pl, level, techniques, epochs=3, fit={"ckpt_path": "first.ckpt", **unpickling(True)})
     assert resumed.losses == straight.losses[5:]
     for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
 def launch(folder, which):
-    run_ranks(WORKER, folder, which, timeout=900, PYTHONPATH=str(WORKER.parents[2]))
+    run_ranks(WORKER, folder, which, timeout=900)
     names = sorted({path.name[:-2] for path in folder.iterdir()})
     for name in names:
         ranks = [torch.load(folder / f"{name}.{rank}", weights_only=True) for rank in (0, 1)]
