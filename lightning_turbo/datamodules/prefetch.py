@@ -84,8 +84,7 @@ class PrefetchDataModule(LightningDataModule):
             if name in theirs and given[name] is not None and given[name] != "auto":
                 kwargs[name], given[name] = given[name], None
         self._prefetch = _Settings(prefetch_batches, device_prefetch, device_transform, **given)
-        behind = super().__init__
-        if getattr(behind, "__func__", None) is LightningDataModule.__init__:
+        if getattr(super().__init__, "__func__", None) is LightningDataModule.__init__:
             # It ignores arguments, or fails on them, depending on the version. Lightning's from_datasets offers
             # batch_size to every constructor that takes keywords.
             kwargs.pop("batch_size", None)
@@ -95,7 +94,7 @@ class PrefetchDataModule(LightningDataModule):
                     f"{type(self).__name__} has no argument for {given_here}; accepted are {', '.join(_ACCEPTED)}, by "
                     "name, and those of a DataModule behind it. Remove or rename what is given."
                 )
-        behind(*args, **kwargs)
+        super().__init__(*args, **kwargs)  # jsonargparse reads here which class takes the others
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
