@@ -15,7 +15,7 @@ MULTIPLE = 8
 SMALL = 2**14
 """Elements an operation below which launching and casting cost more than computing; a choice, not a measurement."""
 
-CASTS = 0.2
+CASTS = 1 / 6
 """Share of casts among the operations above which they weigh."""
 
 
@@ -130,7 +130,7 @@ def falling_scale(facts: Facts) -> Iterator[Hit]:
 @rule(
     name="tiny-amp",
     symptom="Mixed precision is slower than float32.",
-    threshold="autocast, at least a fifth of the operations are casts, and operations write fewer than 16384 elements "
+    threshold="autocast, at least a sixth of the operations are casts, and operations write fewer than 16384 elements "
     "on average; always info",
     remedy="Use larger batches, or float32 (with TF32) for a model this small.",
     card="apex-amp",
