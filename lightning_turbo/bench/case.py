@@ -91,6 +91,7 @@ class Case:
         quick: Whether ``--quick`` runs the case.
         peer: Whether the case shows another library than PyTorch, Lightning and this one.
         ours: Whether the case shows a part of this library; it gets a colour of its own in the picture.
+        environment: Environment variables for the process of this case, stored with the results.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Case:
     quick: bool = True
     peer: bool = False
     ours: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class SuiteRun:
             "status": UNENDED,
             "reason": "",
             "config": dict(case.config),
+            "environment": dict(case.environment),
             "base": case.base or self.suite.baseline,
             "against": list(case.against),
             "peer": case.peer,
@@ -200,7 +201,7 @@ class SuiteRun:
 
     def _spawn(self, name: str | None) -> CaseProcess:
         settings = self.settings
-        environment = dict(self.suite.environment)
+        environment = {**self.suite.environment, **(self.suite.cases[name].environment if name else {})}
         if settings.threads is not None:
             environment.update(OMP_NUM_THREADS=str(settings.threads), MKL_NUM_THREADS=str(settings.threads))
         task = {

@@ -48,6 +48,15 @@ def computes_in_bfloat16() -> bool | None:
     return None if flags is None else bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
 
 
+def _huge_pages() -> str | None:
+    """The kernel's rule for large pages, ``always``, ``madvise`` or ``never``; ``None`` where it has none."""
+    try:
+        rules = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return None
+    return rules.partition("[")[2].partition("]")[0] or None
+
+
 def physical_memory() -> int | None:
     """Return the bytes of main memory, or ``None`` where the system does not tell."""
     try:
@@ -96,6 +105,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "memory_bytes": physical_memory(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_instructions": computes_in_bfloat16(),
+        "transparent_huge_pages": _huge_pages(),
         "lightning_turbo": lightning_turbo.__version__,
         "commit": _commit(),
         "versions": {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None},

@@ -130,6 +130,7 @@ def trick(
     *,
     task: str,
     prefetch: bool = False,
+    tune: bool = False,
     amp: str = "",
     callbacks: tuple[str, ...] = (),
     fused: bool = False,
@@ -142,6 +143,7 @@ def trick(
         meter: Of the case.
         task: A key of ``BATCH``.
         prefetch: Whether the data come through ``PrefetchDataModule``.
+        tune: Whether ``tune_workers`` chooses the number of worker processes, which then stay from epoch to epoch.
         amp: Level of ``ApexAMP`` in bfloat16; ``"where it helps"`` is O1 unless the device lacks bfloat16; empty for
             none.
         callbacks: Names of callbacks of ours.
@@ -161,9 +163,16 @@ def trick(
     wait = meter.prepared.get(f"{task} wait seconds", 0.0)
     batch = BATCH[task]
 
+    def loader(**workers: Any) -> DataLoader[Any]:
+        stay = workers.get("num_workers", 0) > 0
+        return DataLoader(_Slow(data, wait), batch, shuffle=True, drop_last=True, persistent_workers=stay, **workers)
+
     class Data(LightningDataModule):
         def train_dataloader(self) -> Any:
-            return DataLoader(_Slow(data, wait), batch, shuffle=True, drop_last=True)
+            if not tune:
+                return loader()
+            seconds = 1.0 if meter.quick else 5.0
+            return loader(**lightning_turbo.tune_workers(loader, seconds=seconds, show=None).settings)
 
     class PrefetchedData(lightning_turbo.PrefetchDataModule, Data):
         pass
@@ -221,6 +230,7 @@ SUITE = Suite(
 
 TRICKS: dict[str, dict[str, Any]] = {
     "PrefetchDataModule": {"prefetch": True},
+    "tune_workers": {"tune": True},
     "ApexAMP O1": {"amp": "O1"},
     "ApexAMP O2": {"amp": "O2"},
     "MemoryFormat": {"callbacks": ("MemoryFormat",)},
@@ -229,14 +239,18 @@ TRICKS: dict[str, dict[str, Any]] = {
     "cyclic_lr": {"cyclic": True},
     "fused optimizer": {"fused": True},
     "strategy turbo": {"strategy": "turbo"},
+    "huge pages": {},
 }
 TOGETHER: dict[str, Any] = {
     "prefetch": True,
+    "tune": True,
     "amp": "where it helps",
     "callbacks": ("MemoryFormat", "DropBiasBeforeNorm"),
     "fused": True,
     "strategy": "turbo",
 }
+# torch then asks the kernel for large pages, so that a large tensor costs few page faults.
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def register(suite: Suite, task: str) -> None:
@@ -249,17 +263,19 @@ def register(suite: Suite, task: str) -> None:
     large = task.startswith("resnet50")
     devices = ("cuda",) if large else ("cpu", "cuda")
     default, together = f"{task}: default", f"{task}: all together"
+    pages = f"{task}: huge pages"
     stock, best = f"{task}: stock bf16-mixed", f"{task}: plain PyTorch at its best"
 
     def add(name: str, config: dict[str, Any], **options: Any) -> None:
         quick = task == "mni" and name in (default, together)
         run = plain_best if name == best else trick
+        options["environment"] = HUGE_PAGES if name in (pages, together) else {}
         suite.add(name, run, config={"task": task, **config}, base=default, devices=devices, quick=quick, **options)
 
     add(default, {}, baseline=task == "digits")
     add(stock, {"precision": "bf16-mixed"})
     for name, config in TRICKS.items():
-        add(f"{task}: {name}", config, ours=name != "fused optimizer")
+        add(f"{task}: {name}", config, ours=name not in ("fused optimizer", "huge pages"))
         fact = "bfloat16_instructions" if "amp" in config else ""
         suite.aims.append(Aim(f"{task}: {name}", default, 1.02, devices=devices, fact=fact))
     if large:
