@@ -12,6 +12,7 @@ import torch
 
 import lightning_turbo
 from lightning_turbo._optional import installed_version
+from lightning_turbo.doctor.machine import huge_pages
 
 __all__ = ["computes_in_bfloat16", "describe_machine", "physical_memory"]
 
@@ -46,15 +47,6 @@ def computes_in_bfloat16() -> bool | None:
     """Tell whether the CPU has instructions for bfloat16; ``None`` where that cannot be read."""
     flags = _cpuinfo("flags") or _cpuinfo("Features")
     return None if flags is None else bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
-
-
-def _huge_pages() -> str | None:
-    """The kernel's rule for large pages, ``always``, ``madvise`` or ``never``; ``None`` where it has none."""
-    try:
-        rules = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return None
-    return rules.partition("[")[2].partition("]")[0] or None
 
 
 def physical_memory() -> int | None:
@@ -105,7 +97,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "memory_bytes": physical_memory(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_instructions": computes_in_bfloat16(),
-        "transparent_huge_pages": _huge_pages(),
+        "transparent_huge_pages": huge_pages(),
         "lightning_turbo": lightning_turbo.__version__,
         "commit": _commit(),
         "versions": {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None},

@@ -135,6 +135,7 @@ def trick(
     callbacks: tuple[str, ...] = (),
     fused: bool = False,
     cyclic: bool = False,
+    turbo: dict[str, Any] | None = None,
     **trainer: Any,
 ) -> dict[str, float]:
     """Train a task under a Trainer with some tricks.
@@ -149,6 +150,7 @@ def trick(
         callbacks: Names of callbacks of ours.
         fused: Whether the optimizer is fused.
         cyclic: Whether the learning rate follows ``cyclic_lr``.
+        turbo: Arguments of a ``TurboStrategy``; ``None`` for Lightning's own strategy.
         trainer: Arguments of the Trainer.
 
     Returns:
@@ -184,6 +186,8 @@ def trick(
         amp = "O1" if meter.device.type == "cuda" or computes_in_bfloat16() else ""
     if amp:
         trainer["plugins"] = [apex_amp(amp, "bf16")]
+    if turbo is not None:
+        trainer["strategy"] = lightning_turbo.TurboStrategy(**turbo)
     added: list[Callback] = [getattr(lightning_turbo, name)() for name in callbacks]
     datamodule = PrefetchedData() if prefetch else Data()
     numbers = train(meter, module, datamodule, samples=batch, callbacks=added, **QUIET, **trainer)
@@ -228,6 +232,7 @@ SUITE = Suite(
     prepare=prepare,
 )
 
+LEAN = {"lean_step": True, "lean_logging": True}
 TRICKS: dict[str, dict[str, Any]] = {
     "PrefetchDataModule": {"prefetch": True},
     "tune_workers": {"tune": True},
@@ -238,7 +243,8 @@ TRICKS: dict[str, dict[str, Any]] = {
     "GradToNone": {"callbacks": ("GradToNone",)},
     "cyclic_lr": {"cyclic": True},
     "fused optimizer": {"fused": True},
-    "strategy turbo": {"strategy": "turbo"},
+    "strategy turbo": {"turbo": {}},
+    "strategy turbo, lean": {"turbo": LEAN},
     "huge pages": {},
 }
 TOGETHER: dict[str, Any] = {
@@ -247,7 +253,7 @@ TOGETHER: dict[str, Any] = {
     "amp": "where it helps",
     "callbacks": ("MemoryFormat", "DropBiasBeforeNorm"),
     "fused": True,
-    "strategy": "turbo",
+    "turbo": LEAN,
 }
 # torch then asks the kernel for large pages, so that a large tensor costs few page faults.
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ class Exam:
         self.stepped = self.begun = False
         self.held: list[dict[tuple[str, str], int]] = []
         self.memory: list[int] = []
+        self.faults: list[int] = []
         self.scales: list[float] = []
         self.anomaly = self.autograd_profiler = self.validation_graph = False
         self.profiler = trainer.profiler
@@ -99,6 +102,8 @@ class Exam:
         seen = self._seen()
         if self.cuda and self.done >= self.schedule.warmup:
             self.memory.append(torch.cuda.memory_allocated(self.module.device))
+        if self.done >= self.schedule.warmup and seen <= 0:
+            self.faults.append(inspection.page_faults())
         if seen > watch.watched:
             watch.end_step()
             self.held.append(held_graphs(self.module, self.callbacks))
@@ -193,6 +198,8 @@ class Exam:
             timed=len(steps),
             watched=watch.watched,
             phases=phases_of(steps),
+            page_faults=int(median(later - sooner for sooner, later in pairwise(self.faults)) if steps else 0),
+            spare_huge_pages=inspection.spare_huge_pages(),
             calls=watch.calls() + inspection.biases(watch, module, sources),
             operations=watch.operations,
             casts=watch.casts,

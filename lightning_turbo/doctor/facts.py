@@ -151,6 +151,11 @@ class Facts:
     phases: dict[str, float] = field(default_factory=dict)
     """Median seconds of a step in each phase."""
 
+    page_faults: int = 0
+    """Median page faults of a timed step that no disk had a part in, in this process."""
+    spare_huge_pages: bool = False
+    """Whether the kernel gives large pages to who asks for them, and torch is not told to ask."""
+
     calls: tuple[Call, ...] = ()
     operations: int = 0
     """Tensor operations of the watched steps' forward passes."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo.doctor.facts import BatchTensor, Call, Layer, Loader, OptimizerFacts, SchedulerFacts, Site, Unused
+from lightning_turbo.doctor.machine import huge_pages
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.watch import Watch
 from lightning_turbo.plugins.apex_amp import ApexAMP
@@ -27,11 +28,18 @@ __all__ = [
     "loss_scale",
     "optimizer_steps",
     "optimizers",
+    "page_faults",
     "schedulers",
     "settings",
     "shapes_of",
+    "spare_huge_pages",
     "unused",
 ]
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
@@ -43,6 +51,16 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def page_faults() -> int:
+    """Return the page faults of this process so far that no disk had a part in; 0 where the system does not tell."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else 0
+
+
+def spare_huge_pages() -> bool:
+    """Return whether the kernel gives large pages to who asks for them, and torch is not told to ask."""
+    return huge_pages() == "madvise" and os.environ.get("THP_MEM_ALLOC_ENABLE") != "1"
 
 
 def loader(trainer: Any, sources: Sources) -> Loader | None:

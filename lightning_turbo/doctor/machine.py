@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-__all__ = ["Environment", "Gpu", "Line", "version"]
+__all__ = ["Environment", "Gpu", "Line", "huge_pages", "version"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,15 @@ class Line:
     status: Literal["ok", "note", "fault"]
     what: str
     mend: str = ""
+
+
+def huge_pages() -> str | None:
+    """Return the kernel's rule for large pages, ``always``, ``madvise`` or ``never``; ``None`` where it has none."""
+    try:
+        rules = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return None
+    return rules.partition("[")[2].partition("]")[0] or None
 
 
 def version(text: str) -> tuple[int, ...]:

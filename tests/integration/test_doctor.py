@@ -2,6 +2,7 @@
 
 import cProfile
 import linecache
+import resource
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_turbo import ApexAMP, Doctor, PrefetchDataModule
+from lightning_turbo.doctor.machine import huge_pages
 from tests.integration import doctor_runs
 from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, rules, trained, trainer
 
@@ -204,6 +206,27 @@ def test_a_second_fit_is_left_alone():
     assert len(module.losses) == 24
     assert doctor.report is report
     assert runs.callbacks == []
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or huge_pages() == "always", reason="the kernel fills in large pages itself"
+)
+@pytest.mark.parametrize(("mib", "asked", "spoken"), [(48, "0", True), (48, "1", False), (1, "0", False)])
+def test_page_faults_of_large_tensors_are_counted(mib, asked, spoken):
+    class Large(Noisy):
+        def training_step(self, batch, batch_idx):
+            torch.zeros(mib << 18).fill_(1)  # above 32 MiB, glibc takes it from the kernel each time
+            return super().training_step(batch, batch_idx)
+
+    doctor = Doctor(**SHORT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_turbo.doctor.inspection.huge_pages", lambda: "madvise")
+        patch.setenv("THP_MEM_ALLOC_ENABLE", asked)
+        trained(doctor, model=Large)
+    found = [finding for finding in doctor.report.findings if finding.rule == "page-faults"]
+    assert bool(found) == spoken
+    pages = (mib << 20) // resource.getpagesize()
+    assert not found or pages <= int(found[0].what.split()[0]) < 1.2 * pages
 
 
 # How it ends

@@ -10,6 +10,7 @@ from lightning_turbo.doctor.facts import Facts
 __all__ = [
     "frozen_set_epoch",
     "lost_sampler",
+    "page_faults",
     "persistent_workers",
     "pin_memory",
     "waits_for_data",
@@ -25,6 +26,10 @@ NOTICEABLE = 5e-3
 
 LARGE = 8 * 2**20
 """Bytes of a batch above which its size matters for copying."""
+
+FAULT = 0.5e-6
+"""Seconds that a page fault costs at least, filling its page with zeros included: a guess for a machine of its own.
+Virtual machines pay more."""
 
 
 def _share(facts: Facts) -> float:
@@ -193,3 +198,25 @@ def wide_batch(facts: Facts) -> Iterator[Hit]:
                 site=facts.loader.site if facts.loader else None,
                 cost=f"{tensor.bytes / 2**20:.1f} MiB a batch where {tensor.bytes_as_uint8 / 2**20:.1f} would do",
             )
+
+
+@rule(
+    name="page-faults",
+    symptom="The processor works for the kernel (sys, in time or top) while batches are put together, or in a step on "
+    "the CPU.",
+    threshold="1,000 page faults a step or more, which at 0.5 us each are 2 % of it or more, without worker processes, "
+    "where the kernel has large pages for who asks and torch is not told to; always info, since the cost is a guess",
+    remedy="Set THP_MEM_ALLOC_ENABLE=1 in the environment before the program starts.",
+    card="huge-pages",
+)
+def page_faults(facts: Facts) -> Iterator[Hit]:
+    """Large tensors whose memory comes anew from the kernel, in small pages."""
+    seconds = facts.page_faults * FAULT
+    workers = facts.loader.workers if facts.loader else 0  # their batches come in shared memory, which stays as it is
+    if facts.spare_huge_pages and not workers and facts.page_faults >= 1000 and seconds >= 0.02 * facts.step:
+        yield Hit(
+            level="info",
+            what=f"{facts.page_faults} page faults a step: large tensors are made in small pages",
+            site=None,
+            cost=f"{seconds * 1e3:.2f} ms a step or more (a guess, at 0.5 us each)",
+        )

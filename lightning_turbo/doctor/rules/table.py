@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     data.lost_sampler,
     data.frozen_set_epoch,
     data.wide_batch,
+    data.page_faults,
     precision.float32,
     precision.odd_sizes,
     precision.bce_under_amp,

@@ -26,6 +26,8 @@ CPU = Facts(watched=4, cores=8)
 SLOW = {"data": 0.02, "forward": 0.08}
 LOADER = Loader(type="DataLoader", standard=True, sampler="RandomSampler", site=SITE)
 
+FAULTS = replace(CPU, spare_huge_pages=True, phases={"forward": 0.1})
+
 
 def calls(kind, count=4, steps=4, **more):
     return (Call(kind=kind, name="x", site=SITE, count=count, steps=steps, **more),)
@@ -176,6 +178,15 @@ CASES = {
         (replace(CPU, batch=batch(narrow=2 * MIB)), "info"),
         (replace(CPU, batch=batch(size=8 * MIB - 1, narrow=2 * MIB)), None),
         (replace(CPU, batch=batch()), None),
+    ],
+    "page-faults": [
+        (replace(FAULTS, page_faults=4000), "info"),
+        (replace(FAULTS, page_faults=4000, loader=LOADER), "info"),
+        (replace(FAULTS, page_faults=3999), None),
+        (replace(FAULTS, page_faults=1000, phases={"forward": 0.01}), "info"),
+        (replace(FAULTS, page_faults=999, phases={"forward": 0.01}), None),
+        (replace(FAULTS, page_faults=4000, spare_huge_pages=False), None),
+        (replace(FAULTS, page_faults=4000, loader=replace(LOADER, workers=1)), None),
     ],
     "float32": [
         (replace(CUDA, matmul_precision="highest"), "warning"),
