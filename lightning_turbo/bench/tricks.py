@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_turbo.bench.case import Aim, Suite
+from lightning_turbo.bench.case import Aim, SkippedError, Suite
 from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.workloads import Endless, image_batches, plain_loop, resnet50, sgd
+from lightning_turbo.errors import LightningMismatchError
 
 if TYPE_CHECKING:
     from lightning_turbo._compat import Callback, LightningModule
@@ -187,7 +188,10 @@ def trick(
     if amp:
         trainer["plugins"] = [apex_amp(amp, "bf16")]
     if turbo is not None:
-        trainer["strategy"] = lightning_turbo.TurboStrategy(**turbo)
+        try:
+            trainer["strategy"] = lightning_turbo.TurboStrategy(**turbo)
+        except LightningMismatchError as error:
+            raise SkippedError(str(error)) from None
     added: list[Callback] = [getattr(lightning_turbo, name)() for name in callbacks]
     datamodule = PrefetchedData() if prefetch else Data()
     numbers = train(meter, module, datamodule, samples=batch, callbacks=added, **QUIET, **trainer)
