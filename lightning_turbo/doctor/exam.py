@@ -177,6 +177,7 @@ class Exam:
     def facts(self) -> tuple[Facts, list[Segment]]:
         """Return all that was measured, and the time line of the step of median length."""
         steps = self.timeline.segments()
+        faults = [later - sooner for sooner, later in pairwise(self.faults)]
         trainer, module, watch, sources = self.trainer, self.module, self.watch, self.sources
         batches = trainer.num_training_batches
         count = int(batches) if batches != float("inf") else None
@@ -198,7 +199,7 @@ class Exam:
             timed=len(steps),
             watched=watch.watched,
             phases=phases_of(steps),
-            page_faults=int(median(later - sooner for sooner, later in pairwise(self.faults)) if steps else 0),
+            page_faults=int(median(faults)) if faults else 0,
             spare_huge_pages=inspection.spare_huge_pages(),
             calls=watch.calls() + inspection.biases(watch, module, sources),
             operations=watch.operations,
