@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,25 +103,34 @@ def _module(task: str, *, fused: bool = False, cyclic: bool = False) -> Lightnin
     return module
 
 
+def _step(meter: Meter, task: str) -> Callable[[Any], None]:
+    """A float32 training step on a batch, as a plain loop has it, for a network of its own."""
+    net = _module(task).to(meter.device)
+    optimizer = sgd(list(net.parameters()))
+
+    def step(batch: Any) -> None:
+        images, labels = (each.to(meter.device) for each in batch)
+        F.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.synchronise()
+
+    return step
+
+
 def prepare(meter: Meter) -> dict[str, float]:
     """Measure a float32 step and the reading of a batch, so that the loader can be made to cost as much as the step."""
     waits = {}
     for task in ("mni",) if meter.quick else ("digits", "mni"):
         train, _ = _data(task, meter.seed)
-        net = _module(task).to(meter.device)
-        optimizer = sgd(list(net.parameters()))
+        trained = _step(meter, task)
         read, step = [], []
         for start in range(0, 12 * BATCH[task], BATCH[task]):
             began = time.perf_counter()
-            images, labels = default_collate([train[index] for index in range(start, start + BATCH[task])])
+            batch = default_collate([train[index] for index in range(start, start + BATCH[task])])
             read.append(time.perf_counter() - began)
-            images, labels = images.to(meter.device), labels.to(meter.device)
-            meter.synchronise()
             began = time.perf_counter()
-            F.cross_entropy(net(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            meter.synchronise()
+            trained(batch)
             step.append(time.perf_counter() - began)
         waits[f"{task} step seconds"] = statistics.median(step[4:])
         waits[f"{task} wait seconds"] = max(0.0, statistics.median(step[4:]) - statistics.median(read[4:]))
@@ -145,7 +156,8 @@ def trick(
         meter: Of the case.
         task: A key of ``BATCH``.
         prefetch: Whether the data come through ``PrefetchDataModule``.
-        tune: Whether ``tune_workers`` chooses the number of worker processes, which then stay from epoch to epoch.
+        tune: Whether ``tune_workers`` chooses the number of worker processes, beside a step on the CPU; they then stay
+            from epoch to epoch.
         amp: Level of ``ApexAMP`` in bfloat16; ``"where it helps"`` is O1 unless the device lacks bfloat16; empty for
             none.
         callbacks: Names of callbacks of ours.
@@ -166,16 +178,19 @@ def trick(
     wait = meter.prepared.get(f"{task} wait seconds", 0.0)
     batch = BATCH[task]
 
-    def loader(**workers: Any) -> DataLoader[Any]:
+    def loader(kind: type[DataLoader[Any]] = DataLoader, **workers: Any) -> DataLoader[Any]:
         stay = workers.get("num_workers", 0) > 0
-        return DataLoader(_Slow(data, wait), batch, shuffle=True, drop_last=True, persistent_workers=stay, **workers)
+        return kind(_Slow(data, wait), batch, shuffle=True, drop_last=True, persistent_workers=stay, **workers)
 
     class Data(LightningDataModule):
         def train_dataloader(self) -> Any:
             if not tune:
                 return loader()
+            make_loader = functools.partial(loader, lightning_turbo.PrefetchLoader) if prefetch else loader
+            with torch.random.fork_rng():  # a step on a GPU leaves the cores to loading
+                step = _step(meter, task) if meter.device.type == "cpu" else None
             seconds = 1.0 if meter.quick else 5.0
-            return loader(**lightning_turbo.tune_workers(loader, seconds=seconds, show=None).settings)
+            return loader(**lightning_turbo.tune_workers(make_loader, step=step, seconds=seconds, show=None).settings)
 
     class PrefetchedData(lightning_turbo.PrefetchDataModule, Data):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.randomness import set_shared_state, shared_state
 from lightning_turbo.data.resume import own_generators
+from lightning_turbo.data.surroundings import short_switches
 
 __all__ = ["WorkerRow", "WorkerTuning", "tune_workers"]
 
@@ -104,8 +106,8 @@ def tune_workers(
     Args:
         make_loader: Called with ``num_workers``, ``prefetch_factor`` and ``pin_memory`` as keywords; returns a new
             ``DataLoader`` with them.
-        step: Called on each batch, for example a training step, so that loading is measured beside it. Without it,
-            loading alone is measured.
+        step: Called on each batch, for example a training step, so that loading is measured with it: in turns, or
+            beside it where ``make_loader`` returns a ``PrefetchLoader``. Without it, loading alone is measured.
         seconds: Time for everything together, above zero.
         max_workers: The most workers to try, 0 or more; by default the number of CPU cores that this process may use.
         prefetch_factors: What to try, each 1 or more, smallest first.
@@ -125,7 +127,8 @@ def tune_workers(
     Note:
         Starts and ends worker processes; none is left. The process-wide random generators, and those of the loader
         and its samplers, are put back. A batch that takes longer than its share of the time is not waited for; at
-        ``num_workers=0`` a thread then ends by itself as soon as the batch is there.
+        ``num_workers=0`` a thread then ends by itself as soon as the batch is there. A ``step`` runs in the calling
+        thread and to its end, and an error of it is raised.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -213,67 +216,108 @@ def _measure(
     deadline = time.monotonic() + share
     loader = make_loader(**settings)
     generators = [(generator, generator.get_state()) for generator in own_generators(loader)]
-    run = _Run(loader, step, num_workers * (prefetch_factor or 0), deadline)
+    loading = _Loading(loader, deadline, ahead=step is not None)
+    times: list[float] = []
+    error, over = None, False
     try:
-        run.start()
-        run.join(max(0.0, deadline - time.monotonic()))
+        loading.start()
+        error = _take(loading, step, num_workers * (prefetch_factor or 0) + 1, deadline, times)
         over = time.monotonic() >= deadline - 0.05  # an error at the deadline is the waiting that was cut short
-        run.stop(kill=over and not run.times)
     finally:
+        loading.stop(kill=over and not times)
         for generator, state in generators:
             generator.set_state(state)
-    if run.error is not None and not over:
-        return WorkerRow(**settings, note=f"{type(run.error).__name__}: {run.error}".splitlines()[0])
-    if len(run.times) < 1:
+    if error is not None and not over:
+        return WorkerRow(**settings, note=f"{type(error).__name__}: {error}".splitlines()[0])
+    if not times:
         return WorkerRow(**settings, note=_LATE)
-    return WorkerRow(**settings, batches=len(run.times), seconds=sum(run.times) / len(run.times))
+    return WorkerRow(**settings, batches=len(times), seconds=sum(times) / len(times))
 
 
-class _Run(threading.Thread):
-    """Takes batches until it is told to stop, in a thread because a batch may never come."""
+def _take(loading: _Loading, step: Any, warm_up: int, deadline: float, times: list[float]) -> BaseException | None:
+    """Take batches until the deadline, and call ``step`` on each, in this thread, where a training step would run.
 
-    def __init__(self, loader: Any, step: Any, warm_up: int, deadline: float) -> None:
+    Args:
+        loading: Where they come from.
+        step: Called on each batch, or ``None``.
+        warm_up: How many batches are not timed, as they hold the start of the workers.
+        deadline: By the monotonic clock.
+        times: Gets the seconds of each batch, with its step if there is one.
+
+    Returns:
+        The error of the loading that ended it, if one did.
+    """
+    seen = 0
+    while (began := time.monotonic()) < deadline:
+        loading.ask()
+        try:
+            batch, seconds, error = loading.ready.get(timeout=deadline - began)
+        except queue.Empty:
+            break
+        if error is not None:
+            return error
+        if step is not None:
+            step(batch)
+            seconds = time.monotonic() - began
+        seen += 1
+        # A loader too slow or short for more than the warm-up counts anyway.
+        if seen > warm_up or (time.monotonic() - began) * 3 > deadline - time.monotonic():
+            times.append(seconds)
+    return None
+
+
+class _Loading(threading.Thread):
+    """Loads a batch whenever it is asked to, in a thread because the batch may never come.
+
+    Args:
+        loader: The loader. Without the thread of a ``PrefetchLoader``, in whose place this one stands.
+        deadline: Until when to wait for worker processes, by the monotonic clock.
+        ahead: Whether a ``PrefetchLoader`` may be ahead by as many batches as it would be by itself.
+    """
+
+    def __init__(self, loader: Any, deadline: float, ahead: bool) -> None:
         super().__init__(daemon=True, name="lightning_turbo-tune")
-        self.loader: Any = loader
-        self.step = step
-        self.warm_up = warm_up + 1
+        own = isinstance(loader, PrefetchLoader)
+        self.loader: Any = super(PrefetchLoader, loader) if own else loader
         self.deadline = deadline
-        self.times: list[float] = []
-        self.error: BaseException | None = None
-        self.stopping = threading.Event()
-        self.begin()  # starts the workers, from the caller's thread
+        self.asked = threading.Semaphore(loader.prefetch_batches if own and ahead else 0)
+        self.ready: queue.SimpleQueue[tuple[Any, float, BaseException | None]] = queue.SimpleQueue()
+        self.stopping = False
+        self.iterator: Any = self.loader.__iter__()  # starts the workers, from the caller's thread
 
-    def begin(self) -> None:
-        # Without the thread of a PrefetchLoader, which would be in the way of an end in time.
-        inner = super(PrefetchLoader, self.loader) if isinstance(self.loader, PrefetchLoader) else self.loader
-        self.iterator: Any = inner.__iter__()
+    def ask(self) -> None:
+        """Have one more batch loaded."""
+        self.asked.release()
 
     def run(self) -> None:
         try:
-            seen = 0
-            while not self.stopping.is_set() and time.monotonic() < self.deadline:
-                before = time.monotonic()
+            with short_switches():
+                self._run()
+        except BaseException as error:
+            self.ready.put((None, 0.0, error))
+
+    def _run(self) -> None:
+        empty = True
+        while self.asked.acquire() and not self.stopping:
+            began = time.monotonic()
+            while True:
                 if getattr(self.iterator, "_workers", ()):  # else waiting for them would go on in steps of 5 s
-                    self.iterator._timeout = max(0.01, self.deadline - before)
+                    self.iterator._timeout = max(0.01, self.deadline - time.monotonic())
                 try:
                     batch = next(self.iterator)
+                    break
                 except StopIteration:
-                    if not seen:
+                    if empty:
                         raise ValueError("the loader is empty") from None
-                    self.begin()
-                    continue
-                if self.step is not None:
-                    self.step(batch)
-                seen += 1
-                # The first batches hold the start of the workers. A loader too slow or short for more counts anyway.
-                if seen > self.warm_up or (time.monotonic() - before) * 3 > self.deadline - time.monotonic():
-                    self.times.append(time.monotonic() - before)
-        except BaseException as error:
-            self.error = error
+                    self.iterator, empty, began = self.loader.__iter__(), True, time.monotonic()
+            empty = False
+            self.ready.put((batch, time.monotonic() - began, None))
+            del batch
 
     def stop(self, kill: bool) -> None:
         """End the worker processes, with force if they gave nothing, and the thread."""
-        self.stopping.set()
+        self.stopping = True
+        self.ask()
         self.join(0.2)
         workers = getattr(self.iterator, "_workers", [])
         if kill or self.is_alive():

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from prefetch_generator import BackgroundGenerator
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo.data import PrefetchLoader, tune_workers
@@ -41,9 +42,8 @@ def maker(dataset, cls=DataLoader, **more):
 
 
 def nothing_is_left():
-    return not multiprocessing.active_children() and "lightning_turbo-tune" not in {
-        t.name for t in threading.enumerate()
-    }
+    ours = [t for t in threading.enumerate() if t.name == "lightning_turbo-tune" or isinstance(t, BackgroundGenerator)]
+    return not multiprocessing.active_children() and not ours
 
 
 def test_waiting_is_shared_among_workers():
@@ -102,10 +102,11 @@ class Hangs(Dataset):
         time.sleep(60)
 
 
-def test_a_loader_that_hangs_is_left_in_time_and_its_workers_are_ended():
+@pytest.mark.parametrize(("cls", "step"), [(DataLoader, None), (PrefetchLoader, None), (PrefetchLoader, id)])
+def test_a_loader_that_hangs_is_left_in_time_and_its_workers_are_ended(cls, step):
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"got no batch from any setting \(.*too late.*\)"):
-        tune_workers(maker(Hangs()), seconds=1.5, max_workers=1, show=None)
+        tune_workers(maker(Hangs(), cls), seconds=1.5, max_workers=1, show=None, step=step)
     # The budget, and a second for a machine that is busy with other things.
     assert time.monotonic() - started < 2.5
     assert nothing_is_left()
@@ -132,9 +133,35 @@ def test_random_generators_are_put_back():
     assert random.getstate() == expected[2]
 
 
-def test_the_step_is_part_of_what_is_measured():
-    tuning = tune_workers(maker(range(10**6)), seconds=1, max_workers=0, show=None, step=lambda batch: time.sleep(0.01))
+def test_the_step_is_part_of_what_is_measured_and_runs_where_training_does():
+    threads = set()
+
+    def step(batch):
+        threads.add(threading.current_thread())
+        time.sleep(0.01)
+
+    tuning = tune_workers(maker(range(10**6)), seconds=1, max_workers=0, show=None, step=step)
     assert tuning.rows[0].seconds > 0.01
+    assert threads == {threading.current_thread()}
+
+
+def test_an_error_in_the_step_is_raised_and_nothing_is_left():
+    with pytest.raises(ZeroDivisionError):
+        tune_workers(maker(range(10**6)), seconds=1, max_workers=1, show=None, step=lambda batch: 1 / 0)
+    assert nothing_is_left()
+
+
+def test_a_prefetch_loader_is_measured_as_it_runs_beside_a_step():
+    """Its thread hides a load as long as the step, so that workers have nothing left to gain."""
+    options = {"seconds": 3, "max_workers": 2, "prefetch_factors": [2], "show": None, "tolerance": 0.3}
+    slow = Waits(0.005)  # 20 ms a batch
+    plain = tune_workers(maker(slow), step=lambda batch: time.sleep(0.02), **options)
+    ahead = tune_workers(maker(slow, PrefetchLoader), step=lambda batch: time.sleep(0.02), **options)
+    assert plain.rows[0].seconds > 0.04
+    assert plain.num_workers > 0
+    assert ahead.rows[0].seconds < 0.035
+    assert ahead.num_workers == 0
+    assert nothing_is_left()
 
 
 def test_errors_are_told():
