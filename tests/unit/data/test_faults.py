@@ -341,8 +341,10 @@ def test_an_error_at_top_level_in_mid_epoch_is_an_ordinary_exit():
 def test_ctrl_c_while_waiting_for_a_batch():
     status, said = leave(
         """
-        import _thread, threading, time, torch
+        import _thread, signal, threading, time, torch
         from lightning_turbo.data import PrefetchLoader
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born to ignore it
 
         class Slow(torch.utils.data.Dataset):
             def __len__(self):
