@@ -187,7 +187,8 @@ def trick(
             if not tune:
                 return loader()
             make_loader = functools.partial(loader, lightning_turbo.PrefetchLoader) if prefetch else loader
-            with torch.random.fork_rng():  # a step on a GPU leaves the cores to loading
+            with torch.random.fork_rng():  # the order of the samples stays that of the other cases
+                # A step on a GPU would leave the cores to loading.
                 step = _step(meter, task) if meter.device.type == "cpu" else None
             seconds = 1.0 if meter.quick else 5.0
             return loader(**lightning_turbo.tune_workers(make_loader, step=step, seconds=seconds, show=None).settings)
