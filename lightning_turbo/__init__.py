@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_turbo.callbacks.grad_to_none import GradToNone
     from lightning_turbo.callbacks.lr_range import lr_range
     from lightning_turbo.callbacks.memory_format import MemoryFormat
+    from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
     from lightning_turbo.data.dali.loader import DALILoader
     from lightning_turbo.data.device import DevicePrefetcher
     from lightning_turbo.data.loader import PrefetchLoader
@@ -53,6 +54,7 @@ __all__ = [
     "PackedDataset",
     "PrefetchDataModule",
     "PrefetchLoader",
+    "PrefetchNextEpoch",
     "TurboDDPStrategy",
     "TurboStrategy",
     "amp",
@@ -83,6 +85,7 @@ _HOMES = {
     "PackedDataset": "lightning_turbo.data.packed",
     "PrefetchDataModule": "lightning_turbo.datamodules.prefetch",
     "PrefetchLoader": "lightning_turbo.data.loader",
+    "PrefetchNextEpoch": "lightning_turbo.callbacks.prefetch_next_epoch",
     "TurboDDPStrategy": "lightning_turbo.strategies.turbo",
     "TurboStrategy": "lightning_turbo.strategies.turbo",
     "amp": "lightning_turbo.amp",

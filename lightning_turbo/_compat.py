@@ -317,6 +317,13 @@ def check_lean(option: str) -> None:
         )
 
 
+def begin_epoch_again(trainer: Any) -> None:
+    """Have a Trainer that goes on from a checkpoint call ``iter()`` on its training loaders once more, as it starts."""
+    loop = trainer.fit_loop
+    if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
+        iter(loop._data_fetcher)
+
+
 def takes_batch_index(training_step: Any) -> bool:
     """Whether Lightning gives this ``training_step`` the index of the batch."""
     signatures = importlib.import_module(f"{bound_name()}.utilities.signature_utils")

@@ -36,6 +36,7 @@ TECHNIQUES = [
     Technique("grad_to_none", True, callbacks=lambda: [lt.GradToNone()]),
     Technique("memory_format", False, callbacks=lambda: [lt.MemoryFormat("channels_last")]),
     Technique("prefetch", True, datamodule=True),
+    Technique("prefetch_next_epoch", True, callbacks=lambda: [lt.PrefetchNextEpoch()], datamodule=True),
     Technique("turbo", True, strategy="turbo"),
 ]  # fmt: skip
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}

@@ -8,6 +8,7 @@ from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation
 from lightning_turbo.callbacks.grad_to_none import GradToNone
 from lightning_turbo.callbacks.lr_range import lr_range
 from lightning_turbo.callbacks.memory_format import MemoryFormat
+from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
 
 __all__ = [
     "DropBiasBeforeNorm",
@@ -15,5 +16,6 @@ __all__ = [
     "ExactAccumulation",
     "GradToNone",
     "MemoryFormat",
+    "PrefetchNextEpoch",
     "lr_range",
 ]

@@ -110,12 +110,12 @@ class _Work:
     def __init__(
         self,
         source: Iterator[Any],
-        stage: Callable[[Any], Any] | None,
+        stages: list[Callable[[Any], Any]],
         snapshot: Callable[[], Any] | None,
         dispose: Callable[[], None] | None,
     ) -> None:
         self.source = source
-        self.stage = stage
+        self.stages = stages
         self.snapshot = snapshot
         self.dispose = dispose
         self.process = os.getpid()
@@ -125,8 +125,8 @@ class _Work:
         """Take one item from the source; never raises."""
         try:
             item = next(self.source)
-            if self.stage is not None:
-                item = self.stage(item)
+            for stage in self.stages:
+                item = stage(item)
             return _Record(item, self.snapshot() if self.snapshot is not None else None)
         except StopIteration:
             return _Record(end=True)
@@ -139,7 +139,7 @@ class _Work:
             return
         producer, self.producer = self.producer, None
         source, self.source = self.source, iter(())
-        dispose, self.stage, self.snapshot, self.dispose = self.dispose, None, None, None
+        dispose, self.stages, self.snapshot, self.dispose = self.dispose, [], None, None
         if producer is not None:
             producer.halt(patience)
             if producer.is_alive() and threading.current_thread() is not producer:
@@ -205,7 +205,7 @@ class BackgroundIterator(Iterator[Any]):
         self._first = True
         self._waits = 0
         self._closed = ""
-        self._work = _Work(source, stage, snapshot, dispose)
+        self._work = _Work(source, [] if stage is None else [stage], snapshot, dispose)
         self._finalizer = weakref.finalize(self, self._work.end)
 
     def __iter__(self) -> BackgroundIterator:
@@ -259,6 +259,21 @@ class BackgroundIterator(Iterator[Any]):
     def _start(self) -> None:
         self._work.producer = _Producer(self._work.take, self.prefetch_batches)
 
+    def start(self) -> bool:
+        """Take the first items in the background too, from now on, if the source is known to be one for a thread.
+
+        Returns:
+            Whether a thread works ahead.
+        """
+        if self._work.producer is None and self._watch.known is False and self._watch.slow and not self._closed:
+            self._start()
+        return self._work.producer is not None
+
+    def finish(self) -> None:
+        """Take the end of the source for handed out."""
+        self.place.ended = True
+        self.close()
+
     def _wait(self, producer: Any) -> _Record:
         try:
             return producer.queue.get_nowait()
@@ -285,9 +300,9 @@ class BackgroundIterator(Iterator[Any]):
         return self.place.ended
 
     def add_stage(self, stage: Callable[[Any], Any]) -> None:
-        """Call ``stage`` on each item in the background, after the stage that is there. Before the first item only."""
-        first = self._work.stage
-        self._work.stage = stage if first is None else lambda item: stage(first(item))
+        """Call ``stage`` on each item in the background, after those that are there. Before the first item only."""
+        if stage not in self._work.stages:
+            self._work.stages.append(stage)
 
     def ready(self) -> bool:
         """Tell whether the next item can be had without waiting for the source."""

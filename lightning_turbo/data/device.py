@@ -105,6 +105,18 @@ class DevicePrefetcher:
         self._live = weakref.ref(iterator)
         return iterator
 
+    def start_next_epoch(self) -> bool:
+        """Begin to load the next epoch, see ``PrefetchLoader.start_next_epoch``; other loaders cannot.
+
+        Returns:
+            Whether it was begun.
+        """
+        start = getattr(self.loader, "start_next_epoch", None)
+        begun = start is not None and start(*self.transfer.stages)
+        if begun:
+            self._place = None  # from here on the loader knows where it stands
+        return begun
+
     def __len__(self) -> int:
         return len(self.loader)  # pyright: ignore[reportArgumentType] - a TypeError where the loader has no length
 

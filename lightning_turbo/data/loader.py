@@ -61,6 +61,7 @@ class PrefetchLoader(DataLoader[Any]):
 
     def _begin_prefetching(self) -> None:
         self._prefetch_live: weakref.ref[Any] | None = None
+        self._prefetch_next: Any = None
         self._prefetch_place: Place | None = None
         self._prefetch_watch = LoadWatch()
         self._prefetch_tape: IndexTape | None = None
@@ -112,11 +113,15 @@ class PrefetchLoader(DataLoader[Any]):
         return hasattr(super(), "state_dict")
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._prefetch_next is not None:
+            started = self._prefetch_next
+            vars(self)["_prefetch_next"] = None
+            return started
         self._retire()
         resume, self._prefetch_resume = self._prefetch_resume or {"consumed": 0, "order": None}, None
         done, sampler = resume["consumed"], self._index_sampler
         tape = sampler if isinstance(sampler, IndexTape) else None
-        if done and tape is not None:
+        if tape is not None and resume["order"] is not None:
             tape.rewind(done, resume["order"])
         source = super().__iter__()
         iterator = BackgroundIterator(
@@ -132,6 +137,38 @@ class PrefetchLoader(DataLoader[Any]):
         vars(self)["_prefetch_live"] = weakref.ref(iterator)  # Lightning records attributes that are set
         self._prefetch_place = iterator.place
         return iterator
+
+    def start_next_epoch(self, *stages: Callable[[Any], Any]) -> bool:
+        """Begin to load the next epoch, so that its first batches are ready when ``iter()`` is called for it.
+
+        Call it when the last batch of an epoch was handed out. The order of the next epoch is drawn from the random
+        generators as they are at this moment, in the calling thread, and not at ``iter()``; set the epoch of a
+        distributed sampler before. The current epoch cannot go on.
+
+        Args:
+            stages: Called on each batch in the background, for example to pin its memory.
+
+        Returns:
+            Whether it was begun. It is not for an ``IterableDataset`` without worker processes, and with a class
+            behind this one that keeps its own state.
+        """
+        if self._prefetch_next is not None:
+            return True
+        mapped = not isinstance(self.dataset, IterableDataset)
+        if self._stateful or not (mapped or self.num_workers):
+            return False
+        live, place = self._current(), self._prefetch_place
+        if live is not None and not live.ended:
+            whole = mapped and place is not None and place.consumed >= len(self)
+            live.finish() if whole else live.close("the next epoch was started")
+        iterator: Any = iter(self)
+        if self._prefetch_tape is not None:
+            self._prefetch_tape.draw()
+        for stage in stages:
+            iterator.add_stage(stage)
+        iterator.start()
+        vars(self)["_prefetch_next"] = iterator
+        return True
 
     def _snapshot_of(self, source: Any) -> Callable[[], Any] | None:
         """What tells the state of the class behind this one after a batch: its iterator, or the loader itself."""
@@ -173,7 +210,8 @@ class PrefetchLoader(DataLoader[Any]):
             whole = place.ended or done >= len(self)
         except TypeError:
             whole = place.ended
-        order = self._prefetch_tape.began if self._prefetch_tape is not None and done and not whole else None
+        drawn = (done or self._prefetch_next is not None) and not whole
+        order = self._prefetch_tape.began if self._prefetch_tape is not None and drawn else None
         return {"consumed": 0 if whole else done, "order": order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -202,7 +240,7 @@ class PrefetchLoader(DataLoader[Any]):
     def close(self) -> None:
         """End the current iterator, its thread and all worker processes, persistent ones too. May be called twice."""
         live = self._current()
-        self._prefetch_live = None
+        self._prefetch_live = self._prefetch_next = None
         if live is not None:
             live.close("its loader was closed")
         workers, self._iterator = self._iterator, None
@@ -210,7 +248,9 @@ class PrefetchLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        state.update(_iterator=None, _prefetch_live=None, _prefetch_place=None, _prefetch_tape=None)
+        state.update(
+            _iterator=None, _prefetch_live=None, _prefetch_next=None, _prefetch_place=None, _prefetch_tape=None
+        )
         return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:

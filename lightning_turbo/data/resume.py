@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -45,6 +46,7 @@ class IndexTape:
         self.sampler = sampler
         self.began: dict[str, Any] | None = None
         self._skip: tuple[int, dict[str, Any]] | None = None
+        self._indices: _Indices | None = None
         self._own = _generators(generator, sampler)
 
     def rewind(self, consumed: int, began: dict[str, Any]) -> None:
@@ -55,6 +57,15 @@ class IndexTape:
         return len(self.sampler)  # pyright: ignore[reportArgumentType] - a TypeError where the sampler has no length
 
     def __iter__(self) -> Iterator[Any]:
+        self._indices = _Indices(self._epoch())
+        return self._indices
+
+    def draw(self) -> None:
+        """Draw the order of the latest epoch now, in this thread, instead of when its first index is asked for."""
+        if self._indices is not None:
+            self._indices.look()
+
+    def _epoch(self) -> Iterator[Any]:
         skip, self._skip = self._skip, None
         if skip is None:
             self.began = {"shared": shared_state(), "own": [g.get_state() for g in self._own]}
@@ -66,12 +77,30 @@ class IndexTape:
         for generator, state in zip(self._own, self.began["own"], strict=True):
             generator.set_state(state)
         try:
-            indices = iter(self.sampler)
+            indices = _Indices(iter(self.sampler))
             for _ in range(consumed):
                 next(indices, None)
+            if not consumed:
+                indices.look()  # at which the order is drawn
         finally:
             set_shared_state(here)
         yield from indices
+
+
+class _Indices(Iterator[Any]):
+    """An iterator whose next item can be made ahead of its turn."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._ahead: list[Any] = []
+
+    def __next__(self) -> Any:
+        return self._ahead.pop() if self._ahead else next(self._source)
+
+    def look(self) -> None:
+        """Make the next item, if there is one."""
+        if not self._ahead:
+            self._ahead.extend(itertools.islice(self._source, 1))
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:

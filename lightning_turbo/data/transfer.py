@@ -67,6 +67,11 @@ class DeviceTransfer:
         """Whether there is nothing to do for any batch."""
         return self.device.type == "cpu" and self.transform is None and self.transfer is None
 
+    @property
+    def stages(self) -> list[Callable[[Any], Any]]:
+        """What is done to each batch on the host, in the background."""
+        return [pin_batch] if self.device.type == "cuda" else []
+
     def iterate(self, source: Any, position: Callable[[], Any] | None = None) -> Any:
         """Return an iterator over the batches of ``source`` on the device.
 
@@ -77,8 +82,8 @@ class DeviceTransfer:
         """
         if self.idle and isinstance(source, BackgroundIterator) and position is None:
             return source
-        if self.device.type == "cuda":
-            source.add_stage(pin_batch)
+        for stage in self.stages:
+            source.add_stage(stage)
         return DeviceIterator(source, self, position)
 
     def stream(self) -> Any:
@@ -225,6 +230,16 @@ class DeviceIterator(Iterator[Any]):
     def park(self) -> bool:
         """End the thread behind and keep what is ready, see ``BackgroundIterator.park``."""
         return self.source.park()
+
+    def start(self) -> bool:
+        """Let the thread behind begin, see ``BackgroundIterator.start``."""
+        return self.source.start()
+
+    def finish(self) -> None:
+        """Take the end for handed out."""
+        self.place.ended = True
+        self._sent.clear()
+        self.source.finish()
 
     def close(self, because: str = "it was closed") -> None:
         """End the thread behind and let go of the batches on the device."""

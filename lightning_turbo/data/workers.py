@@ -257,6 +257,10 @@ def _take(loading: _Loading, step: Any, warm_up: int, deadline: float, times: li
         if error is not None:
             return error
         if step is not None:
+            if not seen:  # memory that was shared at the fork of the workers is copied at the first writing
+                start = time.monotonic()
+                step(batch)
+                began += time.monotonic() - start
             step(batch)
             seconds = time.monotonic() - began
         seen += 1

@@ -208,3 +208,29 @@ def test_the_datamodule_copies_ahead_under_a_trainer(hooked):
     assert isinstance(iter(trainer.train_dataloader), DeviceIterator)
     trainer.train_dataloader.close()
     assert model.seen == [list(range(k, k + 8)) for k in range(0, 64, 8)] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_begun_early_has_the_same_batches_and_pinned_ones(workers):
+    def epochs(early):
+        torch.manual_seed(0)
+        loader = PrefetchLoader(Numbered(), batch_size=8, shuffle=True, num_workers=workers)
+        device = DevicePrefetcher(loader, DEVICE, min_bytes=0)
+        seen = []
+        for epoch in range(3):
+            for index, (data, number) in enumerate(device):
+                assert data.device == torch.device(DEVICE)
+                seen.append((data.double().mean(1).tolist(), number.tolist()))
+                if early and index == 7 and epoch < 2:
+                    assert device.start_next_epoch()
+                    begun = loader._prefetch_next
+                    deadline = time.monotonic() + 60
+                    while workers == 0 and not begun.ready():
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
+                    if workers == 0:
+                        assert begun._work.producer.queue.queue[0].item[0].is_pinned()
+        device.close()
+        return seen
+
+    assert epochs(early=True) == epochs(early=False)

@@ -38,6 +38,7 @@ TABLE = [
         {"memory_format": "channels_last", "rounds": 2},
         {"memory_format": "channels_last", "rounds": 2},
     ),
+    ("callbacks", "PrefetchNextEpoch", {}, {}),
     ("callbacks", "Doctor", {}, {}),
     ("plugins", "ApexAMP", {"opt_level": "O2", "loss_scale": 128.0}, {"opt_level": "O2"}),
     ("plugins", "AmpCheckpointIO", {}, {}),
