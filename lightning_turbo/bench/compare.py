@@ -12,7 +12,7 @@ from lightning_turbo.bench.stats import Summary, figure, ratio
 __all__ = ["Change", "compare_results", "differences"]
 
 # What must be alike for times of two runs to be compared directly.
-SAME = ("processor", "cores", "system", "gpu")
+SAME = ("processor", "cores", "system", "environment", "gpu")
 SAME_SETTINGS = ("device", "threads", "quick")
 
 
@@ -46,7 +46,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
         before: The first run's results.
         after: The second run's results.
     """
-    pairs = [(key, before["machine"].get(key), after["machine"].get(key)) for key in SAME]
+    pairs = [(key, before["machine"].get(key) or None, after["machine"].get(key) or None) for key in SAME]
     pairs += [(key, before["settings"].get(key), after["settings"].get(key)) for key in SAME_SETTINGS]
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in pairs if old != new]
 

@@ -31,6 +31,26 @@ DISTRIBUTIONS = (
     "monai",
     "apex",
 )
+# Environment variables that change how long a step takes or where its memory comes from.
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "GLIBC_TUNABLES",
+    "GOMP_SPINCOUNT",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+    "LD_PRELOAD",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "THP_MEM_ALLOC_ENABLE",
+)
 
 
 def _cpuinfo(field: str) -> str | None:
@@ -98,6 +118,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_instructions": computes_in_bfloat16(),
         "transparent_huge_pages": huge_pages(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "lightning_turbo": lightning_turbo.__version__,
         "commit": _commit(),
         "versions": {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None},

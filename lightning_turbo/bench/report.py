@@ -196,14 +196,16 @@ def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
         "| | |",
         "| --- | --- |",
     ]
+    environment = [f"{name}={value}" for name, value in machine.get("environment", {}).items()]
     facts = {
-        **{key: value for key, value in machine.items() if key != "versions"},
+        **{key: value for key, value in machine.items() if key not in ("environment", "versions")},
+        **({"environment": environment} if environment else {}),
         **machine["versions"],
         **{f"setting {key}": value for key, value in settings.items()},
     }
     for key, value in facts.items():
         text = f"{value / 2**30:.1f} GiB" if key.endswith("_bytes") and value else str(value)
-        text = f"`{text}`" if isinstance(value, list) else text  # patterns hold asterisks
+        text = f"`{text}`" if isinstance(value, list) else text  # patterns hold asterisks, names underscores
         lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {text} |")
     if results["not_run"]:
         lines += ["", f"Not run, because --quick had no time left: {', '.join(results['not_run'])}."]

@@ -71,6 +71,14 @@ def test_on_another_machine_the_ratios_to_the_baseline_are_compared():
     assert ("base", "time / baseline") not in found
 
 
+def test_environment_variables_that_change_times_are_a_difference():
+    after = copy.deepcopy(BEFORE)
+    after["machine"]["environment"] = {}
+    assert differences(BEFORE, after) == []
+    after["machine"]["environment"] = {"THP_MEM_ALLOC_ENABLE": "1"}
+    assert differences(BEFORE, after) == ["environment: None -> {'THP_MEM_ALLOC_ENABLE': '1'}"]
+
+
 def test_inputs_are_left_alone():
     before, after = copy.deepcopy(BEFORE), copy.deepcopy(BEFORE)
     list(compare_results(before, after))

@@ -115,6 +115,9 @@ def test_markdown_holds_circumstances_and_tables(results):
     assert "Left out by the settings: peer." in text
     assert "![toy](toy.png)" in text
     assert "interrupted" not in text
+    assert "| environment |" not in text
+    told = markdown({**results, "machine": {**MACHINE, "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}})
+    assert "| environment | `['THP_MEM_ALLOC_ENABLE=1']` |" in told
     assert "Not run, because --quick had no time left: tricks." in markdown({**results, "not_run": ["tricks"]})
     assert "**interrupted**" in markdown({**results, "interrupted": True})
     tables = [line for line in text.splitlines() if line.startswith("|")]
