@@ -107,7 +107,8 @@ def tune_workers(
         make_loader: Called with ``num_workers``, ``prefetch_factor`` and ``pin_memory`` as keywords; returns a new
             ``DataLoader`` with them.
         step: Called on each batch, for example a training step, so that loading is measured with it: in turns, or
-            beside it where ``make_loader`` returns a ``PrefetchLoader``. Without it, loading alone is measured.
+            beside it where ``make_loader`` returns a ``PrefetchLoader``. Called once more, not timed, on the first
+            batch of each setting. Without it, loading alone is measured.
         seconds: Time for everything together, above zero.
         max_workers: The most workers to try, 0 or more; by default the number of CPU cores that this process may use.
         prefetch_factors: What to try, each 1 or more, smallest first.

@@ -118,7 +118,8 @@ def pin_memory(facts: Facts) -> Iterator[Hit]:
     symptom="A pause at the start of every epoch.",
     threshold="several epochs, workers, and persistent_workers=False; always info unless epochs have fewer than 50 "
     "batches",
-    remedy="DataLoader(persistent_workers=True), unless the data set changes between epochs.",
+    remedy="DataLoader(persistent_workers=True), unless the data set changes between epochs; the PrefetchNextEpoch "
+    "callback begins an epoch before the last one ends.",
     card="worker-tuning",
 )
 def persistent_workers(facts: Facts) -> Iterator[Hit]:
