@@ -47,10 +47,11 @@ def run_suites(
             f"only={settings.only!r} matches no case; `lightning-turbo bench --list` shows their names. "
             "A pattern is as in a shell: 'O1*'."
         )
+    program = Path(sys.argv[0]).name
     results: dict[str, Any] = {
         "format": FORMAT,
         "lightning_turbo": lightning_turbo.__version__,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": ["lightning-turbo" if program == "__main__.py" else program, *sys.argv[1:]],
         "settings": {
             "suite": settings.suite,
             "quick": settings.quick,

@@ -176,6 +176,13 @@ def test_former_results_are_kept(toy):
     assert json.loads((toy["out"] / "results.json").read_text())["settings"]["rounds"] == 1
 
 
+@pytest.mark.parametrize("program", ["/some/where/lightning-turbo", "/some/where/lightning_turbo/__main__.py"])
+def test_the_command_is_kept_as_it_can_be_given_again(toy, monkeypatch, program):
+    monkeypatch.setattr(sys, "argv", [program, "bench", "toy"])
+    assert run_bench(BenchSettings(**toy, only=("one",), rounds=1)) == 0
+    assert json.loads((toy["out"] / "results.json").read_text())["command"] == ["lightning-turbo", "bench", "toy"]
+
+
 def test_a_pattern_that_matches_nothing_is_refused(toy):
     with pytest.raises(ValueError, match=r"only=\('O9',\) matches no case; `lightning-turbo bench --list` shows"):
         run_suites(BenchSettings(**toy, only=("O9",)))
