@@ -32,7 +32,7 @@ class IndexTape:
     """A sampler around a sampler that notes how its order began, and can begin there again and skip.
 
     The order of a sampler follows from the states of the random generators at the moment when its first index is
-    drawn. That is what is noted; the indices themselves are not kept.
+    drawn, and from its epoch if it has one. That is what is noted; the indices themselves are not kept.
 
     Args:
         sampler: A sampler or batch sampler.
@@ -48,6 +48,8 @@ class IndexTape:
         self._skip: tuple[int, dict[str, Any]] | None = None
         self._indices: _Indices | None = None
         self._own = _generators(generator, sampler)
+        owners: tuple[Any, Any] = (sampler, getattr(sampler, "sampler", None))
+        self._counting = [owner for owner in owners if _has_epoch(owner)]
 
     def rewind(self, consumed: int, began: dict[str, Any]) -> None:
         """Make the next epoch the one that began at ``began``, without its first ``consumed`` indices."""
@@ -68,7 +70,11 @@ class IndexTape:
     def _epoch(self) -> Iterator[Any]:
         skip, self._skip = self._skip, None
         if skip is None:
-            self.began = {"shared": shared_state(), "own": [g.get_state() for g in self._own]}
+            self.began = {
+                "shared": shared_state(),
+                "own": [g.get_state() for g in self._own],
+                "epochs": [sampler.epoch for sampler in self._counting],
+            }
             yield from self.sampler
             return
         consumed, self.began = skip
@@ -76,6 +82,8 @@ class IndexTape:
         set_shared_state(self.began["shared"])
         for generator, state in zip(self._own, self.began["own"], strict=True):
             generator.set_state(state)
+        for sampler, epoch in zip(self._counting, self.began["epochs"], strict=True):
+            sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
         try:
             indices = _Indices(iter(self.sampler))
             for _ in range(consumed):
@@ -101,6 +109,11 @@ class _Indices(Iterator[Any]):
         """Make the next item, if there is one."""
         if not self._ahead:
             self._ahead.extend(itertools.islice(self._source, 1))
+
+
+def _has_epoch(sampler: Any) -> bool:
+    """Whether a sampler's order follows from the number of an epoch, as ``DistributedSampler``'s does."""
+    return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:

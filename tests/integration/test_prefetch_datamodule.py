@@ -11,10 +11,10 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
@@ -510,3 +510,25 @@ def test_two_ranks_share_the_samples(tmp_path):
         assert sorted(order) == list(range(24))
         orders.append(order)
     assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rest_of_a_later_epoch_has_the_order_of_its_distributed_sampler(workers, strategy, tmp_path):
+    """Lightning tells the sampler its epoch after the workers were given their first indices."""
+
+    class Sharded(PrefetchDataModule):
+        def train_dataloader(self):
+            sampler = DistributedSampler(range(24), 2, 1)
+            return DataLoader(Numbers(), batch_size=4, num_workers=workers, sampler=sampler)
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    whole, rest = Model(), Model()
+    trainer(max_epochs=3, strategy=strategy, callbacks=[Save()]).fit(whole, datamodule=Sharded())
+    trainer(max_epochs=3, strategy=strategy).fit(rest, datamodule=Sharded(), ckpt_path=tmp_path / "mid.ckpt")
+    assert rest.seen == whole.seen[4:]
+    nothing_is_left()
