@@ -67,6 +67,9 @@ class IndexTape:
         if self._indices is not None:
             self._indices.look()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_indices": None}  # a trainer may keep this object in its records of a loader
+
     def _epoch(self) -> Iterator[Any]:
         skip, self._skip = self._skip, None
         if skip is None:
