@@ -19,6 +19,7 @@ from lightning_turbo.errors import LightningMismatchError
 
 if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
     from lightning.fabric.utilities.apply_func import move_data_to_device
+    from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
@@ -77,6 +78,8 @@ __all__ = [
     "Trainer",
     "TrainingEpochLoop",
     "Tuner",
+    "begin_at_whole_epoch",
+    "begin_epoch_again",
     "bind_lightning",
     "bound_name",
     "check_binding",
@@ -88,6 +91,7 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_warn",
     "register_strategies",
+    "set_sampler_epoch",
     "takes_batch_index",
     "when_lightning_is_imported",
 ]
@@ -132,8 +136,9 @@ _HOMES = {
     "move_data_to_device": "utilities",
     "rank_zero_info": "utilities.rank_zero",
     "rank_zero_warn": "utilities.rank_zero",
+    "set_sampler_epoch": "loops.fit_loop",
 }
-# Classes that Lightning keeps private, by the name that they have here.
+# What Lightning keeps private, by the name that it has here.
 _PRIVATE = {
     "AutomaticOptimization": "_AutomaticOptimization",
     "DataLoaderIterDataFetcher": "_DataLoaderIterDataFetcher",
@@ -142,6 +147,7 @@ _PRIVATE = {
     "ResultMetric": "_ResultMetric",
     "SignalConnector": "_SignalConnector",
     "TrainingEpochLoop": "_TrainingEpochLoop",
+    "set_sampler_epoch": "_set_sampler_epoch",
 }
 
 _bound: str | None = None
@@ -322,6 +328,18 @@ def begin_epoch_again(trainer: Any) -> None:
     loop = trainer.fit_loop
     if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
         iter(loop._data_fetcher)
+
+
+def begin_at_whole_epoch(trainer: Any) -> None:
+    """Have a Trainer with a checkpoint of an epoch's last step, or of a whole epoch, go on with loaders at their start.
+
+    Lightning does so by itself after whole epochs, unless the run is limited by ``max_steps`` alone.
+    """
+    loop = trainer.fit_loop
+    loop._combined_loader_states_to_load = []
+    epochs = loop.epoch_progress.current
+    if epochs.ready == epochs.started == epochs.processed:
+        loop._restarting = loop.epoch_loop.restarting = False
 
 
 def takes_batch_index(training_step: Any) -> bool:

@@ -1,11 +1,18 @@
-"""Ranks in processes of their own, as torchrun starts them on one machine."""
+"""Ranks in processes of their own, as torchrun starts them on one machine.
+
+``RANK_SCRIPT``, given to torchrun with another script and its words, runs that one and leaves the ranks' group.
+"""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+RANK_SCRIPT = str(Path(__file__))
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -16,7 +23,8 @@ ENVIRONMENT = {
 
 def run_ranks(worker, *words, ranks=2, timeout=170, **variables):
     """Run a script to its end in one process, or in several gloo ranks; a failure shows what it said."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), RANK_SCRIPT]
+    launch = launch if ranks > 1 else []
     with subprocess.Popen(
         [sys.executable, *launch, *map(str, (worker, *words))], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, env={**os.environ, **ENVIRONMENT, **variables}, start_new_session=True,
@@ -37,3 +45,14 @@ def end(job):
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
+
+
+def main():
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    # A thread of gloo may hold the last tensor still. If it lets go of it when Python has ended, the process aborts.
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

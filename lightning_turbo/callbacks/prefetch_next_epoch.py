@@ -12,6 +12,7 @@ from lightning_turbo._compat import (
     begin_epoch_again,
     check_binding,
     rank_zero_warn,
+    set_sampler_epoch,
 )
 from lightning_turbo.data.randomness import set_shared_state, shared_state
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -73,7 +74,7 @@ class PrefetchNextEpoch(Callback):
         here = shared_state()
         for loader, state in zip(able, restored, strict=True):
             if state is not None:
-                _set_epoch(loader, loop.epoch_progress.current.processed)
+                set_sampler_epoch(loader, loop.epoch_progress.current.processed)
                 loader.load_state_dict(state)
                 loader.start_next_epoch()
         begin_epoch_again(trainer)
@@ -89,7 +90,7 @@ class PrefetchNextEpoch(Callback):
             return
         self._begun = []
         for loader in _able_loaders(trainer):
-            _set_epoch(loader, trainer.current_epoch + 1)
+            set_sampler_epoch(loader, trainer.current_epoch + 1)
             self._begun.append(loader if loader.start_next_epoch() else None)
         if not any(loader is not None for loader in self._begun) and not self._told:
             self._told = True
@@ -129,12 +130,3 @@ def _able_loaders(trainer: Trainer) -> list[Any]:
     """The training loaders with prefetching, in whatever structure they are."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     return [loader for loader in loaders if hasattr(loader, "start_next_epoch")]
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of a loader the number of their epoch, as Lightning does when it begins."""
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    for sampler in {id(sampler): sampler for sampler in samplers}.values():
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)

@@ -1,10 +1,12 @@
-"""A run that goes on from a checkpoint of an epoch's last step counts the next epoch, as one that never stopped."""
+"""A run that goes on from a checkpoint counts its epochs, and orders them, as one that never stopped."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["count_next_epoch"]
+from lightning_turbo._compat import begin_at_whole_epoch, is_fitting, set_sampler_epoch
+
+__all__ = ["count_next_epoch", "set_up_loader"]
 
 
 def count_next_epoch(module: Any) -> None:
@@ -21,3 +23,28 @@ def count_next_epoch(module: Any) -> None:
     epochs = loop.epoch_progress.total
     if loop.restarted_mid_epoch and epochs.completed == epochs.ready:
         loop.reset_restart_stage()
+
+
+def set_up_loader(module: Any, loader: Any) -> None:
+    """Let a training loader begin with the epoch that the Trainer goes on with, before ``iter()`` is called on it.
+
+    Lightning tells samplers their epoch after that call. Worker processes have their first indices by then, and those
+    of a ``DistributedSampler`` are of epoch 0, whatever epoch a run goes on with. And from a checkpoint of an epoch's
+    last step Lightning has loaders go on at their end: a ``StatefulDataLoader`` skips the next epoch. So it does, and
+    counts an epoch twice, from one of a whole epoch if ``max_steps`` alone ends the run.
+
+    Args:
+        module: The LightningModule of a Trainer that sets up its loaders; for others than training loaders nothing is
+            done.
+        loader: The loader, with the sampler that Lightning placed.
+    """
+    trainer = module.trainer
+    if not (is_fitting(trainer) and trainer.training):
+        return
+    loop = trainer.fit_loop
+    epoch = loop.epoch_progress.current.processed
+    if trainer.train_dataloader is None and loop.epoch_loop.batch_progress.is_last_batch:  # as the checkpoint says
+        begin_at_whole_epoch(trainer)
+        loop.update_restart_stage()
+        epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed
+    set_sampler_epoch(loader, epoch)

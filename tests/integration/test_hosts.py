@@ -15,7 +15,7 @@ import torch
 import lightning_turbo
 from tests.integration import hosts_worker
 from tests.integration.hosts_worker import EPOCHS, JOINT, LEVELS, SAMPLES
-from tests.ranks import ENVIRONMENT, end
+from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end
 
 WORKER = Path(__file__).with_name("hosts_worker.py")
 ROOT = Path(lightning_turbo.__file__).parent.parent
@@ -86,7 +86,7 @@ def torchrun(folder, *words, cwd=None, **variables):
 
 
 def test_four_ranks_on_two_hosts_equal_one_process_on_the_joint_batch(tmp_path):
-    torchrun(tmp_path, WORKER, tmp_path)
+    torchrun(tmp_path, RANK_SCRIPT, WORKER, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         hosts_worker.run(tmp_path)

@@ -13,12 +13,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader
 from tests.integration.killed_worker import STEPS, STEPS_OF_AN_EPOCH
 from tests.integration.test_resume import assert_same
-from tests.ranks import ENVIRONMENT, end
+from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end
 from tests.versions import unpickling
 
 WORKER = Path(__file__).with_name("killed_worker.py")
@@ -46,7 +47,8 @@ def run(folder, level, kills="", torchrun=False):
     """
     folder.mkdir()
     restarts = ["--max-restarts", str(len(kills.split(",")))]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts] if torchrun else []
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts, RANK_SCRIPT]
+    launch = launch if torchrun else []
     command = [sys.executable, *launch, str(WORKER), *([] if torchrun else ["fork"]), level, str(folder), kills]
     loaded, deadline = 0, time.monotonic() + 280
     with open(folder / "output", "wb") as output:
@@ -122,21 +124,37 @@ class Recording(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:The dirpath has changed")
-def test_a_second_restart_goes_on_where_the_first_would_have(tmp_path):
-    """Also from a checkpoint of an epoch's last step, and from one in the epoch after it."""
+def of_two_ranks(samples):
+    """The shuffled sampler that Lightning places in each of two ranks."""
+    return {"sampler": DistributedSampler(samples, 2, 1), "num_workers": 1}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*", "ignore:The dirpath has changed", "ignore:'set_vital' is deprecated"
+)
+@pytest.mark.parametrize(("loader", "settings"), [
+    (PrefetchLoader, {"max_epochs": 3}),
+    (PrefetchLoader, {"max_steps": 9}),
+    (lambda samples: PrefetchLoader(samples), {"max_epochs": 3, "limit_train_batches": 3}),
+    (lambda samples: PrefetchLoader(samples, **of_two_ranks(samples)), {"max_epochs": 3}),
+    (lambda samples: StatefulDataLoader(samples, **of_two_ranks(samples)), {"max_steps": 9}),
+    (lambda samples: StatefulDataLoader(samples, sampler=of_two_ranks(samples)["sampler"]), {"max_epochs": 3}),
+], ids=["in order", "steps", "limited", "one rank", "StatefulDataLoader", "without worker"])  # fmt: skip
+def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, tmp_path):
+    """Also from a checkpoint of an epoch's last step, of a whole epoch, and from one in the epoch after it."""
     batches = 3
-    samples = TensorDataset(torch.arange(2.0 * batches).view(batches, 2), torch.arange(batches))
+    samples = torch.arange(3 if loader is PrefetchLoader else 6)
+    samples = TensorDataset(samples.float().view(-1, 1).repeat(1, 2), samples)
 
     def fit(folder, ckpt=None):
         module = Recording()
         each = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         ends = ModelCheckpoint(folder, filename="end-{step}", save_on_train_epoch_end=True, save_top_k=-1)
         trainer = pl.Trainer(
-            accelerator="cpu", strategy="turbo", max_epochs=3, callbacks=[each, ends], logger=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", strategy="turbo", callbacks=[each, ends], logger=False,
+            enable_progress_bar=False, enable_model_summary=False, **settings,
         )  # fmt: skip
-        trainer.fit(module, PrefetchLoader(samples), ckpt_path=ckpt, **unpickling(True))
+        trainer.fit(module, loader(samples), ckpt_path=ckpt, **unpickling(True))
         return module
 
     def steps(module):
@@ -150,10 +168,12 @@ def test_a_second_restart_goes_on_where_the_first_would_have(tmp_path):
         assert [entry for entry in once.seen if isinstance(entry, int)] == list(range(-(-first // batches), 3)), (
             path.stem
         )
-        for second in range(first + 1, min(first + batches, 3 * batches)):
-            twice = fit(tmp_path / f"{path.stem}-{second}", tmp_path / path.stem / f"step={second}.ckpt")
-            assert steps(twice) == steps(whole)[second:], (path.stem, second)
-            assert torch.equal(twice.layer.weight, whole.layer.weight), (path.stem, second)
+        for again in sorted((tmp_path / path.stem).glob("*.ckpt")):
+            second = int(again.stem.partition("=")[2])
+            if second < min(first + batches, 3 * batches):
+                twice = fit(tmp_path / f"{path.stem}-{again.stem}", again)
+                assert steps(twice) == steps(whole)[second:], (path.stem, again.stem)
+                assert torch.equal(twice.layer.weight, whole.layer.weight), (path.stem, again.stem)
 
 
 @pytest.fixture(scope="module")

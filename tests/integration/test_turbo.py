@@ -167,8 +167,14 @@ def test_what_torch_cannot_do_is_refused_before_the_first_step(settings, text):
 
 @pytest.mark.distributed
 def test_two_ranks_under_turbo_ddp_equal_ddp(tmp_path):
-    run_ranks(WORKER, tmp_path)
-    runs = {path.name: torch.load(path, weights_only=True) for path in tmp_path.iterdir()}
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    run_ranks(WORKER, folder)
+    runs = {path.name: torch.load(path, weights_only=True) for path in folder.iterdir()}
+    for rank in (0, 1):  # from a checkpoint of a whole epoch
+        again, workers = runs.pop(f"again.{rank}"), runs[f"workers.{rank}"]
+        assert again["seen"] == workers["seen"][6:]
+        assert all(torch.equal(again["module"][name], value) for name, value in workers["module"].items())
     for name in {file.split(".")[0] for file in runs}:
         a, b = runs[f"{name}.0"], runs[f"{name}.1"]
         assert all(torch.equal(x, y) for x, y in zip(a["module"].values(), b["module"].values(), strict=True)), name

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, TurboDDPStrategy
+from tests.versions import unpickling
 
 
 class Net(pl.LightningModule):
@@ -55,6 +57,22 @@ def main():
             plugins=[ApexAMP("O2", dtype=torch.bfloat16)] if name.endswith("O2") else None,
         )  # fmt: skip
         trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
+        torch.save({"module": model.state_dict(), "seen": model.seen}, folder / f"{name}.{rank}")
+    go_on(data, folder, rank)
+
+
+def go_on(data, folder, rank):
+    """Train two epochs with worker processes, and the second again from the checkpoint of the first."""
+    for name in ("workers", "again"):
+        model = Net()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy="turbo_ddp", max_epochs=2, logger=False,
+            callbacks=[ModelCheckpoint(folder.parent, filename="{epoch}", save_top_k=-1)],
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
+        ckpt = folder.parent / "epoch=0.ckpt" if name == "again" else None
+        trainer.fit(model, loader, ckpt_path=ckpt, **unpickling(True))
         torch.save({"module": model.state_dict(), "seen": model.seen}, folder / f"{name}.{rank}")
 
 
