@@ -213,7 +213,7 @@ def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
         lines += ["", f"## {suite['suite']}", "", suite["about"], ""]
         rounds = max((len(row["rounds"]) for row in suite["rows"]), default=0)
         steps = f"{rounds} rounds of {suite['steps']} x {suite['unit']}, after {suite['warmup']} to warm up."
-        lines += [f"{steps} Baseline: {suite['baseline']}."]
+        lines += [f"{steps} {_baselines(suite['rows'])}"]
         for table in suite_tables(suite, machine):
             lines += ["", *_as_markdown(table)]
         if suite["left_out"]:
@@ -221,6 +221,13 @@ def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
         if suite["suite"] in pictures:
             lines += ["", f"![{suite['suite']}]({suite['suite']}.png)"]
     return "\n".join(lines) + "\n"
+
+
+def _baselines(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the cases are divided by: for each its ``base``, which is divided by itself."""
+    names = [row["case"] for row in rows if row["case"] == row["base"]]
+    named = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"Baseline: {named}." if len(names) == 1 else f"Baselines, each for the cases of its kind: {named}."
 
 
 def write_results(results: Mapping[str, Any], folder: Path) -> Path:

@@ -124,6 +124,14 @@ def test_markdown_holds_circumstances_and_tables(results):
     assert all(line.endswith("|") for line in tables)
 
 
+def test_markdown_names_every_baseline(results):
+    assert " to warm up. Baseline: slow.\n" in markdown(results)
+    for number in range(6):
+        results["suites"][0]["rows"].append({**row(f"own {number}", [0.1]), "base": f"own {number}"})
+    named = "Baselines, each for the cases of its kind: slow; own 0; own 1; own 2; and 3 more."
+    assert f" to warm up. {named}\n" in markdown(results)
+
+
 def test_the_folder_holds_json_markdown_and_pictures(results, tmp_path):
     paths = write_report(results, tmp_path / "out")
     assert sorted(path.name for path in paths) == ["results.json", "results.md", "toy.png"]
