@@ -118,10 +118,17 @@ class Recording(pl.LightningModule):
     def on_train_epoch_start(self):
         self.seen.append(self.current_epoch)
 
+    def validation_step(self, batch, index):
+        """The weights stay as they are."""
+
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class AfterValidation(ModelCheckpoint):
+    """One whose state has a name of its own."""
 
 
 def of_two_ranks(samples):
@@ -130,16 +137,20 @@ def of_two_ranks(samples):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:The dirpath has changed", "ignore:'set_vital' is deprecated"
-)
+    "ignore:.*does not have many workers.*", "ignore:The dirpath has changed", "ignore:'set_vital' is deprecated",
+    "ignore:.*have no .val_dataloader",
+)  # fmt: skip
 @pytest.mark.parametrize(("loader", "settings"), [
     (PrefetchLoader, {"max_epochs": 3}),
     (PrefetchLoader, {"max_steps": 9}),
     (lambda samples: PrefetchLoader(samples), {"max_epochs": 3, "limit_train_batches": 3}),
     (lambda samples: PrefetchLoader(samples, **of_two_ranks(samples)), {"max_epochs": 3}),
     (lambda samples: StatefulDataLoader(samples, **of_two_ranks(samples)), {"max_steps": 9}),
-    (lambda samples: StatefulDataLoader(samples, sampler=of_two_ranks(samples)["sampler"]), {"max_epochs": 3}),
-], ids=["in order", "steps", "limited", "one rank", "StatefulDataLoader", "without worker"])  # fmt: skip
+    (
+        lambda samples: StatefulDataLoader(samples, sampler=of_two_ranks(samples)["sampler"]),
+        {"max_epochs": 3, "val_check_interval": 2},
+    ),
+], ids=["in order", "steps", "limited", "one rank", "StatefulDataLoader", "validating"])  # fmt: skip
 def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, tmp_path):
     """Also from a checkpoint of an epoch's last step, of a whole epoch, and from one in the epoch after it."""
     batches = 3
@@ -150,11 +161,13 @@ def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, t
         module = Recording()
         each = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         ends = ModelCheckpoint(folder, filename="end-{step}", save_on_train_epoch_end=True, save_top_k=-1)
+        validated = AfterValidation(folder, filename="val-{step}", save_on_train_epoch_end=False, save_top_k=-1)
         trainer = pl.Trainer(
-            accelerator="cpu", strategy="turbo", callbacks=[each, ends], logger=False,
+            accelerator="cpu", strategy="turbo", callbacks=[each, ends, validated], logger=False,
             enable_progress_bar=False, enable_model_summary=False, **settings,
         )  # fmt: skip
-        trainer.fit(module, loader(samples), ckpt_path=ckpt, **unpickling(True))
+        validation = [torch.zeros(1, 2)] if "val_check_interval" in settings else None
+        trainer.fit(module, loader(samples), validation, ckpt_path=ckpt, **unpickling(True))
         return module
 
     def steps(module):
