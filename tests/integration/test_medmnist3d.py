@@ -118,7 +118,7 @@ def test_every_trick_stands_in_the_file_and_can_be_switched_off(monkeypatch, vol
     classes = {type(thing).__name__ for thing in (*on.trainer.callbacks, on.trainer.precision_plugin, on.datamodule)}
     assert classes >= {
         "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat",
-        "ModelCheckpoint", "SliceImages",
+        "ModelCheckpoint", "PrefetchNextEpoch", "SliceImages",
     }  # fmt: skip
     assert (on.trainer.gradient_clip_val, on.trainer.accumulate_grad_batches) == (1.0, 2)
     assert (on.model.schedule, on.model.pos_weight, on.datamodule.packed) == ("cyclic", None, True)
@@ -130,7 +130,8 @@ def test_every_trick_stands_in_the_file_and_can_be_switched_off(monkeypatch, vol
     )  # fmt: skip
     kinds = {type(thing).__name__ for thing in (*off.trainer.callbacks, off.trainer.precision_plugin, off.datamodule)}
     assert not kinds & {
-        "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat", "SliceImages"
+        "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat",
+        "PrefetchNextEpoch", "SliceImages",
     }  # fmt: skip
     assert (off.trainer.gradient_clip_val, off.trainer.accumulate_grad_batches) == (None, 1)
     assert isinstance(off.model.configure_optimizers(), torch.optim.AdamW)
