@@ -78,12 +78,12 @@ __all__ = [
     "Trainer",
     "TrainingEpochLoop",
     "Tuner",
-    "begin_at_whole_epoch",
     "begin_epoch_again",
     "bind_lightning",
     "bound_name",
     "check_binding",
     "check_lean",
+    "end_epoch_of_checkpoint",
     "is_fitting",
     "loaded_checkpoint",
     "lower_found_batch_size",
@@ -92,6 +92,7 @@ __all__ = [
     "rank_zero_warn",
     "register_strategies",
     "set_sampler_epoch",
+    "take_loader_state",
     "takes_batch_index",
     "when_lightning_is_imported",
 ]
@@ -330,16 +331,22 @@ def begin_epoch_again(trainer: Any) -> None:
         iter(loop._data_fetcher)
 
 
-def begin_at_whole_epoch(trainer: Any) -> None:
-    """Have a Trainer with a checkpoint of an epoch's last step, or of a whole epoch, go on with loaders at their start.
+def end_epoch_of_checkpoint(trainer: Any) -> None:
+    """Let no epoch be under way for a Trainer with a checkpoint of a whole one.
 
-    Lightning does so by itself after whole epochs, unless the run is limited by ``max_steps`` alone.
+    Lightning does so by itself, unless the run is limited by ``max_steps`` alone.
     """
     loop = trainer.fit_loop
-    loop._combined_loader_states_to_load = []
     epochs = loop.epoch_progress.current
     if epochs.ready == epochs.started == epochs.processed:
         loop._restarting = loop.epoch_loop.restarting = False
+
+
+def take_loader_state(trainer: Any, loader: Any) -> dict[str, Any] | None:
+    """Return what the checkpoint of a Trainer holds for the next of its training loaders, which then is not loaded."""
+    states = trainer.fit_loop._combined_loader_states_to_load
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return states.pop(0) if states and stateful else None
 
 
 def takes_batch_index(training_step: Any) -> bool:

@@ -25,7 +25,6 @@ from lightning_turbo.nn.memory_format import FORMATS
 from lightning_turbo.optim.gradients import release_after_steps
 from lightning_turbo.strategies.calls import is_unprofiled
 from lightning_turbo.strategies.lean import install
-from lightning_turbo.strategies.restart import set_up_loader
 
 __all__ = ["TurboParts"]
 
@@ -138,7 +137,6 @@ class TurboParts:
 
     def loader(self, strategy: Strategy, loader: Any) -> Any:
         """Return the loader with the next batches on the device, or as it is where that has no use."""
-        set_up_loader(strategy.lightning_module, loader)
         if not self.device_prefetch or strategy.root_device.type != "cuda" or isinstance(loader, DevicePrefetcher):
             return loader
         hooks = _transfer_hooks(strategy.lightning_module)

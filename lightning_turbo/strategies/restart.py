@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_turbo._compat import begin_at_whole_epoch, is_fitting, set_sampler_epoch
+from lightning_turbo._compat import end_epoch_of_checkpoint, is_fitting, set_sampler_epoch, take_loader_state
+from lightning_turbo.data.device import DevicePrefetcher
 
 __all__ = ["count_next_epoch", "set_up_loader"]
 
@@ -25,26 +26,35 @@ def count_next_epoch(module: Any) -> None:
         loop.reset_restart_stage()
 
 
-def set_up_loader(module: Any, loader: Any) -> None:
+def set_up_loader(module: Any, loader: Any) -> Any:
     """Let a training loader begin with the epoch that the Trainer goes on with, before ``iter()`` is called on it.
 
     Lightning tells samplers their epoch after that call. Worker processes have their first indices by then, and those
     of a ``DistributedSampler`` are of epoch 0, whatever epoch a run goes on with. And from a checkpoint of an epoch's
     last step Lightning has loaders go on at their end: a ``StatefulDataLoader`` skips the next epoch. So it does, and
-    counts an epoch twice, from one of a whole epoch if ``max_steps`` alone ends the run.
+    counts an epoch twice, from one of a whole epoch if ``max_steps`` alone ends the run. Here loaders begin anew then,
+    and those with a ``set_epoch`` get their state, because they can tell that its epoch is over.
 
     Args:
         module: The LightningModule of a Trainer that sets up its loaders; for others than training loaders nothing is
             done.
         loader: The loader, with the sampler that Lightning placed.
+
+    Returns:
+        The loader.
     """
     trainer = module.trainer
     if not (is_fitting(trainer) and trainer.training):
-        return
+        return loader
     loop = trainer.fit_loop
     epoch = loop.epoch_progress.current.processed
     if trainer.train_dataloader is None and loop.epoch_loop.batch_progress.is_last_batch:  # as the checkpoint says
-        begin_at_whole_epoch(trainer)
+        end_epoch_of_checkpoint(trainer)
         loop.update_restart_stage()
         epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed
+        state = take_loader_state(trainer, loader)
+        behind = loader.loader if isinstance(loader, DevicePrefetcher) else loader
+        if state is not None and hasattr(behind, "set_epoch"):
+            loader.load_state_dict(state)
     set_sampler_epoch(loader, epoch)
+    return loader

@@ -22,7 +22,7 @@ from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.agreement import check_agreement
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
-from lightning_turbo.strategies.restart import count_next_epoch
+from lightning_turbo.strategies.restart import count_next_epoch, set_up_loader
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]
 
@@ -137,8 +137,9 @@ class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
         count_next_epoch(self.lightning_module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Keep the next batches on the device."""
-        return self.parts.loader(self, super().process_dataloader(dataloader))
+        """Keep the next batches on the device, and begin with the epoch that the run goes on with."""
+        loader = self.parts.loader(self, super().process_dataloader(dataloader))
+        return set_up_loader(self.lightning_module, loader)
 
     def teardown(self) -> None:
         """Give everything back."""
@@ -281,8 +282,9 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
         count_next_epoch(self.lightning_module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Keep the next batches on the device, after Lightning has placed its sampler."""
-        return self.parts.loader(self, super().process_dataloader(dataloader))
+        """As in ``TurboStrategy``, after Lightning has placed its sampler."""
+        loader = self.parts.loader(self, super().process_dataloader(dataloader))
+        return set_up_loader(self.lightning_module, loader)
 
     def teardown(self) -> None:
         """Give everything back."""

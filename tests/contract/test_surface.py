@@ -74,7 +74,7 @@ def test_import_costs_at_most_50_ms_beyond_lightning():
         import lightning_turbo
         print(time.perf_counter() - start)
         """
-    assert min(float(run(code)) for _ in range(3)) < 0.05
+    assert any(float(run(code)) < 0.05 for _ in range(3))  # the machine may be busy once
 
 
 def test_the_stability_page_lists_the_public_names():

@@ -207,9 +207,10 @@ def of(kind, photos):
 @pytest.mark.parametrize("kind", ["folder", "written"])
 @pytest.mark.parametrize("limit", [1.0, 4])
 @pytest.mark.parametrize("place", [(0, 0), (1, 2), (1, 3), (1, 5), (0, "end"), (1, "end")])
-def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, kind, limit, place):
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind, limit, place):
     path = tmp_path / "kept.ckpt"
-    settings = {"max_epochs": 3, "limit_train_batches": limit}
+    settings = {"max_epochs": 3, "limit_train_batches": limit, "strategy": strategy}
     if limit == 4 and place == (1, 5):
         return  # there is no such batch
     model, _, _ = fit(photos, of(kind, photos), callbacks=[Keep(path, *place)], **settings)
