@@ -183,8 +183,8 @@ def test_epochs_broken_off_early_leave_nothing(workers, persistent, epochs):
     gc.collect()
     if not persistent:
         nothing_is_left()
-    # Threads, processes and files. A batch in flight holds a file, and workers that stay have some in flight, 4 at most;
-    # a leak would be one an epoch.
+    # Threads, processes and files. A batch in flight holds a file, and workers that stay have some in flight, 4 at
+    # most; a leak would be one an epoch.
     most = [then + more for then, more in zip(before, (0, 0, 4 if persistent else 0), strict=True)]
     deadline = time.monotonic() + 10  # what ends by itself may take a moment
     while any(now > limit for now, limit in zip(in_use(), most, strict=True)) and time.monotonic() < deadline:
