@@ -70,6 +70,7 @@ LOADERS: dict[str, type[DataLoader[Any]]] = {
     "BackgroundGenerator": Published,
     "PrefetchLoader": PrefetchLoader,
 }
+THREADS = {f"PrefetchLoader, {count} threads": count for count in (2, 4)}
 
 _BUFFER = bytes(1 << 22)
 _CLOSE = 2e-5  # seconds of work that are not worth another piece
@@ -142,7 +143,9 @@ class Loads(Dataset[int]):
 
 def build(name: str, cell: Cell, batches: int) -> DataLoader[Any]:
     """The cell's loader of one kind."""
-    return LOADERS[name](Loads(cell, batches), batch_size=SAMPLES, num_workers=cell.workers)
+    kind, several = LOADERS.get(name, PrefetchLoader), THREADS.get(name)
+    more: dict[str, Any] = {} if several is None else {"prefetch_threads": several}
+    return kind(Loads(cell, batches), batch_size=SAMPLES, num_workers=cell.workers, **more)
 
 
 def _seconds(batches: Iterable[Any], cell: Cell | None, skip: int) -> float:
@@ -209,7 +212,8 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 SUITE = Suite(
     "prefetch",
-    "Loading beside computing, without workers: a load takes as long as a step (10 ms).",
+    "Loading beside computing, without workers: a load takes as long as a step (10 ms), or twice as long for several "
+    "threads.",
     steps=32,
     quick_steps=16,
     quick_seconds=5,
@@ -260,24 +264,38 @@ def _register() -> None:
     for cell in grid(quick=True):
         if cell.uneven and cell.step == "launch":
             continue
-        bound = f"{cell}: bound"
-        first = SUITE.baseline is None  # the one cell of --quick: each case costs the start of a process
-        SUITE.add(bound, bound_case, base=bound, baseline=first, quick=first, config=asdict(cell))
-        for name in LOADERS:
-            SUITE.add(
-                f"{cell}: {name}",
-                loader_case,
-                config={**asdict(cell), "loader": name},
-                base=bound,
-                peer=name == "BackgroundGenerator",
-                ours=name == "PrefetchLoader",
-                quick=first,
-            )
-        ours, plain = f"{cell}: PrefetchLoader", f"{cell}: DataLoader"
-        SUITE.aims.append(Aim(ours, plain, at_most=1.02))
+        _add(cell, list(LOADERS))
         limit = _AIMS.get((cell.step, cell.load, cell.uneven))
         if limit is not None:
-            SUITE.aims.append(Aim(ours, bound, at_most=limit, condition="two cores, nothing else running"))
+            _aim(f"{cell}: PrefetchLoader", f"{cell}: bound", limit)
+    for load in ("io", "compute"):  # for several threads; the bound is then the load in one
+        cell = Cell(step="free", load=load, ratio=2.0)
+        _add(cell, ["DataLoader", "PrefetchLoader", *THREADS])
+        _aim(f"{cell}: PrefetchLoader, 2 threads", f"{cell}: bound", 0.5 / 0.95)
+
+
+def _add(cell: Cell, loaders: list[str]) -> None:
+    """Add the cases of one cell, none of ours slower than the plain loader."""
+    bound = f"{cell}: bound"
+    first = SUITE.baseline is None  # the one cell of --quick: each case costs the start of a process
+    SUITE.add(bound, bound_case, base=bound, baseline=first, quick=first, config=asdict(cell))
+    for name in loaders:
+        ours = name not in ("DataLoader", "BackgroundGenerator")
+        SUITE.add(
+            f"{cell}: {name}",
+            loader_case,
+            config={**asdict(cell), "loader": name},
+            base=bound,
+            peer=name == "BackgroundGenerator",
+            ours=ours,
+            quick=first,
+        )
+        if ours:
+            SUITE.aims.append(Aim(f"{cell}: {name}", f"{cell}: DataLoader", at_most=1.02))
+
+
+def _aim(case: str, bound: str, limit: float) -> None:
+    SUITE.aims.append(Aim(case, bound, at_most=limit, condition="two cores, nothing else running"))
 
 
 _register()

@@ -142,7 +142,7 @@ def trick(
     meter: Meter,
     *,
     task: str,
-    prefetch: bool = False,
+    prefetch: int = 0,
     tune: bool = False,
     amp: str = "",
     callbacks: tuple[str, ...] = (),
@@ -156,7 +156,7 @@ def trick(
     Args:
         meter: Of the case.
         task: A key of ``BATCH``.
-        prefetch: Whether the data come through ``PrefetchDataModule``.
+        prefetch: Threads of a ``PrefetchDataModule`` that the data come through; 0 for none.
         tune: Whether ``tune_workers`` chooses the number of worker processes, beside a step on the CPU; they then stay
             from epoch to epoch.
         amp: Level of ``ApexAMP`` in bfloat16; ``"where it helps"`` is O1 unless the device lacks bfloat16; empty for
@@ -210,7 +210,7 @@ def trick(
         except LightningMismatchError as error:
             raise SkippedError(str(error)) from None
     added: list[Callback] = [getattr(lightning_turbo, name)() for name in callbacks]
-    datamodule = PrefetchedData() if prefetch else Data()
+    datamodule = PrefetchedData(prefetch_threads=prefetch) if prefetch else Data()
     numbers = train(meter, module, datamodule, samples=batch, callbacks=added, **QUIET, **trainer)
     return numbers if val is None else {**numbers, "accuracy": _accuracy(module, val, batch)}
 
@@ -255,8 +255,9 @@ SUITE = Suite(
 
 LEAN = {"lean_step": True, "lean_logging": True}
 TRICKS: dict[str, dict[str, Any]] = {
-    "PrefetchDataModule": {"prefetch": True},
-    "PrefetchNextEpoch": {"prefetch": True, "callbacks": ("PrefetchNextEpoch",)},
+    "PrefetchDataModule": {"prefetch": 1},
+    "prefetch_threads": {"prefetch": 2},
+    "PrefetchNextEpoch": {"prefetch": 1, "callbacks": ("PrefetchNextEpoch",)},
     "tune_workers": {"tune": True},
     "ApexAMP O1": {"amp": "O1"},
     "ApexAMP O2": {"amp": "O2"},
@@ -270,8 +271,6 @@ TRICKS: dict[str, dict[str, Any]] = {
     "huge pages": {},
 }
 TOGETHER: dict[str, Any] = {
-    "prefetch": True,
-    "tune": True,
     "amp": "where it helps",
     "callbacks": ("PrefetchNextEpoch", "MemoryFormat", "DropBiasBeforeNorm"),
     "fused": True,
@@ -315,7 +314,9 @@ def register(suite: Suite, task: str) -> None:
         ]
     elif task == "mni":
         suite.aims.append(Aim(together, default, 0.5))
-    add(together, TOGETHER, ours=True, against=(stock, best) if large else (stock,))
+    # Processes for loading that computes, threads for loading that waits.
+    loading: dict[str, Any] = {"prefetch": 1, "tune": True} if large else {"prefetch": 2}
+    add(together, {**loading, **TOGETHER}, ours=True, against=(stock, best) if large else (stock,))
 
 
 for name in BATCH:

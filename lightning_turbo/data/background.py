@@ -4,108 +4,26 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
 import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from prefetch_generator import BackgroundGenerator
-
+from lightning_turbo.data.producer import Producer, Record
 from lightning_turbo.data.randomness import LoadWatch, moved, shared_state
 from lightning_turbo.data.resume import Place
-from lightning_turbo.data.surroundings import Surroundings, short_switches
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["BackgroundIterator", "check_depth"]
+__all__ = ["BackgroundIterator", "check_count", "check_threads"]
 
-# Seconds. How long a waiting side sleeps before it looks whether the other one is still there.
-SLICE = 0.5
 # Seconds. How long closing waits for the item that the thread is just making.
 PATIENCE = 20.0
 
 
-class _Record(NamedTuple):
-    """What crosses the queue: an item with the state after it, an error, or (both None) the end."""
-
-    item: Any = None
-    state: Any = None
-    error: BaseException | None = None
-    end: bool = False
-
-
-class _Producer(BackgroundGenerator):
-    """The thread: takes records until the end, an error, or until it is told to stop."""
-
-    def __init__(self, take: Callable[[], _Record], depth: int) -> None:
-        self.take = take
-        self.stopping = threading.Event()
-        self.surroundings = Surroundings()
-        super().__init__(iter(()), max_prefetch=depth)  # starts the thread
-
-    def start(self) -> None:
-        self.name = f"lightning_turbo-prefetch-{id(self):x}"
-        super().start()
-
-    def run(self) -> None:
-        self.surroundings.run(self._run)
-
-    def _run(self) -> None:
-        with short_switches():
-            while not self.stopping.is_set():
-                record = self.take()
-                last = record.end or record.error is not None
-                self._put(record)
-                del record  # else the thread would keep a batch alive while it makes the next
-                if last:
-                    return
-
-    def _put(self, record: _Record) -> None:
-        """Wait for room. Whoever stops the thread makes room, so nothing that was taken is lost."""
-        while True:
-            try:
-                return self.queue.put(record, timeout=SLICE)
-            except queue.Full:
-                if self.stopping.is_set():
-                    return None
-
-    def next(self) -> _Record:
-        """Wait for a record, as long as the thread lives."""
-        while True:
-            try:
-                return self.queue.get(timeout=SLICE)
-            except queue.Empty:
-                if not self.is_alive() and self.queue.empty():
-                    return _Record(error=RuntimeError("The prefetching thread ended without a word."))
-
-    __next__ = next
-
-    def halt(self, patience: float) -> list[_Record]:
-        """End the thread and return, in order, what it had ready.
-
-        Returns:
-            The records that were not handed out. When the thread is still alive after ``patience`` seconds it ends by
-            itself after the item that it is making.
-        """
-        self.stopping.set()
-        left = self._drain()
-        if threading.current_thread() is not self:  # the garbage collector may run anywhere
-            self.join(patience)
-        return left + self._drain()
-
-    def _drain(self) -> list[_Record]:
-        left = []
-        while True:
-            try:
-                left.append(self.queue.get_nowait())
-            except queue.Empty:
-                return left
-
-
 class _Work:
-    """The part of an iterator that its thread and its finalizer may hold without keeping the iterator alive."""
+    """The part of an iterator that its threads and its finalizer may hold without keeping the iterator alive."""
 
     def __init__(
         self,
@@ -119,19 +37,35 @@ class _Work:
         self.snapshot = snapshot
         self.dispose = dispose
         self.process = os.getpid()
-        self.producer: _Producer | None = None
+        self.producer: Producer | None = None
 
-    def take(self) -> _Record:
-        """Take one item from the source; never raises."""
+    def take(self) -> Record:
+        """Make one item; never raises."""
+        return self.finish(self.draw())
+
+    def draw(self) -> Record:
+        """Take one item from the source; never raises. One thread at a time."""
         try:
             item = next(self.source)
+            return Record(item, self.snapshot() if self.snapshot is not None else None)
+        except StopIteration:
+            return Record(end=True)
+        except BaseException as error:
+            return Record(error=error)
+
+    def finish(self, record: Record) -> Record:
+        """Do with one item what there is to do; never raises. Any thread."""
+        if record.last or not self.stages:
+            return record
+        try:
+            item = record.item
             for stage in self.stages:
                 item = stage(item)
-            return _Record(item, self.snapshot() if self.snapshot is not None else None)
+            return record._replace(item=item)
         except StopIteration:
-            return _Record(end=True)
+            return Record(end=True)
         except BaseException as error:
-            return _Record(error=error)
+            return Record(error=error)
 
     def end(self, patience: float = PATIENCE) -> None:
         """End the thread and let go of the source. Harmless when called twice or in a forked child."""
@@ -142,7 +76,7 @@ class _Work:
         dispose, self.stages, self.snapshot, self.dispose = self.dispose, [], None, None
         if producer is not None:
             producer.halt(patience)
-            if producer.is_alive() and threading.current_thread() is not producer:
+            if producer.is_alive() and not producer.inside():
                 warnings.warn(
                     f"A prefetching thread is still inside the next() of {type(source).__name__} after "
                     f"{patience:g} s; it ends after that item.",
@@ -160,8 +94,8 @@ class BackgroundIterator(Iterator[Any]):
     The first items are taken in the thread that asks for them: seeds that a sampler draws at its start come then from
     the same place as without this class, and a source that goes on drawing from the process-wide generators is found
     out and stays there (see ``LoadWatch``). So does one whose items take less than half a millisecond, with nothing to
-    gain. Otherwise a thread takes the items ahead from then on. It ends with the source, on ``close``, when this object
-    is collected, and when the interpreter ends.
+    gain. Otherwise a thread takes the items ahead from then on, with others beside it that run ``stage`` if ``threads``
+    asks for them. It ends with the source, on ``close``, when this object is collected, and when the interpreter ends.
 
     Errors of the source, ``KeyboardInterrupt`` and ``SystemExit`` among them, are raised here, at the item where they
     happened, with their own traceback. The thread takes over grad mode, inference mode and autocast from the thread
@@ -169,16 +103,17 @@ class BackgroundIterator(Iterator[Any]):
 
     Args:
         source: Any iterator. Nobody else may use it meanwhile.
-        prefetch_batches: How many items to keep ready, 1 or more. One more is in preparation.
-        stage: Called on each item in the background, for example to pin its memory.
-        snapshot: Called after each item in the background; ``place.state`` is what it gave for the last item
-            handed out.
+        prefetch_batches: How many items to keep ready, 1 or more. As many more as there are threads are in preparation.
+        threads: How many threads call ``stage`` at the same time, 1 or more; items keep their order.
+        stage: Called on each item in the background, for example to load what an index stands for.
+        snapshot: Called after each item is taken from ``source``; ``place.state`` is what it gave for the last item
+            handed out. With one thread only.
         dispose: Called once when ``source`` is done with, for example to end its worker processes.
         watch: What is known of the source's randomness; one object per loader, so that it is found out once.
 
     Raises:
-        TypeError: If ``source`` is no iterator or ``prefetch_batches`` no integer.
-        ValueError: If ``prefetch_batches`` is below 1.
+        TypeError: If ``source`` is no iterator, or ``prefetch_batches`` or ``threads`` no integer.
+        ValueError: If ``prefetch_batches`` or ``threads`` is below 1.
 
     Example:
         >>> squares = BackgroundIterator((n * n for n in range(4)), prefetch_batches=2)
@@ -191,6 +126,7 @@ class BackgroundIterator(Iterator[Any]):
         source: Iterator[Any],
         *,
         prefetch_batches: int = 8,
+        threads: int = 1,
         stage: Callable[[Any], Any] | None = None,
         snapshot: Callable[[], Any] | None = None,
         dispose: Callable[[], None] | None = None,
@@ -198,10 +134,11 @@ class BackgroundIterator(Iterator[Any]):
     ) -> None:
         if not hasattr(source, "__next__"):
             raise TypeError(f"{source!r} is no iterator: it has no __next__. Pass iter(...) of it.")
-        self.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        self.threads = check_threads("threads", threads)
         self.place = Place()
         self._watch = watch or LoadWatch()
-        self._kept: deque[_Record] = deque()
+        self._kept: deque[Record] = deque()
         self._first = True
         self._waits = 0
         self._closed = ""
@@ -223,7 +160,7 @@ class BackgroundIterator(Iterator[Any]):
             )
         record = self._next()
         if record.error is not None:
-            self._join_producer()
+            self.park()
             try:
                 raise record.error
             finally:
@@ -236,28 +173,38 @@ class BackgroundIterator(Iterator[Any]):
         self.place.state = record.state
         return record.item
 
-    def _next(self) -> _Record:
+    def _next(self) -> Record:
         if self._kept:
             return self._kept.popleft()
-        if self._work.producer is not None:
-            return self._wait(self._work.producer)
+        producer = self._work.producer
+        if producer is not None and producer.stopping.is_set():  # parked in the middle of an item
+            producer.join()
+            self._kept.extend(producer.rest())
+            self._work.producer = None
+            return self._next()
+        if producer is not None:
+            return self._wait(producer)
         first, self._first = self._first, False
         if not first and self._watch.known is False and self._watch.slow:
             self._start()
             return self._wait(self._work.producer)
-        before = None if first or self._watch.known is not None else shared_state()
+        watched = not first and self._watch.known is None
+        before = shared_state() if watched else None
+        private = self._watch.private() if watched else []
         started = time.perf_counter()
         record = self._work.take()
         if not first:  # which may start worker processes
             self._watch.note(time.perf_counter() - started)
         if before is not None:
             self._watch.judge(moved(before, shared_state()))
+            self._watch.judge_private(private)
         if self._watch.known is False and self._watch.slow and not record.end and record.error is None:
             self._start()  # so that the next item is made while this one is used
         return record
 
     def _start(self) -> None:
-        self._work.producer = _Producer(self._work.take, self.prefetch_batches)
+        threads = 1 if self._watch.alone else self.threads
+        self._work.producer = Producer(self._work.draw, self._work.finish, self.prefetch_batches, threads)
 
     def start(self) -> bool:
         """Take the first items in the background too, from now on, if the source is known to be one for a thread.
@@ -274,7 +221,7 @@ class BackgroundIterator(Iterator[Any]):
         self.place.ended = True
         self.close()
 
-    def _wait(self, producer: Any) -> _Record:
+    def _wait(self, producer: Any) -> Record:
         try:
             return producer.queue.get_nowait()
         except queue.Empty:
@@ -288,11 +235,6 @@ class BackgroundIterator(Iterator[Any]):
         if self._watch.judge(moved(before, shared_state()), late=True):
             self.park()
         return record
-
-    def _join_producer(self) -> None:
-        producer, self._work.producer = self._work.producer, None
-        if producer is not None:
-            producer.join(PATIENCE)
 
     @property
     def ended(self) -> bool:
@@ -326,7 +268,6 @@ class BackgroundIterator(Iterator[Any]):
         self._kept.extend(producer.halt(PATIENCE))
         if producer.is_alive():
             return False
-        self._kept.extend(producer._drain())
         self._work.producer = None
         return True
 
@@ -345,15 +286,25 @@ class BackgroundIterator(Iterator[Any]):
         self._finalizer()
 
 
-def check_depth(name: str, value: Any) -> int:
+def check_count(name: str, value: Any, what: str = "batches to keep ready") -> int:
     """Return ``value`` if it is a whole number above zero.
+
+    Args:
+        name: Of the argument.
+        value: What was given for it.
+        what: What it is the number of.
 
     Raises:
         TypeError: If it is no integer.
         ValueError: If it is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is no integer; pass the number of batches to keep ready, 1 or more.")
+        raise TypeError(f"{name}={value!r} is no integer; pass the number of {what}, 1 or more.")
     if value < 1:
-        raise ValueError(f"{name}={value!r} is out of range; pass the number of batches to keep ready, 1 or more.")
+        raise ValueError(f"{name}={value!r} is out of range; pass the number of {what}, 1 or more.")
     return value
+
+
+def check_threads(name: str, value: Any) -> int:
+    """Return ``value`` if it is a number of threads, see ``check_count``."""
+    return check_count(name, value, "threads that load at the same time")

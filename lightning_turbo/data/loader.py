@@ -6,15 +6,19 @@ import copy
 import functools
 import inspect
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from lightning_turbo.data.background import BackgroundIterator, check_depth
+from lightning_turbo.data.background import BackgroundIterator, check_count, check_threads
+from lightning_turbo.data.batches import pin_batch
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.resume import IndexTape, Place
+from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["PrefetchLoader", "prefetching"]
 
@@ -36,16 +40,21 @@ class PrefetchLoader(DataLoader[Any]):
         *args: As in ``DataLoader``.
         prefetch_batches: How many batches to keep ready, 1 or more; one more is in preparation. The default of 8
             serves loads of uneven duration; less saves memory.
+        prefetch_threads: How many threads load at the same time, 1 or more, where there are no worker processes; each
+            works on a batch of its own, and the batches keep their order. For loads that wait, or compute outside the
+            GIL, and a dataset whose ``__getitem__`` may be called by several threads at once.
         transfer: What moves the batches to a device as they are handed out; see ``DevicePrefetcher``.
         **kwargs: As in ``DataLoader``.
 
     Raises:
-        TypeError: If ``prefetch_batches`` is no integer.
-        ValueError: If ``prefetch_batches`` is below 1.
+        TypeError: If ``prefetch_batches`` or ``prefetch_threads`` is no integer.
+        ValueError: If ``prefetch_batches`` or ``prefetch_threads`` is below 1.
 
     Warns:
         NoEffectWarning: If loading draws from the process-wide random generators; batches are then loaded in the
-            asking thread, because no seed would fix the result otherwise.
+            asking thread, because no seed would fix the result otherwise. If ``prefetch_threads`` cannot be used:
+            with worker processes, an ``IterableDataset``, a class behind this one that loads by itself, or a dataset
+            that draws from generators of its own; one thread then works ahead.
 
     Example:
         >>> loader = PrefetchLoader(range(6), batch_size=3)
@@ -53,8 +62,16 @@ class PrefetchLoader(DataLoader[Any]):
         [[0, 1, 2], [3, 4, 5]]
     """
 
-    def __init__(self, *args: Any, prefetch_batches: int = DEPTH, transfer: Any = None, **kwargs: Any) -> None:
-        self.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+    def __init__(
+        self,
+        *args: Any,
+        prefetch_batches: int = DEPTH,
+        prefetch_threads: int = 1,
+        transfer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        self.prefetch_threads = check_threads("prefetch_threads", prefetch_threads)
         self.transfer = transfer
         self._begin_prefetching()
         super().__init__(*args, **kwargs)
@@ -68,7 +85,14 @@ class PrefetchLoader(DataLoader[Any]):
         self._prefetch_resume: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], *, prefetch_batches: int = DEPTH, transfer: Any = None) -> PrefetchLoader:
+    def of(
+        cls,
+        loader: DataLoader[Any],
+        *,
+        prefetch_batches: int = DEPTH,
+        prefetch_threads: int = 1,
+        transfer: Any = None,
+    ) -> PrefetchLoader:
         """Return a loader like ``loader``, of a class that inherits from its class, with prefetching added.
 
         Dataset, samplers and every attribute are shared; ``loader`` itself is not changed.
@@ -76,6 +100,7 @@ class PrefetchLoader(DataLoader[Any]):
         Args:
             loader: A ``DataLoader`` of any class.
             prefetch_batches: How many batches to keep ready, 1 or more.
+            prefetch_threads: How many threads load at the same time, 1 or more.
             transfer: What moves the batches to a device as they are handed out.
 
         Raises:
@@ -93,7 +118,8 @@ class PrefetchLoader(DataLoader[Any]):
                 vars(twin)[name] = list(value)
         vars(twin)["_iterator"] = None
         twin._begin_prefetching()
-        twin.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+        twin.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        twin.prefetch_threads = check_threads("prefetch_threads", prefetch_threads)
         twin.transfer = transfer
         return twin
 
@@ -123,10 +149,16 @@ class PrefetchLoader(DataLoader[Any]):
         tape = sampler if isinstance(sampler, IndexTape) else None
         if tape is not None and resume["order"] is not None:
             tape.rewind(done, resume["order"])
-        source = super().__iter__()
+        source: Any = super().__iter__()
+        threads, items, stage = 1, source, None
+        if self.prefetch_threads > 1 and self._divisible(source):
+            threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(_load, source)
+            self._prefetch_watch.owners = (self.dataset, self.collate_fn)
         iterator = BackgroundIterator(
-            itertools.islice(source, done, None) if done and tape is None else source,
+            itertools.islice(items, done, None) if done and tape is None else items,
             prefetch_batches=self.prefetch_batches,
+            threads=threads,
+            stage=stage,
             snapshot=self._snapshot_of(source),
             dispose=None if self.persistent_workers else functools.partial(_end_workers, source),
             watch=self._prefetch_watch,
@@ -176,6 +208,26 @@ class PrefetchLoader(DataLoader[Any]):
             return None
         owner: Any = source if hasattr(source, "state_dict") else super()
         return functools.partial(_copied, owner.state_dict)
+
+    def _divisible(self, source: Any) -> bool:
+        """Whether several threads can load what ``source`` would; tells once why they cannot."""
+        if isinstance(self.dataset, IterableDataset):
+            why = f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
+        elif self.num_workers:
+            why = f"num_workers={self.num_workers} processes load, and a thread takes what they have ready"
+        elif not isinstance(source, _SingleProcessDataLoaderIter):
+            why = f"{type(self).__name__} does not load by torch's own iterator"
+        else:
+            return True
+        if not self._prefetch_watch.refused:
+            self._prefetch_watch.refused = True
+            warnings.warn(
+                f"prefetch_threads={self.prefetch_threads} has no effect here: {why}. One thread works ahead. Leave it "
+                "out, or use a dataset with indices and num_workers=0.",
+                NoEffectWarning,
+                stacklevel=3,
+            )
+        return False
 
     def _current(self) -> Any:
         return self._prefetch_live() if self._prefetch_live is not None else None
@@ -291,7 +343,7 @@ def _signature(cls: type) -> inspect.Signature:
     theirs = list(inspect.signature(cls.__init__).parameters.values())
     kinds = inspect.Parameter
     end = len(theirs) - (bool(theirs) and theirs[-1].kind is kinds.VAR_KEYWORD)
-    added = [own[name] for name in ("prefetch_batches", "transfer")]
+    added = [own[name] for name in ("prefetch_batches", "prefetch_threads", "transfer")]
     return inspect.Signature([*theirs[:end], *added, *theirs[end:]])
 
 
@@ -304,6 +356,12 @@ def _blank(behind: type[DataLoader[Any]]) -> PrefetchLoader:
 def _copied(state_dict: Callable[[], Any]) -> Any:
     """A state, cut loose from objects that go on changing."""
     return copy.deepcopy(state_dict())
+
+
+def _load(source: Any, indices: Any) -> Any:
+    """Load one batch as torch's iterator ``source`` does; several threads may at the same time."""
+    batch = source._dataset_fetcher.fetch(indices)
+    return pin_batch(batch) if source._pin_memory else batch
 
 
 def _end_workers(source: Any) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import pickle
 import random
 import sys
+import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,11 +70,17 @@ class LoadWatch:
     Attributes:
         known: ``None`` until a batch was watched, then whether it drew.
         slow: Whether batches take so long that a thread pays, ``WORTH`` on average.
+        owners: Objects whose own generators are watched as well, because several threads are to use them.
+        alone: Whether those drew, so that one thread has to load alone.
+        refused: Whether it was said that several threads cannot be used.
     """
 
     def __init__(self) -> None:
         self.known: bool | None = None
         self.slow = False
+        self.owners: tuple[Any, ...] = ()
+        self.alone = False
+        self.refused = False
         self._batches, self._seconds = 0, 0.0
 
     def note(self, seconds: float) -> None:
@@ -106,3 +117,68 @@ class LoadWatch:
                 stacklevel=3,
             )
         return bool(self.known)
+
+    def private(self) -> list[bytes]:
+        """Return the states of the generators that ``owners`` hold."""
+        return [
+            g.get_state().numpy().tobytes() if isinstance(g, torch.Generator) else pickle.dumps(g)
+            for g in _generators_in(self.owners)
+        ]
+
+    def judge_private(self, before: list[bytes]) -> None:
+        """Take note of whether a batch drew from generators of ``owners``.
+
+        Args:
+            before: What ``private`` returned before that batch.
+
+        Warns:
+            NoEffectWarning: If it did.
+        """
+        self.alone = self.private() != before
+        if self.alone:
+            warnings.warn(
+                "Loading a batch draws from a random generator that the dataset holds: among several threads no seed "
+                "would fix who draws what. One thread loads instead of prefetch_threads. Derive the random numbers of "
+                "a sample from its index, or use worker processes, which have generators of their own.",
+                NoEffectWarning,
+                stacklevel=3,
+            )
+
+
+def _generators_in(owners: Any) -> list[Any]:
+    """Find random generators in objects: their attributes, what these hold, arguments and closures of functions.
+
+    At most 10,000 objects are looked at, of a container the first 100.
+    """
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+    found: list[Any] = []
+    seen: set[int] = set()
+    left: list[Any] = [owners]
+    while left and len(seen) < 10_000:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            found.append(value)
+        else:
+            left.extend(_parts(value))
+    return found
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from itertools.islice(value.values(), 100)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from itertools.islice(value, 100)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())  # the empty one
+    elif not isinstance(value, (type, types.ModuleType)):
+        yield from getattr(value, "__dict__", {}).values()

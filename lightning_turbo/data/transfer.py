@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_turbo.data.background import BackgroundIterator, check_depth
+from lightning_turbo.data.background import BackgroundIterator, check_count
 from lightning_turbo.data.batches import can_move, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.randomness import moved, shared_state
 from lightning_turbo.data.resume import Place
@@ -47,7 +47,7 @@ class DeviceTransfer:
         transfer: Callable[[Any, torch.device], Any] | None = None,
     ) -> None:
         self.device = _checked_device(device)
-        self.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         if isinstance(min_bytes, bool) or not isinstance(min_bytes, int):
             raise TypeError(f"min_bytes={min_bytes!r} is no integer; pass a number of bytes, 0 or more.")
         if min_bytes < 0:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.randomness import set_shared_state, shared_state
 from lightning_turbo.data.resume import own_generators
@@ -275,14 +276,15 @@ class _Loading(threading.Thread):
     """Loads a batch whenever it is asked to, in a thread because the batch may never come.
 
     Args:
-        loader: The loader. Without the thread of a ``PrefetchLoader``, in whose place this one stands.
+        loader: The loader. Without the thread of a ``PrefetchLoader``, in whose place this one stands, unless it has
+            several.
         deadline: Until when to wait for worker processes, by the monotonic clock.
         ahead: Whether a ``PrefetchLoader`` may be ahead by as many batches as it would be by itself.
     """
 
     def __init__(self, loader: Any, deadline: float, ahead: bool) -> None:
         super().__init__(daemon=True, name="lightning_turbo-tune")
-        own = isinstance(loader, PrefetchLoader)
+        own = isinstance(loader, PrefetchLoader) and (loader.num_workers > 0 or loader.prefetch_threads == 1)
         self.loader: Any = super(PrefetchLoader, loader) if own else loader
         self.deadline = deadline
         self.asked = threading.Semaphore(loader.prefetch_batches if own and ahead else 0)
@@ -300,6 +302,9 @@ class _Loading(threading.Thread):
                 self._run()
         except BaseException as error:
             self.ready.put((None, 0.0, error))
+        finally:
+            if isinstance(self.iterator, BackgroundIterator):
+                self.iterator.close()
 
     def _run(self) -> None:
         empty = True

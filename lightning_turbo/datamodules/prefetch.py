@@ -19,7 +19,7 @@ from lightning_turbo._compat import (
     MisconfigurationException,
     check_binding,
 )
-from lightning_turbo.data.background import check_depth
+from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
 from lightning_turbo.data.transfer import DeviceTransfer
 from lightning_turbo.data.workers import tune_workers
@@ -29,7 +29,7 @@ __all__ = ["PrefetchDataModule"]
 
 _LOADERS = frozenset({"train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"})
 _SHARED = ("num_workers", "pin_memory")
-_ACCEPTED = ("prefetch_batches", "device_prefetch", "device_transform", *_SHARED)
+_ACCEPTED = ("prefetch_batches", "prefetch_threads", "device_prefetch", "device_transform", *_SHARED)
 
 
 class PrefetchDataModule(LightningDataModule):
@@ -44,6 +44,8 @@ class PrefetchDataModule(LightningDataModule):
         *args: For the class behind this one.
         prefetch_batches: How many batches each loader keeps ready, 1 or more. The default of 8 serves loads of uneven
             duration.
+        prefetch_threads: How many threads load for each loader without worker processes at the same time, 1 or more;
+            see ``PrefetchLoader``. The datasets have to allow calls from several threads.
         device_prefetch: Whether the next batches are copied ahead on a CUDA device. Set aside, with a warning, where
             ``on_before_batch_transfer`` or ``transfer_batch_to_device`` is overridden, because these have to see each
             batch in its turn.
@@ -71,6 +73,7 @@ class PrefetchDataModule(LightningDataModule):
         self,
         *args: Any,
         prefetch_batches: int = DEPTH,
+        prefetch_threads: int = 1,
         device_prefetch: bool = True,
         device_transform: Callable[[Any], Any] | None = None,
         num_workers: int | str | None = None,
@@ -83,7 +86,7 @@ class PrefetchDataModule(LightningDataModule):
         for name in _SHARED:
             if name in theirs and given[name] is not None and given[name] != "auto":
                 kwargs[name], given[name] = given[name], None
-        self._prefetch = _Settings(prefetch_batches, device_prefetch, device_transform, **given)
+        self._prefetch = _Settings(prefetch_batches, prefetch_threads, device_prefetch, device_transform, **given)
         if getattr(super().__init__, "__func__", None) is LightningDataModule.__init__:
             # It ignores arguments, or fails on them, depending on the version. Lightning's from_datasets offers
             # batch_size to every constructor that takes keywords.
@@ -119,9 +122,16 @@ class _Settings:
     """What a PrefetchDataModule was asked for, and the objects that last for its run."""
 
     def __init__(
-        self, prefetch_batches: Any, device_prefetch: Any, device_transform: Any, num_workers: Any, pin_memory: Any
+        self,
+        prefetch_batches: Any,
+        prefetch_threads: Any,
+        device_prefetch: Any,
+        device_transform: Any,
+        num_workers: Any,
+        pin_memory: Any,
     ) -> None:
-        self.prefetch_batches = check_depth("prefetch_batches", prefetch_batches)
+        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        self.prefetch_threads = check_threads("prefetch_threads", prefetch_threads)
         if not isinstance(device_prefetch, bool):
             raise TypeError(f"device_prefetch={device_prefetch!r} is no bool; pass True or False.")
         if device_transform is not None and not callable(device_transform):
@@ -151,7 +161,7 @@ class _Settings:
 
     def _convert(self, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
         own = isinstance(loader, PrefetchLoader)
-        depth = loader.prefetch_batches if own else self.prefetch_batches
+        ahead: Any = loader if own else self
         chosen: dict[str, Any] = {
             "num_workers": self.num_workers,
             "prefetch_factor": None,
@@ -159,11 +169,18 @@ class _Settings:
         }
         if self.num_workers == "auto":
             if place not in self.found:
-                self.found[place] = tune_workers(functools.partial(_variant, loader)).settings
+                self.found[place] = tune_workers(
+                    lambda **settings: PrefetchLoader.of(
+                        _variant(loader, **settings), prefetch_threads=ahead.prefetch_threads
+                    )
+                ).settings
             chosen.update({key: value for key, value in self.found[place].items() if chosen[key] in (None, "auto")})
         twin = _variant(loader, **chosen)
         return PrefetchLoader.of(
-            twin, prefetch_batches=depth, transfer=transfer if transfer or not own else loader.transfer
+            twin,
+            prefetch_batches=ahead.prefetch_batches,
+            prefetch_threads=ahead.prefetch_threads,
+            transfer=transfer if transfer or not own else loader.transfer,
         )
 
     def _transfer(self, trainer: Any, datamodule: Any) -> DeviceTransfer | None:

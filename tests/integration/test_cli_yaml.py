@@ -124,9 +124,10 @@ def test_a_file_can_name_two_at_once_and_fit():
                 {"class_path": "lightning_turbo.GradToNone"},
             ],
         },
-        data={"batch_size": 2, "prefetch_batches": 3, "device_prefetch": False},
+        data={"batch_size": 2, "prefetch_batches": 3, "prefetch_threads": 2, "device_prefetch": False},
     )
     assert cli.datamodule.train_dataloader().prefetch_batches == 3
+    assert cli.datamodule.train_dataloader().prefetch_threads == 2
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.accumulate_grad_batches == 4
 

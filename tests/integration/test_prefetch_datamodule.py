@@ -221,7 +221,8 @@ def test_it_can_be_inherited_alone():
         def train_dataloader(self):
             return DataLoader(Numbers(), 4, shuffle=True)
 
-    assert fit(Alone(prefetch_batches=2)).losses == fit(Theirs(), limit_val_batches=0).losses
+    plain = fit(Theirs(), limit_val_batches=0).losses
+    assert fit(Alone(prefetch_batches=2)).losses == fit(Alone(prefetch_threads=3)).losses == plain
     loader = Alone(prefetch_batches=2).train_dataloader()
     assert isinstance(loader, PrefetchLoader)
     assert loader.prefetch_batches == 2
@@ -401,6 +402,8 @@ def test_auto_workers(capsys):
     [
         ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
         ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
+        ({"prefetch_threads": 0}, ValueError, r"prefetch_threads=0 is out of range; pass the number of threads"),
+        ({"prefetch_threads": True}, TypeError, r"prefetch_threads=True is no integer"),
         ({"device_prefetch": object()}, TypeError, r"device_prefetch=<object object at .*> is no bool"),
         ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda' is no bool; pass True or False"),
         ({"device_transform": 1}, TypeError, r"device_transform=1 cannot be called"),
@@ -429,8 +432,9 @@ def test_a_constructor_that_does_not_call_up_is_told():
 
 
 def test_it_can_be_pickled():
-    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3)))
-    assert twin.train_dataloader().prefetch_batches == 3
+    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, prefetch_threads=2)))
+    loader = twin.train_dataloader()
+    assert (loader.prefetch_batches, loader.prefetch_threads) == (3, 2)
 
 
 class Stateful(Theirs):

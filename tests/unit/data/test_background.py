@@ -1,16 +1,21 @@
 """The background thread: what it hands over, and that it always ends."""
 
+import contextlib
 import contextvars
+import functools
 import gc
+import random
 import sys
 import threading
 import time
+import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
-from lightning_turbo.data import randomness, surroundings
+from lightning_turbo.data import background, randomness, surroundings
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.surroundings import SWITCH_INTERVAL
@@ -68,9 +73,14 @@ def test_a_loader_that_gets_slow_gets_a_thread(monkeypatch):
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 50])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_hands_over_every_item_in_order_and_ends(length, depth):
-    iterator = BackgroundIterator(iter(range(length)), prefetch_batches=depth)
-    assert list(iterator) == list(range(length))
+@pytest.mark.parametrize("several", [1, 4])
+def test_hands_over_every_item_in_order_and_ends(length, depth, several):
+    def stage(n):
+        time.sleep(0.002 if n % 5 == 0 else 0)  # the others overtake it
+        return -n
+
+    iterator = BackgroundIterator(iter(range(length)), prefetch_batches=depth, threads=several, stage=stage)
+    assert list(iterator) == [-n for n in range(length)]
     assert not threads()
     for _ in range(3):
         with pytest.raises(StopIteration):
@@ -87,15 +97,94 @@ def test_it_is_built_on_prefetch_generator():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_keeps_so_many_ready_and_not_more(depth):
+@pytest.mark.parametrize("several", [1, 3])
+def test_keeps_so_many_ready_and_not_more(depth, several):
     made = []
-    iterator = BackgroundIterator(counting(made), prefetch_batches=depth)
+    iterator = BackgroundIterator(counting(made), prefetch_batches=depth, threads=several)
     assert [next(iterator), next(iterator), next(iterator)] == [0, 1, 2]
-    # Handed out: 3. Ready: depth. In the thread's hands, waiting for room: 1.
-    wait_until(lambda: len(made) == 3 + depth + 1)
+    # Handed out: 3. Ready: depth. In the threads' hands, waiting for room: as many as there are threads.
+    wait_until(lambda: len(made) == 3 + depth + several)
     time.sleep(0.05)
-    assert len(made) == 3 + depth + 1
+    assert len(made) == 3 + depth + several
     iterator.close()
+
+
+def test_several_threads_work_at_the_same_time_each_on_an_item_of_its_own():
+    together = threading.Barrier(3, timeout=10)  # breaks unless three are inside at once
+    who = set()
+
+    def stage(item):
+        if item >= 2:  # the first two are made in the asking thread
+            together.wait()
+            who.add(threading.current_thread())
+        return item
+
+    iterator = BackgroundIterator(iter(range(2 + 9)), threads=3, stage=stage, watch=slow())
+    assert list(iterator) == list(range(11))
+    assert len(who) == 3
+    assert not threads()
+
+
+def test_an_item_that_draws_from_its_owners_generator_is_made_by_one_thread_at_a_time():
+    class Owner:
+        def __init__(self):
+            self.parts = [{"noise": random.Random(0)}]
+
+        def __call__(self, item):
+            inside.append(item)
+            assert len(inside) == 1
+            time.sleep(0.001)
+            inside.remove(item)
+            return self.parts[0]["noise"].random()
+
+    inside = []
+    watch = slow()
+    owner = Owner()
+    watch.owners = (owner,)
+    iterator = BackgroundIterator(iter(range(30)), threads=3, stage=owner, watch=watch)
+    with pytest.warns(NoEffectWarning, match="random generator that the dataset holds.*One thread"):
+        got = list(iterator)
+    expected = random.Random(0)
+    assert got == [expected.random() for _ in range(30)]
+    assert watch.alone
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        lambda g: {"a": [g]},
+        lambda g: functools.partial(print, g),
+        lambda g: functools.partial(print, key=g),
+        lambda g: lambda: g,
+        lambda g: types.SimpleNamespace(inner=types.SimpleNamespace(rng=g)),
+        lambda g: Holding(g).forward,
+        lambda g: torch.nn.Sequential(Holding(g)),
+    ],
+)
+@pytest.mark.parametrize(
+    "make", [random.Random, np.random.default_rng, np.random.RandomState, torch.Generator], ids=lambda m: m.__name__
+)
+def test_generators_are_found_where_datasets_hold_them(holder, make):
+    generator = make()
+    watch = LoadWatch()
+    watch.owners = (holder(generator), np, range(10**9), {"self": watch})
+    before = watch.private()
+    assert len(before) == 1
+    assert watch.private() == before
+    torch.rand(1, generator=generator) if make is torch.Generator else generator.random()
+    assert watch.private() != before
+
+
+class Holding(torch.nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+
+def slow():
+    watch = LoadWatch()
+    watch.slow = True
+    return watch
 
 
 def test_works_ahead_while_the_consumer_is_busy():
@@ -116,6 +205,24 @@ def test_an_endless_source_ends_with_its_consumer():
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("several", [1, 3])
+def test_an_iterator_that_its_own_thread_collects_ends(several):
+    started = threading.Event()
+
+    def stage(item):
+        if item == 3:
+            started.wait(10)
+            holder.clear()  # the last reference goes here, in a thread that the end would wait for
+        return item
+
+    holder = [BackgroundIterator(counting([]), prefetch_batches=2, threads=several, stage=stage, watch=known(False))]
+    assert next(holder[0]) == 0
+    began = time.monotonic()
+    started.set()
+    wait_until(lambda: not holder and not threads())
+    assert time.monotonic() - began < 5
+
+
 def test_close_is_quick_repeatable_and_final():
     iterator = BackgroundIterator(counting([]), prefetch_batches=2)
     next(iterator), next(iterator)
@@ -128,12 +235,13 @@ def test_close_is_quick_repeatable_and_final():
         next(iterator)
 
 
-def test_parking_ends_the_thread_and_loses_nothing():
-    iterator = BackgroundIterator(counting([], 30), prefetch_batches=3)
+@pytest.mark.parametrize("several", [1, 3])
+def test_parking_ends_the_thread_and_loses_nothing(several):
+    iterator = BackgroundIterator(counting([], 30), prefetch_batches=3, threads=several)
     got = [next(iterator) for _ in range(4)]
     assert iterator.park()
     assert not threads()
-    got += [next(iterator) for _ in range(6)]
+    got += [next(iterator) for _ in range(7)]  # one more than may have been ready
     assert threads()
     assert iterator.park()
     assert got + list(iterator) == list(range(30))
@@ -156,7 +264,27 @@ def test_the_source_is_released_after_the_end():
     assert seen() is None
 
 
-def test_no_batch_is_kept_by_the_thread():
+@pytest.mark.parametrize("several", [1, 3])
+def test_parking_in_the_middle_of_items_loses_nothing(monkeypatch, several):
+    monkeypatch.setattr(background, "PATIENCE", 0.01)
+    entered, release = threading.Event(), threading.Event()
+
+    def stage(item):
+        if item >= 4:
+            entered.set()
+            release.wait(30)
+        return item
+
+    iterator = BackgroundIterator(iter(range(12)), prefetch_batches=2, threads=several, stage=stage, watch=known(False))
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    assert entered.wait(30)
+    assert not iterator.park()
+    release.set()
+    assert list(iterator) == list(range(3, 12))
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_no_batch_is_kept_by_the_thread(several):
     kept = []
 
     def source():
@@ -166,9 +294,12 @@ def test_no_batch_is_kept_by_the_thread():
             yield batch
             del batch
 
-    iterator = BackgroundIterator(source(), prefetch_batches=1)
+    iterator = BackgroundIterator(source(), prefetch_batches=1, threads=several)
     for n, batch in enumerate(iterator):
         assert int(batch[0]) == n
+        if n == 3:
+            wait_until(lambda: len(kept) == 6)
+            wait_until(lambda: kept[2]() is None)  # while the threads wait, not only when they have ended
     del batch
     gc.collect()
     assert [ref() for ref in kept] == [None] * 6
@@ -176,14 +307,15 @@ def test_no_batch_is_kept_by_the_thread():
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
 @pytest.mark.parametrize("place", [0, 1, 2, 5])
-def test_errors_come_at_their_item_with_their_traceback(error, place):
+@pytest.mark.parametrize("several", [1, 3])
+def test_errors_come_at_their_item_with_their_traceback(error, place, several):
     def broken():
         for n in range(8):
             if n == place:
                 raise error
             yield n
 
-    iterator = BackgroundIterator(broken(), prefetch_batches=2)
+    iterator = BackgroundIterator(broken(), prefetch_batches=2, threads=several)
     got = []
     with pytest.raises(type(error)) as caught:
         got.extend(item for item in iterator if got.append(item))
@@ -194,7 +326,65 @@ def test_errors_come_at_their_item_with_their_traceback(error, place):
     assert list(iterator) == []  # a generator is dead after an error
 
 
-def test_a_source_that_survives_an_error_goes_on():
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3), StopIteration()])
+@pytest.mark.parametrize("several", [1, 3])
+def test_errors_of_a_stage_come_at_their_item_and_the_rest_follows(error, several):
+    def stage(item):
+        time.sleep(0.002 * (item % 3))
+        if item in (4, 5, 9):
+            raise error
+        return item
+
+    iterator = BackgroundIterator(iter(range(12)), prefetch_batches=2, threads=several, stage=stage, watch=known(False))
+    got = []
+    while not iterator.ended:
+        try:
+            got.append(next(iterator))
+        except type(error):
+            got.append("error")
+        except StopIteration:
+            break
+    if isinstance(error, StopIteration):  # ends an epoch of a plain loader as well
+        assert got == [0, 1, 2, 3, "error"]
+    else:
+        assert got == [0, 1, 2, 3, "error", "error", 6, 7, 8, "error", 10, 11]
+    assert not threads()
+
+
+@pytest.mark.parametrize("several", [1, 3])
+@pytest.mark.parametrize("place", ["source", "stage"])
+def test_an_error_keeps_nothing_alive(several, place):
+    class Source:
+        n = -1
+
+        def __next__(self):
+            self.n += 1
+            if self.n == 4 and place == "source":
+                raise ValueError
+            return self.n
+
+        def stage(self, item):
+            if item == 4:
+                raise ValueError
+            return item
+
+    source = Source()
+    seen = weakref.ref(source)
+    iterator = BackgroundIterator(source, threads=several, stage=source.stage, watch=known(False))
+    del source
+    gc.disable()
+    try:
+        assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
+        with contextlib.suppress(ValueError):
+            next(iterator)
+        del iterator
+        wait_until(lambda: seen() is None)  # by counting references alone
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_a_source_that_survives_an_error_goes_on(several):
     class Source:
         n = -1
 
@@ -206,7 +396,7 @@ def test_a_source_that_survives_an_error_goes_on():
                 raise StopIteration
             return self.n
 
-    iterator = BackgroundIterator(Source(), prefetch_batches=2)
+    iterator = BackgroundIterator(Source(), prefetch_batches=2, threads=several)
     got = []
     while not iterator.ended:
         try:
@@ -253,12 +443,12 @@ def test_stage_and_snapshot_run_in_the_background():
         where.append(threading.current_thread().name)
         return item * 10
 
-    source = iter(range(5))
-    iterator = BackgroundIterator(source, stage=stage, snapshot=lambda: f"after {where[-1][:4]} {len(where)}")
+    made = []
+    iterator = BackgroundIterator(counting(made, 5), stage=stage, snapshot=lambda: len(made))
     iterator.add_stage(lambda item: item + 1)
     assert iterator.place.state is None
-    got = [(item, iterator.place.state.split()[-1]) for item in iterator]
-    assert got == [(1, "1"), (11, "2"), (21, "3"), (31, "4"), (41, "5")]
+    got = [(item, iterator.place.state) for item in iterator]
+    assert got == [(1, 1), (11, 2), (21, 3), (31, 4), (41, 5)]
     assert where[-1].startswith("lightning_turbo-prefetch")
 
 
@@ -285,16 +475,20 @@ def modes():
         lambda: torch.device("meta"),
     ],
 )
-def test_the_callers_modes_reach_the_thread(context):
+@pytest.mark.parametrize("several", [1, 3])
+def test_the_callers_modes_reach_the_thread(context, several):
     def source():
         for _ in range(6):
             yield modes()
 
+    def stage(item):
+        return item, modes()
+
     variable.set("mine")
     with context():
         here = modes()
-        got = list(BackgroundIterator(source(), watch=known(False)))
-    assert got == [here] * 6
+        got = list(BackgroundIterator(source(), stage=stage, threads=several, watch=known(False)))
+    assert got == [(here, here)] * 6
     assert here != modes()
 
 
@@ -374,6 +568,12 @@ def test_draws_that_begin_late_are_found_out_and_reported():
 
 
 @pytest.mark.parametrize("value", [0, -1])
+def test_a_number_of_threads_below_one_is_refused(value):
+    with pytest.raises(ValueError, match=f"threads={value} is out of range"):
+        BackgroundIterator(iter([]), threads=value)
+
+
+@pytest.mark.parametrize("value", [0, -1])
 def test_a_depth_below_one_is_refused(value):
     with pytest.raises(ValueError, match=rf"prefetch_batches={value} is out of range; pass the number"):
         BackgroundIterator(iter([]), prefetch_batches=value)
@@ -391,8 +591,6 @@ def test_no_iterator_is_refused():
 
 
 def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
-    import lightning_turbo.data.background as background
-
     entered, release = threading.Event(), threading.Event()
 
     def source():

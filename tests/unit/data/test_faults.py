@@ -64,9 +64,9 @@ def _all_ends():
     nothing_is_left()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_error_in_the_dataset(workers):
-    loader = PrefetchLoader(Broken(ValueError("row 9 is bad")), 2, num_workers=workers)
+@pytest.mark.parametrize(("workers", "several"), [(0, 1), (0, 3), (2, 1)])
+def test_error_in_the_dataset(workers, several):
+    loader = PrefetchLoader(Broken(ValueError("row 9 is bad")), 2, num_workers=workers, prefetch_threads=several)
     got = []
     with pytest.raises(ValueError, match="row 9 is bad") as caught:
         got.extend(batch for batch in loader if got.append(batch.tolist()))
@@ -75,10 +75,11 @@ def test_error_in_the_dataset(workers):
     assert "fail" in told
 
 
+@pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_base_exceptions_in_the_dataset_are_no_short_epoch(error):
+def test_base_exceptions_in_the_dataset_are_no_short_epoch(error, several):
     with pytest.raises(error) as caught:
-        list(PrefetchLoader(Broken(error()), 2))
+        list(PrefetchLoader(Broken(error()), 2, prefetch_threads=several))
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
@@ -162,18 +163,19 @@ def broken_off(loader, epochs):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("workers", "persistent", "epochs"),
+    ("workers", "persistent", "several", "epochs"),
     [
-        (0, False, 200),
-        (1, False, 8),
-        (2, True, 12),
-        pytest.param(2, False, 200, marks=pytest.mark.slow),
-        pytest.param(2, True, 200, marks=pytest.mark.slow),
+        (0, False, 1, 200),
+        (0, False, 3, 200),
+        (1, False, 1, 8),
+        (2, True, 1, 12),
+        pytest.param(2, False, 1, 200, marks=pytest.mark.slow),
+        pytest.param(2, True, 1, 200, marks=pytest.mark.slow),
     ],
 )
-def test_epochs_broken_off_early_leave_nothing(workers, persistent, epochs):
+def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epochs):
     dataset = torch.zeros(40, 64, 1024)  # 1 MiB a batch of 4: a leak of batches would show
-    loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent)
+    loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent, prefetch_threads=several)
     broken_off(loader, 5)
     gc.collect()
     if not persistent:
@@ -210,9 +212,10 @@ def test_an_iterator_abandoned_in_a_cycle_is_collected():
     nothing_is_left()
 
 
-def test_an_error_in_the_loop_releases_the_iterator():
+@pytest.mark.parametrize("several", [1, 3])
+def test_an_error_in_the_loop_releases_the_iterator(several):
     def loop():
-        for number, _ in enumerate(PrefetchLoader(Endless(), 2)):
+        for number, _ in enumerate(PrefetchLoader(range(10**6), 2, prefetch_threads=several)):
             if number == 3:
                 raise ValueError("in the step")
 
@@ -294,14 +297,18 @@ def leave(code):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
-def test_leaving_the_interpreter_in_mid_epoch(workers, persistent, end):
-    if persistent and not workers:
-        pytest.skip("persistent workers need workers")
-    if end and workers:
-        pytest.skip("shown without workers")
+@pytest.mark.parametrize(
+    ("workers", "persistent", "several", "end"),
+    [
+        (0, False, 1, ""),
+        (0, False, 1, "sys.exit(0)"),
+        (0, False, 3, ""),
+        (0, False, 3, "sys.exit(0)"),
+        (2, False, 1, ""),
+        (2, True, 1, ""),
+    ],
+)
+def test_leaving_the_interpreter_in_mid_epoch(workers, persistent, several, end):
     code = f"""
         import sys, time, torch
         from lightning_turbo.data import PrefetchLoader
@@ -314,7 +321,9 @@ def test_leaving_the_interpreter_in_mid_epoch(workers, persistent, end):
                 return torch.randn(64, 64, generator=torch.Generator().manual_seed(index)) @ torch.ones(64, 64)
 
         if __name__ == "__main__":
-            loader = PrefetchLoader(Slow(), 4, num_workers={workers}, persistent_workers={persistent})
+            loader = PrefetchLoader(
+                Slow(), 4, num_workers={workers}, persistent_workers={persistent}, prefetch_threads={several}
+            )
             iterator = iter(loader)
             for _ in range(4):
                 next(iterator)
@@ -338,9 +347,10 @@ def test_an_error_at_top_level_in_mid_epoch_is_an_ordinary_exit():
     assert said.strip().endswith("ValueError: the user's")
 
 
-def test_ctrl_c_while_waiting_for_a_batch():
+@pytest.mark.parametrize("several", [1, 3])
+def test_ctrl_c_while_waiting_for_a_batch(several):
     status, said = leave(
-        """
+        f"""
         import _thread, signal, threading, time, torch
         from lightning_turbo.data import PrefetchLoader
 
@@ -353,7 +363,7 @@ def test_ctrl_c_while_waiting_for_a_batch():
                 time.sleep(0.2)
                 return index
 
-        iterator = iter(PrefetchLoader(Slow(), 1))
+        iterator = iter(PrefetchLoader(Slow(), 1, prefetch_threads={several}))
         next(iterator), next(iterator)
         threading.Timer(0.5, _thread.interrupt_main).start()
         try:

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import random
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -122,9 +123,11 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_batches_and_random_state_equal_the_plain_loaders(settings):
-    assert epochs(PrefetchLoader, Numbers(), settings()) == epochs(DataLoader, Numbers(), settings())
+def test_batches_and_random_state_equal_the_plain_loaders(settings, several):
+    ours = {**settings(), "prefetch_threads": several}
+    assert epochs(PrefetchLoader, Numbers(), ours) == epochs(DataLoader, Numbers(), settings())
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -149,9 +152,11 @@ def test_other_start_methods(method):
     assert [b.tolist() for b in loader] == [b.tolist() for b in DataLoader(range(10), **settings)]
 
 
-def test_random_augmentation_without_workers_is_that_of_the_plain_loader():
+@pytest.mark.parametrize("several", [1, 3])
+def test_random_augmentation_without_workers_is_that_of_the_plain_loader(several):
+    settings = {"batch_size": 3, "shuffle": True, "prefetch_threads": several}
     with pytest.warns(NoEffectWarning, match="torch and random and numpy"):
-        prefetched = epochs(PrefetchLoader, Augmented(), {"batch_size": 3, "shuffle": True})
+        prefetched = epochs(PrefetchLoader, Augmented(), settings)
     assert prefetched == epochs(DataLoader, Augmented(), {"batch_size": 3, "shuffle": True})
 
 
@@ -188,9 +193,76 @@ def test_twenty_runs_with_one_seed_give_one_result(workers):
     assert len({run() for _ in range(20)}) == 1
 
 
+class Jittered(Numbers):
+    """Draws from a generator of its own; loading takes now long, now not."""
+
+    def __init__(self, length=23):
+        super().__init__(length)
+        self.noise = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        time.sleep(0.001 * (index % 3))
+        return index + self.noise.random()
+
+
+def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread():
+    settings = {"batch_size": 2, "shuffle": True}
+    with pytest.warns(
+        NoEffectWarning, match=r"generator that the dataset holds.*One thread loads instead of prefetch_"
+    ):
+        ours = epochs(PrefetchLoader, Jittered(), {**settings, "prefetch_threads": 3})
+    assert ours == epochs(DataLoader, Jittered(), settings)
+
+
+class Inside(Numbers):
+    """Waits until as many threads as possible are inside."""
+
+    def __init__(self, several):
+        super().__init__(42)
+        self.together = threading.Barrier(several, timeout=10)
+
+    def __getitems__(self, indices):
+        if indices[0] >= 12:
+            self.together.wait()
+        return indices
+
+
+def test_several_threads_load_at_the_same_time_and_batches_keep_their_order():
+    loader = PrefetchLoader(Inside(3), 2, prefetch_threads=3)
+    assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 42, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda **more: PrefetchLoader(Numbers(), 4, num_workers=1, **more), r"num_workers=1 processes load"),
+        (lambda **more: PrefetchLoader(Stream(), 4, **more), r"an IterableDataset \(Stream\)"),
+        (
+            lambda **more: PrefetchLoader.of(Custom("x", batch_size=2), **more),
+            "PrefetchCustom does not load by torch's",
+        ),
+        (lambda **more: stateful(**more), "does not load by torch's own iterator"),
+    ],
+)
+def test_threads_that_cannot_be_used_are_told_of_once(make, why):
+    loader = make(prefetch_threads=2)
+    with pytest.warns(NoEffectWarning, match=rf"prefetch_threads=2 has no effect here: .*{why}"):
+        first = [flat(batch) for batch in loader]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        assert [flat(batch) for batch in loader] == first == [flat(batch) for batch in make()]
+    loader.close()
+
+
+def stateful(**more):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    return PrefetchLoader.of(torchdata.StatefulDataLoader(Numbers(), 4), **more)
+
+
 def test_it_is_a_dataloader_with_its_constructor():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (PrefetchLoader, DataLoader))
-    assert [name for name in ours if name not in ("prefetch_batches", "transfer")] == list(theirs)
+    assert [name for name in ours if name not in ("prefetch_batches", "prefetch_threads", "transfer")] == list(theirs)
     assert all(ours[name] == theirs[name] for name in theirs)
     loader = PrefetchLoader(Numbers(), 4, True, num_workers=0)
     assert isinstance(loader, DataLoader)
@@ -204,6 +276,10 @@ def test_it_is_a_dataloader_with_its_constructor():
 def test_bad_depth(value):
     with pytest.raises(ValueError, match=rf"prefetch_batches={value} is out of range"):
         PrefetchLoader(Numbers(), prefetch_batches=value)
+    with pytest.raises(ValueError, match=rf"prefetch_threads={value} is out of range; pass the number of threads"):
+        PrefetchLoader(Numbers(), prefetch_threads=value)
+    with pytest.raises(TypeError, match=r"prefetch_threads='2' is no integer"):
+        PrefetchLoader.of(DataLoader(Numbers()), prefetch_threads="2")
 
 
 def test_two_iterators_of_one_loader_both_see_everything():
@@ -265,6 +341,7 @@ class Custom(DataLoader):
 def test_other_classes_of_loader_can_be_converted():
     loader = Custom("here", scale=10, batch_size=2)
     twin = PrefetchLoader.of(loader, prefetch_batches=3)
+    assert twin.prefetch_threads == 1
     assert isinstance(twin, PrefetchLoader)
     assert isinstance(twin, Custom)
     assert (twin.prefetch_batches, twin.path) == (3, "here")
@@ -272,7 +349,7 @@ def test_other_classes_of_loader_can_be_converted():
     assert type(loader) is Custom
     assert type(PrefetchLoader.of(loader)) is type(twin)
     assert list(inspect.signature(type(twin).__init__).parameters) == [
-        "self", "path", "scale", "prefetch_batches", "transfer", "kwargs",
+        "self", "path", "scale", "prefetch_batches", "prefetch_threads", "transfer", "kwargs",
     ]  # fmt: skip
     again = type(twin)(path="there", batch_size=3, prefetch_batches=2)
     assert [b.tolist() for b in again] == [[0, 1, 2], [3, 4, 5]]

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 WORKERS = [
     {"num_workers": 0},
+    {"num_workers": 0, "prefetch_threads": 3},
     {"num_workers": 2},
     {"num_workers": 2, "persistent_workers": True},
 ]
@@ -46,6 +47,10 @@ class Stream(IterableDataset):
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
         yield from range(20) if info is None else range(info.id, 20, info.num_workers)
+
+
+def plain_loader(dataset, prefetch_threads=1, **settings):
+    return DataLoader(dataset, **settings)
 
 
 def wait_until(condition):
@@ -84,7 +89,7 @@ def epochs(loader, count, early=False, between=lambda: None):
 def test_batches_and_generators_are_those_of_the_plain_loader(workers, wrap, batches):
     settings = {"shuffle": True, **batches, **workers}
     torch.manual_seed(3)
-    expected, after = epochs(DataLoader(range(20), **settings), 4), torch.get_rng_state()
+    expected, after = epochs(plain_loader(range(20), **settings), 4), torch.get_rng_state()
     torch.manual_seed(3)
     loader = PrefetchLoader(range(20), **settings)
     assert epochs(wrap(loader), 4, early=True) == expected
@@ -98,7 +103,7 @@ def test_an_own_generator_gives_the_plain_order_whatever_is_drawn_in_between(wor
     def settings():
         return {"shuffle": True, "batch_size": 3, "generator": torch.Generator().manual_seed(1), **workers}
 
-    expected = epochs(DataLoader(range(20), **settings()), 4)
+    expected = epochs(plain_loader(range(20), **settings()), 4)
     loader = PrefetchLoader(range(20), **settings())
     assert epochs(loader, 4, early=True, between=lambda: torch.rand(3)) == expected
     loader.close()
@@ -158,7 +163,7 @@ def test_a_distributed_sampler_has_the_epoch_it_was_told(workers):
         return cls(range(20), batch_size=3, sampler=DistributedSampler(range(20), 2, 0), **workers)
 
     expected = []
-    plain = loaders(DataLoader)
+    plain = loaders(plain_loader)
     for epoch in range(3):
         plain.sampler.set_epoch(epoch)
         expected.append([batch.tolist() for batch in plain])

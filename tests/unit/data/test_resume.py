@@ -25,6 +25,10 @@ def plain(seed=5, **settings):
     return PrefetchLoader(range(20), **settings)
 
 
+def by_threads(**settings):
+    return PrefetchLoader(range(20), prefetch_threads=1 if settings.get("num_workers") else 3, **settings)
+
+
 def stateful(**settings):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     return PrefetchLoader.of(torchdata.StatefulDataLoader(range(20), **settings))
@@ -59,7 +63,7 @@ def saved(state):
     return torch.load(buffer, weights_only=True)
 
 
-MAKERS = [plain, stateful, inherited, on_device, on_device_stateful]
+MAKERS = [plain, by_threads, stateful, inherited, on_device, on_device_stateful]
 
 
 @pytest.mark.parametrize("make", MAKERS)

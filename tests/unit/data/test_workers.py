@@ -56,6 +56,15 @@ def test_waiting_is_shared_among_workers():
     assert nothing_is_left()
 
 
+def test_several_threads_are_measured_as_they_load():
+    def seconds(several):
+        make_loader = maker(Waits(0.01), PrefetchLoader, prefetch_threads=several)
+        return tune_workers(make_loader, seconds=1.5, max_workers=0, show=None).rows[0].seconds
+
+    assert seconds(4) < seconds(1) / 2
+    assert nothing_is_left()
+
+
 def test_more_workers_are_not_always_faster():
     """A load that costs nothing is slowed by every process that it has to come from."""
     tuning = tune_workers(maker(Waits(0, 100000)), seconds=4, max_workers=4, show=None)
