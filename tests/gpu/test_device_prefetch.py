@@ -1,5 +1,6 @@
 """DevicePrefetcher and PrefetchDataModule on a CUDA device."""
 
+import functools
 import gc
 import time
 import warnings
@@ -39,8 +40,16 @@ def busy(matrix, times):
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 40])
-@pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    [
+        (DataLoader, 0),
+        (DataLoader, 2),
+        (PrefetchLoader, 0),
+        (PrefetchLoader, 2),
+        (functools.partial(PrefetchLoader, prefetch_threads=3), 0),
+    ],
+)
 def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
     """The device is kept behind the host, so that a missing wait or a memory reused too soon would show."""
     loader = make(Numbered(), batch_size=8, num_workers=workers)

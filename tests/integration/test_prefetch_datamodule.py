@@ -447,9 +447,17 @@ class StatefulMine(PrefetchDataModule, Stateful):
     pass
 
 
-@pytest.mark.parametrize("cls", [StatefulMine, Mine])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, workers, tmp_path):
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (StatefulMine, {"num_workers": 0}),
+        (StatefulMine, {"num_workers": 2}),
+        (Mine, {"num_workers": 0}),
+        (Mine, {"num_workers": 2}),
+        (Mine, {"num_workers": 0, "prefetch_threads": 3}),
+    ],
+)
+def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, settings, tmp_path):
     path = tmp_path / "mid.ckpt"
 
     class Saves(Model):
@@ -459,11 +467,11 @@ def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, workers, tmp_pat
 
     torch.manual_seed(0)
     whole = Saves()
-    trainer(max_epochs=2, limit_val_batches=0).fit(whole, datamodule=cls(num_workers=workers))
+    trainer(max_epochs=2, limit_val_batches=0).fit(whole, datamodule=cls(**settings))
     torch.manual_seed(99)
     rest = Model()
     trainer(max_epochs=2, limit_val_batches=0).fit(
-        rest, datamodule=cls(num_workers=workers), ckpt_path=path, **unpickling(False)
+        rest, datamodule=cls(**settings), ckpt_path=path, **unpickling(False)
     )
     assert rest.seen == whole.seen[-3:]
     assert sorted(n for batch in whole.seen[-6:-3] + rest.seen for n in batch) == list(range(24))
@@ -485,17 +493,18 @@ RANKS = """
     if __name__ == "__main__":
         torch.manual_seed(0)
         one = trainer(devices=2, strategy="ddp_fork", limit_val_batches=0)
-        one.fit(Notes(), datamodule=Mine(num_workers=0))
+        one.fit(Notes(), datamodule=Mine(num_workers=0, prefetch_threads={several}))
         nothing_is_left()
 """
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(170)
-def test_two_ranks_share_the_samples(tmp_path):
+@pytest.mark.parametrize("several", [1, 3])
+def test_two_ranks_share_the_samples(several, tmp_path):
     from pathlib import Path
 
-    code = textwrap.dedent(RANKS.format(folder=str(Path(__file__).parents[2])))
+    code = textwrap.dedent(RANKS.format(folder=str(Path(__file__).parents[2]), several=several))
     (tmp_path / "ranks.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "ranks.py"],
