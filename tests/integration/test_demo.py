@@ -80,7 +80,9 @@ def test_a_level_below_its_accuracy_is_a_failure(tmp_path, monkeypatch):
     assert "below 1.01; more epochs may help" in shown
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", pytest.param("O3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "level", ["O0", pytest.param("O1", marks=pytest.mark.slow), "O2", pytest.param("O3", marks=pytest.mark.slow)]
+)
 def test_stopped_and_resumed_equals_never_stopped(tmp_path, level, stop_after):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     _, expected, _ = demo(whole, levels=(level,), epochs=2)

@@ -500,7 +500,7 @@ RANKS = """
 
 @pytest.mark.distributed
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("several", [1, 3])
+@pytest.mark.parametrize("several", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_ranks_share_the_samples(several, tmp_path):
     from pathlib import Path
 
