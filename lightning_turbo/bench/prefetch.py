@@ -8,6 +8,7 @@ bound, and writes a Markdown table; ``--quick`` takes the cells with ratio 1 and
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import hashlib
 import itertools
@@ -70,7 +71,9 @@ LOADERS: dict[str, type[DataLoader[Any]]] = {
     "BackgroundGenerator": Published,
     "PrefetchLoader": PrefetchLoader,
 }
-THREADS = {f"PrefetchLoader, {count} threads": count for count in (2, 4)}
+THREADS = {
+    f"PrefetchLoader, {count} threads": functools.partial(PrefetchLoader, prefetch_threads=count) for count in (2, 4)
+}
 
 _BUFFER = bytes(1 << 22)
 _CLOSE = 2e-5  # seconds of work that are not worth another piece
@@ -143,9 +146,7 @@ class Loads(Dataset[int]):
 
 def build(name: str, cell: Cell, batches: int) -> DataLoader[Any]:
     """The cell's loader of one kind."""
-    kind, several = LOADERS.get(name, PrefetchLoader), THREADS.get(name)
-    more: dict[str, Any] = {} if several is None else {"prefetch_threads": several}
-    return kind(Loads(cell, batches), batch_size=SAMPLES, num_workers=cell.workers, **more)
+    return {**LOADERS, **THREADS}[name](Loads(cell, batches), batch_size=SAMPLES, num_workers=cell.workers)
 
 
 def _seconds(batches: Iterable[Any], cell: Cell | None, skip: int) -> float:

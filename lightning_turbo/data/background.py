@@ -78,8 +78,8 @@ class _Work:
             producer.halt(patience)
             if producer.is_alive() and not producer.inside():
                 warnings.warn(
-                    f"A prefetching thread is still inside the next() of {type(source).__name__} after "
-                    f"{patience:g} s; it ends after that item.",
+                    f"A prefetching thread is still inside the next() of {type(source).__name__}, or at work on what "
+                    f"that gave, after {patience:g} s; it ends after that item.",
                     TurboWarning,
                     stacklevel=2,
                 )

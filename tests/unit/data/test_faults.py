@@ -168,7 +168,7 @@ def broken_off(loader, epochs):
         (0, False, 1, 200),
         (0, False, 3, 200),
         (1, False, 1, 8),
-        (2, True, 1, 6),
+        (2, True, 1, 12),
         pytest.param(2, False, 1, 200, marks=pytest.mark.slow),
         pytest.param(2, True, 1, 200, marks=pytest.mark.slow),
     ],
@@ -212,10 +212,10 @@ def test_an_iterator_abandoned_in_a_cycle_is_collected():
     nothing_is_left()
 
 
-@pytest.mark.parametrize("several", [1, 3])
-def test_an_error_in_the_loop_releases_the_iterator(several):
+@pytest.mark.parametrize(("dataset", "several"), [(Endless(), 1), (range(10**6), 3)])
+def test_an_error_in_the_loop_releases_the_iterator(dataset, several):
     def loop():
-        for number, _ in enumerate(PrefetchLoader(range(10**6), 2, prefetch_threads=several)):
+        for number, _ in enumerate(PrefetchLoader(dataset, 2, prefetch_threads=several)):
             if number == 3:
                 raise ValueError("in the step")
 
