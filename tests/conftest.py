@@ -60,9 +60,10 @@ def _leaves_nothing_behind():
     threads = set(threading.enumerate())
     yield
     after = _globals()
-    # Lightning sets these for the whole process and leaves them.
+    # Lightning sets these for the whole process and leaves them, and so does scikit-learn when it is imported.
     lasting = (
-        "KINETO_LOG_LEVEL", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "POSSIBLE_USER_WARNINGS",
+        "CUDA_DEVICE_ORDER", "KINETO_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+        "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "POSSIBLE_USER_WARNINGS",
         "PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
     )  # fmt: skip
     for left in lasting:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from lightning_turbo import _optional
 from lightning_turbo.bench.case import Aim, SkippedError, Suite
 from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.peers import timm_loader, torchdata_loader
 from lightning_turbo.bench.workloads import plain_loop, resnet50, sgd
-from lightning_turbo.data import PackedDataset
+from lightning_turbo.data import DevicePrefetcher, PackedDataset, PrefetchLoader
 from lightning_turbo.data.dali import DALILoader, FileRecipe, ImageFolder, VolumeFiles
 from lightning_turbo.data.dali.engine import Settings
 from lightning_turbo.data.dali.files import FileStream
@@ -329,19 +329,29 @@ def resnet(meter: Meter, *, feed: str) -> dict[str, float]:
             _need_dali()
             recipe = ImageFolder(root, train=True, channels_last=True)
             loader = DALILoader(recipe, BATCH, device=meter.device, last_batch="drop", seed=meter.seed)
+        elif feed == "memory":
+            loader = DataLoader(_held(), BATCH, pin_memory=True)
+        elif feed == "prefetched":
+            loader = DevicePrefetcher(PrefetchLoader(_held(), BATCH), meter.device)
         else:
             loader = _pillow_loader(root, 224, meter.device, 2, feed)
+        there: dict[str, Any] = {"device": meter.device, "non_blocking": True}
         batches: Any = (
-            (images.to(meter.device, memory_format=torch.channels_last), labels.to(meter.device))
+            (images.to(memory_format=torch.channels_last, **there), labels.to(**there))
             for images, labels in _forever(loader)
         )
         result = plain_loop(
             meter, net, batches, sgd(list(net.parameters())),
             forward=lambda: torch.autocast(meter.device.type, torch.bfloat16),
         )  # fmt: skip
-        if feed == "dali":
+        if feed in ("dali", "prefetched"):
             loader.close()
         return result
+
+
+def _held() -> Dataset[Any]:
+    """Images in the host's memory, so that only collating and copying are left to do."""
+    return TensorDataset(torch.randn(32 * BATCH, 3, 224, 224), torch.arange(32 * BATCH) % 3)
 
 
 SUITE.add(PILLOW, pillow, baseline=True, config={"workers": 0})
@@ -374,10 +384,15 @@ SUITE.add(
     "ResNet-50 on timm's PrefetchLoader", resnet, config={"feed": "timm"}, base=SYNTHETIC, devices=("cuda",),
     needs=("timm",), peer=True,
 )  # fmt: skip
+MEMORY, PREFETCHED = (f"ResNet-50 on images in memory: {name}" for name in ("DataLoader", "DevicePrefetcher"))
+SUITE.add(MEMORY, resnet, config={"feed": "memory"}, base=SYNTHETIC, devices=("cuda",))
+SUITE.add(PREFETCHED, resnet, config={"feed": "prefetched"}, base=SYNTHETIC, devices=("cuda",), ours=True)
 SUITE.aims += [
     Aim(OURS, "", at_most=0.03, quantity="outside_pipeline", devices=("cpu",)),
     Aim(f"{OURS}, uint8", "", at_most=0.03, quantity="outside_pipeline", devices=("cpu",)),
     Aim(OURS, PILLOW, at_most=1 / 2.4, devices=("cpu",)),
     Aim("volumes: DALILoader", NUMPY, at_most=1 / 2, devices=("cpu",)),
     Aim("ResNet-50 on DALILoader", SYNTHETIC, at_most=1.05, devices=("cuda",)),
+    Aim(PREFETCHED, SYNTHETIC, at_most=1 / 0.95, devices=("cuda",)),
+    Aim(PREFETCHED, MEMORY, at_most=1.02, devices=("cuda",)),
 ]

@@ -14,6 +14,15 @@ from torch import Tensor
 
 __all__ = ["can_move", "map_batch", "move_batch", "pin_batch", "tensors_in"]
 
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+
 
 def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
     """Return a batch of the same structure with ``function`` called on its parts.
@@ -47,9 +56,16 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a batch, those in the attributes of objects with ``.to`` included."""
+    """Yield every tensor in a batch, those in the attributes of objects with ``.to`` included.
+
+    A sparse tensor comes as the strided ones that it is made of: its memory is theirs.
+    """
     if isinstance(batch, Tensor):
-        yield batch
+        parts = _SPARSE.get(batch.layout)
+        if parts is None:
+            yield batch
+        else:
+            yield from (getattr(batch, name)() for name in parts)
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_in(value)

@@ -51,6 +51,8 @@ def examine(path, monkeypatch, **settings):
     callbacks = [doctor, *options.pop("callbacks", [])]
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
                "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0, **options}  # fmt: skip
+    # Where there is a CUDA device, DataParallel would take its network there, away from the Trainer's.
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None)
     deterministic = torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():
         if hasattr(module, "WARNS"):

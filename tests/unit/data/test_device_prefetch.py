@@ -81,6 +81,19 @@ def test_any_structure_is_moved_and_kept(make):
         assert there.name == "n"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch's own word that the layout is in beta
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
+def test_a_sparse_tensor_comes_as_the_tensors_it_is_made_of(layout):
+    blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    sparse = torch.eye(4).to_sparse(layout=layout, **blocks)
+    parts = list(tensors_in({"x": sparse}))
+    assert {part.layout for part in parts} == {torch.strided}
+    assert sum(part.is_floating_point() for part in parts) == 1
+    assert len(parts) == (2 if layout is torch.sparse_coo else 3)
+
+
 def test_objects_are_asked_to_move_without_waiting_if_they_can():
     batch = Encoding(a=one())
     move_batch(batch, META)
