@@ -50,6 +50,7 @@ class HalfWeights:
         self.exact = exact and masters
         self._masters: dict[Tensor, Parameter] = {}
         self._cast: dict[Tensor, torch.dtype] = {}
+        self._buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._optimizers: list[Optimizer] = []
         self._pairs: dict[int, list[tuple[Tensor, Parameter]]] = {}
         self._handles: list[Any] = []
@@ -66,6 +67,8 @@ class HalfWeights:
                     self._masters[tensor] = Parameter(
                         (old if exact else tensor.data).to(torch.float32), requires_grad=tensor.requires_grad
                     )
+            if name in module._buffers:
+                self._buffers.append((module, name, self._cast[tensor]))
             owners.setdefault(module, []).append(name)
         if dtype in HALF_DTYPES:
             for module, names in owners.items():
@@ -171,6 +174,11 @@ class HalfWeights:
             master = self._masters.get(tensor)
             tensor.data = (tensor.data if master is None else master.data).to(tensor.device, dtype)
             tensor.grad = None
+        for module, name, dtype in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.dtype is self.dtype:  # another tensor since the module moved to a device
+                buffer.data = buffer.data.to(dtype)
+        self._buffers.clear()
         weight_of: dict[Parameter, Tensor] = {master: weight for weight, master in self._masters.items()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

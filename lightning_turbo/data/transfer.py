@@ -175,7 +175,7 @@ class DeviceIterator(Iterator[Any]):
         self.transfer = transfer
         self.place = Place(source.place.consumed)
         self._position = position
-        self._sent: deque[_Entry | BaseException] = deque()
+        self._sent: deque[_Entry | BaseException | None] = deque()  # None: the end
         stream = transfer.stream()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(transfer.device))
@@ -189,8 +189,9 @@ class DeviceIterator(Iterator[Any]):
         if not self._sent:
             self._send()
         entry = self._sent.popleft()
-        if isinstance(entry, StopIteration):
+        if entry is None:
             self.place.ended = True
+            raise StopIteration
         if isinstance(entry, BaseException):
             try:
                 raise entry
@@ -199,7 +200,7 @@ class DeviceIterator(Iterator[Any]):
         batch = self.transfer.receive(entry)
         self.place.consumed, self.place.state = entry.position
         if self.transfer.stream() is not None:
-            while len(self._sent) < self.transfer.prefetch_batches and self.source.ready() and not self._failed():
+            while len(self._sent) < self.transfer.prefetch_batches and self.source.ready() and not self._over():
                 self._send()
         return batch
 
@@ -208,16 +209,18 @@ class DeviceIterator(Iterator[Any]):
         """Whether the end of the source was handed out."""
         return self.place.ended
 
-    def _failed(self) -> bool:
-        return bool(self._sent) and isinstance(self._sent[-1], BaseException)
+    def _over(self) -> bool:
+        return bool(self._sent) and not isinstance(self._sent[-1], _Entry)
 
     def _send(self) -> None:
-        """Take a batch from the source, waiting for it if need be; an error is kept for its turn."""
+        """Take a batch from the source, waiting for it if need be; its end or an error is kept for its turn."""
         try:
             batch = next(self.source)
             place = self.source.place
             state = self._position() if self._position is not None else place.state
             self._sent.append(self.transfer.send(batch, (place.consumed, state)))
+        except StopIteration:
+            self._sent.append(None)  # the exception knows its callers, who know this iterator
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

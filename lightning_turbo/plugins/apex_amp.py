@@ -23,6 +23,7 @@ from lightning_turbo._compat import (
 from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.function_casts import to_float
+from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.model_casts import first_tensor_of
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_this_rank, put_gradients
@@ -172,7 +173,7 @@ class ApexAMP(Precision):
         """Cast the module's weights if the level says so. Called by the strategy, before optimizers are made."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
         self._place(device.type)
-        half = first_tensor_of(module, {torch.float16, self._engine.dtype})
+        half = first_tensor_of(module, HALF_DTYPES)
         if half is not None:
             raise AmpUsageError(
                 f"ApexAMP({self.opt_level!r}) was given a module whose {half!r} is half precision already; accepted is "

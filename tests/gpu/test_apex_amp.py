@@ -69,6 +69,17 @@ def test_half_is_float16_and_the_loss_falls(level):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_module_trains_again_at_another_level(level):
+    """The Trainer moves it to the device and back, which makes its buffers anew."""
+    model = Net()
+    model.register_buffer("scale", torch.ones(1))
+    fit(model, plugins=[ApexAMP(level)], max_epochs=1)
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
+    assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
+    fit(model, plugins=[ApexAMP("O1")], max_epochs=1)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_fused_step_waits_for_nothing(level):
     """torch itself says when a call would make the host wait for the device."""

@@ -363,12 +363,28 @@ def test_lbfgs_is_refused_with_a_scaler_and_taken_at_o0():
     trainer(ApexAMP("O0")).fit(model, batches(32))
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_buffers_come_back_although_a_move_made_them_anew(level):
+    """As the Trainer does after a run on a device: parameters stay the same objects, buffers do not."""
+
+    class Move(pl.Callback):
+        def on_train_end(self, trainer, module):
+            module._apply(torch.clone)
+
+    model = Net()
+    model.head.register_buffer("factor", torch.ones(1))
+    trainer(ApexAMP(level), callbacks=[Move()]).fit(model, batches(32))
+    assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.float32, torch.int64}
+    trainer(ApexAMP("O1")).fit(model, batches(32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_half_model_is_refused_by_name(level):
+def test_a_half_model_is_refused_by_name(level, dtype):
     model = Net()
     model.head.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"'head\.weight' is half precision already"):
-        trainer(ApexAMP(level)).fit(model, batches(32))
+        trainer(ApexAMP(level, dtype=dtype)).fit(model, batches(32))
 
 
 def test_precision_flag_and_plugin_together_are_lightnings_own_error():

@@ -1,7 +1,9 @@
 """DevicePrefetcher on the CPU: structures, settings, order of random draws. The rest is in tests/gpu."""
 
 import dataclasses
+import gc
 import random
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
@@ -209,6 +211,27 @@ def test_so_many_batches_are_ahead_and_the_state_counts_those_handed_out():
     with pytest.raises(StopIteration):
         next(iterator)
     assert sent == list(range(20))
+
+
+@pytest.mark.usefixtures("_no_cuda_stream")
+def test_the_last_batch_leaves_no_reference_cycle_behind():
+    """A Trainer counts the batches of a loader with a length and never asks for its end."""
+
+    class Consumer:
+        def take(self, count):
+            return [next(self.iterator) for _ in range(count)]
+
+    consumer = Consumer()
+    consumer.iterator = DeviceIterator(BackgroundIterator(iter(range(4))), Lane("cpu", prefetch_batches=3), None)
+    gc.collect()
+    gc.disable()
+    try:
+        assert consumer.take(4) == [0, 1, 2, 3]
+        seen = weakref.ref(consumer)
+        del consumer
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("_no_cuda_stream")
