@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test check docs unit slow gpu release pairs clean
+.PHONY: demo test check docs unit slow gpu gpu-pretended release pairs clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-turbo demo $(DEMO_ARGS)
@@ -32,6 +32,10 @@ slow: $(STAMP)
 # On a machine with a CUDA device; fails if no test ran.
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# The same on a CPU, on two devices that are pretended: see tests/release/pretended_cuda/run.py. Needs a C++ compiler.
+gpu-pretended: $(STAMP)
+	$(BIN)/python tests/release/pretended_cuda/run.py $(PYTEST_ARGS)
 
 # Before a release: wheel and sdist are built, looked at, installed outside the repository, and run there.
 release: $(STAMP)

@@ -1,0 +1,89 @@
+"""One of two ranks on two CUDA devices, under NCCL; run by test_ranks.py."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import ApexAMP, ExactAccumulation, GradToNone, PrefetchDataModule, TurboDDPStrategy
+
+LEVELS = ("O0", "O1", "O2")
+SETTINGS = {
+    "stock": lambda: "ddp",
+    "turbo": lambda: "turbo_ddp",
+    "synced": lambda: TurboDDPStrategy(sync_batchnorm=True),
+    "bf16": lambda: TurboDDPStrategy(grad_compression="bf16"),
+    "fp16": lambda: TurboDDPStrategy(grad_compression="fp16", static_graph=True),
+    "windows": lambda: "turbo_ddp",
+}
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        self.kinds = ()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        self.kinds = {type(module).__name__ for module in self.trainer.strategy.model.modules()}
+        loss = nn.functional.cross_entropy(self(batch[0]).float(), batch[1])
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Data(PrefetchDataModule):
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(80, 1, 8, 8, generator=generator)
+        return DataLoader(TensorDataset(images, (images.mean((1, 2, 3)) > 0).long()), batch_size=8)
+
+
+def length(batch):
+    return torch.tensor(float(len(batch[0])), device=batch[0].device)
+
+
+def fit(strategy, level, **settings):
+    pl.seed_everything(0, verbose=False)
+    model = Net()
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, plugins=[ApexAMP(level)], **settings,
+    )  # fmt: skip
+    trainer.fit(model, datamodule=Data())
+    return model, trainer
+
+
+def main():
+    warnings.simplefilter("ignore")
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    for level in LEVELS:
+        for name, strategy in SETTINGS.items():
+            windows = {"accumulate_grad_batches": 3, "callbacks": [GradToNone(), ExactAccumulation(weight=length)]}
+            model, trainer = fit(strategy(), level, **(windows if name == "windows" else {}))
+            end = {
+                "weights": {key: value.detach().cpu() for key, value in model.named_parameters()},
+                "synced": "SyncBatchNorm" in model.kinds,
+                "loss": trainer.callback_metrics["loss"].item(),
+            }
+            torch.save(end, folder / f"{name}.{level}.{rank}")
+    try:
+        fit(TurboDDPStrategy(bucket_cap_mb=25 + rank), "O1")
+    except MisconfigurationException as error:
+        (folder / f"refused.{rank}").write_text(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Runs the tests for CUDA, or any other command, on pretended devices: on a CPU, with a torch without CUDA.
+
+    python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] [PYTEST ARGUMENTS]
+    python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] --module lightning_turbo demo --device cuda
+
+A pretended device has the host's memory and the CPU's kernels. It shows tensors on the wrong device, waits for the
+device, bytes asked for, NCCL's refusal of host tensors, and whatever else differs between the two kinds of device. It
+shows no speed, no fault in the use of streams, and nothing of DALI on a GPU. Needs a C++ compiler; built for the torch
+of constraints.txt.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+# What only a real device can answer.
+REAL = (
+    "tests/gpu/test_dali.py",
+    "tests/gpu/test_device_prefetch.py::test_throughput_is_that_of_data_on_the_device",
+    "tests/gpu/test_doctor.py::test_the_time_line_is_the_devices",
+    "tests/gpu/test_doctor.py::test_the_machine_is_known",
+)
+
+
+def build(folder):
+    """Compile the sources and return the library; unchanged ones are not compiled again."""
+    from torch.utils.cpp_extension import load
+
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"building {folder / 'pretended_cuda.so'} ...", flush=True)
+    sources = [str(HERE / name) for name in ("device.cpp", "kernels.cpp")]
+    load(
+        "pretended_cuda", sources, extra_cflags=["-O1"], build_directory=str(folder), is_python_module=False,
+    )  # fmt: skip
+    return folder / "pretended_cuda.so"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--devices", type=int, default=2, help="how many, 1 or more (default 2)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "pretended_cuda", help="for what is built")
+    parser.add_argument("--module", action="store_true", help="run the module that is named next, not pytest")
+    asked, words = parser.parse_known_args()
+    if asked.devices < 1:
+        parser.error(f"--devices {asked.devices}: 1 or more")
+    environment = {
+        **os.environ,
+        "PRETENDED_CUDA": str(asked.devices),
+        "PRETENDED_CUDA_LIBRARY": str(build(asked.folder.resolve())),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    if not asked.module:
+        words = words or ["-m", "gpu", "tests/gpu", *(word for each in REAL for word in ("--deselect", each))]
+        words = ["pytest", *words]
+    return subprocess.run(
+        [sys.executable, "-m", *words], env=environment, cwd=None if asked.module else ROOT
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
