@@ -133,8 +133,11 @@ class DeviceTransfer:
             return work(batch), None
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(stream):
-            if before is None and any(t.is_cuda for t in tensors):
+            there = [t for t in tensors if t.is_cuda] if before is None else []
+            if there:
                 stream.wait_stream(current)  # the loader made them there
+            for tensor in there:
+                tensor.record_stream(stream)  # and their memory goes back to that stream only after this one
             batch = work(batch)
             return batch, stream.record_event()
 

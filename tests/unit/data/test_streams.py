@@ -1,0 +1,176 @@
+"""The order of work on the side stream: nothing is read before it is written or given back while it is read.
+
+A pretended ``torch.cuda`` keeps a vector clock for each stream (Mattern, 1989). A tensor knows the stream and the time
+of its making; reading it on a stream whose clock has not heard of that time is a fault, and so is the end of a tensor
+that a stream has read which the allocator was not told of.
+"""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+
+from lightning_turbo.data import DevicePrefetcher
+from lightning_turbo.data.transfer import DeviceTransfer
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Stream:
+    def __init__(self, device=None):
+        self.clock = Counter()
+
+    def now(self):
+        self.clock[self] += 1
+        return self.clock[self]
+
+    def record_event(self):
+        self.now()
+        return self.clock.copy()
+
+    def wait_event(self, event):
+        self.clock |= event
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+class Cuda:
+    """What the module under test asks of torch.cuda, and the faults that were seen."""
+
+    def __init__(self):
+        self.stream = self.main = Stream()
+        self.side = []
+        self.faults = []
+
+    def new(self, device):
+        self.side.append(Stream())
+        return self.side[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    made = Cuda()
+    OnDevice.cuda = made
+    for name, value in {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "Stream": made.new,
+        "stream": made.on, "current_stream": lambda device=None: made.stream,
+        "get_rng_state": lambda device: torch.zeros(1),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return made
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the device. Its values are on the host; its history is what is looked at."""
+
+    cuda = None
+    is_cuda = True
+    device = DEVICE
+
+    @classmethod
+    def make(cls, values):
+        self = values.as_subclass(cls)
+        self.stream = cls.cuda.stream
+        self.time, self.told, self.readers = self.stream.now(), {self.stream}, set()
+        return self
+
+    def to(self, device, non_blocking=False):
+        return self
+
+    def record_stream(self, stream):
+        self.told.add(stream)
+
+    def read(self):
+        """A kernel on the current stream that reads this tensor."""
+        reader = self.cuda.stream
+        if reader.clock[self.stream] < self.time:
+            self.cuda.faults.append("read before it was written")
+        reader.now()
+        self.readers.add(reader)
+        return self.as_subclass(torch.Tensor)
+
+    def __del__(self):
+        if getattr(self, "readers", set()) - getattr(self, "told", set()):
+            self.cuda.faults.append("given back while a stream may read it")
+
+
+class OnHost(torch.Tensor):
+    pinned = False
+
+    def is_pinned(self):
+        return self.pinned
+
+    def pin_memory(self):
+        twin = self.clone().as_subclass(OnHost)
+        twin.pinned = True
+        return twin
+
+    def to(self, device, non_blocking=False):
+        assert self.pinned, "only copies from pinned memory run beside the step"
+        assert non_blocking
+        return OnDevice.make(self.as_subclass(torch.Tensor).clone())
+
+
+def host(count=6):
+    return [torch.full((4,), float(n)).as_subclass(OnHost) for n in range(count)]
+
+
+class Born:
+    """A loader that makes its batches on the device."""
+
+    def __iter__(self):
+        return (OnDevice.make(torch.full((4,), float(n))) for n in range(6))
+
+
+def double(batch):
+    return OnDevice.make(batch.read() * 2)
+
+
+def noisy(batch):
+    return OnDevice.make(batch.read() * 2 + 0 * torch.rand(1))
+
+
+def moved(batch, device):
+    return batch.to(device, non_blocking=True)
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("transfer", [None, moved])
+@pytest.mark.parametrize("transform", [None, double, noisy])
+@pytest.mark.parametrize("loader", [host, Born])
+def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transform, transfer, min_bytes):
+    source = Born() if loader is Born else host()
+    prefetcher = DevicePrefetcher(source, DEVICE, min_bytes=min_bytes, transform=transform, transfer=transfer)
+    for _ in range(2):
+        got = []
+        for batch in prefetcher:
+            got.append(batch.read().tolist()[0])
+            del batch
+        assert got == [n * (1.0 if transform is None else 2.0) for n in range(6)]
+    prefetcher.close()
+    assert cuda.faults == []
+    assert len(cuda.side) == 1  # one stream for the run
+
+
+class Hasty(DeviceTransfer):
+    def receive(self, entry):
+        return entry.batch
+
+
+def test_what_is_looked_for_is_found(cuda):
+    """Without the wait and the note to the allocator, both faults are seen."""
+    prefetcher = DevicePrefetcher(host(), DEVICE, min_bytes=0)
+    prefetcher.transfer = Hasty(DEVICE, min_bytes=0)
+    for batch in prefetcher:
+        batch.read()
+        del batch
+    prefetcher.close()
+    assert set(cuda.faults) == {"read before it was written", "given back while a stream may read it"}
