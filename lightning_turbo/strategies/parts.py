@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
@@ -101,7 +102,7 @@ class TurboParts:
         self.lean_logging = lean_logging
         self.sigterm_every = sigterm_every
         self._borrowed = ExitStack()
-        self._prefetchers: list[DevicePrefetcher] = []
+        self._prefetchers: WeakSet[DevicePrefetcher] = WeakSet()  # a loader that is replaced ends with its workers
         self._told: set[str] = set()
 
     def before_setup(self, strategy: Strategy, trainer: Any) -> None:
@@ -152,12 +153,12 @@ class TurboParts:
         if isinstance(loader, DataLoader) and not loader.pin_memory:
             self._tell("device_prefetch copies fastest from pinned memory: pass pin_memory=True to the DataLoader.")
         prefetcher = DevicePrefetcher(loader, strategy.root_device, prefetch_batches=self.prefetch_batches)
-        self._prefetchers.append(prefetcher)
+        self._prefetchers.add(prefetcher)
         return prefetcher
 
     def give_back(self) -> None:
         """Put every switch back, end the prefetching, and follow no optimizer any more."""
-        for prefetcher in self._prefetchers:
+        for prefetcher in list(self._prefetchers):
             prefetcher.close()
         self._prefetchers.clear()
         self._borrowed.close()

@@ -2,12 +2,13 @@
 
 import functools
 import gc
+import multiprocessing
 import time
 import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
@@ -217,6 +218,30 @@ def test_the_datamodule_copies_ahead_under_a_trainer(hooked):
     assert isinstance(iter(trainer.train_dataloader), DeviceIterator)
     trainer.train_dataloader.close()
     assert model.seen == [list(range(k, k + 8)) for k in range(0, 64, 8)] * 2
+
+
+@pytest.mark.parametrize(("base", "strategy"), [(PrefetchDataModule, "auto"), (LightningDataModule, "turbo")])
+def test_worker_processes_end_with_the_loader_that_they_served(base, strategy):
+    class Reloaded(base):
+        def train_dataloader(self):
+            return DataLoader(Numbered(), batch_size=8, num_workers=2, persistent_workers=True, pin_memory=True)
+
+    class Count(Callback):
+        def __init__(self):
+            self.processes = []
+
+        def on_train_epoch_end(self, trainer, module):
+            self.processes.append(len(multiprocessing.active_children()))
+
+    count = Count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(
+            accelerator="gpu", devices=1, strategy=strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[count],
+        ).fit(Module(), datamodule=Reloaded())  # fmt: skip
+    assert count.processes == [2] * 4
 
 
 @pytest.mark.parametrize("workers", [0, 2])
