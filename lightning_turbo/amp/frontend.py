@@ -140,7 +140,7 @@ def initialize(
         cast_model_outputs=cast_model_outputs,
     )
     for model in model_list:
-        _check_model(model)
+        _check_model(model, engine.dtype)
     for optimizer in optimizer_list:
         _check_optimizer(optimizer)
     shutdown()
@@ -316,13 +316,13 @@ def _device_type(models: Sequence[nn.Module]) -> str:
     return "cpu"
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, half: torch.dtype) -> None:
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise AmpUsageError(
             f"initialize was given a model wrapped in {type(model).__name__}; accepted is the model itself. Wrap it "
             "after initialize."
         )
-    name = first_tensor_of(model, HALF_DTYPES)
+    name = first_tensor_of(model, [torch.float16, half])
     if name is not None:
         raise AmpUsageError(
             f"initialize was given a model whose {name!r} is half precision; accepted is float32. Do not call .half() "
