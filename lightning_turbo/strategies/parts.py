@@ -158,7 +158,7 @@ class TurboParts:
 
     def give_back(self) -> None:
         """Put every switch back, end the prefetching, and follow no optimizer any more."""
-        for prefetcher in list(self._prefetchers):
+        for prefetcher in self._prefetchers:
             prefetcher.close()
         self._prefetchers.clear()
         self._borrowed.close()

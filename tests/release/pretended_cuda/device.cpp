@@ -19,6 +19,12 @@ namespace pretended {
 thread_local int current = 0;
 
 int count = std::getenv("PRETENDED_CUDA") ? std::atoi(std::getenv("PRETENDED_CUDA")) : 0;
+int exchange(int index) {
+  int before = current;
+  if (index >= 0) current = index;
+  return before;
+}
+
 c10::Device here(int index = -1) { return c10::Device(c10::DeviceType::CUDA, index < 0 ? current : index); }
 
 // ---- memory
@@ -113,11 +119,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return here(); }
   void setDevice(c10::Device d) const override {
     TORCH_CHECK(d.index() < count, "CUDA error: invalid device ordinal");
-    if (d.index() >= 0) current = d.index();
+    exchange(d.index());
   }
-  void uncheckedSetDevice(c10::Device d) const noexcept override {
-    if (d.index() >= 0) current = d.index();
-  }
+  void uncheckedSetDevice(c10::Device d) const noexcept override { exchange(d.index()); }
   c10::Stream getStream(c10::Device d) const override {
     return c10::Stream(c10::Stream::UNSAFE, here(d.index()), current_stream);
   }
@@ -166,19 +170,9 @@ struct PretendedHooks final : CUDAHooksInterface {
   DeviceIndex deviceCount() const override { return count; }
   DeviceIndex current_device() const override { return current; }
   DeviceIndex getCurrentDevice() const override { return current; }
-  void setCurrentDevice(DeviceIndex d) const override {
-    if (d >= 0) current = d;
-  }
-  DeviceIndex exchangeDevice(DeviceIndex d) const override {
-    int old = current;
-    if (d >= 0) current = d;
-    return old;
-  }
-  DeviceIndex maybeExchangeDevice(DeviceIndex d) const override {
-    int old = current;
-    if (d >= 0) current = d;
-    return old;
-  }
+  void setCurrentDevice(DeviceIndex d) const override { exchange(d); }
+  DeviceIndex exchangeDevice(DeviceIndex d) const override { return exchange(d); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return exchange(d); }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return generator(); }
   Generator getNewGenerator(DeviceIndex) const override { return make_generator<CPUGeneratorImpl>(); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
@@ -219,8 +213,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_sync_mode", [](int mode) { sync_mode = mode; });
   m.def("count", [] { return count; });
   m.def("current_device", [] { return current; });
-  m.def("set_device", [](int index) {
-    if (index >= 0) current = index;
-  });
+  m.def("exchange", [](int index) { return exchange(index); });
   m.def("set_stream", [](int64_t id) { current_stream = id; });
 }

@@ -10,13 +10,11 @@ c10::Allocator* memory();
 const at::Generator& generator();
 void waits(const char* what);  // a call that makes the host wait for the device
 
-extern thread_local int current;
+int exchange(int index);  // takes another device as the current one, -1 the same, and returns the one before
 
 struct On {  // a device for a while
-  explicit On(int index) : before(current) {
-    if (index >= 0) current = index;
-  }
-  ~On() { current = before; }
+  explicit On(int index) : before(exchange(index)) {}
+  ~On() { exchange(before); }
   int before;
 };
 

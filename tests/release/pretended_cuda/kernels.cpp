@@ -39,6 +39,16 @@ at::Tensor there(const at::Tensor& t) {
   return out;
 }
 
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size,
+                        c10::IntArrayRef stride) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return self;
+}
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
 struct Below {  // autograd, autocast and the like are through already
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard autocast{at::autocast_dispatch_keyset};
@@ -122,11 +132,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return there(t);
   };
   for (auto& pair : made) {
-    if (pair.first.sizes() != pair.second.sizes() || pair.first.strides() != pair.second.strides()) {
-      at::Tensor fresh = there(pair.second);
-      pair.first.unsafeGetTensorImpl()->set_storage_keep_dtype(fresh.storage());
-      pair.first.unsafeGetTensorImpl()->set_sizes_and_strides(fresh.sizes(), fresh.strides(), 0);
-    }
+    if (pair.first.sizes() != pair.second.sizes() || pair.first.strides() != pair.second.strides())
+      set_tensor(pair.first, there(pair.second));
   }
   const size_t results = schema.returns().size(), at0 = stack->size() - results;
   for (size_t i = 0; i < results; ++i) {
@@ -188,21 +195,11 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::op
   On on(self.device().index());
   at::Tensor alias = host(self).clone();
   alias.resize_(size, format);
-  at::Tensor fresh = there(alias);
-  self.unsafeGetTensorImpl()->set_storage_keep_dtype(fresh.storage());
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(fresh.sizes(), fresh.strides(), 0);
+  at::Tensor same = self;
+  set_tensor(same, there(alias));
   return self;
 }
 
-at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size,
-                        c10::IntArrayRef stride) {
-  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
-  return self;
-}
-at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
-}
 at::Tensor& set_whole(at::Tensor& self, at::Storage source) {
   int64_t count = source.nbytes() / self.dtype().itemsize();
   return set_storage(self, std::move(source), 0, {count}, {1});
@@ -243,8 +240,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", record_stream);
   m.impl("is_pinned", pinned_tensor);
   // Composites that ask for kernels of CUDA behind the dispatcher's back.
-  for (const char* name :
-       {"convolution", "convolution_backward", "convolution_overrideable", "nan_to_num.out", "native_group_norm",
-        "native_group_norm_backward", "native_dropout", "native_dropout_backward", "mse_loss"})
+  for (const char* name : {"convolution", "convolution_backward", "native_group_norm", "mse_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

@@ -49,12 +49,6 @@ def index_of(where):
     return -1 if found is None else found
 
 
-def exchange(index):
-    before = device.current_device()
-    device.set_device(index)
-    return before
-
-
 class Stream(torch.Stream):
     def __new__(cls, where=None, priority=0, **known):
         if known:
@@ -111,10 +105,10 @@ class DeviceContext:
         self.index = index_of(where)
 
     def __enter__(self):
-        self.before = exchange(self.index)
+        self.before = device.exchange(self.index)
 
     def __exit__(self, *_):
-        exchange(self.before)
+        device.exchange(self.before)
 
 
 def nothing(*_, **__):
@@ -143,8 +137,9 @@ def install():
     torch.version.cuda = "12.8"
     torch.UntypedStorage.clone, torch.UntypedStorage.to = clone_storage, move_storage
     given = {
-        "_exchange_device": exchange, "_initialized": True, "_is_in_bad_fork": lambda: False, "_lazy_init": nothing,
-        "_maybe_exchange_device": exchange, "Event": Event, "Stream": Stream, "current_device": device.current_device,
+        "_exchange_device": device.exchange, "_initialized": True, "_is_in_bad_fork": lambda: False,
+        "_lazy_init": nothing, "_maybe_exchange_device": device.exchange, "Event": Event, "Stream": Stream,
+        "current_device": device.current_device,
         "current_stream": current_stream, "default_generators": (device.generator(),) * device.count(),
         "default_stream": lambda where=None: _default, "device": DeviceContext, "device_count": device.count,
         "empty_cache": lambda: device.empty_cache(), "get_arch_list": lambda: ["sm_80"],
@@ -159,7 +154,7 @@ def install():
         "memory_reserved": lambda where=None: device.reserved(),
         "memory_stats": lambda where=None: {"num_alloc_retries": 0, "num_ooms": 0},
         "reset_peak_memory_stats": lambda where=None: device.reset_peak(),
-        "set_device": lambda where: device.set_device(index_of(where)), "set_stream": set_stream,
+        "set_device": lambda where: device.exchange(index_of(where)), "set_stream": set_stream,
         "set_sync_debug_mode": lambda mode: device.set_sync_mode(_MODES.get(mode, mode)), "stream": stream_context,
         "synchronize": nothing, "utilization": lambda where=None: 0,
     }  # fmt: skip
