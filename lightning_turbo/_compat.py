@@ -81,6 +81,7 @@ __all__ = [
     "begin_epoch_again",
     "bind_lightning",
     "bound_name",
+    "callbacks_named",
     "check_binding",
     "check_lean",
     "end_epoch_of_checkpoint",
@@ -347,6 +348,12 @@ def take_loader_state(trainer: Any, loader: Any) -> dict[str, Any] | None:
     states = trainer.fit_loop._combined_loader_states_to_load
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return states.pop(0) if states and stateful else None
+
+
+def callbacks_named(*names: str) -> tuple[type, ...]:
+    """Return Lightning's callbacks of these names, without those that this version of it does not have."""
+    callbacks = importlib.import_module(f"{bound_name()}.callbacks")
+    return tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
 
 
 def takes_batch_index(training_step: Any) -> bool:

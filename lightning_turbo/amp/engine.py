@@ -85,12 +85,15 @@ class AmpEngine:
         self._flags: dict[int, Tensor] = {}
         self._last_flag: Tensor | None = None
 
-    def convert(self, modules: Iterable[nn.Module], guarded: Iterable[nn.Module]) -> None:
+    def convert(
+        self, modules: Iterable[nn.Module], guarded: Iterable[nn.Module], *, without_buffers: nn.Module | None = None
+    ) -> None:
         """Cast the modules' weights if the level says so, and watch the modules where data enters and leaves.
 
         Args:
             modules: The modules whose own parameters and buffers are cast, without their submodules'.
             guarded: The modules at whose calls floating inputs and outputs are cast.
+            without_buffers: One of the modules, whose buffers are left as they are.
         """
         props = self.properties
         if props.cast_model_type is not None:
@@ -100,6 +103,7 @@ class AmpEngine:
                 keep_batchnorm_fp32=bool(props.keep_batchnorm_fp32),
                 masters=bool(props.master_weights) and props.casts_to_half,
                 exact=self.exact_masters,
+                without_buffers=without_buffers,
             )
             self.boundary = Boundary(props.cast_model_type, props.cast_model_outputs or torch.float32)
             self.boundary.guard(guarded)
@@ -114,6 +118,10 @@ class AmpEngine:
     def has_masters(self) -> bool:
         """Whether the optimizers update masters."""
         return self.weights is not None and any(True for _ in self.weights.masters())
+
+    def widened(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the masters in the place of the model's half weights."""
+        return contextlib.nullcontext() if self.weights is None else self.weights.widened()
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of a loss.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class HalfWeights:
         masters: Whether the optimizers shall update float32 masters.
         exact: Whether the masters are the float32 weights as they were. ``False`` rounds them to half first, as
             apex does; the ``state_dict`` then holds the widened half weights, as apex's does.
+        without_buffers: One of the modules, whose buffers are left as they are.
 
     Note:
         Exact masters keep float32 copies of frozen weights as well, so that they come back unrounded.
@@ -44,6 +46,7 @@ class HalfWeights:
         keep_batchnorm_fp32: bool,
         masters: bool,
         exact: bool = True,
+        without_buffers: nn.Module | None = None,
     ) -> None:
         self.dtype = dtype
         self.with_masters = masters
@@ -54,8 +57,11 @@ class HalfWeights:
         self._optimizers: list[Optimizer] = []
         self._pairs: dict[int, list[tuple[Tensor, Parameter]]] = {}
         self._handles: list[Any] = []
-        owners: dict[nn.Module, list[str]] = {}
-        for module, name, tensor in castable_tensors(modules, keep_batchnorm_fp32=keep_batchnorm_fp32):
+        self._owners: dict[nn.Module, list[str]] = {}
+        self._folded: set[Tensor] | None = None
+        for module, name, tensor in castable_tensors(
+            modules, keep_batchnorm_fp32=keep_batchnorm_fp32, without_buffers=without_buffers
+        ):
             if tensor not in self._cast:
                 if tensor.dtype is dtype:
                     continue
@@ -69,11 +75,11 @@ class HalfWeights:
                     )
             if name in module._buffers:
                 self._buffers.append((module, name, self._cast[tensor]))
-            owners.setdefault(module, []).append(name)
+            self._owners.setdefault(module, []).append(name)
         if dtype in HALF_DTYPES:
-            for module, names in owners.items():
+            for module, names in self._owners.items():
                 self._hook(module, tuple(names))
-        for module in owners:
+        for module in self._owners:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 
@@ -91,6 +97,32 @@ class HalfWeights:
     def masters(self) -> Iterator[Parameter]:
         """Yield every master, those of frozen weights too."""
         yield from self._masters.values()
+
+    @contextlib.contextmanager
+    def widened(self) -> Iterator[None]:
+        """Put the masters into the model in the place of its half weights.
+
+        Inside, the model's parameters are float32, and those that the optimizers hold. What is changed in them stays.
+        """
+        places = [
+            (module, name, weight)
+            for module, names in self._owners.items()
+            for name in names
+            if (weight := module._parameters.get(name)) is not None and self.with_masters
+        ]
+        for module, name, weight in places:
+            if weight not in self._masters:  # frozen, and not exact
+                self._masters[weight] = Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
+            module._parameters[name] = self._masters[weight]
+        try:
+            yield
+        finally:
+            for module, name, weight in places:
+                module._parameters[name] = weight
+                weight.requires_grad_(self._masters[weight].requires_grad)
+                self._fold_as_produced(weight)
+            self._pairs.clear()
+            self._round([(weight, self._masters[weight]) for _, _, weight in places])
 
     def attach(self, optimizer: Optimizer) -> None:
         """Put masters in the place of half weights in an optimizer.
@@ -113,6 +145,9 @@ class HalfWeights:
             new = weight not in self._masters and weight.requires_grad and weight.dtype in HALF_DTYPES
             if new and self.with_masters:
                 self._masters[weight] = Parameter(weight.detach().float())
+            if weight in self._masters:
+                self._masters[weight].requires_grad_(weight.requires_grad)
+                self._fold_as_produced(weight)
         group["params"] = [self._masters.get(weight, weight) for weight in group["params"]]
 
     @staticmethod
@@ -145,10 +180,15 @@ class HalfWeights:
         weight.grad = None
 
     def fold_as_produced(self) -> None:
-        """Fold every gradient as soon as the backward pass has accumulated it."""
+        """Fold every gradient as soon as the backward pass has accumulated it, also of weights thawed later."""
+        self._folded = set()
         for weight in self._masters:
-            if weight.requires_grad:
-                self._handles.append(weight.register_post_accumulate_grad_hook(self.fold))
+            self._fold_as_produced(weight)
+
+    def _fold_as_produced(self, weight: Tensor) -> None:
+        if self._folded is not None and weight.requires_grad and weight not in self._folded:
+            self._folded.add(weight)
+            self._handles.append(weight.register_post_accumulate_grad_hook(self.fold))
 
     def fold_all(self) -> None:
         """Fold every gradient that waits on a weight."""
@@ -158,12 +198,18 @@ class HalfWeights:
     @torch.no_grad()
     def copy_to_model(self, optimizer: Optimizer) -> None:
         """Copy an optimizer's masters into the half weights, rounding to nearest."""
-        pairs = self.pairs(optimizer)
+        self._round(self.pairs(optimizer))
+
+    @staticmethod
+    @torch.no_grad()
+    def _round(pairs: Sequence[tuple[Tensor, Parameter]]) -> None:
         if pairs:
             torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
 
     def restore(self) -> None:
         """Give the model its old dtypes back: exact where there are masters, else the half values widened.
+
+        What was changed in a half weight itself, by a callback say, is kept.
 
         Optimizers get the model's own parameters back, with their state.
         """
@@ -172,8 +218,10 @@ class HalfWeights:
         self._handles.clear()
         for tensor, dtype in self._cast.items():
             master = self._masters.get(tensor)
-            tensor.data = (tensor.data if master is None else master.data).to(tensor.device, dtype)
+            tensor.data = _float_value(tensor, master).to(dtype)
             tensor.grad = None
+            if master is not None:
+                master.data = tensor.data  # so that no more than one of the two fills memory
         for module, name, dtype in self._buffers:
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.dtype is self.dtype:  # another tensor since the module moved to a device
@@ -188,6 +236,16 @@ class HalfWeights:
         self._pairs.clear()
         self._masters.clear()
         self._cast.clear()
+        self._owners.clear()
+
+
+def _float_value(tensor: Tensor, master: Tensor | None) -> Tensor:
+    """Return what a half tensor stands for in float32: its master, but for entries changed in the tensor itself."""
+    wide = tensor.detach().float()
+    if master is None:
+        return wide
+    own = master.detach().to(tensor.device)
+    return torch.where(own.to(tensor.dtype) == tensor, own, wide)
 
 
 class _FloatState:
@@ -212,13 +270,8 @@ class _Saving(_FloatState):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name in self.tensors:
             if prefix + name in state:
-                tensor = getattr(module, name).detach()
-                master = self.masters.get(getattr(module, name)) if self.exact else None
-                state[prefix + name] = tensor.float()
-                if master is not None:
-                    # An entry that someone has changed in the weight itself is no longer the master's.
-                    own = master.detach().to(tensor.device)
-                    state[prefix + name] = torch.where(own.to(tensor.dtype) == tensor, own, state[prefix + name])
+                tensor = getattr(module, name)
+                state[prefix + name] = _float_value(tensor, self.masters.get(tensor) if self.exact else None)
 
 
 class _Loading(_FloatState):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["Boundary", "cast_floats", "castable_tensors", "first_tensor_of"]
+__all__ = ["Boundary", "cast_floats", "castable_tensors", "first_tensor_of", "parts_of"]
 
 
 def first_tensor_of(model: nn.Module, dtypes: Iterable[torch.dtype]) -> str | None:
@@ -24,13 +24,14 @@ def first_tensor_of(model: nn.Module, dtypes: Iterable[torch.dtype]) -> str | No
 
 
 def castable_tensors(
-    modules: Iterable[nn.Module], *, keep_batchnorm_fp32: bool
+    modules: Iterable[nn.Module], *, keep_batchnorm_fp32: bool, without_buffers: nn.Module | None = None
 ) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the floating parameters and buffers that these modules hold themselves.
 
     Args:
         modules: Modules, without their submodules; one that comes twice counts once.
         keep_batchnorm_fp32: Leave out affine batch norm, synchronised too. Other norms are cast, as in apex.
+        without_buffers: One of them, whose buffers are left out.
 
     Yields:
         The owning module, the tensor's name in it, and the tensor. A parameter shared by several modules comes
@@ -39,9 +40,23 @@ def castable_tensors(
     for module in dict.fromkeys(modules):
         if keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine:
             continue
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        buffers = {} if module is without_buffers else module._buffers
+        for name, tensor in (*module._parameters.items(), *buffers.items()):
             if tensor is not None and tensor.is_floating_point():
                 yield module, name, tensor
+
+
+def parts_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return which modules' weights are cast, and at which modules' calls data is, for a LightningModule.
+
+    Children without parameters, as losses and metrics, stay as they are.
+
+    Args:
+        module: Whose training step calls what it holds.
+    """
+    inner = [m for child in module.children() if any(True for _ in child.parameters()) for m in child.modules()]
+    guarded = [m for m in dict.fromkeys(inner) if any(True for _ in m.parameters())]
+    return [module, *inner], [module, *guarded]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
-from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_info
+from lightning_turbo._compat import (
+    Callback,
+    LightningModule,
+    callbacks_named,
+    check_binding,
+    rank_zero_info,
+)
 from lightning_turbo.nn.bias import BiasReport, drop_bias_before_norm
 
 __all__ = ["DropBiasBeforeNorm"]
@@ -23,8 +30,8 @@ class DropBiasBeforeNorm(Callback):
 
     Raises:
         TypeError: If ``network`` is no string.
-        ValueError: If both arguments are given; in ``setup``, if the module has no such submodule, or it cannot be
-            traced.
+        ValueError: If both arguments are given; in ``setup``, if the module has no such submodule, it cannot be
+            traced, or a callback before this one averages weights.
 
     Warns:
         NoEffectWarning: If there was nothing to drop.
@@ -52,10 +59,17 @@ class DropBiasBeforeNorm(Callback):
         self.report: BiasReport | None = None
         self._done: LightningModule | None = None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Drop the biases, once for each module."""
         if self._done is pl_module:
             return
+        for callback in takewhile(lambda callback: callback is not self, trainer.callbacks):
+            if isinstance(callback, callbacks_named("StochasticWeightAveraging", "WeightAveraging")):
+                name = type(callback).__name__
+                raise ValueError(
+                    f"DropBiasBeforeNorm stands after {name} in the Trainer's callbacks, which has copied the module "
+                    f"with its biases already; accepted is the other order. Put it before {name}."
+                )
         inputs: Any = None
         if self.use_example_input:
             inputs = pl_module.example_input_array

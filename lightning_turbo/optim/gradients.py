@@ -47,8 +47,9 @@ class GradientRelease:
 
     Args:
         optimizer: The optimizer whose steps are followed.
-        parameters: Whose gradients are released; ``None`` means the optimizer's own. Give the half-precision weights
-            too where the optimizer holds float32 masters of them.
+        parameters: Whose gradients are released; ``None`` means the optimizer's own, those of groups added later too.
+            Give the half-precision weights too where the optimizer holds float32 masters of them.
+        leave: Parameters of the optimizer that are left alone.
 
     Raises:
         TypeError: If ``optimizer`` is no optimizer.
@@ -69,21 +70,33 @@ class GradientRelease:
         >>> release.remove()
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        leave: Iterable[Tensor] = (),
+    ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={optimizer!r}: accepted is a torch.optim.Optimizer. Pass the optimizer itself.")
         self.optimizer = optimizer
         self.state = ReleaseState.WATCHING
-        self._parameters = None if parameters is None else list(parameters)
+        self._given = parameters is not None
+        self._parameters = [] if parameters is None else list(parameters)
+        self._leave = {id(parameter) for parameter in leave}
+        self._groups = 0
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients are released."""
-        if self._parameters is not None:
-            return self._parameters
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        groups = self.optimizer.param_groups
+        if not self._given and len(groups) != self._groups:
+            owned = [parameter for group in groups for parameter in group["params"]]
+            self._parameters = [parameter for parameter in owned if id(parameter) not in self._leave]
+            self._groups = len(groups)
+        return self._parameters
 
     @property
     def watched(self) -> bool:
@@ -128,9 +141,7 @@ def release_after_steps(optimizers: Iterable[torch.optim.Optimizer]) -> list[Gra
         2
     """
     optimizers = list(optimizers)
-    owned = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
-    owners = Counter(id(parameter) for parameters in owned for parameter in parameters)
-    return [
-        GradientRelease(optimizer, [parameter for parameter in parameters if owners[id(parameter)] == 1])
-        for optimizer, parameters in zip(optimizers, owned, strict=True)
-    ]
+    owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    owners = Counter(id(parameter) for parameter in owned)
+    shared = [parameter for parameter in owned if owners[id(parameter)] > 1]
+    return [GradientRelease(optimizer, leave=shared) for optimizer in optimizers]

@@ -24,9 +24,10 @@ from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.function_casts import to_float
 from lightning_turbo.amp.levels import HALF_DTYPES
-from lightning_turbo.amp.model_casts import first_tensor_of
+from lightning_turbo.amp.model_casts import first_tensor_of, parts_of
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_this_rank, put_gradients
+from lightning_turbo.plugins.float_callbacks import FloatCallbacks
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
 from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
@@ -139,6 +140,7 @@ class ApexAMP(Precision):
         self._waiting_gradients: list[dict[str, Tensor]] | None = None
         self._optimizers: list[Optimizer] = []
         self._watch: NonFiniteWatch | None = None
+        self._float_callbacks = FloatCallbacks()
         self._state_found = False
 
     @property
@@ -167,6 +169,13 @@ class ApexAMP(Precision):
         """Whether the last optimizer step was skipped; waits for the device."""
         return self._engine.skipped_last_step
 
+    def float_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the module's parameters are O2's float32 masters; what is changed in them stays.
+
+        An average of weights needs it. Lightning's own callbacks that average weights, or thaw them, run in it.
+        """
+        return self._engine.widened()
+
     # Setting up and giving back
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -181,7 +190,8 @@ class ApexAMP(Precision):
                 "becomes half."
             )
         if self._engine.properties.casts_to_half:
-            self._engine.convert(*_parts(module))
+            # A training step uses the module's own buffers outside of any module.
+            self._engine.convert(*parts_of(module), without_buffers=module)
         return module
 
     def _place(self, device_type: str) -> None:
@@ -213,8 +223,10 @@ class ApexAMP(Precision):
                     torch.distributed.broadcast(master.data, src=0)
         if engine.is_dynamic:
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        if engine.has_masters and isinstance(module, LightningModule):
+            self._float_callbacks.wrap(module.trainer, engine.widened)
         if optimizers:
-            module = model.module if isinstance(model, DistributedDataParallel) else model
             self._watch = NonFiniteWatch(module, self.max_consecutive_skips)
             self._read_foreign_state(module)
         return model, optimizers, lr_schedulers
@@ -234,6 +246,7 @@ class ApexAMP(Precision):
 
     def teardown(self) -> None:
         """Give module and optimizers back as they were: float32 weights, the module's own parameters."""
+        self._float_callbacks.remove()
         self._engine.restore()
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
@@ -385,16 +398,3 @@ class ApexAMP(Precision):
             "the file with `lightning-turbo convert`.",
             category=TurboWarning,
         )
-
-
-def _parts(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return which modules' weights are cast, and at which modules' calls data is.
-
-    Children without parameters, as losses and metrics, stay as they are, and so do the buffers of the
-    LightningModule itself, which a training step uses outside of any module.
-    """
-    inner = [m for child in module.children() if any(True for _ in child.parameters()) for m in child.modules()]
-    own = nn.Module()
-    own._parameters = module._parameters
-    guarded = [m for m in dict.fromkeys(inner) if any(True for _ in m.parameters())]
-    return [own, *inner], [module, *guarded]

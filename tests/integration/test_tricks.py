@@ -394,7 +394,7 @@ def test_example_inputs_are_used_if_asked():
             self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     callback = DropBiasBeforeNorm(use_example_input=True)
-    callback.setup(None, Flat(), "fit")
+    callback.setup(Trainer(**FLAGS), Flat(), "fit")
     assert callback.report.dropped == {"net.0": "net.1"}
 
 
@@ -404,13 +404,13 @@ def test_what_the_bias_callback_refuses():
     with pytest.raises(ValueError, match="accepted is one of the two"):
         DropBiasBeforeNorm("net", use_example_input=True)
     with pytest.raises(ValueError, match=r"network='nets'\): Net has no such submodule"):
-        DropBiasBeforeNorm("nets").setup(None, Net(), "fit")
+        DropBiasBeforeNorm("nets").setup(Trainer(**FLAGS), Net(), "fit")
 
     class Bare(Net):
         example_input_array = None
 
     with pytest.raises(ValueError, match="Bare has no example_input_array"):
-        DropBiasBeforeNorm(use_example_input=True).setup(None, Bare(), "fit")
+        DropBiasBeforeNorm(use_example_input=True).setup(Trainer(**FLAGS), Bare(), "fit")
     with pytest.raises(ValueError, match=r"MemoryFormat\('measure'\): Bare has no example_input_array"):
         fit(Bare(), [MemoryFormat()])
     with pytest.raises(ValueError, match="memory_format='nhwc'"):

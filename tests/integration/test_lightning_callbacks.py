@@ -1,0 +1,280 @@
+"""Lightning's own callbacks that average, thaw or prune weights, beside ours."""
+
+import copy
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import ApexAMP, DropBiasBeforeNorm, ExactAccumulation, GradToNone, PrefetchLoader, TurboStrategy
+
+averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+
+LEVELS = ("O0", "O1", "O2", "O3")
+OURS = {
+    "lightning": dict,
+    "turbo": lambda: {"strategy": TurboStrategy(lean_step=True, lean_logging=True)},
+    "callbacks": lambda: {"callbacks": [GradToNone(), ExactAccumulation()]},
+}
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.tail = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+        self.shift = nn.Parameter(torch.full((3,), 1.001))
+        self.losses, self.groups = [], []
+
+    def training_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self.tail(self.backbone(batch[0])).float() + self.shift.float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, index):
+        self.tail(self.backbone(batch[0]))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+class Recorder(pl.Callback):
+    """Keeps what the optimizer updates, after each step and before each epoch."""
+
+    def __init__(self):
+        self.steps, self.epochs = [], []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.steps.append(self._weights(trainer))
+
+    def on_train_epoch_start(self, trainer, *args):
+        self.epochs.append(self._weights(trainer))
+
+    @staticmethod
+    def _weights(trainer):
+        return [p.detach().float().clone() for group in trainer.optimizers[0].param_groups for p in group["params"]]
+
+
+class Finetuning(BackboneFinetuning):
+    def __init__(self):
+        super().__init__(
+            unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5, backbone_initial_lr=0.005, train_bn=False
+        )
+
+    def on_fit_start(self, trainer, module):
+        super().on_fit_start(trainer, module)
+        if len(trainer.optimizers[0].param_groups) > 1:  # a resumed run: Lightning leaves its backbone frozen
+            self.make_trainable(module.backbone)
+
+
+class Ema(averaging.WeightAveraging):
+    def __init__(self):
+        super().__init__(avg_fn=get_ema_avg_fn(0.7), use_buffers=False)
+
+
+def loader(kind=DataLoader, n=20):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 6, 6, generator=generator)
+    return kind(TensorDataset(x, (x.mean((1, 2, 3)) * 9).long().clamp(-1, 1) + 1), batch_size=4)
+
+
+def fit(net, *callbacks, level=None, ours="lightning", epochs=3, ckpt_path=None, **kwargs):
+    settings = {"limit_val_batches": 0, "logger": False, "enable_checkpointing": False, **kwargs}
+    added = OURS[ours]()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[ApexAMP(level, dtype=torch.bfloat16)] if level else None,
+        callbacks=[*callbacks, *added.pop("callbacks", [])], **added, **settings,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ExactAccumulation changes nothing")
+        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+        kind = DataLoader if ours == "lightning" else PrefetchLoader
+        trainer.fit(net, loader(kind), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_moving_average_is_that_of_what_the_optimizer_updates(level, ours):
+    net, recorder = Net(), Recorder()
+    fit(net, recorder, Ema(), level=level, ours=ours, limit_val_batches=2)
+    average = get_ema_avg_fn(0.7)
+    expected = recorder.steps[0]
+    for number, weights in enumerate(recorder.steps[1:], 1):
+        expected = [average(e, w, torch.tensor(number)) for e, w in zip(expected, weights, strict=True)]
+    result = [p.detach() for p in net.parameters()]
+    assert all(p.dtype is torch.float32 for p in result)
+    if level == "O3":  # no masters: Lightning swaps the average through half weights at each validation
+        assert all(torch.allclose(r, e, rtol=0.02, atol=0.01) for r, e in zip(result, expected, strict=True))
+        return
+    assert same(result, expected)
+    # Validation runs on the average and leaves the training as it was.
+    alone = Net()
+    fit(alone, level=level)
+    assert net.losses == alone.losses
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_stochastic_weight_averaging_is_the_mean_of_what_the_optimizer_updates(level, ours):
+    net, recorder = Net(), Recorder()
+    fit(net, recorder, StochasticWeightAveraging(0.01, swa_epoch_start=1), level=level, ours=ours, epochs=4)
+    expected = recorder.epochs[0]
+    for number, weights in enumerate(recorder.epochs[1:4], 1):
+        expected = [e + (w - e) / (number + 1) for e, w in zip(expected, weights, strict=True)]
+    assert len(net.losses) == 5 * 5, "the epoch that renews the statistics of batch norm"
+    # Lightning ends that epoch with a step by the gradients of the last training step, if it still has them.
+    last = [p.detach() for p in net.parameters()] if ours != "lightning" else recorder.steps[-2]
+    if level == "O3":
+        assert all(torch.allclose(w, e, rtol=0.01, atol=0.004) for w, e in zip(last, expected, strict=True))
+    else:
+        assert same(last, expected)
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_thawing_a_backbone_and_going_on_from_a_checkpoint(tmp_path, level, ours):
+    whole, first = Net(), Net()
+    frozen = copy.deepcopy(whole.backbone.state_dict())
+    trainer = fit(whole, Finetuning(), level=level, ours=ours, epochs=4)
+    assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [5, 2]
+    assert {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]} == {
+        id(p) for p in whole.parameters()
+    }
+    assert not torch.equal(whole.backbone[0].weight, frozen["0.weight"])
+    half_way = fit(first, Finetuning(), level=level, ours=ours, epochs=2)
+    half_way.save_checkpoint(tmp_path / "last.ckpt")
+    second = Net()
+    fit(second, Finetuning(), level=level, ours=ours, epochs=4, ckpt_path=tmp_path / "last.ckpt")
+    assert first.losses + second.losses == whole.losses
+    assert same(second.state_dict().values(), whole.state_dict().values())
+
+
+@pytest.mark.parametrize("make", [Ema, lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)], ids=["ema", "swa"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_average_goes_on_from_a_checkpoint(tmp_path, level, make):
+    whole, first, second = Net(), Net(), Net()
+    settings = {"level": level, "ours": "turbo", "epochs": 4, "limit_val_batches": 2}
+    fit(whole, make(), **settings)
+    checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(first, make(), checkpoint, enable_checkpointing=True, **settings)
+    fit(second, make(), ckpt_path=tmp_path / "epoch=1.ckpt", **settings)
+    assert second.losses == whole.losses[10:]
+    assert same(second.state_dict().values(), whole.state_dict().values())
+
+
+def test_a_frozen_backbone_is_thawed_with_its_exact_float32_weights():
+    net, seen = Net(), {}
+    before = net.backbone[0].weight.detach().clone()
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.current_epoch == 1 and index == 0:
+                seen["master"] = trainer.optimizers[0].param_groups[1]["params"][0].detach().clone()
+                seen["weight"] = module.backbone[0].weight.dtype
+
+    fit(net, Finetuning(), Look(), level="O2", epochs=2)
+    assert torch.equal(seen["master"], before)
+    assert seen["weight"] is torch.bfloat16
+
+
+def test_apex_masters_of_a_frozen_backbone_are_made_when_it_is_thawed():
+    net = Net()
+    before = net.backbone[0].weight.detach().clone()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[ApexAMP("O2", exact_masters=False)], callbacks=[Finetuning()], logger=False,
+        enable_checkpointing=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(net, loader(), loader())
+    assert not torch.equal(net.backbone[0].weight, before)
+    assert net.backbone[0].weight.dtype is torch.float32
+
+
+def test_gradients_of_a_thawed_backbone_are_released_too():
+    net, held = Net(), []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            held.append([p.grad is not None for p in module.parameters()])
+
+    fit(net, Finetuning(), GradToNone(), Look())
+    assert any(held[1]), "the first step is watched"
+    assert not any(any(row) for row in held[2:])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_callback_writes_into_the_weights_at_the_end_stays(level):
+    class Write(pl.Callback):
+        def on_train_end(self, trainer, module):
+            with torch.no_grad():
+                module.tail[1].weight[0].fill_(0.5)
+
+    net, recorder = Net(), Recorder()
+    fit(net, recorder, Write(), level=level)
+    weight = net.tail[1].weight.detach()
+    assert torch.equal(weight[0], torch.full((4,), 0.5))
+    assert torch.equal(weight[1:], recorder.steps[-1][-2][1:]), "and the others keep every digit"
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_pruned_weights_stay_pruned(tmp_path, level, ours):
+    net = Net()
+    pruning = ModelPruning(
+        "l1_unstructured", [(net.tail[1], "weight")], amount=0.5, use_lottery_ticket_hypothesis=False
+    )
+    trainer = fit(net, pruning, level=level, ours=ours, epochs=2)
+    zeros = int((net.tail[1].weight == 0).sum())
+    assert zeros >= 6
+    assert net.tail[1].weight.dtype is torch.float32
+    trainer.save_checkpoint(tmp_path / "pruned.ckpt")
+    saved = torch.load(tmp_path / "pruned.ckpt", weights_only=False)["state_dict"]
+    assert int((saved["tail.1.weight"] == 0).sum()) == zeros
+
+
+def test_an_average_of_the_users_own_is_that_of_the_masters():
+    class Own(pl.Callback):
+        def setup(self, trainer, module, stage):
+            self.average = copy.deepcopy(module)  # float32 still
+
+        def on_train_batch_end(self, trainer, module, *args):
+            with torch.no_grad(), trainer.precision_plugin.float_weights():
+                for mean, weight in zip(self.average.parameters(), module.parameters(), strict=True):
+                    mean.lerp_(weight, 0.25)
+            assert module.tail[1].weight.dtype is torch.bfloat16
+
+    own, recorder, expected = Own(), Recorder(), [p.detach() for p in Net().parameters()]
+    fit(Net(), recorder, own, level="O2")
+    for weights in recorder.steps:
+        expected = [torch.lerp(e, w, 0.25) for e, w in zip(expected, weights, strict=True)]
+    assert same([p.detach() for p in own.average.parameters()], expected)
+
+
+def test_dropping_biases_after_an_average_has_copied_them_is_refused():
+    with pytest.raises(ValueError, match=r"DropBiasBeforeNorm.*before Ema"):
+        fit(Net(), Ema(), DropBiasBeforeNorm("backbone"))
+    net = Net()
+    fit(net, DropBiasBeforeNorm("backbone"), Ema())
+    assert net.backbone[0].bias is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_checkpoint_in_mid_run_holds_the_exact_weights_of_the_module_itself_too(tmp_path, level):
+    recorder = Recorder()
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    fit(Net(), recorder, checkpoint, level=level, enable_checkpointing=True)
+    state = torch.load(tmp_path / "step=7.ckpt", weights_only=False)["state_dict"]
+    assert {value.dtype for value in state.values() if value.is_floating_point()} == {torch.float32}
+    assert same([state[name] for name, _ in Net().named_parameters()], recorder.steps[6])
