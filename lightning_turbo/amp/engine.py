@@ -178,10 +178,10 @@ class AmpEngine:
         for optimizer in optimizers:
             if self.weights is not None:
                 for weight, master in self.weights.pairs(optimizer):
-                    if weight.grad is not None:
+                    if weight.grad is not None and master.requires_grad:
                         master.grad = weight.grad.float()
-                        if release:
-                            weight.grad = None
+                    if release:
+                        weight.grad = None
             fresh = [param for param in _params(optimizer) if param.grad is not None]
             grads = [param.grad for param in fresh if param.grad is not None]
             if grads and scaler.dynamic:

@@ -70,9 +70,8 @@ class HalfWeights:
                 tensor.data = old.to(dtype)
                 tensor.grad = None
                 if masters and isinstance(tensor, Parameter) and (exact or tensor.requires_grad):
-                    self._masters[tensor] = Parameter(
-                        (old if exact else tensor.data).to(torch.float32), requires_grad=tensor.requires_grad
-                    )
+                    # A master needs a gradient unless an optimizer's owner switches it off, as toggle_optimizer does.
+                    self._masters[tensor] = Parameter((old if exact else tensor.data).to(torch.float32))
             if name in module._buffers:
                 self._buffers.append((module, name, self._cast[tensor]))
             self._owners.setdefault(module, []).append(name)
@@ -94,9 +93,11 @@ class HalfWeights:
             if master.device != weight.device:
                 master.data = master.data.to(weight.device)
 
-    def masters(self) -> Iterator[Parameter]:
-        """Yield every master, those of frozen weights too."""
-        yield from self._masters.values()
+    def masters(self, *, trained: bool = False) -> Iterator[Parameter]:
+        """Yield every master, or only those that backward passes make gradients for now."""
+        for weight, master in self._masters.items():
+            if not trained or (weight.requires_grad and master.requires_grad):
+                yield master
 
     @contextlib.contextmanager
     def widened(self) -> Iterator[None]:
@@ -112,14 +113,19 @@ class HalfWeights:
         ]
         for module, name, weight in places:
             if weight not in self._masters:  # frozen, and not exact
-                self._masters[weight] = Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
+                self._masters[weight] = Parameter(weight.detach().float())
             module._parameters[name] = self._masters[weight]
+        on = [(weight, master) for weight, master in self._masters.items() if master.requires_grad]
+        for weight, master in on:
+            master.requires_grad_(weight.requires_grad)
         try:
             yield
         finally:
             for module, name, weight in places:
                 module._parameters[name] = weight
-                weight.requires_grad_(self._masters[weight].requires_grad)
+            for weight, master in on:
+                weight.requires_grad_(master.requires_grad)
+                master.requires_grad_(True)
                 self._fold_as_produced(weight)
             self._pairs.clear()
             self._round([(weight, self._masters[weight]) for _, _, weight in places])
@@ -146,7 +152,6 @@ class HalfWeights:
             if new and self.with_masters:
                 self._masters[weight] = Parameter(weight.detach().float())
             if weight in self._masters:
-                self._masters[weight].requires_grad_(weight.requires_grad)
                 self._fold_as_produced(weight)
         group["params"] = [self._masters.get(weight, weight) for weight in group["params"]]
 
@@ -169,14 +174,16 @@ class HalfWeights:
         return self._pairs[id(optimizer)]
 
     def fold(self, weight: Tensor) -> None:
-        """Add a weight's half gradient to its master's float32 gradient, and release it."""
-        if weight.grad is None:
-            return
+        """Add a weight's half gradient to its master's float32 gradient, and release it.
+
+        Where the master's gradient is switched off, it is only released.
+        """
         master = self._masters[weight]
-        if master.grad is None:
-            master.grad = weight.grad.float()
-        else:
-            master.grad.add_(weight.grad)
+        if weight.grad is not None and master.requires_grad:
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.add_(weight.grad)
         weight.grad = None
 
     def fold_as_produced(self) -> None:

@@ -27,7 +27,7 @@ from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.model_casts import first_tensor_of, parts_of
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_this_rank, put_gradients
-from lightning_turbo.plugins.float_callbacks import FloatCallbacks
+from lightning_turbo.plugins.float_hooks import FloatHooks
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
 from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
@@ -49,8 +49,8 @@ class ApexAMP(Precision):
 
     At O2 and O3 the module's weights are half while the Trainer runs, and float32 again afterwards. At O2 the
     optimizers hold float32 masters, and half gradients are folded into the masters' as the backward pass makes
-    them: read gradients from ``optimizer.param_groups``, not from the module. The ``state_dict`` of the module is
-    float32 at every level, so that a checkpoint may go on at another level.
+    them: outside of hooks before the step, read them in ``optimizer.param_groups`` or inside ``float_weights()``. The
+    ``state_dict`` of the module is float32 at every level, so that a checkpoint may go on at another level.
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
@@ -140,7 +140,7 @@ class ApexAMP(Precision):
         self._waiting_gradients: list[dict[str, Tensor]] | None = None
         self._optimizers: list[Optimizer] = []
         self._watch: NonFiniteWatch | None = None
-        self._float_callbacks = FloatCallbacks()
+        self._float_hooks = FloatHooks()
         self._state_found = False
 
     @property
@@ -225,7 +225,7 @@ class ApexAMP(Precision):
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
         module = model.module if isinstance(model, DistributedDataParallel) else model
         if engine.has_masters and isinstance(module, LightningModule):
-            self._float_callbacks.wrap(module.trainer, engine.widened)
+            self._float_hooks.wrap(module, engine.widened)
         if optimizers:
             self._watch = NonFiniteWatch(module, self.max_consecutive_skips)
             self._read_foreign_state(module)
@@ -246,7 +246,7 @@ class ApexAMP(Precision):
 
     def teardown(self) -> None:
         """Give module and optimizers back as they were: float32 weights, the module's own parameters."""
-        self._float_callbacks.remove()
+        self._float_hooks.remove()
         self._engine.restore()
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
@@ -309,11 +309,10 @@ class ApexAMP(Precision):
             self._local_gradients = True
         elif self._local_gradients:
             self._local_gradients = False
-            for master in weights.masters():
-                if master.requires_grad:
-                    master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-                    torch.distributed.all_reduce(master.grad)
-                    master.grad.div_(torch.distributed.get_world_size())
+            for master in weights.masters(trained=True):
+                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+                torch.distributed.all_reduce(master.grad)
+                master.grad.div_(torch.distributed.get_world_size())
         weights.fold_all()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -328,7 +327,8 @@ class ApexAMP(Precision):
         nothing_to_do = model.automatic_optimization and result is None
         if model.automatic_optimization and not nothing_to_do:
             engine.unscale(optimizer)
-        self._after_closure(model, optimizer)
+        with self._float_hooks.before_step():
+            self._after_closure(model, optimizer)
         if nothing_to_do:
             return result
         output = engine.step(optimizer, lambda: optimizer.step(**kwargs))

@@ -87,7 +87,7 @@ pytestmark = [
 
 
 class Spy(pl.Callback):
-    """Notes dtypes when gradients are ready, and those of the optimizer's state at the end."""
+    """Notes dtypes before backward and when gradients are ready, and those of the optimizer's state at the end."""
 
     def __init__(self):
         self.dtypes = {}
@@ -95,15 +95,18 @@ class Spy(pl.Callback):
     def on_train_end(self, trainer, module):
         self.momentum = {state["momentum_buffer"].dtype for state in trainer.optimizers[0].state.values()}
 
-    def on_before_optimizer_step(self, trainer, module, optimizer):
+    def on_before_backward(self, trainer, module, loss):
         self.dtypes = {
             "weight": module.net[0].weight.dtype,
             "norm": module.net[1].weight.dtype,
             "statistics": module.net[1].running_mean.dtype,
             "loss_weight": module.criterion.weight.dtype,
-            "updated": optimizer.param_groups[0]["params"][0].dtype,
-            "grad": optimizer.param_groups[0]["params"][0].grad.dtype,
         }
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        first = optimizer.param_groups[0]["params"][0]
+        assert module.net[0].weight is first
+        self.dtypes.update(updated=first.dtype, grad=first.grad.dtype)
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)

@@ -1,0 +1,65 @@
+"""Hooks that look at weights or gradients, or change them, find O2's float32 masters in the module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning_turbo._compat import Callback, LightningModule, callbacks_named
+
+__all__ = ["FloatHooks"]
+
+_STATE = ("on_load_checkpoint", "on_save_checkpoint")
+_BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class FloatHooks:
+    """Runs hooks inside a context in which the module's parameters are the masters.
+
+    These are the hooks between the backward pass and the step, where anybody overrides one, and all hooks of
+    Lightning's own callbacks for averaging and finetuning.
+    """
+
+    def __init__(self) -> None:
+        self.before_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._wrapped: list[tuple[Callback, str]] = []
+
+    def wrap(self, module: LightningModule, widened: Callable[[], AbstractContextManager[None]]) -> None:
+        """Begin.
+
+        Args:
+            module: Whose hooks and whose Trainer's callbacks.
+            widened: Makes the context.
+        """
+        callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        own = any(_overrides(module, LightningModule, hook) for hook in _BEFORE_STEP)
+        if own or any(_overrides(callback, Callback, _BEFORE_STEP[0]) for callback in callbacks):
+            self.before_step = widened
+        for callback in callbacks:
+            if isinstance(callback, callbacks_named("BaseFinetuning", "StochasticWeightAveraging", "WeightAveraging")):
+                for hook in dir(Callback):
+                    if hook.startswith("on_") and hook not in _STATE and _overrides(callback, Callback, hook):
+                        setattr(callback, hook, _inside(getattr(callback, hook), widened))
+                        self._wrapped.append((callback, hook))
+
+    def remove(self) -> None:
+        """Leave all as it was."""
+        self.before_step = nullcontext
+        for callback, hook in self._wrapped:
+            delattr(callback, hook)
+        self._wrapped.clear()
+
+
+def _overrides(owner: Any, base: type, hook: str) -> bool:
+    return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
+
+
+def _inside(hook: Callable[..., Any], widened: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with widened():
+            return hook(*args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,148 @@
+"""What a user's hooks and switches see and do while O2's optimizers hold float32 masters."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_turbo import ApexAMP, TurboStrategy
+
+LEVELS = ("O0", "O1", "O2", "O3")
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+    "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2,
+}  # fmt: skip
+
+
+def batches():
+    return DataLoader(torch.randn(48, 4, generator=torch.Generator().manual_seed(0)), batch_size=8)
+
+
+def fit(module, level, dtype=torch.bfloat16, loss_scale=None, **kwargs):
+    torch.manual_seed(0)
+    trainer = pl.Trainer(plugins=[ApexAMP(level, dtype=dtype, loss_scale=loss_scale)], **{**QUIET, **kwargs})
+    trainer.fit(module, batches())
+    return trainer
+
+
+class Gan(pl.LightningModule):
+    """Two networks in turn, as Lightning's documentation has it."""
+
+    def __init__(self, toggle, clear):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.toggle, self.clear = toggle, clear
+
+    def training_step(self, batch, index):
+        for number, optimizer in enumerate(self.optimizers()):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            if self.clear:
+                optimizer.zero_grad()
+            fake = self.generator(batch)
+            fooled, told = -self.critic(fake).mean(), (self.critic(fake.detach()) - self.critic(batch)).mean()
+            self.manual_backward(told if number else fooled)
+            optimizer.step()
+            optimizer.zero_grad()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (self.generator, self.critic)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_toggled_optimizer_keeps_gradients_from_the_other_network(level, dtype):
+    toggled, cleared = Gan(toggle=True, clear=False), Gan(toggle=False, clear=True)
+    for module in (toggled, cleared):
+        fit(module, level, dtype, loss_scale=64.0)
+    assert all(torch.equal(a, b) for a, b in zip(toggled.parameters(), cleared.parameters(), strict=True))
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.norms = []
+
+    def training_step(self, batch, index):
+        return 30 * self.last(self.norm(self.first(batch))).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Looking(Net):
+    """Logs the norms of gradients and clips them by the module's parameters, as for float32."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append({name: float(value) for name, value in grad_norm(self, 2).items()})
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+
+class Clipping(Net):
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(None)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_before_the_step_see_gradients_in_the_modules_parameters(level, strategy):
+    looking, clipping = Looking(), Clipping()
+    for module in (looking, clipping):
+        lean = TurboStrategy(lean_step=True, device_prefetch=False, cudnn_benchmark=None)
+        fit(module, level, strategy=lean if strategy == "turbo" else "auto")
+    assert len(looking.norms) == 12
+    assert all(len(row) == 7 and row["grad_2.0_norm_total"] > 0 for row in looking.norms)
+    assert all(torch.equal(a, b) for a, b in zip(looking.parameters(), clipping.parameters(), strict=True))
+
+
+def test_a_callback_sees_float32_gradients_too():
+    seen = []
+
+    class Look(pl.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            seen.append({(p.dtype, p.grad.dtype) for p in module.parameters()})
+
+    fit(Net(), "O2", callbacks=[Look()])
+    assert seen == [{(torch.float32, torch.float32)}] * 12
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_thawed_by_hand_are_trained(level):
+    class Thawing(Net):
+        def on_train_epoch_start(self):
+            self.first.requires_grad_(self.current_epoch == 1)
+
+    module = Thawing()
+    before = module.first.weight.detach().clone()
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.append(not torch.equal(module.first.weight.float(), before.to(module.first.weight.dtype).float()))
+
+    fit(module, level, callbacks=[Look()])
+    assert seen == [False, True]
+
+
+def test_frozen_weights_are_left_alone_by_weight_decay():
+    module = Net()
+    module.first.requires_grad_(False)
+    before = module.first.weight.detach().clone()
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
+    fit(module, "O2", accumulate_grad_batches=2)
+    assert torch.equal(module.first.weight, before)
+    assert not module.first.weight.requires_grad
