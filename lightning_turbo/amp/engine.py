@@ -119,9 +119,14 @@ class AmpEngine:
         """Whether the optimizers update masters."""
         return self.weights is not None and any(True for _ in self.weights.masters())
 
-    def widened(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context with the masters in the place of the model's half weights."""
-        return contextlib.nullcontext() if self.weights is None else self.weights.widened()
+    @contextlib.contextmanager
+    def widened(self) -> Iterator[None]:
+        """Put the masters in the place of the model's half weights; calls of the model are then in float32."""
+        if self.weights is None or self.boundary is None or not self.has_masters:
+            yield
+            return
+        with self.boundary.lifted(), self.weights.widened():
+            yield
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of a loss.

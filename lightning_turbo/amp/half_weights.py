@@ -59,6 +59,7 @@ class HalfWeights:
         self._handles: list[Any] = []
         self._owners: dict[nn.Module, list[str]] = {}
         self._folded: set[Tensor] | None = None
+        self._wide = False
         for module, name, tensor in castable_tensors(
             modules, keep_batchnorm_fp32=keep_batchnorm_fp32, without_buffers=without_buffers
         ):
@@ -105,6 +106,10 @@ class HalfWeights:
 
         Inside, the model's parameters are float32, and those that the optimizers hold. What is changed in them stays.
         """
+        if self._wide:
+            yield
+            return
+        self._wide = True
         places = [
             (module, name, weight)
             for module, names in self._owners.items()
@@ -113,14 +118,17 @@ class HalfWeights:
         ]
         for module, name, weight in places:
             if weight not in self._masters:  # frozen, and not exact
-                self._masters[weight] = Parameter(weight.detach().float())
+                with torch.inference_mode(False):  # a validation may be running
+                    self._masters[weight] = Parameter(weight.detach().float())
             module._parameters[name] = self._masters[weight]
         on = [(weight, master) for weight, master in self._masters.items() if master.requires_grad]
         for weight, master in on:
             master.requires_grad_(weight.requires_grad)
+        versions = {weight: self._masters[weight]._version for _, _, weight in places}
         try:
             yield
         finally:
+            self._wide = False
             for module, name, weight in places:
                 module._parameters[name] = weight
             for weight, master in on:
@@ -128,7 +136,13 @@ class HalfWeights:
                 master.requires_grad_(True)
                 self._fold_as_produced(weight)
             self._pairs.clear()
-            self._round([(weight, self._masters[weight]) for _, _, weight in places])
+            # What autograd has seen no change in, it shall see none in either: a backward pass may be yet to come.
+            self._round(
+                [
+                    (weight if self._masters[weight]._version != version else weight.data, self._masters[weight])
+                    for weight, version in versions.items()
+                ]
+            )
 
     def attach(self, optimizer: Optimizer) -> None:
         """Put masters in the place of half weights in an optimizer.

@@ -107,6 +107,7 @@ class Boundary:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self._depth = 0
+        self._lifted = False
         self._redirected: list[nn.Module] = []
         self._handles: list[Any] = []
 
@@ -134,12 +135,23 @@ class Boundary:
         finally:
             self._depth -= 1
 
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Within this context nothing is cast."""
+        before, self._lifted = self._lifted, True
+        try:
+            yield
+        finally:
+            self._lifted = before
+
     def reset(self) -> None:
         """Forget calls that never came to their end."""
         self._depth = 0
         self._redirected.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._lifted:
+            return None
         if self._depth == 0 and "forward" in module.__dict__:
             # Another step than forward goes through this module's call, as training_step does under DDP.
             self._redirected.append(module)
@@ -148,6 +160,8 @@ class Boundary:
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._lifted:
+            return None
         if self._depth == 0:
             if self._redirected and self._redirected[-1] is module:
                 self._redirected.pop()

@@ -9,6 +9,7 @@ import random
 import sys
 import types
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,18 +149,20 @@ class LoadWatch:
 def _generators_in(owners: Any) -> list[Any]:
     """Find random generators in objects: their attributes, what these hold, arguments and closures of functions.
 
-    At most 10,000 objects are looked at, of a container the first 100.
+    At most 10,000 objects are looked at, what is near the owners first, of a container the first 100.
     """
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    data: tuple[type, ...] = (torch.Tensor, str, bytes, int, float, complex)
     if numpy is not None:
         kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+        data = (*data, numpy.ndarray)
     found: list[Any] = []
     seen: set[int] = set()
-    left: list[Any] = [owners]
+    left: deque[Any] = deque([owners])
     while left and len(seen) < 10_000:
-        value = left.pop()
-        if id(value) in seen:
+        value = left.popleft()
+        if id(value) in seen or isinstance(value, data):
             continue
         seen.add(id(value))
         if isinstance(value, kinds):

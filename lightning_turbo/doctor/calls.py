@@ -59,6 +59,7 @@ class CallTable:
             _code(torch.amp.GradScaler.scale): self._scale,
             _code(torch.amp.GradScaler.unscale_): self._unscale,
         }
+        self._norm = _code(nn.utils.clip_grad_norm_)
         if not automatic:
             self._noted.update((_code(type(each).step), self._optimizer_step) for each in optimizers)
             self._noted.update((_code(type(each).step), self._scheduler_step) for each in schedulers)
@@ -77,6 +78,8 @@ class CallTable:
             if frame in self._began:
                 seconds = time.perf_counter() - self._began.pop(frame)
                 watch.note(*self._timed[frame.f_code], watch.sources.site(frame.f_back), seconds)
+            elif frame.f_code is self._norm and frame.f_locals.get("grads") == []:
+                watch.note("empty clip", frame.f_code.co_name, watch.sources.site(frame.f_back))
         elif arg is gc.collect:
             if event == "c_call":
                 self._collecting = time.perf_counter()

@@ -146,3 +146,73 @@ def test_frozen_weights_are_left_alone_by_weight_decay():
     fit(module, "O2", accumulate_grad_batches=2)
     assert torch.equal(module.first.weight, before)
     assert not module.first.weight.requires_grad
+
+
+def test_a_momentum_encoder_moves_by_less_than_half_precision_shows():
+    class Momentum(Net):
+        def __init__(self):
+            super().__init__()
+            self.target = nn.Linear(4, 8)
+            self.target.requires_grad_(False)
+            self.expected = None
+
+        def on_train_batch_end(self, *args):
+            with torch.no_grad(), self.trainer.precision_plugin.float_weights():
+                if self.expected is None:
+                    self.expected = self.target.weight.clone()
+                self.expected.lerp_(self.first.weight, 1e-4)
+                self.target.weight.lerp_(self.first.weight, 1e-4)
+
+    module = Momentum()
+    fit(module, "O2")
+    assert torch.equal(module.target.weight, module.expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_network_can_be_called_in_these_hooks_in_float32(level):
+    seen = []
+
+    class Calling(Net):
+        def on_before_optimizer_step(self, optimizer):
+            with self.trainer.precision_plugin.float_weights(), torch.no_grad():  # a second time: nothing happens
+                seen.append(self.last(self.norm(self.first(torch.ones(2, 4)))).dtype)
+            if level == "O2":
+                assert self.first.weight.dtype is torch.float32
+
+    fit(Calling(), level)
+    assert seen == [torch.float32] * 12
+
+
+def test_an_error_in_such_a_hook_leaves_the_module_as_it_was():
+    class Failing(Net):
+        def on_before_optimizer_step(self, optimizer):
+            raise KeyError("mine")
+
+    module = Failing()
+    own = list(module.parameters())
+    with pytest.raises(KeyError, match="mine"):
+        fit(module, "O2")
+    assert all(a is b for a, b in zip(module.parameters(), own, strict=True))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_between_forward_and_backward_autograd_notices_changes_and_nothing_else():
+    class Within(Net):
+        change = False
+
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            with torch.no_grad(), self.trainer.precision_plugin.float_weights():
+                assert self.last.weight.dtype is torch.float32
+                if self.change:
+                    self.last.weight.mul_(2)
+            return loss
+
+    module, plain = Within(), Net()
+    for each in (module, plain):
+        fit(each, "O2")
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    module = Within()
+    module.change = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fit(module, "O2")

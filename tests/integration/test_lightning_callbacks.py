@@ -202,6 +202,18 @@ def test_apex_masters_of_a_frozen_backbone_are_made_when_it_is_thawed():
     assert net.backbone[0].weight.dtype is torch.float32
 
 
+def test_an_average_with_apex_masters_begins_in_a_validation():
+    net = Net()
+    net.backbone.requires_grad_(False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[ApexAMP("O2", exact_masters=False)], callbacks=[Ema()], logger=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(net, loader(), loader())
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert not any(p.is_inference() for p in net.parameters())
+
+
 def test_gradients_of_a_thawed_backbone_are_released_too():
     net, held = Net(), []
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_turbo.doctor.advice import Hit, rule
 from lightning_turbo.doctor.facts import Facts
 
-__all__ = ["bce_under_amp", "clip_before_unscale", "falling_scale", "float32", "odd_sizes", "tiny_amp"]
+__all__ = ["bce_under_amp", "clip_before_unscale", "clips_nothing", "falling_scale", "float32", "odd_sizes", "tiny_amp"]
 
 MULTIPLE = 8
 """Half-precision tensor cores want sizes that are multiples of this (NVIDIA, Deep Learning Performance Guide)."""
@@ -104,6 +104,26 @@ def clip_before_unscale(facts: Facts) -> Iterator[Hit]:
             yield Hit(
                 level="error",
                 what=f"{call.name} clips gradients that still carry the loss scale",
+                site=call.site,
+                cost="wrong results",
+            )
+
+
+@rule(
+    name="clips-nothing",
+    symptom="Clipping changes nothing, or the norm of the gradients is always 0.",
+    threshold="clip_grad_norm_ is given, in a watched step, parameters none of which has a gradient",
+    remedy="Clip after the backward pass and before the step; at O2, where the gradients are the masters', inside "
+    "`with self.trainer.precision_plugin.float_weights():`.",
+    card="apex-amp",
+)
+def clips_nothing(facts: Facts) -> Iterator[Hit]:
+    """Clipping of parameters without gradients."""
+    for call in facts.calls:
+        if call.kind == "empty clip":
+            yield Hit(
+                level="error",
+                what=f"{call.name} is given parameters without gradients",
                 site=call.site,
                 cost="wrong results",
             )

@@ -36,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     precision.odd_sizes,
     precision.bce_under_amp,
     precision.clip_before_unscale,
+    precision.clips_nothing,
     precision.falling_scale,
     precision.tiny_amp,
     optimizers.loop_optimizer,

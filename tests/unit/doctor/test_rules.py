@@ -205,6 +205,7 @@ CASES = {
     ],
     "bce-under-amp": [(replace(CPU, calls=calls("bce")), "warning"), (CPU, None)],
     "clip-before-unscale": [(replace(CPU, calls=calls("scaled clip")), "error"), (CPU, None)],
+    "clips-nothing": [(replace(CPU, calls=calls("empty clip")), "error"), (CPU, None)],
     "falling-scale": [
         (replace(CPU, scales=(8.0, 4.0, 2.0)), "warning"),
         (replace(CPU, scales=(8.0, 4.0, 4.0)), None),

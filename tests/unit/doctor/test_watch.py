@@ -55,6 +55,21 @@ def test_what_fetches_a_value_counts_once(watch, function, expected):
     assert seen(watch, function, torch.rand(3)) == [("sync", expected, 1)]
 
 
+def with_gradient(x):
+    weight = torch.nn.Parameter(x)
+    weight.grad = torch.ones_like(x)
+    return weight
+
+
+@pytest.mark.parametrize("given", [list, iter])
+def test_clipping_of_nothing(watch, given):
+    clip = torch.nn.utils.clip_grad_norm_
+    # One parameter with a gradient is enough.
+    assert seen(watch, lambda x: clip(given([torch.nn.Parameter(x), with_gradient(x)]), 1.0), torch.rand(3)) == []
+    found = seen(watch, lambda x: clip(given([torch.nn.Parameter(x)]), 1.0), torch.rand(3))
+    assert found == [("empty clip", "clip_grad_norm_", 1)]
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -70,7 +85,7 @@ def test_what_fetches_a_value_counts_once(watch, function, expected):
         lambda x: x.to(torch.float64),
         lambda x: torch.rand(1).item() + float(torch.randn(3).sum()),
         lambda x: (x.shape, x.device, x.dtype, x.is_cuda, len(x)),
-        lambda x: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(x)], 1.0),
+        lambda x: torch.nn.utils.clip_grad_norm_([with_gradient(x)], 1.0),
     ],
 )
 def test_what_fetches_nothing_is_not_noted(watch, function):

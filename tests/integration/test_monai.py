@@ -1,0 +1,134 @@
+"""MONAI's datasets, loaders, transforms and tensors with metadata, as people who train on volumes use them."""
+
+import copy
+import random
+import warnings
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo import ApexAMP, DevicePrefetcher, PrefetchDataModule, PrefetchNextEpoch, TurboStrategy
+from lightning_turbo.errors import NoEffectWarning
+
+monai_data = pytest.importorskip("monai.data")
+transforms = pytest.importorskip("monai.transforms")
+
+
+class Volumes(pl.LightningDataModule):
+    def __init__(self, dataset="CacheDataset", loader="DataLoader", num_workers=0):
+        super().__init__()
+        generator = np.random.default_rng(0)
+        items = [
+            {"image": generator.normal(size=(1, 10, 9, 8)).astype("float32"), "label": int(i % 3 == 0)}
+            for i in range(16)
+        ]
+        steps = transforms.Compose([
+            transforms.ToTensord(keys="image", track_meta=True),
+            transforms.NormalizeIntensityd(keys="image"),
+            transforms.RandFlipd(keys="image", prob=0.5, spatial_axis=0),
+            transforms.RandSpatialCropd(keys="image", roi_size=(8, 8, 8), random_size=False),
+            transforms.RandGaussianNoised(keys="image", prob=0.5),
+        ])  # fmt: skip
+        steps.set_random_state(seed=0)
+        more = {"progress": False} if dataset == "CacheDataset" else {}
+        self.dataset = getattr(monai_data, dataset)(items, steps, **more)
+        self.kind, self.num_workers = getattr(monai_data, loader), num_workers
+
+    def train_dataloader(self):
+        return self.kind(self.dataset, batch_size=4, shuffle=True, num_workers=self.num_workers)
+
+
+class Prefetched(PrefetchDataModule, Volumes):
+    pass
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Conv3d(1, 4, 3), nn.BatchNorm3d(4), nn.ReLU(), nn.Dropout(0.2), nn.AdaptiveAvgPool3d(1), nn.Flatten(),
+            nn.Linear(4, 2),
+        )  # fmt: skip
+        self.losses, self.sums, self.kinds = [], [], set()
+
+    def training_step(self, batch, index):
+        self.kinds.add(type(batch["image"]))
+        self.sums.append(batch["image"].double().sum().item())
+        loss = nn.functional.cross_entropy(self.net(batch["image"]), batch["label"])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(datamodule, *plugins, **kwargs):
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # MONAI's own generators are made from it
+    net = Net()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False, plugins=list(plugins),
+        enable_progress_bar=False, enable_model_summary=False, **kwargs,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=NoEffectWarning)
+        trainer.fit(net, datamodule=datamodule)
+    return net
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", ["Dataset", "CacheDataset"])
+def test_batches_and_losses_are_those_of_monais_loader(dataset, num_workers):
+    plain = fit(Volumes(dataset, num_workers=num_workers))
+    assert plain.kinds == {monai_data.MetaTensor}
+    assert len(set(plain.sums)) == 8
+    for settings in ({}, {"prefetch_threads": 2}):
+        ours = fit(Prefetched(dataset, num_workers=num_workers, **settings))
+        assert (ours.sums, ours.losses, ours.kinds) == (plain.sums, plain.losses, plain.kinds)
+
+
+def test_threads_that_would_share_a_transforms_generator_are_refused_however_much_is_cached():
+    data = Prefetched(prefetch_threads=2)
+    more = [{"n": [[i] for _ in range(10)]} for i in range(200)]
+    data.dataset._cache = [{**item, "more": copy.deepcopy(more)} for item in data.dataset._cache]
+    with pytest.warns(NoEffectWarning, match="One thread loads instead of prefetch_threads"):
+        list(data.train_dataloader())
+
+
+def test_monais_thread_loader():
+    plain, ours = fit(Volumes(loader="ThreadDataLoader")), fit(Prefetched(loader="ThreadDataLoader"))
+    assert (ours.sums, ours.losses) == (plain.sums, plain.losses)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_tensors_with_metadata_train_at_every_level(level):
+    data = Prefetched()
+    meta = fit(data, ApexAMP(level, dtype=torch.bfloat16))
+
+    class Plain(Prefetched):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return {"image": batch["image"].as_tensor(), "label": batch["label"]}
+
+    plain = fit(Plain(), ApexAMP(level, dtype=torch.bfloat16))
+    assert meta.kinds == {monai_data.MetaTensor}
+    assert plain.kinds == {torch.Tensor}
+    assert meta.losses == plain.losses
+
+
+def test_with_the_turbo_strategy_and_across_epochs():
+    plain = fit(Volumes(num_workers=2))
+    lean = TurboStrategy(lean_step=True, lean_logging=True, device_prefetch=False, cudnn_benchmark=None)
+    ours = fit(Prefetched(num_workers=2), strategy=lean, callbacks=[PrefetchNextEpoch()])
+    assert ours.sums[:4] == plain.sums[:4]
+    assert len(ours.sums) == 8
+
+
+def test_device_prefetch_keeps_metadata():
+    batch = next(iter(DevicePrefetcher(Volumes().train_dataloader(), "cpu", transform=lambda batch: batch)))
+    assert isinstance(batch["image"], monai_data.MetaTensor)
+    assert "affine" in batch["image"].meta
