@@ -114,7 +114,8 @@ class HalfWeights:
             (module, name, weight)
             for module, names in self._owners.items()
             for name in names
-            if (weight := module._parameters.get(name)) is not None and self.with_masters
+            if (weight := module._parameters.get(name)) is not None
+            and (weight in self._masters or weight in self._cast)
         ]
         for module, name, weight in places:
             if weight not in self._masters:  # frozen, and not exact

@@ -35,7 +35,9 @@ class FloatHooks:
         """
         callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         own = any(_overrides(module, LightningModule, hook) for hook in _BEFORE_STEP)
-        if own or any(_overrides(callback, Callback, _BEFORE_STEP[0]) for callback in callbacks):
+        # Those of this library work on what the optimizers hold.
+        theirs = [callback for callback in callbacks if _overrides(callback, Callback, _BEFORE_STEP[0])]
+        if own or any(not getattr(c, _BEFORE_STEP[0]).__module__.startswith("lightning_turbo.") for c in theirs):
             self.before_step = widened
         for callback in callbacks:
             if isinstance(callback, callbacks_named("BaseFinetuning", "StochasticWeightAveraging", "WeightAveraging")):

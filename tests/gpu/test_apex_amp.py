@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,6 +120,25 @@ def test_o2_needs_less_memory_where_activations_dominate():
         fit(Net(width=64), loader(64, 32, 64), plugins=[ApexAMP(level)], max_epochs=1)
         peaks[level] = torch.cuda.max_memory_allocated()
     assert peaks["O2"] < 0.75 * peaks["O0"]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_average_is_that_of_what_the_optimizer_updates(level):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+    average, steps = get_ema_avg_fn(0.5), []
+
+    class Record(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            steps.append([p.detach().clone() for g in trainer.optimizers[0].param_groups for p in g["params"]])
+
+    model = Net()
+    ema = averaging.WeightAveraging(avg_fn=average, use_buffers=False, device="cuda")
+    fit(model, plugins=[ApexAMP(level, loss_scale=128.0)], callbacks=[Record(), ema])
+    expected = steps[0]
+    for number, weights in enumerate(steps[1:], 1):
+        expected = [average(e, w, torch.tensor(number)) for e, w in zip(expected, weights, strict=True)]
+    for parameter, mean in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), mean.to(parameter), rtol=1e-6, atol=1e-7)
 
 
 def test_turbo_with_o2_equals_the_default_strategy():

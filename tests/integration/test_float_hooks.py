@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, TurboStrategy
+from tests.versions import LEAN_STEP
 
 LEVELS = ("O0", "O1", "O2", "O3")
 QUIET = {
@@ -102,7 +103,7 @@ class Clipping(Net):
 def test_hooks_before_the_step_see_gradients_in_the_modules_parameters(level, strategy):
     looking, clipping = Looking(), Clipping()
     for module in (looking, clipping):
-        lean = TurboStrategy(lean_step=True, device_prefetch=False, cudnn_benchmark=None)
+        lean = TurboStrategy(**LEAN_STEP, device_prefetch=False, cudnn_benchmark=None)
         fit(module, level, strategy=lean if strategy == "turbo" else "auto")
     assert len(looking.norms) == 12
     assert all(len(row) == 7 and row["grad_2.0_norm_total"] > 0 for row in looking.norms)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_turbo import ApexAMP, DevicePrefetcher, PrefetchDataModule, PrefetchNextEpoch, TurboStrategy
 from lightning_turbo.errors import NoEffectWarning
+from tests.versions import LEAN_STEP
 
 monai_data = pytest.importorskip("monai.data")
 transforms = pytest.importorskip("monai.transforms")
@@ -122,7 +123,7 @@ def test_tensors_with_metadata_train_at_every_level(level):
 
 def test_with_the_turbo_strategy_and_across_epochs():
     plain = fit(Volumes(num_workers=2))
-    lean = TurboStrategy(lean_step=True, lean_logging=True, device_prefetch=False, cudnn_benchmark=None)
+    lean = TurboStrategy(**LEAN_STEP, device_prefetch=False, cudnn_benchmark=None)
     ours = fit(Prefetched(num_workers=2), strategy=lean, callbacks=[PrefetchNextEpoch()])
     assert ours.sums[:4] == plain.sums[:4]
     assert len(ours.sums) == 8
