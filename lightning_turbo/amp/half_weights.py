@@ -109,7 +109,6 @@ class HalfWeights:
         if self._wide:
             yield
             return
-        self._wide = True
         places = [
             (module, name, weight)
             for module, names in self._owners.items()
@@ -117,16 +116,18 @@ class HalfWeights:
             if (weight := module._parameters.get(name)) is not None
             and (weight in self._masters or weight in self._cast)
         ]
-        for module, name, weight in places:
+        for _, _, weight in places:
             if weight not in self._masters:  # frozen, and not exact
                 with torch.inference_mode(False):  # a validation may be running
                     self._masters[weight] = Parameter(weight.detach().float())
-            module._parameters[name] = self._masters[weight]
         on = [(weight, master) for weight, master in self._masters.items() if master.requires_grad]
         for weight, master in on:
             master.requires_grad_(weight.requires_grad)
         versions = {weight: self._masters[weight]._version for _, _, weight in places}
         try:
+            self._wide = True
+            for module, name, weight in places:
+                module._parameters[name] = self._masters[weight]
             yield
         finally:
             self._wide = False
