@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.10 or newer and make, nothing else.
+# `make demo` and `make test` need Python 3.11 or newer and make, nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
