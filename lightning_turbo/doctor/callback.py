@@ -49,8 +49,8 @@ class Doctor(Callback):
 
     Note:
         Only the rank with number zero watches. A compiled model, and strategies that split single tensors, are timed
-        but not watched from inside, and the report says so. Where another profile function is set (cProfile, a
-        debugger), calls of Python functions are not watched.
+        but not watched from inside, and the report says so. Where another profile function is set (by a debugger;
+        before Python 3.12 by cProfile), calls of Python functions are not watched.
 
     Example:
         >>> from lightning_turbo import Doctor

@@ -119,13 +119,25 @@ def test_a_compiled_model_is_timed_only():
 
 
 def test_another_profiler_keeps_its_place():
+    doctor, seen = Doctor(**SHORT), set()
+    sys.setprofile(lambda frame, event, arg: seen.add(frame.f_code.co_name))
+    trained(doctor)
+    sys.setprofile(None)
+    assert "training_step" in seen
+    assert any("profile function" in note for note in doctor.report.facts.notes)
+    assert "host-sync" in rules(doctor), "the modes watch all the same"
+    assert "progress-bar-sync" not in rules(doctor)
+
+
+def test_cprofile_sees_all_that_it_sees_without_the_doctor():
     doctor, profile = Doctor(**SHORT), cProfile.Profile()
     profile.enable()
     trained(doctor)
     profile.disable()
-    assert any("profile function" in note for note in doctor.report.facts.notes)
-    assert "host-sync" in rules(doctor), "the modes watch all the same"
-    assert "progress-bar-sync" not in rules(doctor)
+    calls = {code.co_name: count for code, count, *_ in profile.getstats() if not isinstance(code, str)}
+    assert calls["training_step"] == len(trained().losses)
+    # It is a profile function before Python 3.12, and of a kind of its own since.
+    assert ("progress-bar-sync" in rules(doctor)) == (sys.version_info >= (3, 12))
 
 
 def test_modes_of_the_user_keep_their_place():
