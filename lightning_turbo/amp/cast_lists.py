@@ -60,9 +60,9 @@ FLOAT: dict[str, list[str]] = {
 # Floating arguments of different dtypes become the widest of them. torch promotes most of apex's list by itself;
 # these are the functions that it does not promote.
 PROMOTE: dict[str, list[str]] = {
-    "torch": ["addcdiv", "addcmul", "bilinear", "cat", "cross", "dot", "equal", "stack"],
+    "torch": ["addcdiv", "addcmul", "bilinear", "cat", "cross", "dot", "equal", "stack", "vdot"],
     "torch.nn.functional": ["bilinear"],
-    "torch.Tensor": ["addcdiv", "addcmul", "cross", "dot", "equal"],
+    "torch.Tensor": ["addcdiv", "addcmul", "cross", "dot", "equal", "vdot"],
 }
 
 # In-place forms: the other floating arguments take the dtype of the tensor that is written to. torch does so by

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_turbo.amp.function_casts import FunctionCasts
@@ -38,6 +39,7 @@ class AmpEngine:
         scale_window: Settled passes without overflow before the dynamic scale doubles.
         cast_lists: For O1, ``"apex"`` or ``"torch"``, see ``FunctionCasts``; ``None`` takes apex's lists with
             float16 and torch's with bfloat16, which apex never had.
+        cast_cache: For O1, whether a weight's cast is used again until ``forget_casts``.
         **overrides: apex's overrides of the level, see ``resolve``.
 
     Raises:
@@ -56,6 +58,7 @@ class AmpEngine:
         max_loss_scale: float = 2.0**24,
         scale_window: int = 2000,
         cast_lists: str | None = None,
+        cast_cache: bool = False,
         **overrides: Any,
     ) -> None:
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
@@ -78,35 +81,55 @@ class AmpEngine:
         self.is_dynamic = any(scaler.dynamic for scaler in self.scalers)
         if cast_lists is None:
             cast_lists = "apex" if self.dtype is torch.float16 else "torch"
-        casts = FunctionCasts(device_type, self.dtype, cast_lists)
+        casts = FunctionCasts(device_type, self.dtype, cast_lists, cache=cast_cache)
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.weights: HalfWeights | None = None
         self.boundary: Boundary | None = None
         self._flags: dict[int, Tensor] = {}
         self._last_flag: Tensor | None = None
+        self._stepped: set[int] = set()
 
     def convert(
-        self, modules: Iterable[nn.Module], guarded: Iterable[nn.Module], *, without_buffers: nn.Module | None = None
+        self, modules: Iterable[nn.Module], guarded: Iterable[nn.Module], *, step_owner: nn.Module | None = None
     ) -> None:
         """Cast the modules' weights if the level says so, and watch the modules where data enters and leaves.
 
         Args:
             modules: The modules whose own parameters and buffers are cast, without their submodules'.
             guarded: The modules at whose calls floating inputs and outputs are cast.
-            without_buffers: One of the modules, whose buffers are left as they are.
+            step_owner: One of the modules, whose training step calls the others: its buffers are left as they are.
+
+        Raises:
+            AmpUsageError: If a module is one whose weights cannot be cast: a TorchScript module, or a lazy one.
         """
         props = self.properties
         if props.cast_model_type is not None:
+            modules = list(modules)
+            for module in modules:
+                self._check_castable(module)
             self.weights = HalfWeights(
                 modules,
                 props.cast_model_type,
                 keep_batchnorm_fp32=bool(props.keep_batchnorm_fp32),
                 masters=bool(props.master_weights) and props.casts_to_half,
                 exact=self.exact_masters,
-                without_buffers=without_buffers,
+                without_buffers=step_owner,
             )
-            self.boundary = Boundary(props.cast_model_type, props.cast_model_outputs or torch.float32)
+            self.boundary = Boundary(props.cast_model_type, props.cast_model_outputs or torch.float32, step_owner)
             self.boundary.guard(guarded)
+
+    def _check_castable(self, module: nn.Module) -> None:
+        level = self.properties.opt_level
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AmpUsageError(
+                f"{level} was given a TorchScript module ({module.original_name}); accepted are modules of Python. "
+                "Train the module that it was made of, and script or trace that afterwards; or take O0 or O1."
+            )
+        if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            raise AmpUsageError(
+                f"{level} was given a {type(module).__name__} that has not seen a batch yet, so that it has no "
+                "weights; accepted are modules with weights. Call the model on a batch before, as in configure_model."
+            )
 
     def attach(self, optimizer: Optimizer) -> None:
         """Give an optimizer the masters of its half weights."""
@@ -160,8 +183,13 @@ class AmpEngine:
         kept: dict[Tensor, Tensor | None] = {}
         for optimizer in optimizers:
             for param in _params(optimizer):
-                kept[param] = param.grad
-                param.grad = None
+                if param not in kept:
+                    # A copy, because DDP writes over gradients that are views of its buckets.
+                    kept[param] = None if param.grad is None else param.grad.clone()
+                    param.grad = None
+            # An overflow is over when its gradients are: stepped with, or released.
+            if id(optimizer) in self._stepped or all(kept[param] is None for param in _params(optimizer)):
+                self.forget_overflow(optimizer)
             if self.weights is not None:
                 for weight, _ in self.weights.pairs(optimizer):
                     weight.grad = None
@@ -180,20 +208,25 @@ class AmpEngine:
             release: Whether half gradients are given up at once; apex keeps them until ``zero_grad``.
         """
         scaler = self.scaler(loss_id)
+        collected: dict[Tensor, Optimizer] = {}  # with the first optimizer that holds it
         for optimizer in optimizers:
             if self.weights is not None:
                 for weight, master in self.weights.pairs(optimizer):
-                    if weight.grad is not None and master.requires_grad:
+                    if weight.grad is not None and master.requires_grad and master not in collected:
                         master.grad = weight.grad.float()
                     if release:
                         weight.grad = None
-            fresh = [param for param in _params(optimizer) if param.grad is not None]
-            grads = [param.grad for param in fresh if param.grad is not None]
-            if grads and scaler.dynamic:
-                scaler.unscale_(grads, self._flag(optimizer, grads[0].device))
-            else:
-                scaler.unscale_(grads)
-            for param in _params(optimizer):
+            params = list(_params(optimizer))
+            others = {id(collected[param]): collected[param] for param in params if param in collected}
+            fresh = [param for param in params if param not in collected]
+            self._unscale(optimizer, fresh, scaler)
+            for other in others.values():
+                flag = self._flags.get(id(other))
+                if flag is not None:
+                    own = self._flag(optimizer, flag.device)
+                    torch.maximum(own, flag, out=own)
+            for param in fresh:
+                collected[param] = optimizer
                 before = kept.get(param)
                 if before is not None:
                     param.grad = before if param.grad is None else param.grad.add_(before)
@@ -203,21 +236,25 @@ class AmpEngine:
     @torch.no_grad()
     def unscale(self, optimizer: Optimizer, loss_id: int = 0) -> None:
         """Unscale an optimizer's gradients in place and note an overflow."""
-        scaler = self.scaler(loss_id)
         if self.weights is not None:
             self.weights.fold_all()
-        grads = [param.grad for param in _params(optimizer) if param.grad is not None]
-        if not grads or scaler.is_identity:
-            return
-        if scaler.dynamic:
-            scaler.unscale_(grads, self._flag(optimizer, grads[0].device))
-        else:
-            scaler.unscale_(grads)
+        self.forget_overflow(optimizer)
+        self._unscale(optimizer, _params(optimizer), self.scaler(loss_id))
+
+    def _unscale(self, optimizer: Optimizer, params: Iterable[Tensor], scaler: LossScaler) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        if grads and not scaler.is_identity:
+            scaler.unscale_(grads, self._flag(optimizer, grads[0].device) if scaler.dynamic else None)
 
     def _flag(self, optimizer: Optimizer, device: torch.device) -> Tensor:
         if id(optimizer) not in self._flags:
             self._flags[id(optimizer)] = torch.zeros((), dtype=torch.float32, device=device)
         return self._flags[id(optimizer)]
+
+    def forget_overflow(self, optimizer: Optimizer) -> None:
+        """Drop what was noted of this optimizer's gradients, because there are others."""
+        self._flags.pop(id(optimizer), None)
+        self._stepped.discard(id(optimizer))
 
     def will_skip(self, optimizer: Optimizer) -> bool:
         """Whether an overflow was noted in this optimizer's gradients; waits for the device."""
@@ -232,8 +269,9 @@ class AmpEngine:
     def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Step, or skip on overflow, and bring the model's half weights up to date.
 
-        A fused optimizer is handed the overflow flag on the device and skips by itself, so that no value comes to
-        the host.
+        A second step with the same gradients is skipped as the first was, unless ``forget_overflow`` comes between. A
+        fused optimizer is handed the overflow flag on the device and skips by itself, so that no value comes to the
+        host.
 
         Args:
             optimizer: The optimizer whose gradients are unscaled.
@@ -242,23 +280,18 @@ class AmpEngine:
         Returns:
             What ``run`` returned, ``None`` for a skipped step.
         """
-        flag = self._flags.pop(id(optimizer), None)
-        self._last_flag = flag
-        result = None
-        if flag is None:
-            result = run()
-        elif skips_by_itself(optimizer):
-            optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's fused optimizers read it
-            try:
-                result = run()
-            finally:
-                del optimizer.found_inf  # type: ignore[attr-defined]
-        elif not flag.item():
-            result = run()
-        if self.weights is not None:
-            self.weights.copy_to_model(optimizer)
-        self.forget_casts()
-        return result
+        flag = self._last_flag = self._flags.get(id(optimizer))
+        self._stepped.add(id(optimizer))
+        with contextlib.nullcontext() if self.weights is None else self.weights.copied_after(optimizer):
+            if flag is None:
+                return run()
+            if skips_by_itself(optimizer):
+                optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's fused optimizers read it
+                try:
+                    return run()
+                finally:
+                    del optimizer.found_inf  # type: ignore[attr-defined]
+            return None if flag.item() else run()
 
     def forget_casts(self) -> None:
         """Drop the half copies that autocast keeps of weights, because the weights have changed or soon will."""
@@ -283,6 +316,7 @@ class AmpEngine:
             self.weights.restore()
         self.boundary = self.weights = None
         self._flags.clear()
+        self._stepped.clear()
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:

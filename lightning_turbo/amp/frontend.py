@@ -41,6 +41,16 @@ class _Session:
         self.optimizers = optimizers
         self.verbosity = verbosity
         self.scaled: set[int] = set()  # optimizers whose gradients wait for their unscaling
+        self.stepped: set[int] = set()  # optimizers that have used theirs
+
+    def no_longer_needed(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yield an optimizer's masters but for those that another one holds and is yet to step with."""
+        waiting = [other for other in self.optimizers if other is not optimizer and id(other) not in self.stepped]
+        held = {id(param) for other in waiting for param in master_params(other)}
+        if self.engine is not None and self.engine.weights is not None:
+            for _, master in self.engine.weights.pairs(optimizer):
+                if id(master) not in held:
+                    yield master
 
 
 _session: _Session | None = None
@@ -132,6 +142,7 @@ def initialize(
         max_loss_scale=max_loss_scale,
         scale_window=scale_window,
         cast_lists=cast_lists or "apex",
+        cast_cache=True,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -222,6 +233,7 @@ def scale_loss(
         session.scaled.update(map(id, chosen))
     else:
         engine.collect(chosen, kept, loss_id)
+        session.stepped.difference_update(map(id, chosen))
         session.scaled.difference_update(map(id, chosen))
         overflow = scaler.overflowed
         scaler.update()
@@ -342,11 +354,11 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _take_over(optimizer: Optimizer, session: _Session) -> None:
-    """Let ``step``, ``zero_grad`` and ``add_param_group`` of this one optimizer know of masters and skipped steps."""
+    """Let ``step`` and ``zero_grad`` of this one optimizer know of masters and skipped steps."""
     engine = session.engine
     if engine is None:
         return
-    step, zero_grad, add_param_group = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
+    step, zero_grad = optimizer.step, optimizer.zero_grad
 
     def amp_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None and (engine.has_masters or engine.will_skip(self)):
@@ -356,9 +368,11 @@ def _take_over(optimizer: Optimizer, session: _Session) -> None:
             )
         with disable_casts():
             result = engine.step(self, step if closure is None else lambda: step(closure))
-        if engine.weights is not None:
-            for _, master in engine.weights.pairs(self):
-                master.grad = None
+        engine.forget_overflow(self)  # one step is skipped, as in apex
+        engine.forget_casts()
+        session.stepped.add(id(self))
+        for master in session.no_longer_needed(self):
+            master.grad = None
         self._opt_called = True  # type: ignore[attr-defined]  # for schedulers: a skipped step is no step forgotten
         return result
 
@@ -378,12 +392,6 @@ def _take_over(optimizer: Optimizer, session: _Session) -> None:
             if param.grad is not None:
                 param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
-    def amp_add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        add_param_group(param_group)
-        if engine.weights is not None and engine.properties.master_weights:
-            engine.weights.attach_group(self.param_groups[-1])
-
     optimizer.step = types.MethodType(amp_step, optimizer)
     optimizer.zero_grad = types.MethodType(amp_zero_grad, optimizer)
-    optimizer.add_param_group = types.MethodType(amp_add_param_group, optimizer)
     optimizer._lightning_turbo_amp = session  # type: ignore[attr-defined]  # marks it as taken over

@@ -90,12 +90,14 @@ class FunctionCasts:
         lists: ``"torch"`` for autocast alone, which costs nothing per call; ``"apex"`` to obey apex's lists where
             autocast does not (layer_norm and gelu on a CPU, gelu on CUDA, banned functions, ...), which costs a
             few microseconds for every call of a torch function.
+        cache: Whether autocast keeps a weight's cast for the next function, until the region ends or the cache is
+            cleared, as apex does; a weight that is changed in between is then used as it was.
 
     Raises:
         AmpUsageError: If ``lists`` is neither.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype, lists: str = "apex") -> None:
+    def __init__(self, device_type: str, dtype: torch.dtype, lists: str = "apex", *, cache: bool = False) -> None:
         if lists not in ("apex", "torch"):
             raise AmpUsageError(
                 f"cast_lists={lists!r} is unknown; accepted are 'apex' (apex's lists of functions) and 'torch' "
@@ -103,12 +105,13 @@ class FunctionCasts:
             )
         self.device_type = device_type
         self.dtype = dtype
+        self._cache = cache and cache_survives_no_grad()
         self._mode = _ApexLists(device_type, dtype) if lists == "apex" else None
         self._entered: contextlib.ExitStack | None = None
 
     def region(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that casts on this thread."""
-        casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=cache_survives_no_grad())
+        casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self._cache)
         if self._mode is None:
             return casts
         return self._both(casts)

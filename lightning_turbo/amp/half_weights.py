@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_turbo.amp.float_state import Loading, Saving, float_value
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.model_casts import castable_tensors
+from lightning_turbo.errors import AmpUsageError
 
 __all__ = ["HalfWeights"]
 
@@ -35,7 +39,7 @@ class HalfWeights:
         without_buffers: One of the modules, whose buffers are left as they are.
 
     Note:
-        Exact masters keep float32 copies of frozen weights as well, so that they come back unrounded.
+        Exact masters keep float32 copies of frozen weights and of buffers as well, so that they come back unrounded.
     """
 
     def __init__(
@@ -54,7 +58,11 @@ class HalfWeights:
         self._masters: dict[Tensor, Parameter] = {}
         self._cast: dict[Tensor, torch.dtype] = {}
         self._buffers: list[tuple[nn.Module, str, torch.dtype]] = []
-        self._optimizers: list[Optimizer] = []
+        # Of buffers by place, as a module that moves to a device has others.
+        self._float_buffers: dict[nn.Module, dict[str, Tensor]] = {}
+        self._optimizers: list[tuple[Optimizer, type[Optimizer]]] = []
+        self._in_method = False
+        floats: dict[Tensor, Tensor] = {}
         self._pairs: dict[int, list[tuple[Tensor, Parameter]]] = {}
         self._handles: list[Any] = []
         self._owners: dict[nn.Module, list[str]] = {}
@@ -70,11 +78,15 @@ class HalfWeights:
                 old = tensor.data
                 tensor.data = old.to(dtype)
                 tensor.grad = None
-                if masters and isinstance(tensor, Parameter) and (exact or tensor.requires_grad):
+                if name in module._buffers:
+                    floats[tensor] = old.to(torch.float32)
+                elif masters and (exact or tensor.requires_grad):
                     # A master needs a gradient unless an optimizer's owner switches it off, as toggle_optimizer does.
                     self._masters[tensor] = Parameter((old if exact else tensor.data).to(torch.float32))
             if name in module._buffers:
                 self._buffers.append((module, name, self._cast[tensor]))
+                if self.exact:
+                    self._float_buffers.setdefault(module, {})[name] = floats[tensor]
             self._owners.setdefault(module, []).append(name)
         if dtype in HALF_DTYPES:
             for module, names in self._owners.items():
@@ -85,8 +97,9 @@ class HalfWeights:
 
     def _hook(self, module: nn.Module, names: tuple[str, ...]) -> None:
         tensors = {name: getattr(module, name) for name in names}
-        self._handles.append(module.register_state_dict_post_hook(_Saving(tensors, self._masters, self.exact)))
-        self._handles.append(module.register_load_state_dict_pre_hook(_Loading(tensors, self._masters, self.exact)))
+        held = tensors, self._masters, self._float_buffers.get(module, {}), self.exact
+        self._handles.append(module.register_state_dict_post_hook(Saving(*held)))
+        self._handles.append(module.register_load_state_dict_pre_hook(Loading(*held)))
 
     def to_devices(self) -> None:
         """Move each master to where its weight is now."""
@@ -102,7 +115,7 @@ class HalfWeights:
 
     @contextlib.contextmanager
     def widened(self) -> Iterator[None]:
-        """Put the masters into the model in the place of its half weights.
+        """Put the masters into the model in the place of its half weights, and float32 buffers for half ones.
 
         Inside, the model's parameters are float32, and those that the optimizers hold. What is changed in them stays.
         """
@@ -124,6 +137,7 @@ class HalfWeights:
         for weight, master in on:
             master.requires_grad_(weight.requires_grad)
         versions = {weight: self._masters[weight]._version for _, _, weight in places}
+        buffers = self._widen_buffers()
         try:
             self._wide = True
             for module, name, weight in places:
@@ -131,6 +145,7 @@ class HalfWeights:
             yield
         finally:
             self._wide = False
+            self._round_buffers(buffers)
             for module, name, weight in places:
                 module._parameters[name] = weight
             for weight, master in on:
@@ -146,15 +161,87 @@ class HalfWeights:
                 ]
             )
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Put masters in the place of half weights in an optimizer.
+    @torch.no_grad()
+    def _widen_buffers(self) -> list[tuple[nn.Module, str, Tensor, Tensor, int]]:
+        widened = []
+        for module, floats in self._float_buffers.items():
+            for name, own in floats.items():
+                half = module._buffers.get(name)
+                if half is not None and half.shape == own.shape:
+                    own.data = float_value(half, own)
+                    module._buffers[name] = own
+                    widened.append((module, name, half, own, own._version))
+        return widened
 
-        The state that it has gathered goes with them, in the dtype of what it updates from now on.
+    @torch.no_grad()
+    def _round_buffers(self, widened: Iterable[tuple[nn.Module, str, Tensor, Tensor, int]]) -> None:
+        for module, name, half, own, version in widened:
+            new = module._buffers[name]
+            module._buffers[name] = half
+            if new is not own and new is not None and new.shape == own.shape:  # assigned, not changed in place
+                own.copy_(new)
+            if own._version != version:
+                half.copy_(own)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Put masters in the place of half weights in an optimizer, and follow what it does to them.
+
+        The state that it has gathered goes with them, in the dtype of what it updates from now on. Its class becomes
+        one of the same name until ``restore``: parameter groups that come later get masters too, and what a method
+        of its own changes, as a schedule-free optimizer's ``eval`` or the ``first_step`` of SAM, reaches the model.
+
+        Raises:
+            AmpUsageError: If it wraps an optimizer that keeps the half weights.
         """
         for group in optimizer.param_groups:
             self.attach_group(group)
         self._move_state(optimizer, {**{tensor: tensor for tensor in self._cast}, **self._masters})
-        self._optimizers.append(optimizer)
+        self._optimizers.append((optimizer, type(optimizer)))
+        for inner in vars(optimizer).values():
+            if isinstance(inner, Optimizer) and any(
+                p in self._masters for g in inner.param_groups for p in g["params"]
+            ):
+                raise AmpUsageError(
+                    f"O2 was given a {type(optimizer).__name__}, which keeps the model's half weights in an optimizer "
+                    "of its own; accepted are optimizers that update the parameters of their groups. Take O0, O1 or O3."
+                )
+        if self.with_masters:
+            optimizer.__class__ = self._following(optimizer)
+
+    def _following(self, optimizer: Optimizer) -> type[Optimizer]:
+        base = type(optimizer)
+
+        def add_param_group(self_: Any, param_group: dict[str, Any]) -> None:
+            base.add_param_group(self_, param_group)
+            self.attach_group(optimizer.param_groups[-1])
+
+        def followed(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with self.copied_after(optimizer):
+                    return method(*args, **kwargs)
+
+            return wrapper
+
+        members: dict[str, Any] = {"__module__": base.__module__, "add_param_group": add_param_group}
+        for name in dir(base):
+            method = inspect.getattr_static(base, name)
+            if isinstance(method, types.FunctionType) and not name.startswith("_") and not hasattr(Optimizer, name):
+                members[name] = followed(method)
+        return type(base.__name__, (base,), members)
+
+    @contextlib.contextmanager
+    def copied_after(self, optimizer: Optimizer) -> Iterator[None]:
+        """At the end of the outermost such context, copy an optimizer's masters into the half weights."""
+        if self._in_method:
+            yield
+            return
+        self._in_method = True
+        try:
+            yield
+        finally:
+            self._in_method = False
+            self._round(self.pairs(optimizer))
 
     def attach_group(self, group: dict[str, Any]) -> None:
         """Put masters in the place of half weights in a parameter group, in place.
@@ -189,6 +276,10 @@ class HalfWeights:
             self._pairs[id(optimizer)] = [(w, m) for w, m in self._masters.items() if id(m) in held]
         return self._pairs[id(optimizer)]
 
+    def by_master(self) -> dict[Tensor, Tensor]:
+        """Return each master's weight."""
+        return {master: weight for weight, master in self._masters.items()}
+
     def fold(self, weight: Tensor) -> None:
         """Add a weight's half gradient to its master's float32 gradient, and release it.
 
@@ -218,11 +309,6 @@ class HalfWeights:
         for weight in self._masters:
             self.fold(weight)
 
-    @torch.no_grad()
-    def copy_to_model(self, optimizer: Optimizer) -> None:
-        """Copy an optimizer's masters into the half weights, rounding to nearest."""
-        self._round(self.pairs(optimizer))
-
     @staticmethod
     @torch.no_grad()
     def _round(pairs: Sequence[tuple[Tensor, Parameter]]) -> None:
@@ -239,19 +325,21 @@ class HalfWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module, name, dtype in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.dtype is self.dtype:
+                buffer.data = float_value(buffer, self._float_buffers.get(module, {}).get(name)).to(dtype)
+        self._buffers.clear()
+        self._float_buffers.clear()
         for tensor, dtype in self._cast.items():
             master = self._masters.get(tensor)
-            tensor.data = _float_value(tensor, master).to(dtype)
+            tensor.data = float_value(tensor, master).to(dtype)
             tensor.grad = None
             if master is not None:
                 master.data = tensor.data  # so that no more than one of the two fills memory
-        for module, name, dtype in self._buffers:
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.dtype is self.dtype:  # another tensor since the module moved to a device
-                buffer.data = buffer.data.to(dtype)
-        self._buffers.clear()
-        weight_of: dict[Parameter, Tensor] = {master: weight for weight, master in self._masters.items()}
-        for optimizer in self._optimizers:
+        weight_of = self.by_master()
+        for optimizer, base in self._optimizers:
+            optimizer.__class__ = base
             for group in optimizer.param_groups:
                 group["params"] = [weight_of.get(param, param) for param in group["params"]]
             self._move_state(optimizer, {**{tensor: tensor for tensor in self._cast}, **weight_of})
@@ -260,48 +348,3 @@ class HalfWeights:
         self._masters.clear()
         self._cast.clear()
         self._owners.clear()
-
-
-def _float_value(tensor: Tensor, master: Tensor | None) -> Tensor:
-    """Return what a half tensor stands for in float32: its master, but for entries changed in the tensor itself."""
-    wide = tensor.detach().float()
-    if master is None:
-        return wide
-    own = master.detach().to(tensor.device)
-    return torch.where(own.to(tensor.dtype) == tensor, own, wide)
-
-
-class _FloatState:
-    """A module's part in float32 state: a hook that a copy of the module takes along with copies of its masters."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], masters: dict[Tensor, Parameter], exact: bool) -> None:
-        self.tensors = tensors
-        self.masters = masters
-        self.exact = exact
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FloatState:
-        tensors = {name: copy.deepcopy(tensor, memo) for name, tensor in self.tensors.items()}
-        masters = {
-            tensors[name]: copy.deepcopy(self.masters[tensor], memo)
-            for name, tensor in self.tensors.items()
-            if tensor in self.masters
-        }
-        return type(self)(tensors, masters, self.exact)
-
-
-class _Saving(_FloatState):
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name in self.tensors:
-            if prefix + name in state:
-                tensor = getattr(module, name)
-                state[prefix + name] = _float_value(tensor, self.masters.get(tensor) if self.exact else None)
-
-
-class _Loading(_FloatState):
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        with torch.no_grad():
-            for name in self.tensors:
-                value, weight = state.get(prefix + name), getattr(module, name)
-                master = self.masters.get(weight)
-                if value is not None and master is not None and value.shape == master.shape:
-                    master.copy_(value if self.exact else value.to(weight.dtype))

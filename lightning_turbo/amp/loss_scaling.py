@@ -93,15 +93,17 @@ class LossScaler:
         """Divide gradients by the scale in place, and note an overflow.
 
         Args:
-            grads: Floating tensors of any shape and dtype, half precision included, on one device.
+            grads: Floating or complex tensors of any shape and dtype, half precision included, on one device; sparse
+                ones too.
             flag: Zero-dimensional float32 tensor on that device, set to 1.0 if any entry is inf or NaN and left
                 as it is otherwise. Not touched by a static scale.
         """
         if not grads or self.is_identity:
             return
         self.is_pending = True
+        grads = [_numbers_of(grad) for grad in grads]
         if not self.dynamic:
-            torch._foreach_mul_(list(grads), 1.0 / self._host_scale)
+            torch._foreach_mul_(grads, 1.0 / self._host_scale)
             return
         self.to(grads[0].device)
         inverse = self._scale.double().reciprocal_().float()
@@ -183,6 +185,12 @@ class LossScaler:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _numbers_of(grad: Tensor) -> Tensor:
+    """Return a view of what a gradient holds: real numbers in a dense tensor."""
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _by_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -101,14 +101,15 @@ class Boundary:
     Args:
         dtype: Dtype of the arguments inside, keyword arguments too.
         output_dtype: Dtype of what comes out, nested structures too.
+        step_owner: A module whose calls with a ``forward`` of the instance's own are a training step, as under DDP.
     """
 
-    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype, step_owner: nn.Module | None = None) -> None:
         self.dtype = dtype
         self.output_dtype = output_dtype
+        self._step_owner = step_owner
         self._depth = 0
         self._lifted = False
-        self._redirected: list[nn.Module] = []
         self._handles: list[Any] = []
 
     def guard(self, modules: Iterable[nn.Module]) -> None:
@@ -147,24 +148,17 @@ class Boundary:
     def reset(self) -> None:
         """Forget calls that never came to their end."""
         self._depth = 0
-        self._redirected.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._lifted:
             return None
-        if self._depth == 0 and "forward" in module.__dict__:
-            # Another step than forward goes through this module's call, as training_step does under DDP.
-            self._redirected.append(module)
+        if self._depth == 0 and module is self._step_owner and "forward" in module.__dict__:
             return None
         self._depth += 1
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._lifted:
-            return None
-        if self._depth == 0:
-            if self._redirected and self._redirected[-1] is module:
-                self._redirected.pop()
+        if self._lifted or self._depth == 0:
             return None
         self._depth -= 1
         return cast_floats(output, self.output_dtype) if self._depth == 0 else None

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_turbo._compat import (
     LightningModule,
-    MisconfigurationException,
     Precision,
     check_binding,
     loaded_checkpoint,
@@ -27,8 +25,10 @@ from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.model_casts import first_tensor_of, parts_of
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_this_rank, put_gradients
+from lightning_turbo.plugins.closures import refuse_many_closures
 from lightning_turbo.plugins.float_hooks import FloatHooks
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
+from lightning_turbo.plugins.rank_gradients import RankGradients
 from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
 
@@ -49,8 +49,9 @@ class ApexAMP(Precision):
 
     At O2 and O3 the module's weights are half while the Trainer runs, and float32 again afterwards. At O2 the
     optimizers hold float32 masters, and half gradients are folded into the masters' as the backward pass makes
-    them: outside of hooks before the step, read them in ``optimizer.param_groups`` or inside ``float_weights()``. The
-    ``state_dict`` of the module is float32 at every level, so that a checkpoint may go on at another level.
+    them: outside of the hooks from there to the step, read them in ``optimizer.param_groups`` or inside
+    ``float_weights()``. The ``state_dict`` of the module is float32 at every level, so that a checkpoint may go on
+    at another level.
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
@@ -68,6 +69,8 @@ class ApexAMP(Precision):
             ``self.manual_backward(loss, loss_id=1)``.
         cast_lists: For O1: ``"apex"`` obeys apex's lists of functions, ``"torch"`` those of ``torch.autocast``
             alone. By default apex's with float16 and torch's with bfloat16.
+        cast_cache: For O1: cast a weight once, not at every use, until the next backward pass or step. For networks
+            that use a weight many times; it must not be changed between forward passes in any other way.
         max_consecutive_skips: So many skipped steps in a row end the run with an error that names the step and the
             first module with non-finite values; 1 or more.
         log_scale: Log ``amp/loss_scale`` and ``amp/skipped_steps`` at every optimizer step.
@@ -108,6 +111,7 @@ class ApexAMP(Precision):
         exact_masters: bool = True,
         num_losses: int = 1,
         cast_lists: str | None = None,
+        cast_cache: bool = False,
         max_consecutive_skips: int = 25,
         log_scale: bool = False,
         backend: str = "native",
@@ -129,13 +133,13 @@ class ApexAMP(Precision):
             "master_weights": master_weights, "loss_scale": loss_scale, "min_loss_scale": min_loss_scale,
             "max_loss_scale": max_loss_scale, "cast_model_outputs": cast_model_outputs, "scale_window": scale_window,
             "exact_masters": exact_masters, "num_losses": num_losses, "cast_lists": cast_lists,
+            "cast_cache": cast_cache,
         }  # fmt: skip
         # The device is known only when the Trainer sets up; what can be refused is refused here.
         likely = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = AmpEngine(opt_level, device_type=likely, **self._settings)
         self._placed = False
-        self._ddp: DistributedDataParallel | None = None
-        self._local_gradients = False
+        self._ranks: RankGradients | None = None
         self._window_open = False
         self._waiting_gradients: list[dict[str, Tensor]] | None = None
         self._optimizers: list[Optimizer] = []
@@ -191,7 +195,7 @@ class ApexAMP(Precision):
             )
         if self._engine.properties.casts_to_half:
             # A training step uses the module's own buffers outside of any module.
-            self._engine.convert(*parts_of(module), without_buffers=module)
+            self._engine.convert(*parts_of(module), step_owner=module)
         return module
 
     def _place(self, device_type: str) -> None:
@@ -204,18 +208,15 @@ class ApexAMP(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Give the optimizers their masters, and let schedulers stand still on skipped steps."""
         engine = self._engine
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        module: Any = model if ddp is None else ddp.module
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            if isinstance(optimizer, LBFGS) and (engine.scales or engine.has_masters):
-                raise MisconfigurationException(
-                    f"ApexAMP({self.opt_level!r}) was given LBFGS, which runs the closure several times a step; "
-                    "accepted is any optimizer that steps once. Take O0, or another optimizer."
-                )
+            refuse_many_closures(optimizer, engine, automatic=module.automatic_optimization)
             engine.attach(optimizer)
-            self._follow_new_groups(optimizer)
+        self._ranks = None if ddp is None else RankGradients(ddp, engine.weights)
         if engine.weights is not None and optimizers:
-            if self._ddp is None:
+            if ddp is None:
                 engine.weights.fold_as_produced()
             else:
                 # DDP made the ranks' half weights alike; the masters must be alike as well.
@@ -223,7 +224,6 @@ class ApexAMP(Precision):
                     torch.distributed.broadcast(master.data, src=0)
         if engine.is_dynamic:
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
-        module = model.module if isinstance(model, DistributedDataParallel) else model
         if engine.has_masters and isinstance(module, LightningModule):
             self._float_hooks.wrap(module, engine.widened)
         if optimizers:
@@ -231,27 +231,12 @@ class ApexAMP(Precision):
             self._read_foreign_state(module)
         return model, optimizers, lr_schedulers
 
-    def _follow_new_groups(self, optimizer: Optimizer) -> None:
-        """Let parameter groups that come later, as when a backbone is thawed, get masters too."""
-        weights = self._engine.weights
-        if weights is None or not self._engine.properties.master_weights:
-            return
-        add = optimizer.add_param_group
-
-        def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-            add(param_group)
-            weights.attach_group(self.param_groups[-1])
-
-        optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
-
     def teardown(self) -> None:
         """Give module and optimizers back as they were: float32 weights, the module's own parameters."""
         self._float_hooks.remove()
         self._engine.restore()
-        for optimizer in self._optimizers:
-            optimizer.__dict__.pop("add_param_group", None)
         self._optimizers = []
-        self._ddp = None
+        self._ranks = None
         self._window_open = False
         if self._watch is not None:
             self._watch.remove()
@@ -288,32 +273,22 @@ class ApexAMP(Precision):
         engine, scaler = self._engine, self._engine.scaler(loss_id)
         each_pass = not model.automatic_optimization and (engine.scales or engine.has_masters)
         kept = engine.stash(self._optimizers) if each_pass else {}
+        gathered = kept if each_pass else None
+        if self._ranks is not None:
+            self._ranks.before_backward(gathered)
         with engine.backward_region():
             model.backward(scaler.scale(tensor), *args, **kwargs)
-        if self._ddp is not None and engine.has_masters:
-            self._fold_across_ranks()
+        engine.forget_casts()
+        if self._ranks is not None:
+            self._ranks.after_backward(gathered)
         if each_pass:
             engine.collect(self._optimizers, kept, loss_id, release=True)
         self._window_open = True
 
-    def _fold_across_ranks(self) -> None:
-        """Fold half gradients into the masters' under DDP.
-
-        Without synchronisation (all micro-batches of an accumulation but the last) they are folded as they are, in
-        float32; when the last one has been averaged over the ranks, so are the folded ones.
-        """
-        weights, ddp = self._engine.weights, self._ddp
-        if weights is None or ddp is None:
-            return
-        if not ddp.require_backward_grad_sync:
-            self._local_gradients = True
-        elif self._local_gradients:
-            self._local_gradients = False
-            for master in weights.masters(trained=True):
-                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-                torch.distributed.all_reduce(master.grad)
-                master.grad.div_(torch.distributed.get_world_size())
-        weights.fold_all()
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Call the hooks that follow a backward pass."""
+        with self._float_hooks.after_backward():
+            return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, clip, then step or skip, and settle the scale."""
@@ -333,6 +308,7 @@ class ApexAMP(Precision):
             return result
         output = engine.step(optimizer, lambda: optimizer.step(**kwargs))
         engine.update()
+        engine.forget_casts()
         self._window_open = False
         if engine.is_dynamic:
             if self._watch is not None:
@@ -378,7 +354,8 @@ class ApexAMP(Precision):
         put_gradients(self._optimizers, self._waiting_gradients)
         self._waiting_gradients = None
         self._window_open = True
-        self._local_gradients = self._ddp is not None
+        if self._ranks is not None:
+            self._ranks.gathered = True
 
     def _read_foreign_state(self, module: Any) -> None:
         """Take over scaler state that another precision plugin wrote into the checkpoint."""

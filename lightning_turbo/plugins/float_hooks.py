@@ -12,6 +12,7 @@ from lightning_turbo._compat import Callback, LightningModule, callbacks_named
 __all__ = ["FloatHooks"]
 
 _STATE = ("on_load_checkpoint", "on_save_checkpoint")
+_AFTER_BACKWARD = ("on_after_backward",)
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
@@ -23,6 +24,7 @@ class FloatHooks:
     """
 
     def __init__(self) -> None:
+        self.after_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self._wrapped: list[tuple[Callback, str]] = []
 
@@ -34,10 +36,9 @@ class FloatHooks:
             widened: Makes the context.
         """
         callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        own = any(_overrides(module, LightningModule, hook) for hook in _BEFORE_STEP)
-        # Those of this library work on what the optimizers hold.
-        theirs = [callback for callback in callbacks if _overrides(callback, Callback, _BEFORE_STEP[0])]
-        if own or any(not getattr(c, _BEFORE_STEP[0]).__module__.startswith("lightning_turbo.") for c in theirs):
+        if _overridden(module, callbacks, _AFTER_BACKWARD):
+            self.after_backward = widened
+        if _overridden(module, callbacks, _BEFORE_STEP):
             self.before_step = widened
         for callback in callbacks:
             if isinstance(callback, callbacks_named("BaseFinetuning", "StochasticWeightAveraging", "WeightAveraging")):
@@ -48,10 +49,18 @@ class FloatHooks:
 
     def remove(self) -> None:
         """Leave all as it was."""
-        self.before_step = nullcontext
+        self.after_backward = self.before_step = nullcontext
         for callback, hook in self._wrapped:
             delattr(callback, hook)
         self._wrapped.clear()
+
+
+def _overridden(module: LightningModule, callbacks: list[Callback], hooks: tuple[str, ...]) -> bool:
+    """Whether the module, or a callback that is not of this library, overrides one; ours work on the optimizers'."""
+    if any(_overrides(module, LightningModule, hook) for hook in hooks):
+        return True
+    theirs = [callback for callback in callbacks if _overrides(callback, Callback, hooks[0])]
+    return any(not getattr(c, hooks[0]).__module__.startswith("lightning_turbo.") for c in theirs)
 
 
 def _overrides(owner: Any, base: type, hook: str) -> bool:

@@ -19,7 +19,7 @@ from lightning_turbo.strategies.lean_loop import LeanEpochLoop, LeanSignalConnec
 
 __all__ = ["LeanStrategy", "install"]
 
-_AROUND_BACKWARD = ("pre_backward", "post_backward")
+_BEFORE_BACKWARD, _AFTER_BACKWARD = ("pre_backward",), ("post_backward",)
 _AROUND_STEP = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients")
 
 
@@ -75,16 +75,19 @@ class LeanStrategy(Strategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass between its hooks."""
         plugin, module = self.precision_plugin, self.lightning_module
-        if not self.direct or module is None or not _is_plain(plugin, _AROUND_BACKWARD):
+        if not self.direct or module is None or not _is_plain(plugin, _BEFORE_BACKWARD):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         trainer = module.trainer
         self.pre_backward(closure_loss)
         call_callbacks(trainer, module, "on_before_backward", closure_loss)
         call_hook(module, module, "on_before_backward", closure_loss)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = closure_loss.detach()
-        call_callbacks(trainer, module, "on_after_backward")
-        call_hook(module, module, "on_after_backward")
+        if _is_plain(plugin, _AFTER_BACKWARD):
+            closure_loss = closure_loss.detach()
+            call_callbacks(trainer, module, "on_after_backward")
+            call_hook(module, module, "on_after_backward")
+        else:
+            closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 

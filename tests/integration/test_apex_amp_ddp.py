@@ -36,3 +36,27 @@ def test_two_ranks_equal_each_other_and_the_joint_batch(tmp_path):
         travelled = torch.cat([(joint["module"][n] - joint["start"][n]).ravel() for n in names]).norm()
         limit = {"O0": 1e-5, "float16": 3e-3, "bfloat16": 6e-2}["O0" if case.startswith("O0") else case.split("-")[1]]
         assert apart / travelled < limit, (case, float(apart / travelled))
+
+
+LEVELS = ("O1-bfloat16-64", "O1-float16-64", "O2-bfloat16-1", "O2-float16-64")
+UNUSED = "ddp_find_unused_parameters_true"
+
+
+@pytest.mark.distributed
+def test_backward_passes_by_hand_and_parts_without_use_are_as_in_float32(tmp_path):
+    kinds = [("two", "ddp"), ("two", "turbo"), ("sync", "ddp"), ("sync", "turbo"), ("unused", UNUSED)]
+    cases = {f"{kind}-{strategy}": [f"{kind}-{strategy}-{level}" for level in LEVELS] for kind, strategy in kinds}
+    plain = {name: f"{name}-none-float32-1" for name in cases}
+    worker = Path(__file__).with_name("manual_ddp_worker.py")
+    run_ranks(worker, tmp_path, ",".join([*plain.values(), *(case for those in cases.values() for case in those)]))
+    for name, those in cases.items():
+        right = torch.load(tmp_path / f"{plain[name]}.0", weights_only=True)
+        for case in those:
+            ranks = [torch.load(tmp_path / f"{case}.{rank}", weights_only=True)["weights"] for rank in (0, 1)]
+            assert all(torch.equal(ranks[0][key], ranks[1][key]) for key in ranks[0]), case
+            apart = torch.cat([(ranks[0][key] - value).ravel() for key, value in right["weights"].items()]).norm()
+            moved = torch.cat([(value - right["start"][key]).ravel() for key, value in right["weights"].items()]).norm()
+            assert apart / moved < 0.06, (case, float(apart / moved))
+            if name.startswith("unused"):
+                assert torch.equal(ranks[0]["never.weight"], right["start"]["never.weight"]), case
+                assert not torch.equal(ranks[0]["rare.weight"], right["start"]["rare.weight"]), case

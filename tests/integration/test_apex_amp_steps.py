@@ -137,9 +137,9 @@ def test_the_count_of_host_reads_sees_one():
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_weights_are_cast_once_a_step_where_stock_mixed_precision_casts_at_every_use(half):
+def test_with_a_cache_weights_are_cast_once_a_step_where_stock_mixed_precision_casts_at_every_use(half):
     ours, stock = Watching(), Watching()
-    fit(Net(sgd, uses=3), ApexAMP("O1", dtype=half), callbacks=[ours])
+    fit(Net(sgd, uses=3), ApexAMP("O1", dtype=half, cast_cache=True), callbacks=[ours])
     fit(Net(sgd, uses=3), callbacks=[stock], precision="bf16-mixed")
     steps = 3
     # One cast in the no_grad block and one for the three uses, where torch's cache may be trusted.
@@ -150,13 +150,14 @@ def test_weights_are_cast_once_a_step_where_stock_mixed_precision_casts_at_every
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_a_cast_under_no_grad_does_not_poison_the_gradient(half):
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_cast_under_no_grad_does_not_poison_the_gradient(half, cache):
     class Check(pl.Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
             assert module.again.weight.grad is not None
             assert module.again.weight.grad.abs().sum() > 0
 
-    fit(Net(sgd), ApexAMP("O1", dtype=half), callbacks=[Check()])
+    fit(Net(sgd), ApexAMP("O1", dtype=half, cast_cache=cache), callbacks=[Check()])
 
 
 class Gan(pl.LightningModule):

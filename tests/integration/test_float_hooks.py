@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, TurboStrategy
+from lightning_turbo.errors import AmpUsageError
 from tests.versions import LEAN_STEP
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -217,3 +218,119 @@ def test_between_forward_and_backward_autograd_notices_changes_and_nothing_else(
     module.change = True
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         fit(module, "O2")
+
+
+class Masking(Net):
+    """Trains the last layer alone, by gradients that it takes away when they are made."""
+
+    def on_after_backward(self):
+        self.norms.append({name for name, param in self.named_parameters() if param.grad is not None})
+        for param in self.first.parameters():
+            param.grad.zero_()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_can_be_changed_after_the_backward_pass(level, strategy):
+    module, start = Masking(), Net()
+    lean = TurboStrategy(**LEAN_STEP, device_prefetch=False, cudnn_benchmark=None)
+    fit(module, level, strategy=lean if strategy == "turbo" else "auto")
+    assert module.norms == [{name for name, _ in start.named_parameters()}] * 12
+    assert torch.equal(module.first.weight.bfloat16(), start.first.weight.bfloat16())
+    assert not torch.equal(module.last.weight, start.last.weight)
+
+
+class Centred(nn.Module):
+    """Holds a float that is made once, one that is changed in place, and one that is assigned."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("basis", torch.linspace(0.1, 1.1, 16).reshape(4, 4))
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x):
+        return self.linear(x @ self.basis)
+
+
+class WithBuffers(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Centred()
+
+    def training_step(self, batch, index):
+        return self.net(batch).float().mean()
+
+    def validation_step(self, batch, index):
+        self.net(batch)
+
+    def on_before_optimizer_step(self, optimizer):
+        assert self.net(torch.ones(2, 4)).dtype is torch.float32
+        self.net.count += 0.001
+        self.net.centre = self.net.centre * 0.9 + 0.1003
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_float32_buffers_lose_no_digit(tmp_path, level):
+    module, start = WithBuffers(), WithBuffers()
+    trainer = pl.Trainer(plugins=[ApexAMP(level, dtype=torch.bfloat16)], **QUIET)
+    trainer.validate(module, batches(), verbose=False)
+    assert all(torch.equal(value, start.state_dict()[name]) for name, value in module.state_dict().items())
+
+    saved = {}
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            saved.update(module.state_dict())
+
+    trainer = fit(module, level, callbacks=[Save()])
+    count, centre = torch.zeros(1), torch.zeros(4)
+    for _ in range(12):
+        count += 0.001
+        centre = centre * 0.9 + 0.1003
+    for state in (saved, module.state_dict()):
+        assert torch.equal(state["net.basis"], start.net.basis)
+        assert torch.equal(state["net.count"], count)
+        assert torch.equal(state["net.centre"], centre)
+
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed = WithBuffers()
+    pl.Trainer(plugins=[ApexAMP(level, dtype=torch.bfloat16)], **QUIET).validate(
+        resumed, batches(), ckpt_path=tmp_path / "a.ckpt", verbose=False
+    )
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in resumed.state_dict().items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_network_whose_forward_is_set_on_the_instance(level):
+    class Redirected(Net):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+            self.net.forward = lambda x: nn.functional.linear(x, self.net.weight)
+
+        def training_step(self, batch, index):
+            assert not (level in ("O2", "O3") and self.net.weight.dtype is torch.float32)
+            return self.net(batch).float().mean()
+
+    module, start = Redirected(), Redirected()
+    fit(module, level)
+    assert not torch.equal(module.net.weight, start.net.weight)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_modules_whose_weights_cannot_be_cast_are_refused(level):
+    module = Net()
+    module.last = nn.LazyLinear(1)
+    with pytest.raises(AmpUsageError, match=rf"{level} was given a LazyLinear that has not seen a batch yet.*Call the"):
+        fit(module, level)
+    module.last = torch.jit.trace(nn.Linear(8, 1), torch.ones(1, 8))
+    with pytest.raises(AmpUsageError, match=rf"{level} was given a TorchScript module \(Linear\).*or take O0 or O1"):
+        fit(module, level)

@@ -558,3 +558,47 @@ def test_a_schedule_may_begin_with_a_skipped_step():
         scaled.backward()
     optimizer.step()
     scheduler.step()  # torch would warn of a forgotten optimizer.step(), and warnings are errors here
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 64.0])
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_of_other_kinds_are_unscaled(kind, scale):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(10, 4, sparse=kind == "sparse")
+            self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64)) if kind == "complex" else None
+
+        def forward(self, rows):
+            found = self.table(rows).float()
+            if self.filter is not None:
+                found = torch.fft.irfft(torch.fft.rfft(found) * self.filter)
+            return found.square().mean()
+
+    gradients = []
+    for scaled_by in (1.0, scale):
+        model = Net()
+        optimizer = sgd(model)
+        init(model, optimizer, "O1", loss_scale=scaled_by)
+        with amp.scale_loss(model(torch.tensor([1, 1, 3])), optimizer) as loss:
+            loss.backward()
+        gradients.append([p.grad.to_dense() for p in model.parameters()])
+        if scaled_by == "dynamic":
+            with amp.scale_loss(model(torch.tensor([1, 2])) * float("inf"), optimizer) as loss:
+                loss.backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        amp.shutdown()
+    for plain, unscaled in zip(*gradients, strict=True):
+        torch.testing.assert_close(unscaled, plain)
+
+
+def test_spectral_norm_under_apex_lists():
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    init(model, sgd(model), "O1")
+    model(torch.ones(2, 4)).float().mean().backward()
+    assert model.parametrizations.weight.original.grad.abs().sum() > 0
+    assert torch.vdot(torch.ones(2), torch.ones(2, dtype=torch.float16)).dtype is torch.float32

@@ -143,7 +143,7 @@ def test_an_unknown_backend_is_refused():
 def test_arguments_that_apex_does_not_have_are_refused(fake):
     for name, value in (
         ("scale_window", 100), ("dtype", torch.bfloat16), ("cast_lists", "torch"), ("exact_masters", False),
-        ("log_scale", True),
+        ("cast_cache", True), ("log_scale", True),
     ):  # fmt: skip
         with pytest.raises(AmpUsageError, match=f"{name}=.* is unknown to apex.*accepted are cast_model_type"):
             ApexAMP("O1", backend="apex", **{name: value})

@@ -1,0 +1,75 @@
+"""A ``state_dict`` in float32 of modules whose weights are in half precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+__all__ = ["Loading", "Saving", "float_value"]
+
+
+def float_value(tensor: Tensor, master: Tensor | None) -> Tensor:
+    """Return what a half tensor stands for in float32: its master, but for entries changed in the tensor itself."""
+    wide = tensor.detach().float()
+    if master is None or master.shape != tensor.shape:
+        return wide
+    own = master.detach().to(tensor.device)
+    return torch.where(own.to(tensor.dtype) == tensor, own, wide)
+
+
+class _FloatState:
+    """A module's part in float32 state: a hook that a copy of the module takes along with copies of its masters."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        masters: dict[Tensor, Parameter],
+        buffers: Mapping[str, Tensor],
+        exact: bool,
+    ) -> None:
+        self.tensors = tensors
+        self.masters = masters
+        self.buffers = buffers
+        self.exact = exact
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FloatState:
+        tensors = {name: copy.deepcopy(tensor, memo) for name, tensor in self.tensors.items()}
+        masters = {
+            tensors[name]: copy.deepcopy(self.masters[tensor], memo)
+            for name, tensor in self.tensors.items()
+            if tensor in self.masters
+        }
+        return type(self)(tensors, masters, copy.deepcopy(self.buffers, memo), self.exact)
+
+    def float_of(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return the float32 tensor behind a half one, if there is any."""
+        return self.buffers[name] if name in self.buffers else self.masters.get(tensor)
+
+
+class Saving(_FloatState):
+    """A hook after ``state_dict``, which makes half tensors float32."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Change the state."""
+        for name in self.tensors:
+            if prefix + name in state:
+                tensor = getattr(module, name)
+                state[prefix + name] = float_value(tensor, self.float_of(name, tensor) if self.exact else None)
+
+
+class Loading(_FloatState):
+    """A hook before ``load_state_dict``, which fills masters and float32 buffers."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Read the state."""
+        with torch.no_grad():
+            for name in self.tensors:
+                value, weight = state.get(prefix + name), getattr(module, name)
+                own = self.float_of(name, weight)
+                if value is not None and own is not None and value.shape == own.shape:
+                    own.copy_(value if self.exact else value.to(weight.dtype))

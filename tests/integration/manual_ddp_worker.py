@@ -1,0 +1,96 @@
+"""One rank of two, which trains by hand or accumulates; run by test_apex_amp_ddp.py."""
+
+import os
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import ApexAMP, TurboDDPStrategy
+
+
+class Net(pl.LightningModule):
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def loss(self, batch):
+        return self.net(batch).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TwoLosses(Net):
+    """Two backward passes before a step."""
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(3 * self.net(-batch).float().mean())
+        optimizer.step()
+
+
+class Accumulating(Net):
+    """The ranks' gradients are averaged at the last of three batches."""
+
+    def training_step(self, batch, index):
+        last = index % 3 == 2
+        with nullcontext() if last else self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch) / 3)
+        if last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Unused(Net):
+    """A part that no batch uses, one that the second rank uses in the first batch of a window alone."""
+
+    automatic_optimization = True
+
+    def __init__(self):
+        super().__init__()
+        self.never, self.rare = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        rare = self.rare(batch).float().mean() if self.global_rank and index % 3 == 0 else 0.0
+        return self.loss(batch) + rare
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
+def main():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    data = TensorDataset(torch.randn(96, 4, generator=torch.Generator().manual_seed(1)))
+    for case in sys.argv[2].split(","):
+        kind, strategy, level, half, scale = case.split("-")
+        plugins = [] if level == "none" else [ApexAMP(level, dtype=getattr(torch, half), loss_scale=float(scale))]
+        model = {"two": TwoLosses, "sync": Accumulating, "unused": Unused}[kind]()
+        sampler = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)
+        loader = DataLoader(data, 8, sampler=sampler, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))
+        pl.Trainer(
+            accelerator="cpu", devices=2, max_epochs=2, plugins=plugins, use_distributed_sampler=False,
+            strategy=TurboDDPStrategy() if strategy == "turbo" else strategy,
+            accumulate_grad_batches=3 if kind == "unused" else 1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        ).fit(model, loader)  # fmt: skip
+        start, weights = (
+            {name: param.detach() for name, param in m.named_parameters()} for m in (type(model)(), model)
+        )
+        torch.save({"weights": weights, "start": start}, folder / f"{case}.{rank}")
+
+
+if __name__ == "__main__":
+    main()

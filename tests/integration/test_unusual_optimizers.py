@@ -1,0 +1,419 @@
+"""Optimizers that move weights outside of their step, step twice, share parameters or get more of them, at O0-O3."""
+
+import contextlib
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import ApexAMP, amp
+from lightning_turbo.errors import AmpUsageError
+
+HALF = {"dtype": torch.bfloat16}
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0,
+    "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+
+
+def batches():
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs @ torch.tensor([[1.0], [2.0], [3.0], [4.0]]) + 0.3), batch_size=8)
+
+
+def fit(module, plugin=None, epochs=3, **more):
+    plugins = [] if plugin is None else [plugin]
+    pl.Trainer(max_epochs=epochs, plugins=plugins, **{**QUIET, **more}).fit(module, batches(), batches())
+    return module
+
+
+def flat(module):
+    return torch.cat([value.detach().float().flatten() for value in module.state_dict().values()])
+
+
+def apart(module, other):
+    """Return how far two modules are apart, against how far from the start the second one went."""
+    start = flat(type(other)())
+    return float((flat(module) - flat(other)).norm() / (flat(other) - start).norm())
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class Sam(Optimizer):
+    """Sharpness-aware minimisation (Foret et al., 2021) around SGD, in two calls."""
+
+    def __init__(self, params, rho=0.5, lr=0.02):
+        super().__init__(params, {"rho": rho, "lr": lr})
+        self.base = SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    def first_step(self):
+        norm = torch.stack([p.grad.float().norm() for p in self.held()]).norm()
+        for p in self.held():
+            self.state[p]["old"] = p.data.clone()
+            p.data.add_(p.grad * (0.5 / norm).to(p.dtype))
+            p.grad = None
+
+    def second_step(self):
+        for p in self.held():
+            p.data.copy_(self.state[p]["old"])
+        self.base.step()
+        self.base.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+    def held(self):
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+class Regression(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.losses, self.validated = [], []
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    def training_step(self, batch, index):
+        return self.loss(batch)
+
+    def validation_step(self, batch, index):
+        self.validated.append(self.loss(batch).item())
+
+
+class SharpnessAware(Regression):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        for step in (optimizer.first_step, optimizer.second_step):
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            step()
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self):
+        return Sam(self.parameters())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_the_second_pass_of_sam_sees_the_first_ones_step(level):
+    ours, plain = fit(SharpnessAware(), ApexAMP(level, **HALF)), fit(SharpnessAware())
+    assert ours.losses == pytest.approx(plain.losses, rel=0.02)
+    assert apart(ours, plain) < (0.02 if level == "O3" else 0.005)
+
+
+def test_with_a_cache_of_casts_too():
+    assert apart(fit(SharpnessAware(), ApexAMP("O1", **HALF, cast_cache=True)), fit(SharpnessAware())) < 0.005
+
+
+class SharpnessAwareInOneStep(Regression):
+    def configure_optimizers(self):
+        return Sam(self.parameters())
+
+
+def test_sam_with_a_closure():
+    plain = fit(SharpnessAwareInOneStep())
+    assert apart(fit(SharpnessAwareInOneStep(), ApexAMP("O1", **HALF)), plain) < 0.005
+    for plugin in (ApexAMP("O2", **HALF), ApexAMP("O1", **HALF, loss_scale=8.0)):
+        with pytest.raises(MisconfigurationException, match=r"Sam, which runs the closure several times.*Take O0"):
+            fit(SharpnessAwareInOneStep(), plugin)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sam_with_a_dynamic_scale_is_refused(level):
+    with pytest.raises(MisconfigurationException, match=r"Sam, which steps in two halves.*Pass dtype=torch.bfloat16"):
+        fit(SharpnessAware(), ApexAMP(level, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sam_in_a_plain_loop(level):
+    networks = []
+    for opt_level in (None, level):
+        network = net()
+        optimizer = Sam(network.parameters())
+        if opt_level:
+            amp.initialize(network, optimizer, opt_level=opt_level, verbosity=0)
+        for batch in [*batches()] * 3:
+            for step in (optimizer.first_step, optimizer.second_step):
+                loss = nn.functional.mse_loss(network(batch[0]).float(), batch[1])
+                with amp.scale_loss(loss, optimizer) if opt_level else contextlib.nullcontext(loss) as scaled:
+                    scaled.backward()
+                step()
+        networks.append(network)
+        amp.shutdown()
+    assert float((flat(networks[1]) - flat(networks[0])).norm() / (flat(networks[0]) - flat(net())).norm()) < 0.005
+
+
+class Averaged(SGD):
+    """Like a schedule-free optimizer: ``eval`` puts the average of all steps in the place of the weights."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["n"] = state.get("n", 0) + 1
+            state.setdefault("mean", torch.zeros_like(p)).add_((p - state["mean"]) / state["n"])
+        return loss
+
+    def train(self):
+        self._exchange("weights")
+
+    def eval(self):
+        self._exchange("mean")
+
+    def _exchange(self, name):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if name == "mean" and "mean" in self.state[p]:
+                    self.state[p]["weights"] = p.data.clone()
+                if name in self.state[p]:
+                    p.data.copy_(self.state[p][name])
+
+
+class WithAverages(Regression):
+    def on_validation_epoch_start(self):
+        self.optimizers().eval()
+
+    def on_train_epoch_start(self):
+        self.optimizers().train()
+
+    def configure_optimizers(self):
+        return Averaged(self.parameters(), lr=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_weights_that_an_optimizer_exchanges_are_validated_saved_and_gone_on_from(tmp_path, level):
+    plugin = ApexAMP(level, **HALF)
+    plain = fit(WithAverages())
+    whole = fit(
+        WithAverages(), plugin, enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
+    )  # fmt: skip
+    assert whole.validated == pytest.approx(plain.validated, rel=0.01)
+    assert apart(whole, plain) < 0.005
+    saved = torch.load(tmp_path / "epoch=2.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
+    resumed = WithAverages()
+    trainer = pl.Trainer(max_epochs=3, plugins=[ApexAMP(level, **HALF)], **QUIET)
+    trainer.fit(resumed, batches(), batches(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert torch.equal(flat(resumed), flat(whole))
+
+
+class Perturbed(Regression):
+    """Trains on weights that are moved, in place, between two forward passes of a step."""
+
+    def training_step(self, batch, index):
+        params = list(self.net.parameters())
+        moves = torch.autograd.grad(self.loss(batch), params)
+        with torch.no_grad():
+            for param, move in zip(params, moves, strict=True):
+                param.add_(move, alpha=0.02)
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        with torch.no_grad():
+            for param, move in zip(params, moves, strict=True):
+                param.data.sub_(move, alpha=0.02)
+        return loss
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.001)
+
+
+def test_weights_that_a_training_step_moves_are_cast_anew():
+    ours, plain = fit(Perturbed(), ApexAMP("O1", **HALF)), fit(Perturbed())
+    assert ours.losses == pytest.approx(plain.losses, rel=0.02)
+
+
+class SharedTrunk(Regression):
+    """Two optimizers that hold the same trunk; both step after both passes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.net = nn.ModuleDict({"trunk": nn.Linear(4, 8), "up": nn.Linear(8, 1), "down": nn.Linear(8, 1)})
+
+    def both(self, batch):
+        hidden = torch.tanh(self.net["trunk"](batch[0]))
+        return [nn.functional.mse_loss(self.net[name](hidden).float(), sign * batch[1]) for name, sign in
+                (("up", 1), ("down", -1))]  # fmt: skip
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        up, down = self.both(batch)
+        self.manual_backward(up, retain_graph=True)
+        self.manual_backward(down)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def validation_step(self, batch, index):
+        pass
+
+    def configure_optimizers(self):
+        return [
+            SGD([*self.net["trunk"].parameters(), *self.net[name].parameters()], lr=0.01) for name in ("up", "down")
+        ]
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_optimizers_that_share_parameters(level, scale):
+    ours, plain = fit(SharedTrunk(), ApexAMP(level, **HALF, loss_scale=scale)), fit(SharedTrunk())
+    assert apart(ours, plain) < (0.02 if level == "O3" else 0.005)
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_that_share_parameters_in_a_plain_loop(level, scale):
+    plain, module = fit(SharedTrunk()), SharedTrunk()
+    optimizers, networks = module.configure_optimizers(), list(module.net.values())
+    amp.initialize(networks, optimizers, opt_level=level, loss_scale=scale, verbosity=0)
+    for batch in [*batches()] * 3:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        up, down = module.both(batch)
+        with amp.scale_loss(up, optimizers) as scaled:
+            scaled.backward(retain_graph=True)
+        with amp.scale_loss(down, optimizers) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    amp.shutdown()
+    assert apart(module, plain) < 0.005
+
+
+def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_holds_them():
+    class Overflowing(SharedTrunk):
+        def both(self, batch):
+            up, down = super().both(batch)
+            return up * 1e9, down
+
+    module = fit(Overflowing(), ApexAMP("O1", dtype=torch.float16), epochs=1)
+    assert torch.equal(flat(module), flat(SharedTrunk()))
+
+
+class Adversaries(pl.LightningModule):
+    """The generator's loss overflows in the second batch; nothing keeps its gradients out of the critic."""
+
+    def __init__(self, steps=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.moved, self.steps = [], steps
+
+    def training_step(self, batch, index):
+        losses = (
+            lambda: self.critic(batch[0]).float().mean() * 0.1,
+            lambda: -self.critic(self.generator(batch[0])).float().mean() * (1e6 if index == 1 else 0.1),
+        )
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            held = optimizer.param_groups[0]["params"][0]
+            before = held.detach().clone()
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            for _ in range(self.steps):
+                optimizer.step()
+            self.moved.append(not torch.equal(held, before))
+            assert held.isfinite().all()
+
+    def validation_step(self, batch, index):
+        pass
+
+    def configure_optimizers(self):
+        return [SGD(network.parameters(), lr=0.1) for network in (self.critic, self.generator)]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_the_steps_with_its_gradients_and_no_other(level, steps):
+    plugin = ApexAMP(level, dtype=torch.float16, loss_scale="dynamic", max_loss_scale=1024.0)
+    module = fit(Adversaries(steps), plugin, epochs=1)
+    assert module.moved == [True, True, True, False, True, True, True, True]
+
+
+class Wrapping(SGD):
+    """Keeps its parameters a second time, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, params, lr):
+        params = list(params)
+        super().__init__(params, lr=lr)
+        self.optim = SGD(params, lr=lr)
+
+    def step(self, closure=None):
+        return self.optim.step(closure)
+
+
+def test_an_optimizer_that_keeps_half_weights_elsewhere_is_refused():
+    class Wrapped(Regression):
+        def configure_optimizers(self):
+            return Wrapping(self.parameters(), lr=0.02)
+
+    plain = fit(Wrapped())
+    assert apart(fit(Wrapped(), ApexAMP("O1", **HALF)), plain) < 0.005
+    module = Wrapped()
+    with pytest.raises(AmpUsageError, match="a Wrapping, which keeps the model's half weights in an optimizer of"):
+        fit(module, ApexAMP("O2", **HALF))
+    assert torch.equal(flat(module), flat(Wrapped()))
+
+
+class Growing(Regression):
+    """Gives its optimizer the second layer after an epoch, by the wrapper that a training step sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        if self.current_epoch == 1 and index == 0:
+            optimizer.add_param_group({"params": list(self.net[2].parameters())})
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+
+    def configure_optimizers(self):
+        return SGD(self.net[0].parameters(), lr=0.02)
+
+
+def test_a_group_that_a_training_step_adds_gets_masters():
+    ours, plain = fit(Growing(), ApexAMP("O2", **HALF)), fit(Growing())
+    assert ours.dtypes == {torch.float32}
+    assert apart(ours, plain) < 0.005
+
+
+def test_the_optimizer_gets_its_class_back_and_can_be_copied_meanwhile():
+    class Copying(WithAverages):
+        def on_train_epoch_start(self):
+            self.copy = copy.deepcopy(self.optimizers().optimizer)
+
+    module = Copying()
+    trainer = pl.Trainer(max_epochs=2, plugins=[ApexAMP("O2", **HALF)], **QUIET)
+    trainer.fit(module, batches(), batches())
+    assert type(trainer.optimizers[0]) is Averaged
+    assert isinstance(module.copy, Averaged)
+    assert module.copy.param_groups[0]["params"][0].dtype is torch.float32
