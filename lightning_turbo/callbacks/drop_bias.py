@@ -37,8 +37,10 @@ class DropBiasBeforeNorm(Callback):
         NoEffectWarning: If there was nothing to drop.
 
     Note:
-        Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. Optimizer
-        states saved before the biases were dropped count more parameters and cannot be loaded; weights can.
+        Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. A network
+        that stands beside a copy of itself, as a momentum encoder is, keeps its biases: call the function before the
+        copy is made. Optimizer states saved before the biases were dropped count more parameters and cannot be loaded;
+        weights can.
 
     Example:
         >>> from lightning_turbo import DropBiasBeforeNorm
@@ -86,6 +88,6 @@ class DropBiasBeforeNorm(Callback):
                 f"DropBiasBeforeNorm(network={self.network!r}): {type(pl_module).__name__} has no such submodule; "
                 f"accepted are, for example, {[name for name, _ in pl_module.named_children()]}. Correct the path."
             ) from error
-        self.report = drop_bias_before_norm(network, inputs)
+        self.report = drop_bias_before_norm(network, inputs, within=pl_module)
         self._done = pl_module
         rank_zero_info(f"DropBiasBeforeNorm: {self.report}")

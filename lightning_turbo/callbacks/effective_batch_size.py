@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, Literal
 
 from lightning_turbo._compat import (
@@ -13,10 +15,15 @@ from lightning_turbo._compat import (
     check_binding,
     lower_found_batch_size,
     rank_zero_info,
+    rank_zero_warn,
 )
-from lightning_turbo.optim.large_batch import LearningRateWarmup, lr_factor, scale_learning_rates
+from lightning_turbo.errors import TurboWarning
+from lightning_turbo.optim.large_batch import LearningRateWarmup, every_schedule, lr_factor, scale_learning_rates
 
 __all__ = ["EffectiveBatchSize"]
+
+# Where the schedules of torch keep how many steps they are for.
+SCHEDULE_LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 class EffectiveBatchSize(Callback):
@@ -32,7 +39,8 @@ class EffectiveBatchSize(Callback):
         warmup_steps: Optimizer steps over which the learning rate rises from unscaled to scaled, at least 0.
         base_batch_size: Samples per step for which the learning rate was chosen; ``None`` means the loader's batch
             size.
-        batch_size: Samples in a batch of one rank, for loaders that do not tell.
+        batch_size: Samples in a batch of one rank, for loaders that do not tell, and for code that reads
+            ``accumulate_grad_batches`` before any loader is there.
 
     Raises:
         TypeError: If a number is no whole number.
@@ -40,7 +48,11 @@ class EffectiveBatchSize(Callback):
             cannot be reached with this batch size and these ranks, or the batch size is unknown.
         MisconfigurationException: In ``setup``, if something else sets ``accumulate_grad_batches`` too.
 
+    Warns:
+        TurboWarning: At the start of training, if a schedule is as long as the run would be without accumulation.
+
     Note:
+        ``trainer.estimated_stepping_batches`` counts the accumulation, in ``configure_optimizers`` and later.
         With Lightning's BatchSizeFinder the target is kept: the size found is lowered to the next one that divides
         it. During the warm-up the learning rate is lowered for the time of the step alone, so monitors show the
         scaled rate. A run that goes on from a checkpoint goes on with its learning rates and warm-up; if the ranks
@@ -83,14 +95,16 @@ class EffectiveBatchSize(Callback):
         self.factor = 1.0
         self._loaded: dict[str, Any] | None = None
         self._chosen: int | None = None
+        self._estimates: set[int] = set()
         self._warmups: list[LearningRateWarmup] = []
         self._warmup_done = 0
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second owner of ``accumulate_grad_batches``."""
+        """Refuse a second owner of ``accumulate_grad_batches``, and choose it as soon as the batch size is known."""
         if stage != "fit":
             return
-        self._loaded = None  # of a checkpoint that was only tested
+        # Of a checkpoint that was only tested, and of a run before: the finders save the state before training starts.
+        self._loaded, self.factor, self._warmup_done = None, 1.0, 0
         reason = None
         if not pl_module.automatic_optimization:
             reason = "manual optimization accumulates gradients itself. Remove the callback"
@@ -102,15 +116,31 @@ class EffectiveBatchSize(Callback):
             reason = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) sets it too. Leave that at 1"
         if reason is not None:
             raise MisconfigurationException(f"EffectiveBatchSize(target={self.target}): {reason}.")
+        self._estimates = set()
+        self._choose_early(trainer)
+        set_up = trainer.fit_loop.setup_data
+
+        def setup_data() -> None:
+            set_up()
+            self._choose_early(trainer)
+
+        # ``estimated_stepping_batches`` sets the loaders up, and goes on to divide by the accumulation.
+        trainer.fit_loop.setup_data = setup_data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the accumulation and scale the learning rates, once the loader and the optimizers are ready."""
+        self._remove(trainer)
         ranks = _ranks(trainer)
         size = self._size(trainer)
+        if size is None:
+            raise ValueError(
+                f"EffectiveBatchSize: the training loader {type(trainer.train_dataloader).__name__} does not tell its "
+                "batch size; accepted are loaders with a batch_size. Give batch_size=... yourself."
+            )
         if self.target % (size * ranks):
             lower = max((d for d in range(1, size) if self.target % (d * ranks) == 0), default=0)
             if lower and self.batch_size is None and lower_found_batch_size(trainer, lower):
-                size = self._size(trainer)
+                size = lower
         accumulate, rest = divmod(self.target, size * ranks)
         if rest:
             near = [n * size * ranks for n in (accumulate, accumulate + 1) if n]
@@ -119,13 +149,13 @@ class EffectiveBatchSize(Callback):
                 f"rank(s); accepted are multiples of {size * ranks}. The nearest: {' and '.join(map(str, near))}."
             )
         trainer.accumulate_grad_batches = self._chosen = accumulate
+        _warn_of_long_schedules(trainer, self._estimates)
         self.effective_batch_size = self.target
         self.factor = lr_factor(self.lr_rule, self.target, self.base_batch_size or size)
         before = self._loaded["factor"] if self._loaded is not None else 1.0
         if self.factor != before:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             scale_learning_rates(trainer.optimizers, schedulers, self.factor / before)
-        self._remove()
         self._warmup_done = self._loaded["warmup_done"] if self._loaded is not None else 0
         if self.warmup_steps and self.factor != 1.0:
             self._warmups = [
@@ -141,12 +171,12 @@ class EffectiveBatchSize(Callback):
             logger.log_metrics({"effective_batch_size": float(self.target)}, step=trainer.global_step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the optimizers."""
-        self._remove()
+        """Let go of the optimizers and of the loop."""
+        self._remove(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the optimizers."""
-        self._remove()
+        """Let go of the optimizers and of the loop."""
+        self._remove(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor that the saved learning rates carry, and the progress of the warm-up."""
@@ -161,22 +191,29 @@ class EffectiveBatchSize(Callback):
         """
         self._loaded = dict(state_dict)
 
-    def _size(self, trainer: Trainer) -> int:
-        """Return the number of samples in a batch of one rank."""
-        if self.batch_size is not None:
-            return self.batch_size
-        loader: Any = trainer.train_dataloader
-        size = getattr(loader, "batch_size", None)
-        if size is None:
-            size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"EffectiveBatchSize: the training loader {type(loader).__name__} does not tell its batch size "
-                f"(batch_size={size!r}); accepted are loaders with a batch_size. Give batch_size=... yourself."
-            )
-        return size
+    def _choose_early(self, trainer: Any) -> None:
+        """Set the accumulation if the batch size is known and fits, but for the trials of Lightning's finders."""
+        trainer.accumulate_grad_batches = 1
+        if self not in trainer.callbacks:
+            return
+        if (steps := _steps(trainer)) is not None:
+            self._estimates.add(steps)
+        if (size := self._size(trainer)) is not None:
+            accumulate, rest = divmod(self.target, size * _ranks(trainer))
+            if not rest:
+                trainer.accumulate_grad_batches = self._chosen = accumulate
 
-    def _remove(self) -> None:
+    def _size(self, trainer: Any) -> int | None:
+        """Return the number of samples in a batch of one rank, or None while nothing tells it."""
+        loader = trainer.train_dataloader
+        for owner in (self, loader, getattr(loader, "batch_sampler", None)):
+            size = getattr(owner, "batch_size", None)
+            if size is not None:
+                break
+        return size if isinstance(size, int) and size >= 1 else None
+
+    def _remove(self, trainer: Any) -> None:
+        vars(trainer.fit_loop).pop("setup_data", None)
         for warmup in self._warmups:
             self._warmup_done = warmup.done
             warmup.remove()
@@ -187,3 +224,30 @@ def _ranks(trainer: Trainer) -> int:
     """Return over how many ranks the data is spread, which model parallelism makes fewer than all."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return int(sampler["num_replicas"]) if sampler else trainer.world_size
+
+
+def _steps(trainer: Trainer) -> int | None:
+    """Return the number of steps in the run, or None if it is unknown or endless."""
+    batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
+    if trainer.train_dataloader is None or epochs is None or epochs < 0 or not math.isfinite(batches):
+        return None
+    steps = math.ceil(batches / trainer.accumulate_grad_batches) * epochs
+    return steps if most < 0 else min(steps, most)
+
+
+def _warn_of_long_schedules(trainer: Trainer, estimates: set[int]) -> None:
+    """Say that a schedule was made for all batches of the run, where a step takes several of them."""
+    made = _steps(trainer)
+    wrong = {steps for steps in estimates if made is not None and steps > made}
+    for schedule in every_schedule(config.scheduler for config in trainer.lr_scheduler_configs):
+        lengths = [getattr(schedule, name, None) for name in SCHEDULE_LENGTHS]
+        for function in getattr(schedule, "lr_lambdas", ()):
+            lengths += function.keywords.values() if isinstance(function, functools.partial) else ()
+        for steps in wrong.intersection(length for length in lengths if isinstance(length, int)):
+            rank_zero_warn(
+                f"EffectiveBatchSize: {type(schedule).__name__} was made for {steps} steps, as if each batch were one, "
+                f"but with accumulate_grad_batches={trainer.accumulate_grad_batches} the run makes {made}: it ends far "
+                "from the schedule's end. Take the number from trainer.estimated_stepping_batches in "
+                "configure_optimizers, and with BatchSizeFinder begin with a batch size that divides the target.",
+                category=TurboWarning,
+            )

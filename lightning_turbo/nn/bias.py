@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_turbo.errors import NoEffectWarning
 
@@ -45,7 +46,9 @@ class BiasReport:
         return "\n".join(lines)
 
 
-def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | None = None) -> BiasReport:
+def drop_bias_before_norm(
+    module: nn.Module, example_inputs: tuple[Any, ...] | None = None, *, within: nn.Module | None = None
+) -> BiasReport:
     """Remove the biases of convolutions and linear layers that a following batch norm cancels.
 
     Batch norm subtracts the mean of the batch, and with it any bias: in training such a bias does nothing but cost
@@ -57,21 +60,24 @@ def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | N
             taken as they are.
         example_inputs: Positional inputs of ``module``, with which linear layers are seen to give ``(batch,
             features)``. Without them, a linear layer is only treated where the graph itself shows that.
+        within: A module that holds ``module``, for example beside an average of it; ``None`` is ``module`` itself.
+            Parts of it with the same class and parameters stay alike: if one keeps a bias, so does the other.
 
     Returns:
         Which biases were dropped and which were kept, and why.
 
     Raises:
         TypeError: If ``module`` is no module, or ``example_inputs`` no tuple.
-        ValueError: If the module's own ``forward`` cannot be traced.
+        ValueError: If the module's own ``forward`` cannot be traced, or ``within`` does not hold it.
 
     Warns:
         NoEffectWarning: If there was nothing to drop.
 
     Note:
-        Checkpoints saved with the biases can still be loaded: a bias in them goes into the running mean. Convolutions
-        are taken to see batches, as batch norm does. With weight decay, the biases would have decayed towards 0;
-        without them nothing does, and the training loss is the same.
+        Checkpoints saved with the biases can still be loaded: a bias in them goes into the running mean. What is saved
+        without them holds zeros in their place, so that the network as it was written can load it. Convolutions are
+        taken to see batches, as batch norm does. With weight decay, the biases would have decayed towards 0; without
+        them nothing does, and the training loss is the same.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -87,6 +93,10 @@ def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | N
             f"example_inputs is a {type(example_inputs).__name__}; accepted is a tuple of positional inputs. "
             "Pass (batch,)."
         )
+    if within is not None and all(part is not module for part in within.modules()):
+        raise ValueError(
+            f"within={type(within).__name__} does not hold module={type(module).__name__}. Pass its owner."
+        )
     graph, opaque = _trace(module)
     shapes = _dimensions(module, graph, example_inputs) if example_inputs is not None else {}
     report = BiasReport()
@@ -96,7 +106,7 @@ def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | N
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     read = {node.target for node in graph.nodes if node.op == "get_attr"}
     hidden = {id(part) for name in opaque for part in names[name].modules()}  # nobody knows what happens in there
-    removed = 0
+    cancelled: dict[str, str] = {}
     for node in graph.nodes:
         layer: Any = _called(node, names)
         if type(layer) not in LAYERS or layer.bias is None or (norm_node := _norm_after(node, names)) is None:
@@ -110,10 +120,14 @@ def drop_bias_before_norm(module: nn.Module, example_inputs: tuple[Any, ...] | N
             reason = "its bias is also used elsewhere"
         if reason := reason or _features_unknown(node, layer, names, shapes):
             report.kept[name] = reason
-            continue
-        removed += layer.bias.numel()
-        _drop(module, name, norm_name)
-        report.dropped[name] = norm_name
+        else:
+            cancelled[name] = norm_name
+    report.kept.update(_out_of_step(module if within is None else within, module, cancelled))
+    removed = 0
+    for name, norm_name in cancelled.items():
+        if name not in report.kept:
+            removed += _drop(module, name, norm_name)
+            report.dropped[name] = norm_name
     if not report.dropped:
         why = "; ".join(f"{layer}: {reason}" for layer, reason in report.kept.items())
         warnings.warn(
@@ -240,25 +254,68 @@ def _dimensions(module: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> 
     return found
 
 
-@torch.no_grad()
-def _drop(module: nn.Module, layer_name: str, norm_name: str) -> None:
-    layer, norm = module.get_submodule(layer_name), module.get_submodule(norm_name)
-    bias, mean = layer.bias, norm.running_mean
-    if isinstance(mean, torch.Tensor) and isinstance(bias, torch.Tensor):  # mean is None without running statistics
-        mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
-    layer.register_parameter("bias", None)
-    # The nearest module that holds both sees every state in which the two come together.
-    a, b = layer_name.split("."), norm_name.split(".")
+def _out_of_step(whole: nn.Module, module: nn.Module, cancelled: dict[str, str]) -> dict[str, str]:
+    """Find the layers whose counterpart, in another part of the same make, keeps its bias, and say so.
+
+    A network and an average of it are paired parameter by parameter, which works while both have the same ones.
+    """
+    where = {part: name for name, part in whole.named_modules()}
+    make = {
+        name: (type(part), tuple((n, None if is_lazy(p) else p.shape) for n, p in part.named_parameters()))
+        for part, name in where.items()
+    }
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for name in make:
+        alike[make[name]].append(name)
+    names: dict[str, str] = {}
+    partners: dict[str, dict[str, str]] = {}  # layer -> its counterparts, and the part that each is in
+    for name, norm_name in cancelled.items():
+        layer, norm = (where[module.get_submodule(each)] for each in (name, norm_name))
+        names[layer], partners[layer] = name, {}
+        part = _holder(layer, norm)
+        while part:
+            partners[layer].update({o + layer[len(part) :]: o for o in alike[make[part]] if o != part})
+            part = part.rpartition(".")[0]
+    kept: dict[str, str] = {}
+    while found := {
+        layer: f"its counterpart in {other}, which has the same parameters, keeps its bias"
+        for layer in partners.keys() - kept.keys()
+        for path, other in partners[layer].items()
+        if path not in partners or path in kept
+    }:
+        kept.update(found)
+    return {names[layer]: kept[layer] for layer in names if layer in kept}
+
+
+def _holder(layer: str, norm: str) -> str:
+    """Return the path of the nearest module that holds both."""
+    a, b = layer.split("."), norm.split(".")
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
-    holder = module.get_submodule(".".join(a[:shared]))
-    holder.register_load_state_dict_pre_hook(_OldBias(".".join(a[shared:]), ".".join(b[shared:])))
+    return ".".join(a[:shared])
+
+
+@torch.no_grad()
+def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
+    layer: Any = module.get_submodule(layer_name)
+    norm: Any = module.get_submodule(norm_name)
+    bias, mean = layer.bias, norm.running_mean
+    if mean is not None:  # None without running statistics
+        mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
+    layer.register_parameter("bias", None)
+    # This module sees every state in which the two come together.
+    path = _holder(layer_name, norm_name)
+    inside = layer_name.removeprefix(f"{path}."), norm_name.removeprefix(f"{path}.")
+    holder = module.get_submodule(path)
+    holder.register_load_state_dict_pre_hook(_OldBias(*inside))
+    holder.register_state_dict_post_hook(_ZeroBias(inside[0], bias.numel()))
+    return bias.numel()
 
 
 @dataclass(frozen=True, slots=True)
 class _OldBias:
-    """Moves the bias of a state saved before the drop into the running mean that is loaded with it."""
+    """Moves the bias of a state saved with it into the running mean that is loaded with it."""
 
     layer: str
     norm: str
@@ -269,3 +326,17 @@ class _OldBias:
         if bias is not None and mean is not None:
             shifted = mean.float() - bias.to(mean.device, torch.float32)
             state_dict[f"{prefix}{self.norm}.running_mean"] = shifted.to(mean.dtype)
+
+
+@dataclass
+class _ZeroBias:
+    """Puts zeros for the bias into a state, so that the network with the bias can load it: the mean has taken it."""
+
+    layer: str
+    size: int
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        weight = state_dict.get(f"{prefix}{self.layer}.weight")
+        if weight is not None:
+            zeros = torch.zeros(self.size, dtype=weight.dtype, device=weight.device)
+            state_dict.setdefault(f"{prefix}{self.layer}.bias", zeros)

@@ -85,8 +85,7 @@ class CyclicSchedule(CyclicLR):
 
         self._steps_per_epoch = steps_per_epoch
         self._trainer = trainer
-        self._sized = False
-        self._steps_made = 0
+        self._sized, self._steps_made = False, 0
         self._found_inf: torch.Tensor | None = None
         super().__init__(
             optimizer,
@@ -102,7 +101,10 @@ class CyclicSchedule(CyclicLR):
             max_momentum=momentum[1] if momentum is not None else 0.9,
         )
         self._put_back_momentum()
-        optimizer.register_step_post_hook(self._count_step)
+        # SAM's second_step, for one, has an optimizer of its own step the same groups, and makes no step itself.
+        inner = [o for o in vars(optimizer).values() if isinstance(o, Optimizer) and o.param_groups[0] is groups[0]]
+        for each in (optimizer, *inner):
+            self._follow(each)
         if self._unit == "steps" or steps_per_epoch is not None:
             self._size(steps_per_epoch)
 
@@ -180,10 +182,21 @@ class CyclicSchedule(CyclicLR):
         name = f"{named.__module__}.{named.__qualname__}"
         return {"name": name, "points": points, "values": [float(function(x)) for x in points]}
 
-    def _count_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps_made += 1
-        # A fused optimizer under a loss scaler is called even when it must skip, and decides by this flag.
-        self._found_inf = getattr(optimizer, "found_inf", None)
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Count the steps of an optimizer, each as one whatever an optimizer inside it does meanwhile."""
+        before = 0
+
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal before
+            before = self._steps_made
+
+        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._steps_made = before + 1
+            # A fused optimizer under a loss scaler is called even when it must skip, and decides by this flag.
+            self._found_inf = getattr(optimizer, "found_inf", None)
+
+        optimizer.register_step_pre_hook(begin)
+        optimizer.register_step_post_hook(end)
 
     def _put_back_momentum(self) -> None:
         for index, value in self._still.items():
@@ -193,9 +206,7 @@ class CyclicSchedule(CyclicLR):
 
     def _size(self, steps_per_epoch: int | None) -> None:
         """Turn the cycle into steps, once; a loaded schedule keeps the size that was saved."""
-        one = 1
-        if self._unit == "epochs":
-            one = steps_per_epoch if steps_per_epoch is not None else _steps_per_epoch(self._trainer)
+        one = 1 if self._unit == "steps" else steps_per_epoch or _steps_per_epoch(self._trainer)
         up, down = (max(1, round(one * length)) for length in (self._up, self._down))
         self.total_size, self.step_ratio, self._sized = float(up + down), up / (up + down), True
 
@@ -298,10 +309,8 @@ def cyclic_lr(
         scale_mode=scale_mode,
         momentum=momentum,
     )
-    config: dict[str, Any] = {"scheduler": schedule, "interval": "step", "frequency": 1}
-    if name is not None:
-        config["name"] = name
-    return config
+    config = {"scheduler": schedule, "interval": "step", "frequency": 1}
+    return config if name is None else {**config, "name": name}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

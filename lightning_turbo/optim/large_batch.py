@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["LearningRateWarmup", "lr_factor", "scale_learning_rates"]
+__all__ = ["LearningRateWarmup", "every_schedule", "lr_factor", "scale_learning_rates"]
 
 Rule = Literal["linear", "sqrt"] | None
 
@@ -73,30 +73,45 @@ def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[A
     """
     if not math.isfinite(factor) or factor <= 0:
         raise ValueError(f"factor={factor!r}; accepted is a finite number above 0. Check the batch sizes.")
+    done: set[Tensor] = set()
+
+    def scaled(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value * factor
+        # A rate in a tensor may be captured in a graph: it keeps its place, which groups and schedules may share.
+        if value not in done:
+            done.add(value)
+            value.mul_(factor)
+        return value
+
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for key in GROUP_KEYS:
                 if group.get(key) is not None:
-                    group[key] = _scaled(group[key], factor)
+                    group[key] = scaled(group[key])
+    for scheduler in every_schedule(schedulers):
+        for name in SCHEDULER_LISTS:
+            if isinstance(values := getattr(scheduler, name, None), list):
+                setattr(scheduler, name, [scaled(value) for value in values])
+        for name in SCHEDULER_NUMBERS:
+            if (value := getattr(scheduler, name, None)) is not None:
+                setattr(scheduler, name, scaled(value))
+
+
+def every_schedule(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """Yield each schedule once, with those inside ``SequentialLR`` and ``ChainedScheduler``.
+
+    Args:
+        schedulers: torch's schedulers, or others.
+    """
     done: set[int] = set()
     waiting = list(schedulers)
     while waiting:
         scheduler = waiting.pop()
-        if id(scheduler) in done:
-            continue
-        done.add(id(scheduler))
-        waiting.extend(getattr(scheduler, "_schedulers", ()))
-        for name in SCHEDULER_LISTS:
-            if isinstance(values := getattr(scheduler, name, None), list):
-                setattr(scheduler, name, [_scaled(value, factor) for value in values])
-        for name in SCHEDULER_NUMBERS:
-            if (value := getattr(scheduler, name, None)) is not None:
-                setattr(scheduler, name, _scaled(value, factor))
-
-
-def _scaled(value: Any, factor: float) -> Any:
-    # A rate in a tensor may be captured in a graph: it keeps its place.
-    return value.mul_(factor) if isinstance(value, Tensor) else value * factor
+        if id(scheduler) not in done:
+            done.add(id(scheduler))
+            waiting.extend(getattr(scheduler, "_schedulers", ()))
+            yield scheduler
 
 
 class LearningRateWarmup:
@@ -150,7 +165,10 @@ class LearningRateWarmup:
 
     def _put_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
-        self.done += 1
+        # A fused optimizer under a loss scaler is called even when it must skip, and decides by this flag.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if self.done >= self.steps or found_inf is None or not found_inf.item():
+            self.done += 1
 
     def _restore(self) -> None:
         if self._set is not None:

@@ -1,11 +1,19 @@
 """The other techniques around the step under a real Trainer."""
 
 import copy
+import functools
+import warnings
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -314,6 +322,111 @@ def test_with_the_batch_size_finder_the_target_is_kept():
     assert trainer.accumulate_grad_batches * model.batch_size == 16
 
 
+# A finder goes on from a checkpoint of its own, of which Lightning warns.
+_its_own_checkpoint = pytest.mark.filterwarnings("ignore:Be aware that when using", "ignore:You're resuming from a")
+
+
+class Trials(Callback):
+    """Notes what the trials of a finder see; the finders put this class's callbacks away meanwhile."""
+
+    def __init__(self, model):
+        self.seen, self.batches = set(), model.training_step
+        model.training_step = self.step
+
+    def step(self, batch, batch_idx):
+        trainer = self.batches.__self__.trainer
+        if self not in trainer.callbacks:
+            self.seen.add(trainer.accumulate_grad_batches)
+        return self.batches(batch, batch_idx)
+
+
+def one_cycle(optimizer, trainer):
+    steps = int(trainer.estimated_stepping_batches)
+    return {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps), "interval": "step"}
+
+
+def length(trainer):
+    return trainer.lr_scheduler_configs[0].scheduler.total_steps
+
+
+@_its_own_checkpoint
+@pytest.mark.usefixtures("_no_tqdm_monitor")
+@pytest.mark.parametrize("finder", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_the_estimate_of_the_steps_counts_the_accumulation(finder, batch_size):
+    finders = [LearningRateFinder(num_training_steps=5, update_attr=False)] if finder else []
+    callbacks = [*finders, EffectiveBatchSize(16, batch_size=batch_size)]
+    model = Net(one_cycle)
+    callbacks.append(trials := Trials(model))
+    trainer = fit(model, callbacks, limit_val_batches=0)
+    assert length(trainer) == trainer.global_step == 9  # ceil(10 / 4) steps an epoch
+    assert trials.seen == ({1} if finder else set())
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(again := Net(one_cycle, n=72))  # other data
+    assert length(trainer) == 25  # ceil(18 / 4) steps an epoch
+    assert trainer.global_step == 9 + 10
+    assert "setup_data" not in vars(trainer.fit_loop)
+    assert model.rates[0] == again.rates[0]
+
+
+def test_the_accumulation_is_known_before_the_loader_if_the_batch_size_is():
+    def by_hand(optimizer, trainer):
+        steps = 10 * trainer.max_epochs // trainer.accumulate_grad_batches
+        return {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), "interval": "step"}
+
+    trainer = fit(Net(by_hand), [EffectiveBatchSize(20, batch_size=4)])
+    assert trainer.lr_scheduler_configs[0].scheduler.T_max == trainer.global_step == 6
+    with pytest.warns(TurboWarning, match=r"CosineAnnealingLR was made for 30 steps.*batches=5 the run makes 6:"):
+        fit(Net(by_hand), [EffectiveBatchSize(20)])
+
+
+def rule(step, num_training_steps):
+    return 1 - step / num_training_steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "right"),
+    [
+        (lambda o, n: torch.optim.lr_scheduler.LambdaLR(o, functools.partial(rule, num_training_steps=n)), False),
+        (lambda o, n: torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.PolynomialLR(o, n)]), False),
+        (lambda o, n: torch.optim.lr_scheduler.PolynomialLR(o, n // 5), True),
+        (lambda o, n: torch.optim.lr_scheduler.StepLR(o, n), True),
+    ],
+)
+def test_a_schedule_made_for_every_batch_is_warned_of(schedule, right):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(Net(lambda o, t: {"scheduler": schedule(o, 30), "interval": "step"}), [EffectiveBatchSize(20)])
+    assert any("was made for 30 steps" in str(w.message) for w in seen if w.category is TurboWarning) != right
+
+
+@pytest.mark.filterwarnings("ignore:.*The parameter.*", "ignore:.*Scaler.*", "ignore:.*LeafSpec.*")
+def test_the_batch_size_finder_tries_sizes_without_accumulation():
+    def run(size):
+        model = Net(one_cycle, batch_size=size, n=60)
+        finder = BatchSizeFinder(mode="power", steps_per_trial=1, init_val=4, max_trials=1)
+        trials = Trials(model)
+        trainer = fit(model, [finder, EffectiveBatchSize(16), trials], max_epochs=2)
+        assert trials.seen == {1}
+        return trainer
+
+    trainer = run(2)
+    assert length(trainer) == trainer.global_step == 8
+    with pytest.warns(TurboWarning, match="OneCycleLR was made for 40 steps.*with BatchSizeFinder begin"):
+        run(3)  # does not divide 16
+
+
+@_its_own_checkpoint
+@pytest.mark.usefixtures("_no_tqdm_monitor")
+def test_a_second_fit_with_the_learning_rate_finder_is_scaled_anew():
+    finder = LearningRateFinder(num_training_steps=5, update_attr=False)
+    trainer = fit(first := Net(lr=0.01), [finder, EffectiveBatchSize(8, "linear", 3)], max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second := Net(lr=0.01))
+    expected = pytest.approx([0.01, 0.04 / 3, 0.05 / 3, 0.02, 0.02])  # after the finder's
+    assert second.rates[-5:] == first.rates[-5:] == expected
+
+
 @pytest.mark.parametrize(
     ("callbacks", "flags", "message"),
     [
@@ -383,6 +496,35 @@ def test_a_checkpoint_with_biases_fits_and_testing_works():
         got = tester.test(model := Tested(), ckpt_path="old.ckpt", verbose=False)[0]["loss"]
         assert model.net[0].bias is None
         assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_checkpoint_of_the_smaller_network_loads_without_the_callback():
+    trainer = fit(dropped := Net(lr=0.01), [callback := DropBiasBeforeNorm()], max_epochs=1)
+    trainer.save_checkpoint("small.ckpt")
+    assert callback.report.dropped
+    plain = Net.load_from_checkpoint("small.ckpt", weights_only=True).eval()
+    x = torch.randn(3, 1, 6, 6)
+    torch.testing.assert_close(plain(x), dropped.eval()(x), rtol=1e-5, atol=1e-6)
+    again = Net(lr=0.01)
+    fit(again, [DropBiasBeforeNorm()], "small.ckpt", max_epochs=2)
+    assert again.net[0].bias is None
+
+
+@pytest.mark.parametrize("network", [None, "net"])
+def test_a_momentum_encoder_stays_paired_with_its_network(network):
+    class Momentum(Net):
+        def __init__(self):
+            super().__init__()
+            self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+        def on_train_batch_end(self, *args):
+            for a, b in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                b.data.mul_(0.9).add_(a.data, alpha=0.1)
+
+    fit(plain := Momentum())
+    with pytest.warns(NoEffectWarning, match="its counterpart in target, which has the same parameters, keeps"):
+        fit(model := Momentum(), [DropBiasBeforeNorm(network)])
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
 def test_example_inputs_are_used_if_asked():

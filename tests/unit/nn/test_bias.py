@@ -263,7 +263,63 @@ def test_what_cannot_be_traced_is_taken_as_it_is():
         drop_bias_before_norm(Opaque(nn.Conv2d(3, 4, 1)))
 
 
-# Old checkpoints.
+# A network and a copy of it, paired parameter by parameter.
+
+
+class Online(nn.Module):
+    """A network, the average of it, and a layer of its own; ``calls`` says how often each is called."""
+
+    def __init__(self, calls=(1, 0)):
+        super().__init__()
+        self.online = nn.Sequential(nested(), nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+        self.average = copy.deepcopy(self.online)
+        self.own, self.norm = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+        self.calls = calls
+
+    def forward(self, x):
+        parts = (self.online, self.average)
+        return self.norm(self.own(sum(part(x) for part, n in zip(parts, self.calls, strict=True) for _ in range(n))))
+
+
+@pytest.mark.parametrize("calls", [(1, 0), (1, 2), (2, 1)])
+def test_a_copy_that_keeps_its_biases_has_them_kept(calls):
+    net = Online(calls)
+    report = drop_bias_before_norm(net)
+    assert report.dropped == {"own": "norm"}
+    assert {"online.0.1.0", "online.1"} <= report.kept.keys()
+    assert [n for n, _ in net.online.named_parameters()] == [n for n, _ in net.average.named_parameters()]
+    if calls == (1, 0):
+        assert report.kept["online.1"] == "its counterpart in average, which has the same parameters, keeps its bias"
+
+
+def test_a_copy_that_loses_its_biases_too_is_no_reason():
+    net = Online((1, 1))
+    assert drop_bias_before_norm(net).dropped.keys() == {
+        "own", "online.0.1.0", "online.1", "average.0.1.0", "average.1"
+    }  # fmt: skip
+
+
+def test_a_copy_beside_the_network_is_looked_for_if_told():
+    net = Online()
+    with pytest.warns(NoEffectWarning, match="its counterpart in average"):
+        drop_bias_before_norm(net.online, within=net)
+    assert drop_bias_before_norm(copy.deepcopy(net).online).dropped.keys() == {"0.1.0", "1"}
+    with pytest.raises(ValueError, match="within=Conv2d does not hold module=Sequential"):
+        drop_bias_before_norm(net.online, within=net.own)
+
+
+def test_one_block_that_keeps_its_bias_makes_all_like_it_do_so():
+    def chain():
+        return nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(3)))
+
+    assert len(drop_bias_before_norm(chain()).dropped) == 3
+    net = chain()
+    net[1][1].eval()
+    with pytest.warns(NoEffectWarning, match="1.0: its batch norm is in evaluation mode"):
+        assert drop_bias_before_norm(net).kept.keys() == {"0.0", "1.0", "2.0"}
+
+
+# Checkpoints, old and new.
 
 
 def nested():
@@ -294,6 +350,26 @@ def test_a_checkpoint_with_the_biases_can_be_loaded(copied):
     inner = nested()
     drop_bias_before_norm(inner)
     inner[1].load_state_dict(old[1].state_dict())  # the part alone
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_network_as_it_was_written_loads_what_is_saved(copied):
+    x = torch.randn(2, 3, 5, 5)
+    net = warmed(nested(), x)
+    drop_bias_before_norm(net)
+    net = warmed(net, x).eval()
+    net = pickle.loads(pickle.dumps(copy.deepcopy(net))) if copied else net
+    state = net.half().state_dict()
+    assert state["1.0.bias"].dtype is torch.float16
+    net.float()
+    plain = nested()
+    assert net.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(net.state_dict())
+    torch.testing.assert_close(plain.eval()(x), net(x), rtol=1e-5, atol=1e-5)
+    outer = nn.ModuleDict({"outer": nested()})
+    outer.load_state_dict(nn.ModuleDict({"outer": net}).state_dict())
+    net.load_state_dict(net.state_dict())
+    assert net[1][0].bias is None
 
 
 def test_a_module_is_needed():

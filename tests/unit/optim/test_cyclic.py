@@ -134,6 +134,39 @@ def test_without_a_step_of_the_optimizer_nothing_advances():
     assert schedule.last_epoch == 1
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Two steps or one, as SAM has them; the optimizer inside steps the groups."""
+
+    def __init__(self, parameters, inner_steps=1):
+        super().__init__(parameters, {"lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base_optimizer.param_groups
+        self.other = sgd()  # of other parameters, and its steps are its own
+        self.inner_steps = inner_steps
+
+    def second_step(self):
+        self.other.step()
+        self.base_optimizer.step()
+
+    def step(self, closure=None):
+        for _ in range(self.inner_steps):
+            self.second_step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # torch looks for the outer step
+@pytest.mark.parametrize(("inner_steps", "step"), [(1, "second_step"), (1, "step"), (3, "step"), (0, "step")])
+def test_a_step_of_a_wrapper_is_one_step(inner_steps, step):
+    optimizer = Wrapper([nn.Parameter(torch.zeros(1))], inner_steps)
+    schedule = cyclic_lr(optimizer, 0.0, 1.0, steps_up=4)["scheduler"]
+    rates = []
+    for _ in range(4):
+        getattr(optimizer, step)()
+        schedule.step()
+        schedule.step()  # without a step of the optimizer
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_skipped_by_the_scaler_does_not_advance(fused):
     weight = nn.Parameter(torch.ones(1))

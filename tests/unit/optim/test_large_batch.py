@@ -97,6 +97,17 @@ def test_a_rate_in_a_tensor_keeps_its_place():
     assert held.item() == 1.0
 
 
+def test_a_rate_in_a_tensor_is_scaled_once_for_all_that_share_it():
+    rate = torch.tensor(0.5)
+    groups = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(3)]
+    o = torch.optim.Adam(groups, lr=rate, foreach=False)
+    assert o.param_groups[0]["lr"] is o.param_groups[2]["lr"]
+    schedule = s.StepLR(o, 10)
+    scale_learning_rates([o], [schedule], 2.0)
+    assert [group["lr"].item() for group in o.param_groups] == [1.0] * 3
+    assert [float(lr) for lr in (*schedule.base_lrs, *schedule.get_last_lr())] == [1.0] * 6
+
+
 def test_the_warm_up_lowers_the_step_and_nothing_else():
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=0.8)
@@ -132,3 +143,19 @@ def test_a_failed_step_does_not_leave_a_lowered_rate():
     warmup.remove()
     assert optimizer.param_groups[0]["lr"] == 0.8
     assert warmup.done == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skipped_is_no_step_of_the_warm_up(fused):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.8, fused=fused)
+    warmup = LearningRateWarmup(optimizer, factor=4.0, steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=100)
+    done = []
+    for value in (math.inf, 1.0, math.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        done.append(warmup.done)
+    assert done == [0, 1, 1, 2, 3]
