@@ -12,7 +12,8 @@ import importlib.abc
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning_turbo.errors import LightningMismatchError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.profilers import PassThroughProfiler, Profiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
@@ -78,6 +80,7 @@ __all__ = [
     "Trainer",
     "TrainingEpochLoop",
     "Tuner",
+    "WrappingCheckpointIO",
     "begin_epoch_again",
     "bind_lightning",
     "bound_name",
@@ -85,6 +88,7 @@ __all__ = [
     "check_binding",
     "check_lean",
     "end_epoch_of_checkpoint",
+    "given_hyperparameters",
     "is_fitting",
     "loaded_checkpoint",
     "lower_found_batch_size",
@@ -135,6 +139,7 @@ _HOMES = {
     "Trainer": "trainer.trainer",
     "TrainingEpochLoop": "loops.training_epoch_loop",
     "Tuner": "tuner.tuning",
+    "WrappingCheckpointIO": "plugins.io.wrapper",
     "move_data_to_device": "utilities",
     "rank_zero_info": "utilities.rank_zero",
     "rank_zero_warn": "utilities.rank_zero",
@@ -149,6 +154,7 @@ _PRIVATE = {
     "ResultMetric": "_ResultMetric",
     "SignalConnector": "_SignalConnector",
     "TrainingEpochLoop": "_TrainingEpochLoop",
+    "WrappingCheckpointIO": "_WrappingCheckpointIO",
     "set_sampler_epoch": "_set_sampler_epoch",
 }
 
@@ -348,6 +354,21 @@ def take_loader_state(trainer: Any, loader: Any) -> dict[str, Any] | None:
     states = trainer.fit_loop._combined_loader_states_to_load
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return states.pop(0) if states and stateful else None
+
+
+@contextmanager
+def given_hyperparameters(**values: Any) -> Iterator[None]:
+    """Have ``save_hyperparameters`` take these values where LightningCLI noted others for the object in construction.
+
+    Args:
+        **values: Of some of its arguments.
+    """
+    noted = importlib.import_module(f"{bound_name()}.core.mixins.hparams_mixin")._given_hyperparameters
+    token = noted.set(noted.get() and {**noted.get(), **values})
+    try:
+        yield
+    finally:
+        noted.reset(token)
 
 
 def callbacks_named(*names: str) -> tuple[type, ...]:

@@ -18,6 +18,7 @@ from lightning_turbo._compat import (
     LightningModule,
     MisconfigurationException,
     check_binding,
+    given_hyperparameters,
 )
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
@@ -55,7 +56,7 @@ class PrefetchDataModule(LightningDataModule):
             (``tune_workers``) when a loader is first asked for; ``None`` leaves the loaders' own.
         pin_memory: Replaces the loaders' own ``pin_memory``; ``None`` leaves it.
         **kwargs: For the class behind this one. If that class has an argument ``num_workers`` or ``pin_memory``, a
-            value given for it goes there (``num_workers="auto"`` does not).
+            value given for it goes there (``num_workers="auto"`` does not), and its ``hparams`` hold what it got.
 
     Raises:
         TypeError: If an argument has a wrong type, or is unknown here and no DataModule is behind to take it.
@@ -89,15 +90,21 @@ class PrefetchDataModule(LightningDataModule):
         self._prefetch = _Settings(prefetch_batches, prefetch_threads, device_prefetch, device_transform, **given)
         if getattr(super().__init__, "__func__", None) is LightningDataModule.__init__:
             # It ignores arguments, or fails on them, depending on the version. Lightning's from_datasets offers
-            # batch_size to every constructor that takes keywords.
-            kwargs.pop("batch_size", None)
+            # batch_size to every constructor that takes keywords. (jsonargparse takes a kwargs.pop for an argument.)
+            if "batch_size" in kwargs:
+                del kwargs["batch_size"]  # noqa: RUF051
             if args or kwargs:
                 given_here = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
                 raise TypeError(
                     f"{type(self).__name__} has no argument for {given_here}; accepted are {', '.join(_ACCEPTED)}, by "
                     "name, and those of a DataModule behind it. Remove or rename what is given."
                 )
-        super().__init__(*args, **kwargs)  # jsonargparse reads here which class takes the others
+        # save_hyperparameters in a class behind reads these names here, and is to find what that class got.
+        behind = {**_defaults_behind(type(self)), **dict(zip(theirs, args, strict=False))}
+        num_workers = behind.get("num_workers", num_workers) if num_workers in (None, "auto") else num_workers
+        pin_memory = behind.get("pin_memory", pin_memory) if pin_memory is None else pin_memory
+        with given_hyperparameters(num_workers=num_workers, pin_memory=pin_memory):
+            super().__init__(*args, **kwargs)  # jsonargparse reads here which class takes the others
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -220,6 +227,17 @@ class _Settings:
             apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
             self.transfers[str(device)] = DeviceTransfer(device, transform=self.device_transform, **apart)
         return self.transfers[str(device)]
+
+
+def _defaults_behind(cls: type) -> dict[str, Any]:
+    # The defaults of the constructors behind PrefetchDataModule, as far as each hands on what it does not know.
+    defaults: dict[str, Any] = {}
+    for behind in cls.__mro__[cls.__mro__.index(PrefetchDataModule) + 1 :]:
+        parameters = inspect.signature(behind.__init__).parameters
+        defaults = {**{name: parameter.default for name, parameter in parameters.items()}, **defaults}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return defaults
 
 
 def _overridden(owner: Any, base: type) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._compat import CheckpointIO, TorchCheckpointIO, check_binding
+from lightning_turbo._compat import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
 from lightning_turbo.amp.convert import move_scaler_state
 
 __all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
@@ -127,7 +127,8 @@ class AmpCheckpointIO(CheckpointIO):
     every version is moved to where Lightning looks for ``ApexAMP``'s. All else is left to ``checkpoint_io``.
 
     Args:
-        checkpoint_io: What reads and writes files; ``AtomicCheckpointIO`` by default.
+        checkpoint_io: What reads and writes files; ``AtomicCheckpointIO`` by default, in a wrapper such as
+            ``AsyncCheckpointIO()`` as well.
 
     Raises:
         TypeError: If ``checkpoint_io`` is none.
@@ -151,6 +152,8 @@ class AmpCheckpointIO(CheckpointIO):
                 "Lightning. Leave it out for Lightning's own."
             )
         self.checkpoint_io = AtomicCheckpointIO() if checkpoint_io is None else checkpoint_io
+        if isinstance(checkpoint_io, WrappingCheckpointIO):
+            checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which it takes if it has none
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint as ``checkpoint_io`` does."""

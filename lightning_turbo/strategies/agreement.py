@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def check_agreement(strategy: Any, trainer: Any) -> None:
 
 
 def settings_of(strategy: Any, trainer: Any) -> dict[str, str]:
-    """Return what has to be the same on all ranks, by name, each value as text."""
+    """Return what has to be the same on all ranks, by name, each value as text, without addresses in memory."""
     precision, module = strategy.precision_plugin, trainer.lightning_module
     settings: dict[str, Any] = {name: getattr(trainer, name, None) for name in TRAINER}
     settings.update({name.strip("_"): getattr(strategy, name, None) for name in STRATEGY})
@@ -63,7 +64,7 @@ def settings_of(strategy: Any, trainer: Any) -> dict[str, str]:
     # Folders may differ from machine to machine; that one of them found no checkpoint may not.
     settings["checkpoint to go on from"] = trainer.ckpt_path and Path(trainer.ckpt_path).name
     settings["torch"] = str(torch.__version__)
-    return {name: repr(value) for name, value in settings.items()}
+    return {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
 
 
 def disagreements(gathered: Sequence[dict[str, str]]) -> list[str]:

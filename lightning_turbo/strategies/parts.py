@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader
@@ -102,8 +102,11 @@ class TurboParts:
         self.lean_logging = lean_logging
         self.sigterm_every = sigterm_every
         self._borrowed = ExitStack()
-        self._prefetchers: WeakSet[DevicePrefetcher] = WeakSet()  # a loader that is replaced ends with its workers
         self._told: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or a process that is started with it, has nothing to give back.
+        return {**vars(self), "_borrowed": ExitStack()}
 
     def before_setup(self, strategy: Strategy, trainer: Any) -> None:
         """Set the process's switches and the memory format, before the module is moved and wrapped."""
@@ -153,20 +156,23 @@ class TurboParts:
         if isinstance(loader, DataLoader) and not loader.pin_memory:
             self._tell("device_prefetch copies fastest from pinned memory: pass pin_memory=True to the DataLoader.")
         prefetcher = DevicePrefetcher(loader, strategy.root_device, prefetch_batches=self.prefetch_batches)
-        self._prefetchers.add(prefetcher)
+        self._borrowed.callback(_close, ref(prefetcher))  # a loader that is replaced ends with its workers
         return prefetcher
 
     def give_back(self) -> None:
         """Put every switch back, end the prefetching, and follow no optimizer any more."""
-        for prefetcher in self._prefetchers:
-            prefetcher.close()
-        self._prefetchers.clear()
         self._borrowed.close()
 
     def _tell(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
             rank_zero_info(f"turbo: {message}")
+
+
+def _close(prefetcher: ref[DevicePrefetcher]) -> None:
+    alive = prefetcher()
+    if alive is not None:
+        alive.close()
 
 
 def _transfer_hooks(module: Any) -> list[str]:

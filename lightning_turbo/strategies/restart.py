@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_turbo._compat import end_epoch_of_checkpoint, is_fitting, set_sampler_epoch, take_loader_state
+from lightning_turbo._compat import (
+    GradientAccumulationScheduler,
+    end_epoch_of_checkpoint,
+    is_fitting,
+    set_sampler_epoch,
+    take_loader_state,
+)
 from lightning_turbo.data.device import DevicePrefetcher
 
-__all__ = ["count_next_epoch", "set_up_loader"]
+__all__ = ["accumulate_as_scheduled", "count_next_epoch", "set_up_loader"]
 
 
 def count_next_epoch(module: Any) -> None:
@@ -24,6 +30,20 @@ def count_next_epoch(module: Any) -> None:
     epochs = loop.epoch_progress.total
     if loop.restarted_mid_epoch and epochs.completed == epochs.ready:
         loop.reset_restart_stage()
+
+
+def accumulate_as_scheduled(module: Any) -> None:
+    """Accumulate in a training's first epoch what a ``GradientAccumulationScheduler`` says, in the rest of one too.
+
+    The callback sets it in ``on_train_epoch_start``, which Lightning does not call where a run goes on in mid-epoch.
+
+    Args:
+        module: The LightningModule of a Trainer that begins to train, with the next epoch counted.
+    """
+    trainer = module.trainer
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
 
 def set_up_loader(module: Any, loader: Any) -> Any:

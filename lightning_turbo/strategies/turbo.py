@@ -14,6 +14,7 @@ from lightning_turbo._compat import (
     DDPStrategy,
     MisconfigurationException,
     SingleDeviceStrategy,
+    Strategy,
     check_binding,
     is_fitting,
     rank_zero_info,
@@ -22,7 +23,7 @@ from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.agreement import check_agreement
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
-from lightning_turbo.strategies.restart import count_next_epoch, set_up_loader
+from lightning_turbo.strategies.restart import accumulate_as_scheduled, count_next_epoch, set_up_loader
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]
 
@@ -30,7 +31,44 @@ Compression = Literal["bf16", "fp16"]
 _COMPRESS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
-class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
+class _TurboStrategy(Strategy):
+    """What both strategies do alike; stands in front of Lightning's."""
+
+    parts: TurboParts
+
+    @property
+    def prefetches_to_device(self) -> bool:
+        """Whether this strategy keeps batches on the device itself, so that a datamodule need not."""
+        return self.parts.device_prefetch
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints; the one that was given is wrapped in ``AmpCheckpointIO``."""
+        if self._checkpoint_io is None:  # made when it is needed: the Trainer refuses a second one beside it
+            self._checkpoint_io = AmpCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io if io is None or isinstance(io, AmpCheckpointIO) else AmpCheckpointIO(io)
+
+    def on_train_start(self) -> None:
+        """Go on from a checkpoint with the epoch counted, and the batches accumulated, as if nothing had happened."""
+        count_next_epoch(self.lightning_module)
+        accumulate_as_scheduled(self.lightning_module)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Keep the next batches on the device, and begin with the epoch that the run goes on with."""
+        loader = self.parts.loader(self, super().process_dataloader(dataloader))
+        return set_up_loader(self.lightning_module, loader)
+
+    def teardown(self) -> None:
+        """Give everything back."""
+        self.parts.give_back()
+        super().teardown()
+
+
+class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
     """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
 
     | Part | Default | What it does; off is exactly Lightning's behaviour |
@@ -49,7 +87,8 @@ class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
     Args:
         device: The device; by default the one that the Trainer chose.
         accelerator: As in Lightning.
-        checkpoint_io: As in Lightning; it is wrapped so that old scaler state is read.
+        checkpoint_io: As in Lightning, as is one in the Trainer's ``plugins``; it is wrapped so that old scaler state
+            is read.
         precision_plugin: As in Lightning.
         device_prefetch: See above.
         prefetch_batches: How many batches are kept on the device, 1 or more.
@@ -93,8 +132,8 @@ class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
         lean_logging: bool = False,
     ) -> None:
         check_binding("TurboStrategy")
-        super().__init__("cpu" if device is None else device, accelerator, None, precision_plugin)
-        self.checkpoint_io = AmpCheckpointIO(checkpoint_io)
+        super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin)
+        self.checkpoint_io = self._checkpoint_io
         self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
         self.parts = TurboParts(
             device_prefetch=device_prefetch,
@@ -106,11 +145,6 @@ class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
             lean_step=lean_step,
             lean_logging=lean_logging,
         )
-
-    @property
-    def prefetches_to_device(self) -> bool:
-        """Whether this strategy keeps batches on the device itself, so that a datamodule need not."""
-        return self.parts.device_prefetch
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -132,22 +166,8 @@ class TurboStrategy(SingleDeviceStrategy, LeanStrategy):
         super().setup(trainer)
         self.parts.after_setup(self, trainer)
 
-    def on_train_start(self) -> None:
-        """Count the epoch that begins after a checkpoint of the last step of one."""
-        count_next_epoch(self.lightning_module)
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Keep the next batches on the device, and begin with the epoch that the run goes on with."""
-        loader = self.parts.loader(self, super().process_dataloader(dataloader))
-        return set_up_loader(self.lightning_module, loader)
-
-    def teardown(self) -> None:
-        """Give everything back."""
-        self.parts.give_back()
-        super().teardown()
-
-
-class TurboDDPStrategy(DDPStrategy, LeanStrategy):
+class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
     """Lightning's DDP with the techniques around the step switched on: ``strategy="turbo_ddp"``.
 
     All parts of ``TurboStrategy``, and those below. Needs torchrun or Lightning's own launcher, as ``"ddp"`` does.
@@ -162,7 +182,6 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
 
     Args:
         *args: As in Lightning's ``DDPStrategy``.
-        checkpoint_io: As in Lightning; it is wrapped so that old scaler state is read.
         device_prefetch: As in ``TurboStrategy``.
         prefetch_batches: As in ``TurboStrategy``.
         memory_format: As in ``TurboStrategy``.
@@ -177,7 +196,7 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
         grad_compression: See above. Not together with ``ddp_comm_hook``.
         sync_batchnorm: See above.
         sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop after the same batch.
-        **kwargs: As in Lightning's ``DDPStrategy``.
+        **kwargs: As in Lightning's ``DDPStrategy``; ``checkpoint_io`` as in ``TurboStrategy``.
 
     Raises:
         ValueError: If a setting is not one of those above.
@@ -195,7 +214,6 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
     def __init__(
         self,
         *args: Any,
-        checkpoint_io: CheckpointIO | None = None,
         device_prefetch: bool = True,
         prefetch_batches: int = 2,
         memory_format: str | None = None,
@@ -214,16 +232,16 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
         check_binding("TurboDDPStrategy")
         if grad_compression not in (None, *_COMPRESS):
             raise ValueError(f"grad_compression={grad_compression!r}; accepted are None, 'bf16' and 'fp16'.")
-        if grad_compression is not None and kwargs.get("ddp_comm_hook") is not None:
-            raise ValueError(
-                f"grad_compression={grad_compression!r} and ddp_comm_hook were both given; accepted is one. Wrap the "
-                "hook with ddp_comm_wrapper=torch.distributed...default_hooks.bf16_compress_wrapper instead."
-            )
         for name, value in (("static_graph", static_graph), ("sync_batchnorm", sync_batchnorm)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} is no bool; accepted are True and False.")
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
-        self.checkpoint_io = AmpCheckpointIO(checkpoint_io)
+        if grad_compression is not None and self._ddp_comm_hook is not None:
+            raise ValueError(
+                f"grad_compression={grad_compression!r} and ddp_comm_hook were both given; accepted is one. Wrap the "
+                "hook with ddp_comm_wrapper=torch.distributed...default_hooks.bf16_compress_wrapper instead."
+            )
+        self.checkpoint_io = self._checkpoint_io
         self.static_graph = static_graph
         self.grad_compression = grad_compression
         self.sync_batchnorm = sync_batchnorm
@@ -239,24 +257,14 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
             sigterm_every=sigterm_every,
         )
 
-    @property
-    def prefetches_to_device(self) -> bool:
-        """Whether this strategy keeps batches on the device itself, so that a datamodule need not."""
-        return self.parts.device_prefetch
-
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, with the parts before and after.
 
         Raises:
-            MisconfigurationException: If ranks were started with different settings; if ``static_graph`` meets
-                accumulated gradients, or bfloat16 compression a device that is not CUDA: torch can do neither.
+            MisconfigurationException: If ranks were started with different settings, or if bfloat16 compression
+                meets a device that is not CUDA, which torch cannot do.
         """
         check_agreement(self, trainer)
-        if self.static_graph and is_fitting(trainer) and trainer.accumulate_grad_batches > 1:
-            raise MisconfigurationException(
-                f"static_graph=True and accumulate_grad_batches={trainer.accumulate_grad_batches}; accepted is one of "
-                "them, because DDP learns a static graph from a backward pass that it synchronises. Leave one out."
-            )
         if self.grad_compression == "bf16" and self.root_device.type != "cuda":
             raise MisconfigurationException(
                 f"grad_compression='bf16' was asked for on {self.root_device}; torch accepts it with NCCL on CUDA. "
@@ -278,15 +286,16 @@ class TurboDDPStrategy(DDPStrategy, LeanStrategy):
             self.model.register_comm_hook(None, _COMPRESS[self.grad_compression])
 
     def on_train_start(self) -> None:
-        """Count the epoch that begins after a checkpoint of the last step of one."""
-        count_next_epoch(self.lightning_module)
+        """As in ``TurboStrategy``, with all that accumulates gradients known.
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """As in ``TurboStrategy``, after Lightning has placed its sampler."""
-        loader = self.parts.loader(self, super().process_dataloader(dataloader))
-        return set_up_loader(self.lightning_module, loader)
-
-    def teardown(self) -> None:
-        """Give everything back."""
-        self.parts.give_back()
-        super().teardown()
+        Raises:
+            MisconfigurationException: If ``static_graph`` meets accumulated gradients, which torch cannot do.
+        """
+        super().on_train_start()
+        module: Any = self.lightning_module
+        accumulated = module.trainer.accumulate_grad_batches
+        if self.static_graph and accumulated > 1:
+            raise MisconfigurationException(
+                f"static_graph=True and accumulate_grad_batches={accumulated}; accepted is one of them, because DDP "
+                "learns a static graph from a backward pass that it synchronises. Leave one out."
+            )

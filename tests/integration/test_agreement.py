@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_turbo.strategies.agreement import disagreements
+from lightning_turbo import TurboDDPStrategy
+from lightning_turbo.strategies.agreement import disagreements, settings_of
 from tests.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("agreement_worker.py")
@@ -19,6 +22,17 @@ def test_what_differs_is_named_with_each_value_and_its_ranks():
     assert disagreements([same, {"max_epochs": "3"}]) == ["opt_level: 'O1' on rank 0, not set on rank 1"]
     (many,) = disagreements([*[{"torch": "'2.12'"}] * 10, {"torch": "'2.13'"}])
     assert many == "torch: '2.12' on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, '2.13' on rank 10"
+
+
+def test_an_object_of_the_same_kind_is_the_same_setting():
+    """A process group has another address on every rank."""
+    settings = []
+    for group in (object(), object()):
+        trainer = pl.Trainer(accelerator="cpu", strategy=TurboDDPStrategy(process_group=group), logger=False)
+        trainer.strategy.connect(BoringModel())
+        settings.append(settings_of(trainer.strategy, trainer))
+    assert disagreements(settings) == []
+    assert "'process_group': <object object>" in settings[0]["ddp_kwargs"]
 
 
 @pytest.mark.distributed

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -435,6 +436,66 @@ def test_it_can_be_pickled():
     twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, prefetch_threads=2)))
     loader = twin.train_dataloader()
     assert (loader.prefetch_batches, loader.prefetch_threads) == (3, 2)
+
+
+class Saves(LightningDataModule):
+    """A DataModule that saves its arguments and works with what it saved."""
+
+    def __init__(self, batch_size: int = 4, num_workers: int = 0, pin_memory: bool = False):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(Numbers(), **{name: self.hparams[name] for name in ("batch_size", "num_workers")})
+
+
+class SavesMine(PrefetchDataModule, Saves):
+    pass
+
+
+class HandsOn(Saves):
+    def __init__(self, root="here", **kwargs):
+        super().__init__(**kwargs)
+
+
+class HandsOnMine(PrefetchDataModule, HandsOn):
+    pass
+
+
+@pytest.mark.parametrize("cls", [SavesMine, HandsOnMine])
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1}, {"num_workers": "auto"}, {"batch_size": 8}], ids=str)
+def test_a_class_behind_that_saves_its_arguments_finds_what_it_got(cls, given, tmp_path):
+    datamodule = cls(**given)
+    got = {"batch_size": 4, "num_workers": 0, "pin_memory": False, **given}
+    got["num_workers"] = 0 if got["num_workers"] == "auto" else got["num_workers"]
+    assert {name: datamodule.hparams[name] for name in got} == got
+    one = trainer(max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    one.fit(Model(), datamodule=datamodule)
+    one.save_checkpoint(tmp_path / "one.ckpt")
+    again = cls.load_from_checkpoint(tmp_path / "one.ckpt", **unpickling(False))
+    assert again.hparams == datamodule.hparams
+    assert isinstance(again.train_dataloader(), PrefetchLoader)
+
+
+def test_arguments_given_by_position_and_of_one_in_front_are_saved():
+    class InFront(SavesMine):
+        def __init__(self, num_workers=None):
+            super().__init__(num_workers=num_workers)
+
+    assert SavesMine(2, 1).hparams["num_workers"] == 1
+    assert InFront(1).hparams["num_workers"] == 1
+    with pytest.raises(TypeError, match=r"Saves.__init__\(\) got an unexpected keyword argument 'batches'"):
+        SavesMine(batches=1)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1}, {"batch_size": 8}], ids=str)
+def test_a_class_behind_finds_what_it_got_under_lightning_cli(given, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train"])
+    words = [f"--data.{name}={value}" for name, value in given.items()]
+    cli = LightningCLI(Model, SavesMine, run=False, args=words, seed_everything_default=False)
+    got = {"batch_size": 4, "num_workers": 0, "pin_memory": False, **given}
+    assert {name: cli.datamodule.hparams[name] for name in got} == got
+    assert cli.datamodule.train_dataloader().batch_size == got["batch_size"]
 
 
 class Stateful(Theirs):

@@ -1,17 +1,23 @@
 """The turbo strategies: the same results as Lightning's own, with every part on, off, and given back."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_turbo import AmpCheckpointIO, ApexAMP, TurboDDPStrategy, TurboStrategy
+from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader, TurboDDPStrategy, TurboStrategy
 from tests.ranks import run_ranks
+from tests.versions import unpickling
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 WORKER = Path(__file__).with_name("turbo_worker.py")
@@ -150,19 +156,130 @@ def test_several_devices_are_refused_by_turbo():
         pl.Trainer(accelerator="cpu", devices=2, strategy="turbo", logger=False)
 
 
-@pytest.mark.parametrize(("settings", "text"), [
-    ({"static_graph": True}, "static_graph=True and accumulate_grad_batches=2; accepted is one"),
-    ({"grad_compression": "bf16"}, "grad_compression='bf16' was asked for on cpu"),
-])  # fmt: skip
-def test_what_torch_cannot_do_is_refused_before_the_first_step(settings, text):
-    strategy = TurboDDPStrategy(**settings)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, accumulate_grad_batches=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+def connected(strategy, **settings):
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, **settings)
     trainer.state.fn = TrainerFn.FITTING
-    with pytest.raises(MisconfigurationException, match=text):
-        strategy.setup(trainer)
+    trainer.strategy.connect(Net())
+    trainer.lightning_module.trainer = trainer
+    return trainer
+
+
+def test_bfloat16_compression_on_the_cpu_is_refused_before_the_first_step():
+    trainer = connected(TurboDDPStrategy(grad_compression="bf16"))
+    with pytest.raises(MisconfigurationException, match="grad_compression='bf16' was asked for on cpu"):
+        trainer.strategy.setup(trainer)
+
+
+def test_a_static_graph_with_accumulated_gradients_is_refused_before_the_first_step():
+    scheduled, later = ([GradientAccumulationScheduler({epoch: 2})] for epoch in (0, 1))
+    for settings in ({"accumulate_grad_batches": 2}, {"callbacks": scheduled}):
+        trainer = connected(TurboDDPStrategy(static_graph=True), **settings)
+        with pytest.raises(MisconfigurationException, match="static_graph=True and accumulate_grad_batches=2; acc"):
+            trainer.strategy.on_train_start()
+    connected(TurboDDPStrategy(static_graph=True), callbacks=later).strategy.on_train_start()  # the graph is known then
+
+
+@pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])
+def test_a_checkpoint_io_is_given_once_in_either_place(make):
+    own = AsyncCheckpointIO()
+    for strategy, plugins in ((make(checkpoint_io=own), []), (make(), [own]), (make.strategy_name, [own])):
+        held = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, plugins=plugins, logger=False).strategy
+        assert isinstance(held.checkpoint_io, AmpCheckpointIO)
+        assert held.checkpoint_io.checkpoint_io is own
+    mine = AmpCheckpointIO()
+    assert pl.Trainer(accelerator="cpu", strategy=make(), plugins=[mine]).strategy.checkpoint_io is mine
+    with pytest.raises(MisconfigurationException, match="checkpoint_io set through both"):
+        pl.Trainer(accelerator="cpu", strategy=make(checkpoint_io=own), plugins=[mine])
+    with pytest.raises(TypeError, match="checkpoint_io='disk' is a str"):
+        make(checkpoint_io="disk")
+
+
+def test_what_ddp_takes_by_position_counts():
+    own, hook = AsyncCheckpointIO(), print
+    assert TurboDDPStrategy(None, None, None, own).checkpoint_io.checkpoint_io is own
+    with pytest.raises(ValueError, match="were both given"):
+        TurboDDPStrategy(None, None, None, None, None, None, hook, grad_compression="fp16")
+
+
+@pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])
+def test_a_precision_is_given_in_either_place(make):
+    own = MixedPrecision("bf16-mixed", "cpu")
+    for strategy, plugins in ((make(precision_plugin=own), []), (make(), [own])):
+        assert pl.Trainer(accelerator="cpu", strategy=strategy, plugins=plugins).strategy.precision_plugin is own
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_checkpoints_are_written_in_another_thread(wrapped, tmp_path):
+    given = AsyncCheckpointIO(AmpCheckpointIO()) if wrapped else AsyncCheckpointIO()
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=TurboStrategy(checkpoint_io=given), max_epochs=1, logger=False,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model = Net()
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(8, 1, 6, 6), torch.arange(8) % 3), batch_size=4))
+    (path,) = tmp_path.rglob("*.ckpt")
+    written = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(written[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", [TurboStrategy, TurboDDPStrategy])
+def test_a_trainer_can_be_pickled_and_copied(strategy):
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy(prefetch_batches=3), logger=False)
+    trainer.strategy.parts._borrowed.callback(lambda: None)  # as in a run
+    for twin in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
+        assert type(twin.strategy) is strategy
+        assert twin.strategy.parts.prefetch_batches == 3
+
+
+def test_a_copy_made_in_a_run_gives_nothing_back():
+    class Copies(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            copy.deepcopy(trainer.strategy).parts.give_back()
+            pickle.loads(pickle.dumps(trainer.strategy)).parts.give_back()
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            assert index == 0 or all(p.grad is None for p in module.parameters())  # the first step is watched
+
+    fit(Net(), "turbo", callbacks=[Copies()])
+
+
+@pytest.mark.parametrize("step", [5, 6, 7, 8])
+def test_the_rest_of_an_epoch_accumulates_what_its_scheduler_says(step, tmp_path):
+    data = TensorDataset(torch.randn(40, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)
+    path = tmp_path / "step.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == step and not path.exists():
+                trainer.save_checkpoint(path)
+
+    def train(**resume):
+        model = Net()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy="turbo", max_epochs=3, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}), Save()],
+        )  # fmt: skip
+        trainer.fit(model, PrefetchLoader(data, batch_size=8), **resume)
+        return model, trainer.global_step
+
+    whole, steps = train()
+    rest, at = train(ckpt_path=path, **unpickling(False))
+    assert (at, rest.losses) == (steps, whole.losses[-len(rest.losses) :])
+    assert all(torch.equal(a, b) for a, b in zip(rest.parameters(), whole.parameters(), strict=True))
+
+
+SPAWN = Path(__file__).with_name("spawn_worker.py")
+
+
+@pytest.mark.distributed
+def test_two_spawned_ranks_give_what_ddp_spawn_gives(tmp_path):
+    run_ranks(SPAWN, tmp_path, ranks=1)
+    stock, turbo = (torch.load(tmp_path / name, weights_only=True) for name in ("stock", "turbo"))
+    assert turbo["metrics"] == stock["metrics"]
+    assert all(torch.equal(turbo["module"][name], value) for name, value in stock["module"].items())
+    assert stock["metrics"]["steps"] == 6
+    assert not torch.equal(stock["module"]["net.weight"], stock["start"])
 
 
 @pytest.mark.distributed

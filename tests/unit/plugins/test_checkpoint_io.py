@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_turbo import AmpCheckpointIO, AtomicCheckpointIO
 
@@ -47,6 +48,24 @@ def test_a_checkpoint_is_written_read_replaced_and_removed(make, path):
         assert names(path) == ["last.ckpt"]
     io.remove_checkpoint(str(path))
     assert names(path) == []
+
+
+@pytest.mark.parametrize("make", [AsyncCheckpointIO, lambda: AsyncCheckpointIO(AsyncCheckpointIO())])
+def test_a_wrapper_around_nothing_writes_whole_checkpoints(make, path):
+    inner = make()
+    io = AmpCheckpointIO(inner)
+    io.save_checkpoint(OLD, path)
+    io.teardown()
+    while isinstance(inner, AsyncCheckpointIO):
+        inner.teardown()
+        inner = inner.checkpoint_io
+    assert isinstance(inner, AtomicCheckpointIO)
+    assert io.load_checkpoint(path)["step"] == 1
+
+
+def test_what_a_wrapper_has_stays():
+    own = TorchCheckpointIO()
+    assert AmpCheckpointIO(AsyncCheckpointIO(own)).checkpoint_io.checkpoint_io is own
 
 
 def test_others_may_read_it_as_any_file(path):
