@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from lightning_turbo._compat import (
@@ -46,14 +47,19 @@ def accumulate_as_scheduled(module: Any) -> None:
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
 
+def _stateful_dataloader() -> Any:
+    """Return torchdata's class, or what nothing is an instance of if it is not in use."""
+    return getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", ())
+
+
 def set_up_loader(module: Any, loader: Any) -> Any:
     """Let a training loader begin with the epoch that the Trainer goes on with, before ``iter()`` is called on it.
 
     Lightning tells samplers their epoch after that call. Worker processes have their first indices by then, and those
     of a ``DistributedSampler`` are of epoch 0, whatever epoch a run goes on with. And from a checkpoint of an epoch's
     last step Lightning has loaders go on at their end: a ``StatefulDataLoader`` skips the next epoch. So it does, and
-    counts an epoch twice, from one of a whole epoch if ``max_steps`` alone ends the run. Here loaders begin anew then,
-    and those with a ``set_epoch`` get their state, because they can tell that its epoch is over.
+    counts an epoch twice, from one of a whole epoch if ``max_steps`` alone ends the run. Here that loader begins anew
+    then, and all others get their state, as they can tell that its epoch is over.
 
     Args:
         module: The LightningModule of a Trainer that sets up its loaders; for others than training loaders nothing is
@@ -74,7 +80,7 @@ def set_up_loader(module: Any, loader: Any) -> Any:
         epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed
         state = take_loader_state(trainer, loader)
         behind = loader.loader if isinstance(loader, DevicePrefetcher) else loader
-        if state is not None and hasattr(behind, "set_epoch"):
+        if state is not None and (hasattr(behind, "set_epoch") or not isinstance(behind, _stateful_dataloader())):
             loader.load_state_dict(state)
     set_sampler_epoch(loader, epoch)
     return loader

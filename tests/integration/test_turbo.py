@@ -269,6 +269,49 @@ def test_the_rest_of_an_epoch_accumulates_what_its_scheduler_says(step, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(rest.parameters(), whole.parameters(), strict=True))
 
 
+class Counting(DataLoader):
+    """Shuffles by an epoch of its own, which its state holds: at an epoch's end, that of the next one."""
+
+    def __init__(self):
+        super().__init__(TensorDataset(torch.randn(24, 1, 6, 6), torch.arange(24) % 3), batch_size=8)
+        self.epoch, self.given = 0, 0
+
+    def __iter__(self):
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).split(8)
+        first, self.given = self.given, 0
+        for rows in order[first:]:
+            self.given += 1
+            if self.given + first == len(order):
+                self.epoch, self.given = self.epoch + 1, 0
+            yield self.dataset[rows]
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state):
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+def test_a_loader_with_a_state_of_its_own_gets_it_back_at_the_end_of_an_epoch(strategy, tmp_path):
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "step.ckpt")
+
+    def train(**resume):
+        torch.manual_seed(0)
+        model = Net()
+        pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_epochs=3, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[] if resume else [Save()],
+        ).fit(model, Counting(), **resume)  # fmt: skip
+        return model
+
+    whole, rest = train(), train(ckpt_path=tmp_path / "step.ckpt", **unpickling(False))
+    assert rest.losses == whole.losses[3:]
+
+
 SPAWN = Path(__file__).with_name("spawn_worker.py")
 
 
