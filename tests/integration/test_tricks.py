@@ -33,6 +33,7 @@ from lightning_turbo import (
 )
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from lightning_turbo.optim import preview
+from tests.versions import FINDS_RATES
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
@@ -351,7 +352,7 @@ def length(trainer):
 
 @_its_own_checkpoint
 @pytest.mark.usefixtures("_no_tqdm_monitor")
-@pytest.mark.parametrize("finder", [False, True])
+@pytest.mark.parametrize("finder", [False, pytest.param(True, marks=FINDS_RATES)])
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_the_estimate_of_the_steps_counts_the_accumulation(finder, batch_size):
     finders = [LearningRateFinder(num_training_steps=5, update_attr=False)] if finder else []
@@ -416,6 +417,7 @@ def test_the_batch_size_finder_tries_sizes_without_accumulation():
         run(3)  # does not divide 16
 
 
+@FINDS_RATES
 @_its_own_checkpoint
 @pytest.mark.usefixtures("_no_tqdm_monitor")
 def test_a_second_fit_with_the_learning_rate_finder_is_scaled_anew():
