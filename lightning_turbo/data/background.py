@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import queue
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_turbo.data.producer import Producer, Record
@@ -20,6 +19,8 @@ __all__ = ["BackgroundIterator", "check_count", "check_threads"]
 
 # Seconds. How long closing waits for the item that the thread is just making.
 PATIENCE = 20.0
+# Of the time spent waiting, how much may go into looking whether random generators move; a look takes 0.1 ms.
+LOOKING = 0.02
 
 
 class _Work:
@@ -75,7 +76,7 @@ class _Work:
         source, self.source = self.source, iter(())
         dispose, self.stages, self.snapshot, self.dispose = self.dispose, [], None, None
         if producer is not None:
-            producer.halt(patience)
+            producer.halt(patience, drop=True)
             if producer.is_alive() and not producer.inside():
                 warnings.warn(
                     f"A prefetching thread is still inside the next() of {type(source).__name__}, or at work on what "
@@ -140,7 +141,7 @@ class BackgroundIterator(Iterator[Any]):
         self._watch = watch or LoadWatch()
         self._kept: deque[Record] = deque()
         self._first = True
-        self._waits = 0
+        self._waiting = self._looking = 0.0
         self._closed = ""
         self._work = _Work(source, [] if stage is None else [stage], snapshot, dispose)
         self._finalizer = weakref.finalize(self, self._work.end)
@@ -181,6 +182,7 @@ class BackgroundIterator(Iterator[Any]):
             producer.join()
             self._kept.extend(producer.rest())
             self._work.producer = None
+            self._judge(producer)
             return self._next()
         if producer is not None:
             return self._wait(producer)
@@ -204,7 +206,7 @@ class BackgroundIterator(Iterator[Any]):
 
     def _start(self) -> None:
         threads = 1 if self._watch.alone else self.threads
-        self._work.producer = Producer(self._work.draw, self._work.finish, self.prefetch_batches, threads)
+        self._work.producer = Producer(self._work.draw, self._work.finish, self.prefetch_batches, threads, self._watch)
 
     def start(self) -> bool:
         """Take the first items in the background too, from now on, if the source is known to be one for a thread.
@@ -222,19 +224,26 @@ class BackgroundIterator(Iterator[Any]):
         self.close()
 
     def _wait(self, producer: Any) -> Record:
-        try:
-            return producer.queue.get_nowait()
-        except queue.Empty:
-            pass
-        # This thread draws nothing while it waits: what moves now, the background thread moved. Looking costs 0.1 ms.
-        self._waits += 1
-        if self._waits & (self._waits - 1):
-            return producer.next()
-        before = shared_state()
+        # This thread draws nothing while it waits: what moves now, the background thread moved.
+        look = producer.queue.empty() and self._looking <= LOOKING * self._waiting
+        times = [time.perf_counter()]
+        before = shared_state() if look else None
+        times.append(time.perf_counter())
         record = producer.next()
-        if self._watch.judge(moved(before, shared_state()), late=True):
+        times.append(time.perf_counter())
+        names = moved(before, shared_state()) if before is not None else []
+        self._waiting += times[2] - times[1]
+        self._looking += time.perf_counter() - times[2] + times[1] - times[0]
+        if (names or producer.drew) and self._judge(producer, names):
             self.park()
         return record
+
+    def _judge(self, producer: Producer, names: Sequence[str] = ()) -> bool:
+        """Tell whether the source draws, by what moved in a wait and by the draws that a thread met."""
+        if producer.drew:
+            names = [name for name in names if name != "torch"]
+        late = bool(names) or producer.rushed or self._watch.unsure
+        return self._watch.judge([*(["torch"] if producer.drew else []), *names], late=late)
 
     @property
     def ended(self) -> bool:
@@ -269,6 +278,7 @@ class BackgroundIterator(Iterator[Any]):
         if producer.is_alive():
             return False
         self._work.producer = None
+        self._judge(producer)
         return True
 
     def close(self, because: str = "it was closed") -> None:

@@ -13,7 +13,7 @@ import torch
 
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import Place
+from lightning_turbo.data.resume import Place, length_of
 from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
 
 __all__ = ["DevicePrefetcher"]
@@ -101,6 +101,8 @@ class DevicePrefetcher:
                 position = None
         source.place.consumed += skip
         iterator = self.transfer.iterate(source, position)
+        if iterator is not source:
+            iterator.place.at_end, source.place.at_end = source.place.at_end, None
         self._place = iterator.place
         self._live = weakref.ref(iterator)
         return iterator
@@ -148,7 +150,9 @@ class DevicePrefetcher:
         own = getattr(self.loader, "state_dict", None)
         if own is not None:
             return own() if place is None or place.state is None or place.ended else place.state
-        return {"consumed": self._skip if place is None else 0 if place.ended else place.consumed}
+        if place is None:
+            return {"consumed": self._skip, "whole": False}
+        return {"consumed": place.consumed, "whole": place.ended or place.consumed == length_of(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
@@ -157,23 +161,30 @@ class DevicePrefetcher:
             state_dict: What ``state_dict`` returned for a loader of the same kind. A loader without state of its own
                 is run through what was consumed.
         """
-        self.close()
-        self._place = None
+        self._end("its DevicePrefetcher was set to another place")
         own = getattr(self.loader, "load_state_dict", None)
         if own is not None:
             own(state_dict)
         else:
-            self._skip = int(state_dict["consumed"])
+            self._skip = 0 if state_dict.get("whole") else int(state_dict["consumed"])
 
     def close(self) -> None:
-        """End the current iterator and close the loader, if it can be closed. May be called twice."""
-        live = self._current()
-        self._live = None
-        if live is not None:
-            live.close("its DevicePrefetcher was closed")
-        close = getattr(self.loader, "close", None)
-        if callable(close):
+        """End the current iterator, and close a loader of this library. May be called twice.
+
+        The ``close`` of another loader may be for good, and is left to whoever made it.
+        """
+        self._end("its DevicePrefetcher was closed")
+        close: Any = getattr(self.loader, "close", None)
+        if close is not None and any(
+            kind.__module__.startswith("lightning_turbo.") for kind in type(self.loader).mro()
+        ):
             close()
+
+    def _end(self, because: str) -> None:
+        live = self._current()
+        self._live = self._place = None
+        if live is not None:
+            live.close(because)
 
     def _current(self) -> Any:
         return self._live() if self._live is not None else None

@@ -17,8 +17,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from lightning_turbo.data.background import BackgroundIterator, check_count, check_threads
 from lightning_turbo.data.batches import pin_batch
 from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import IndexTape, Place
-from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.data.resume import START, IndexTape, Place, length_of
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["PrefetchLoader", "prefetching"]
 
@@ -130,7 +130,7 @@ class PrefetchLoader(DataLoader[Any]):
         if self._stateful or isinstance(self.dataset, IterableDataset):
             return sampler
         if self._prefetch_tape is None or self._prefetch_tape.sampler is not sampler:
-            self._prefetch_tape = IndexTape(sampler, self.generator)
+            self._prefetch_tape = IndexTape(sampler, self.generator, ahead=not self.num_workers)
         return self._prefetch_tape
 
     @property
@@ -144,18 +144,20 @@ class PrefetchLoader(DataLoader[Any]):
             vars(self)["_prefetch_next"] = None
             return started
         self._retire()
-        resume, self._prefetch_resume = self._prefetch_resume or {"consumed": 0, "order": None}, None
-        done, sampler = resume["consumed"], self._index_sampler
-        tape = sampler if isinstance(sampler, IndexTape) else None
-        if tape is not None and resume["order"] is not None:
-            tape.rewind(done, resume["order"])
+        resume, self._prefetch_resume = self._prefetch_resume or START, None
+        done = skip = 0 if resume.get("whole") else resume["consumed"]
+        sampler = self._index_sampler
+        if isinstance(sampler, IndexTape):
+            # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
+            skip = 0 if getattr(super().__iter__, "__func__", None) is DataLoader.__iter__ else done
+            sampler.rewind(resume, done - skip)
         source: Any = super().__iter__()
         threads, items, stage = 1, source, None
         if self.prefetch_threads > 1 and self._divisible(source):
             threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(_load, source)
             self._prefetch_watch.owners = (self.dataset, self.collate_fn)
         iterator = BackgroundIterator(
-            itertools.islice(items, done, None) if done and tape is None else items,
+            itertools.islice(items, skip, None) if skip else items,
             prefetch_batches=self.prefetch_batches,
             threads=threads,
             stage=stage,
@@ -168,6 +170,8 @@ class PrefetchLoader(DataLoader[Any]):
             iterator = self.transfer.iterate(iterator)
         vars(self)["_prefetch_live"] = weakref.ref(iterator)  # Lightning records attributes that are set
         self._prefetch_place = iterator.place
+        if isinstance(sampler, IndexTape):
+            iterator.place.at_end = sampler.end
         return iterator
 
     def start_next_epoch(self, *stages: Callable[[Any], Any]) -> bool:
@@ -191,7 +195,8 @@ class PrefetchLoader(DataLoader[Any]):
             return False
         live, place = self._current(), self._prefetch_place
         if live is not None and not live.ended:
-            whole = mapped and place is not None and place.consumed >= len(self)
+            whole = mapped and place is not None and place.consumed == length_of(self)
+            live.place.at_end = None
             live.finish() if whole else live.close("the next epoch was started")
         iterator: Any = iter(self)
         if self._prefetch_tape is not None:
@@ -247,8 +252,9 @@ class PrefetchLoader(DataLoader[Any]):
         """Return where the latest iterator stands, counted in batches that were handed out.
 
         With a class behind this one that keeps its own state, that state as it was after the last batch handed out.
-        Otherwise the count and the states of the random generators from which the order follows. Random numbers
-        that worker processes draw for augmentation are not part of it.
+        Otherwise the count, the states of the random generators from which the order follows and, for the epoch
+        after it, of those that belong to the loader and its samplers, and whether the epoch is over by this loader's
+        own length. Random numbers that worker processes draw for augmentation are not part of it.
         """
         place = self._prefetch_place
         if self._stateful:
@@ -256,36 +262,48 @@ class PrefetchLoader(DataLoader[Any]):
                 return place.state
             return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
         if place is None:
-            return self._prefetch_resume or {"consumed": 0, "order": None}
-        done = place.consumed
-        try:
-            whole = place.ended or done >= len(self)
-        except TypeError:
-            whole = place.ended
-        drawn = (done or self._prefetch_next is not None) and not whole
-        order = self._prefetch_tape.began if self._prefetch_tape is not None and drawn else None
-        return {"consumed": 0 if whole else done, "order": order}
+            return self._prefetch_resume or dict(START)
+        done, tape = place.consumed, self._prefetch_tape
+        return {
+            "consumed": done,
+            "order": tape.began if tape is not None and (done or self._prefetch_next is not None) else None,
+            "own": [] if tape is None else tape.own_states(),
+            "whole": place.ended or done == length_of(self),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
 
-        A dataset with indices is not asked for what was consumed; an ``IterableDataset`` is run through it.
+        A dataset with indices is not asked for what was consumed; an ``IterableDataset`` is run through it, and so is
+        a loader whose class has an ``__iter__`` of its own.
 
         Args:
             state_dict: What ``state_dict`` returned, for a loader with the same dataset and samplers.
 
         Raises:
             ValueError: If it is the state of another kind of loader.
+
+        Warns:
+            TurboWarning: If worker processes hand out batches as they are ready (``in_order=False``) and the state is
+                of the middle of an epoch.
         """
+        counted = {"consumed", "order"} <= state_dict.keys()
         if self._stateful:
-            if set(state_dict) == {"consumed", "order"}:
+            if counted:
                 raise ValueError(_foreign(self, state_dict))
             self.close()
             self._prefetch_place = None
             super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
             return
-        if set(state_dict) != {"consumed", "order"}:
+        if not counted:
             raise ValueError(_foreign(self, state_dict))
+        if self.num_workers and not self.in_order and state_dict["consumed"] and not state_dict.get("whole"):
+            warnings.warn(
+                "in_order=False hands out batches as they are ready, and a count does not tell which were used: some "
+                "of this epoch are missed, as many come twice. Leave in_order=False out to go on exactly.",
+                TurboWarning,
+                stacklevel=2,
+            )
         self.close()
         self._prefetch_place, self._prefetch_resume = None, dict(state_dict)
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import torch
 from prefetch_generator import BackgroundGenerator
 
+from lightning_turbo.data.randomness import LoadWatch, SharedDraws
 from lightning_turbo.data.surroundings import Surroundings, short_switches
 
 __all__ = ["Producer", "Record"]
 
 # Seconds. How long a waiting side sleeps before it looks whether the other one is still there.
 SLICE = 0.5
+# Seconds. How long a draw waits for its turn: long enough for a validation run, and an end to any other reason.
+PATIENCE = 60.0
+
+_here = threading.local()  # .turn: the turn of this thread, if it works ahead
 
 
 class Record(NamedTuple):
@@ -33,12 +42,55 @@ class Record(NamedTuple):
         return self.end or self.error is not None
 
 
+class _Dropped(BaseException):
+    """Ends an item that nobody will ask for."""
+
+
+class _Turn:
+    """Makes items in one thread, in which draws from a process-wide generator of torch wait for the item's turn.
+
+    It comes when the item is asked for: the asking thread stands still then, and every draw happens when a loader
+    without threads would draw.
+    """
+
+    def __init__(self, producer: Producer) -> None:
+        self.producer = producer
+        self.process = os.getpid()
+        self.number = 0
+        self.draws = SharedDraws(self.wait)
+
+    def make(self, number: int, function: Callable[..., Record], *args: Any) -> Record:
+        """Call ``function`` for the item of that number."""
+        _here.turn, self.number = self, number
+        with self.draws if self.producer.watch.looking else contextlib.nullcontext():
+            return function(*args)
+
+    def wait(self) -> None:
+        """Wait until the item is asked for; in vain if the thread is to stop, or nobody asks for a long time."""
+        if os.getpid() != self.process:  # a worker that was forked in this thread, with generators of its own
+            return
+        producer = self.producer
+        while threading.current_thread() is producer and producer.begun:
+            producer.deliver()  # they come first, and nobody else would
+        end = time.monotonic() + PATIENCE
+        while producer.asked <= self.number and not producer.stopping.is_set() and time.monotonic() < end:
+            time.sleep(1e-3)
+        if producer.dropped:
+            raise _Dropped
+        producer.drew = True
+        if producer.asked <= self.number:
+            producer.rushed = True
+        elif producer.asker is not None:
+            producer.asker.wait()  # who asks works ahead too
+
+
 class _Helper(threading.Thread):
     """A thread that finishes items, several of them beside one another, for the thread that takes them."""
 
-    def __init__(self, orders: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, orders: queue.SimpleQueue[Any], turn: _Turn) -> None:
         super().__init__(name=f"lightning_turbo-prefetch-{id(self):x}", daemon=True)
         self.orders = orders
+        self.turn = turn
         self.surroundings = Surroundings()
         self.start()
 
@@ -47,9 +99,9 @@ class _Helper(threading.Thread):
 
     def _run(self) -> None:
         while (order := self.orders.get()) is not None:
-            future, finish, record = order
-            future.set_result(finish(record))
-            del order, future, record  # else the thread would keep a batch alive until its next one
+            future, *work = order
+            future.set_result(self.turn.make(*work))
+            del order, future, work  # else the thread would keep a batch alive until its next one
 
 
 class Producer(BackgroundGenerator):
@@ -60,17 +112,34 @@ class Producer(BackgroundGenerator):
         finish: Does what is left to do with a record; never raises.
         depth: How many records to keep ready.
         threads: How many threads call ``finish`` at the same time.
+        watch: What is known of the loader; tells whether draws are looked for.
+
+    Attributes:
+        asked: How many records were asked for.
+        asker: The turn of the thread that asks, if that works ahead itself.
+        drew: Whether a draw was met.
+        rushed: Whether a draw did not get its turn.
     """
 
     def __init__(
-        self, draw: Callable[[], Record], finish: Callable[[Record], Record], depth: int, threads: int
+        self,
+        draw: Callable[[], Record],
+        finish: Callable[[Record], Record],
+        depth: int,
+        threads: int,
+        watch: LoadWatch,
     ) -> None:
         self.draw = draw
         self.finish = finish
         self.threads = threads
+        self.watch = watch
+        self.asked = 0
+        self.asker: _Turn | None = None
+        self.drew = self.rushed = self.dropped = False
         self.stopping = threading.Event()
         self.surroundings = Surroundings()
         self.helpers: list[_Helper] = []
+        self.begun: deque[Future[Record]] = deque()
         self.left: list[Record] = []
         super().__init__(iter(()), max_prefetch=depth)  # starts the thread
 
@@ -85,33 +154,42 @@ class Producer(BackgroundGenerator):
 
     def _run(self) -> None:
         orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        begun: deque[Future[Record]] = deque()
-        last = False
+        turn = _Turn(self)
+        state, asked = torch.default_generator.get_state(), 0
+        number, last = 0, False
         try:
-            self.helpers.extend(_Helper(orders) for _ in range(self.threads if self.threads > 1 else 0))
+            self.helpers.extend(_Helper(orders, _Turn(self)) for _ in range(self.threads if self.threads > 1 else 0))
             with short_switches():
                 while not self.stopping.is_set():
-                    while len(begun) < self.threads and not last:
-                        record = self.draw()
-                        last = record.last
-                        begun.append(Future())
+                    while len(self.begun) < self.threads and not last:
+                        record = turn.make(number, self.draw)
+                        last, future = record.last, Future()
                         if self.helpers and not last:
-                            orders.put((begun[-1], self.finish, record))
+                            orders.put((future, number, self.finish, record))
                         else:
-                            begun[-1].set_result(self.finish(record))
-                    record = begun.popleft().result()
-                    over = record.last
-                    if not self._put(record):
-                        self.left.append(record)
-                    del record  # else the thread would keep a batch alive while it makes the next, or an error for ever
-                    if over:
+                            future.set_result(turn.make(number, self.finish, record))
+                        self.begun.append(future)
+                        number += 1
+                        seen, state = (state, asked), torch.default_generator.get_state()
+                        asked = self.asked
+                        self.watch.note_state(not torch.equal(seen[0], state), asked - seen[1])
+                        del record, future  # else a batch would stay alive while the next is made, or an error for ever
+                    if self.deliver():
                         break
-            self.left.extend(each.result() for each in begun)
+            self.left.extend(each.result() for each in self.begun)
         finally:
+            self.begun.clear()
             for _ in self.helpers:
                 orders.put(None)
             for helper in self.helpers:
                 helper.join()
+
+    def deliver(self) -> bool:
+        """Hand over the item that was begun first; tell whether nothing follows it. For the thread itself."""
+        record = self.begun.popleft().result()
+        if not self._put(record):
+            self.left.append(record)
+        return record.last
 
     def _put(self, record: Record) -> bool:
         """Wait for room; tell whether there was any before the thread was told to stop."""
@@ -125,22 +203,33 @@ class Producer(BackgroundGenerator):
 
     def next(self) -> Record:
         """Wait for a record, as long as the thread lives."""
-        while True:
-            try:
-                return self.queue.get(timeout=SLICE)
-            except queue.Empty:
-                if not self.is_alive() and self.queue.empty():
-                    return Record(error=RuntimeError("The prefetching thread ended without a word."))
+        self.asker = getattr(_here, "turn", None)
+        self.asked += 1
+        try:
+            while True:
+                try:
+                    return self.queue.get(timeout=SLICE)
+                except queue.Empty:
+                    if not self.is_alive() and self.queue.empty():
+                        return Record(error=RuntimeError("The prefetching thread ended without a word."))
+        except BaseException:
+            self.asked -= 1  # Ctrl-C
+            raise
 
     __next__ = next
 
-    def halt(self, patience: float) -> list[Record]:
+    def halt(self, patience: float, drop: bool = False) -> list[Record]:
         """End the thread and return, in order, what it had ready.
+
+        Args:
+            patience: How long to wait for the thread, in seconds.
+            drop: Whether nobody wants what it is making; an item that waits for its turn to draw is given up then.
 
         Returns:
             The records that were not handed out. When the thread is still alive after ``patience`` seconds it ends by
             itself after the items that it is making, and ``rest`` has them then.
         """
+        self.dropped = drop
         self.stopping.set()
         ready = self._drain()
         if not self.inside():

@@ -10,18 +10,36 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["LoadWatch", "moved", "set_shared_state", "shared_state"]
+__all__ = ["LoadWatch", "SharedDraws", "generators_in", "moved", "set_shared_state", "shared_state"]
 
 # Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
 # 0.1 to 0.4 ms.
 WORTH = 5e-4
+# Batches. How long torch's generator has to stand still before the thread is not looked at in every call of torch.
+STILL = 8
+# Names of the functions of torch that draw: from its generators, and those in which such a call cannot be seen.
+# fmt: off
+DRAWS = frozenset({
+    "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+    "normal", "normal_", "poisson",
+    "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
+    "_sample_dirichlet", "_standard_gamma",
+    "alpha_dropout", "alpha_dropout_", "dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_", "feature_dropout", "feature_dropout_", "native_dropout", "rrelu", "rrelu_",
+    "fractional_max_pool2d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d",
+    "fractional_max_pool3d_with_indices",
+    "gumbel_softmax", "kaiming_normal_", "kaiming_uniform_",
+})
+# fmt: on
 
 
 def shared_state() -> dict[str, Any]:
@@ -61,6 +79,29 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return names
 
 
+class SharedDraws(TorchFunctionMode):
+    """While it is entered, calls ``before`` ahead of each draw of this thread from a process-wide generator of torch.
+
+    Of the calls that pass through Python, that is; each of them takes one to three microseconds longer.
+
+    Args:
+        before: Called without arguments.
+    """
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        super().__init__()
+        self.before = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``, after ``before`` if it draws."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", None) in DRAWS and kwargs.get("training", True):
+            generator = kwargs.get("generator")
+            if generator is None or generator is torch.default_generator:
+                self.before()
+        return func(*args, **kwargs)
+
+
 class LoadWatch:
     """Remembers, for one loader, whether its steady loading draws from shared generators, and whether it takes long.
 
@@ -74,6 +115,8 @@ class LoadWatch:
         owners: Objects whose own generators are watched as well, because several threads are to use them.
         alone: Whether those drew, so that one thread has to load alone.
         refused: Whether it was said that several threads cannot be used.
+        still: How many batches a thread handed over since it last saw torch's generator move.
+        unsure: Whether torch's generator moved after all while nobody looked who draws.
     """
 
     def __init__(self) -> None:
@@ -82,6 +125,8 @@ class LoadWatch:
         self.owners: tuple[Any, ...] = ()
         self.alone = False
         self.refused = False
+        self.still = 0
+        self.unsure = False
         self._batches, self._seconds = 0, 0.0
 
     def note(self, seconds: float) -> None:
@@ -90,6 +135,16 @@ class LoadWatch:
         self._seconds += seconds
         # The first few have to be clearly slow: caches are cold then, and one number says little.
         self.slow = self.slow or self._seconds >= WORTH * max(self._batches, 4)
+
+    @property
+    def looking(self) -> bool:
+        """Whether threads have to look who draws from torch's generator: not while nobody does."""
+        return self.unsure or self.still < STILL
+
+    def note_state(self, has_moved: bool, batches: int) -> None:
+        """Take note of whether torch's generator moved while a thread handed over so many batches."""
+        self.unsure = self.unsure or (has_moved and not self.looking)
+        self.still = 0 if has_moved else self.still + batches
 
     def judge(self, names: list[str], late: bool = False) -> bool:
         """Take note of what one watched batch drew from.
@@ -123,7 +178,7 @@ class LoadWatch:
         """Return the states of the generators that ``owners`` hold."""
         return [
             g.get_state().numpy().tobytes() if isinstance(g, torch.Generator) else pickle.dumps(g)
-            for g in _generators_in(self.owners)
+            for g in generators_in(self.owners)
         ]
 
     def judge_private(self, before: list[bytes]) -> None:
@@ -146,7 +201,7 @@ class LoadWatch:
             )
 
 
-def _generators_in(owners: Any) -> list[Any]:
+def generators_in(owners: Any) -> list[Any]:
     """Find random generators in objects: their attributes, what these hold, arguments and closures of functions.
 
     At most 10,000 objects are looked at, what is near the owners first, of a container the first 100.

@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from lightning_turbo.data.randomness import set_shared_state, shared_state
+from lightning_turbo.data.randomness import (
+    _parts,
+    set_shared_state,
+    shared_state,
+)
 
-__all__ = ["IndexTape", "Place", "own_generators"]
+__all__ = ["START", "IndexTape", "OwnGenerator", "Place", "judge_states", "length_of"]
+
+# The state of a loader that has handed out nothing yet.
+START: dict[str, Any] = {"consumed": 0, "order": None, "own": [], "whole": False}
+
+# Held while the end of a sampler is asked for ahead, and its generators are put back.
+_asking = threading.RLock()
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the length of a loader, or ``None`` if it cannot tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, ValueError):
+        return None
+
+
+def judge_states(states: Iterable[Any], over: bool) -> None:
+    """Write into states of loaders whether the epoch that they were taken in was over.
+
+    By its own length a loader cannot know: an epoch may end before it, or go on after it with other loaders.
+
+    Args:
+        states: What ``state_dict`` of some loaders gave, of any kind; those that know of ``"whole"`` are changed.
+        over: Whether the last batch of the epoch was used.
+    """
+    for state in states:
+        if isinstance(state, dict) and {"consumed", "whole"} <= state.keys():
+            state["whole"] = over and state["consumed"] > 0  # at 0 it is the epoch after that was begun
 
 
 class Place:
@@ -19,13 +55,25 @@ class Place:
     Attributes:
         consumed: Batches handed out.
         state: What the source said of itself after the last of them; ``None`` before the first.
-        ended: Whether the end was reached.
+        at_end: Called when the end is reached.
     """
 
     def __init__(self, consumed: int = 0) -> None:
         self.consumed = consumed
         self.state: Any = None
-        self.ended = False
+        self.at_end: Callable[[], None] | None = None
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the end was reached."""
+        return self._ended
+
+    @ended.setter
+    def ended(self, ended: bool) -> None:
+        first, self._ended = ended and not self._ended, ended
+        if first and self.at_end is not None:
+            self.at_end()
 
 
 class IndexTape:
@@ -34,26 +82,41 @@ class IndexTape:
     The order of a sampler follows from the states of the random generators at the moment when its first index is
     drawn, and from its epoch if it has one. That is what is noted; the indices themselves are not kept.
 
+    Some samplers draw once more when they are asked for an index after their last. A loader with a length need not be
+    asked for its end, but a thread that works ahead asks. So the generators of the sampler are put back then, and go on
+    from there at ``end``.
+
     Args:
         sampler: A sampler or batch sampler.
         generator: The loader's own random generator, if it has one.
+        ahead: Whether it is asked ahead where a plain ``DataLoader`` would not.
 
     Attributes:
         began: The states at the first index of the latest epoch; ``None`` before one was drawn.
     """
 
-    def __init__(self, sampler: Iterable[Any], generator: torch.Generator | None) -> None:
+    def __init__(self, sampler: Iterable[Any], generator: torch.Generator | None, ahead: bool = False) -> None:
         self.sampler = sampler
         self.began: dict[str, Any] | None = None
         self._skip: tuple[int, dict[str, Any]] | None = None
         self._indices: _Indices | None = None
         self._own = _generators(generator, sampler)
+        self._ahead = ahead and bool(self._own)
+        self._after_end: list[Any] | None = None
         owners: tuple[Any, Any] = (sampler, getattr(sampler, "sampler", None))
         self._counting = [owner for owner in owners if _has_epoch(owner)]
 
-    def rewind(self, consumed: int, began: dict[str, Any]) -> None:
-        """Make the next epoch the one that began at ``began``, without its first ``consumed`` indices."""
-        self._skip = (consumed, began)
+    def rewind(self, state: dict[str, Any], skip: int) -> None:
+        """Make the next epoch the one that a loader's ``state`` is of, or that after it where it is whole.
+
+        Args:
+            state: What ``PrefetchLoader.state_dict`` returned.
+            skip: Indices to leave out at the beginning of an epoch that is not whole.
+        """
+        if state.get("whole"):
+            self.set_own_states(state["own"])
+        elif state["order"] is not None:
+            self._skip = (skip, state["order"])
 
     def __len__(self) -> int:
         return len(self.sampler)  # pyright: ignore[reportArgumentType] - a TypeError where the sampler has no length
@@ -61,6 +124,34 @@ class IndexTape:
     def __iter__(self) -> Iterator[Any]:
         self._indices = _Indices(self._epoch())
         return self._indices
+
+    def own_states(self) -> list[Any]:
+        """Return the states of the generators that belong to the loader and its samplers, as they are now."""
+        with _asking:
+            return [generator.get_state() for generator in self._own]
+
+    def set_own_states(self, states: list[Any]) -> None:
+        """Set these generators to what ``own_states`` returned, or a version that noted torch's generators alone.
+
+        Raises:
+            ValueError: If there are not as many as the states.
+        """
+        own = self._own
+        if len(states) < len(own):
+            own = [owned for owned in own if isinstance(owned.generator, torch.Generator)][: len(states)]
+        if len(states) != len(own):
+            raise ValueError(
+                f"The state holds {len(states)} random generators and the loader with its samplers {len(own)}. "
+                "Load it into a loader with the same samplers."
+            )
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
+
+    def end(self) -> None:
+        """Let the end of the latest epoch be asked for, as far as the random generators are concerned."""
+        states, self._after_end = self._after_end, None
+        if states is not None:
+            self.set_own_states(states)
 
     def draw(self) -> None:
         """Draw the order of the latest epoch now, in this thread, instead of when its first index is asked for."""
@@ -71,20 +162,19 @@ class IndexTape:
         return {**vars(self), "_indices": None}  # a trainer may keep this object in its records of a loader
 
     def _epoch(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, None
+        skip, self._skip, self._after_end = self._skip, None, None
         if skip is None:
             self.began = {
                 "shared": shared_state(),
-                "own": [g.get_state() for g in self._own],
+                "own": self.own_states(),
                 "epochs": [sampler.epoch for sampler in self._counting],
             }
-            yield from self.sampler
+            yield from self._to_its_end(iter(self.sampler), 0)
             return
         consumed, self.began = skip
         here = shared_state()
         set_shared_state(self.began["shared"])
-        for generator, state in zip(self._own, self.began["own"], strict=True):
-            generator.set_state(state)
+        self.set_own_states(self.began["own"])
         for sampler, epoch in zip(self._counting, self.began["epochs"], strict=True):
             sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
         try:
@@ -95,6 +185,19 @@ class IndexTape:
                 indices.look()  # at which the order is drawn
         finally:
             set_shared_state(here)
+        yield from self._to_its_end(indices, consumed)
+
+    def _to_its_end(self, indices: Iterator[Any], given: int) -> Iterator[Any]:
+        length = length_of(self.sampler) if self._ahead else None
+        if length is not None:
+            yield from itertools.islice(indices, max(0, length - given))
+            with _asking:
+                before = self.own_states()
+                more = list(itertools.islice(indices, 1))
+                if not more:
+                    self._after_end = self.own_states()
+                    self.set_own_states(before)
+            yield from more
         yield from indices
 
 
@@ -119,13 +222,62 @@ def _has_epoch(sampler: Any) -> bool:
     return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
 
 
-def own_generators(loader: Any) -> list[torch.Generator]:
-    """Return the random generators that belong to a loader or its samplers, not to the process."""
-    samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
-    return _generators(getattr(loader, "generator", None), *samplers)
+class OwnGenerator:
+    """A random generator of torch, Python or NumPy, with the face of torch's.
+
+    Args:
+        generator: The generator.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def get_state(self) -> Any:
+        """Return its state: a tensor or plain Python objects, so that it loads with ``weights_only=True``."""
+        if isinstance(self.generator, torch.Generator):
+            return self.generator.get_state()
+        if isinstance(self.generator, random.Random):
+            return self.generator.getstate()
+        if hasattr(self.generator, "bit_generator"):
+            return _plain(self.generator.bit_generator.state)
+        return _plain(self.generator.get_state(legacy=False))
+
+    def set_state(self, state: Any) -> None:
+        """Set it to a state that ``get_state`` returned."""
+        if isinstance(self.generator, random.Random):
+            self.generator.setstate(state)
+        elif hasattr(self.generator, "bit_generator"):
+            self.generator.bit_generator.state = state
+        else:
+            self.generator.set_state(state)
 
 
-def _generators(generator: Any, *samplers: Any) -> list[torch.Generator]:
-    owners = [*samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
-    found = [generator, *(getattr(owner, "generator", None) for owner in owners)]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+def _generators(generator: Any, sampler: Any) -> list[OwnGenerator]:
+    """Find the generators of a loader and in its sampler, but not those in datasets, nor those of the process."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    shared: list[Any] = [torch.default_generator, random.random.__self__]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+        shared.append(numpy.random.mtrand._rand)
+    found: list[OwnGenerator] = []
+    seen = {id(one) for one in shared}
+    left: deque[Any] = deque([generator, *_parts(sampler)])
+    while left and len(seen) < 10_000:
+        value = left.popleft()
+        if id(value) in seen or isinstance(value, random.SystemRandom):  # which has no state
+            continue
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            found.append(OwnGenerator(value))
+        elif hasattr(value, "__getitem__") and not isinstance(value, (dict, list, tuple)):
+            left.append(getattr(value, "_sampler", None))  # a dataset, unless it is Lightning's face of a sampler
+        else:
+            left.extend(_parts(value))
+    return found
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state

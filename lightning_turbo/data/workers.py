@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import queue
 import threading
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.randomness import set_shared_state, shared_state
-from lightning_turbo.data.resume import own_generators
+from lightning_turbo.data.randomness import generators_in, set_shared_state, shared_state
+from lightning_turbo.data.resume import OwnGenerator
 from lightning_turbo.data.surroundings import short_switches
 
 __all__ = ["WorkerRow", "WorkerTuning", "tune_workers"]
@@ -65,26 +67,18 @@ class WorkerTuning:
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments for a ``DataLoader``."""
-        return {
-            "num_workers": self.num_workers,
-            "prefetch_factor": self.prefetch_factor,
-            "pin_memory": self.pin_memory,
-        }
+        return _settings(self)
 
     def __str__(self) -> str:
         """The table of what was measured, with the choice marked."""
         lines = ["workers  prefetch  pinned  batches  ms a batch"]
         for row in self.rows:
-            mark = " <-" if (row.num_workers, row.prefetch_factor, row.pin_memory) == self._key else ""
+            mark = " <-" if _settings(row) == self.settings else ""
             shown = f"{row.seconds * 1e3:10.3f}" if row.batches else f"{row.note:>10}"
             factor = "-" if row.prefetch_factor is None else str(row.prefetch_factor)
             pinned = "yes" if row.pin_memory else "no"
             lines.append(f"{row.num_workers:7}  {factor:>8}  {pinned:>6}  {row.batches:7}  {shown}{mark}")
         return "\n".join(lines)
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.num_workers, self.prefetch_factor, self.pin_memory
 
 
 def tune_workers(
@@ -127,10 +121,10 @@ def tune_workers(
         RuntimeError: If no setting gave a batch in time; its text says what happened with each.
 
     Note:
-        Starts and ends worker processes; none is left. The process-wide random generators, and those of the loader
-        and its samplers, are put back. A batch that takes longer than its share of the time is not waited for; at
-        ``num_workers=0`` a thread then ends by itself as soon as the batch is there. A ``step`` runs in the calling
-        thread and to its end, and an error of it is raised.
+        Starts and ends worker processes; none is left. The process-wide random generators, and those that the loader,
+        its samplers, its dataset and its ``collate_fn`` hold, are put back. The time of a setting begins with its first
+        batch. A batch that is not there in time is not waited for; at ``num_workers=0`` a thread then ends by itself as
+        soon as it is. A ``step`` runs in the calling thread and to its end, and an error of it is raised.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -157,12 +151,7 @@ def tune_workers(
             f"tune_workers(seconds={seconds!r}) got no batch from any setting ({told}). "
             "Give it more seconds, or mend the loader."
         )
-    tuning = WorkerTuning(
-        num_workers=best.num_workers,
-        prefetch_factor=best.prefetch_factor,
-        pin_memory=best.pin_memory,
-        rows=tuple(rows),
-    )
+    tuning = WorkerTuning(**_settings(best), rows=tuple(rows))
     if cache is not None:
         Path(cache).write_text(json.dumps({"machine": _machine(), **asdict(tuning)}, indent=1))
     if show is not None:
@@ -186,78 +175,92 @@ def _search(
     pins = [False, True] if torch.cuda.is_available() else [False]
     later = len(factors) - 1 + len(pins) - 1
     rows = []
-    # One worker first: should a batch take too long, its process can be ended, and 0 workers need not be tried.
+    # One worker first: should a batch take too long, its process can be ended, and 0 workers need not be tried. (Where
+    # processes do not begin as copies of this one, their start may be what took too long.)
     for done, count in enumerate(sorted(counts, key=lambda n: (n != 1, n))):
         if not count and rows and rows[0].note == _LATE:
             rows.append(WorkerRow(num_workers=0, prefetch_factor=None, pin_memory=False, note="not tried"))
             continue
-        factor = factors[0] if count else None
-        rows.append(_measure(make_loader, step, clock.share(len(counts) - done + later), count, factor, False))
+        settings = {"num_workers": count, "prefetch_factor": factors[0] if count else None, "pin_memory": False}
+        rows.append(_measure(make_loader, step, clock, len(counts) - done + later, settings))
     rows.sort(key=lambda row: row.num_workers)
     for kind, values in (("prefetch_factor", factors[1:]), ("pin_memory", pins[1:])):
         best = _choose(rows, tolerance)
         if best is None or (kind == "prefetch_factor" and not best.num_workers):
             continue
         for number, value in enumerate(values):
-            changed = {"prefetch_factor": best.prefetch_factor, "pin_memory": best.pin_memory, kind: value}
-            share = clock.share(len(values) - number + (len(pins) - 1) * (kind == "prefetch_factor"))
-            rows.append(_measure(make_loader, step, share, best.num_workers, *changed.values()))
+            parts = len(values) - number + (len(pins) - 1) * (kind == "prefetch_factor")
+            rows.append(_measure(make_loader, step, clock, parts, {**_settings(best), kind: value}))
     return rows
 
 
 _LATE = "too late"
 
 
-def _measure(
-    make_loader: Any, step: Any, share: float, num_workers: int, prefetch_factor: int | None, pin_memory: bool
-) -> WorkerRow:
-    """Time one setting for ``share`` seconds."""
-    settings = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
+def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: dict[str, Any]) -> WorkerRow:
+    """Time one setting for its share, one of so many ``parts``, of the time that is left when its first batch comes."""
+    share = clock.share(parts)
     if share < 0.01:
         return WorkerRow(**settings, note="no time")
-    deadline = time.monotonic() + share
     loader = make_loader(**settings)
-    generators = [(generator, generator.get_state()) for generator in own_generators(loader)]
-    loading = _Loading(loader, deadline, ahead=step is not None)
+    names = ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
+    owners = [getattr(loader, name, None) for name in names]
+    generators = [(own, own.get_state()) for own in map(OwnGenerator, generators_in(owners))]
     times: list[float] = []
-    error, over = None, False
+    error, over, loading = None, False, None
     try:
-        loading.start()
-        error = _take(loading, step, num_workers * (prefetch_factor or 0) + 1, deadline, times)
-        over = time.monotonic() >= deadline - 0.05  # an error at the deadline is the waiting that was cut short
+        try:
+            loading = _Loading(loader, time.monotonic() + max(share, clock.share(1) - share), ahead=step is not None)
+            loading.start()
+        except Exception as broken:  # workers that cannot be started
+            error = broken
+        else:
+            warm_up = settings["num_workers"] * (settings["prefetch_factor"] or 0) + 1
+            error = _take(loading, step, warm_up, lambda: clock.share(parts), times)
+            over = time.monotonic() >= loading.deadline - 0.05  # an error then is the waiting that was cut short
     finally:
-        loading.stop(kill=over and not times)
+        if loading is not None:
+            loading.stop(kill=over and not times)
         for generator, state in generators:
             generator.set_state(state)
     if error is not None and not over:
         return WorkerRow(**settings, note=f"{type(error).__name__}: {error}".splitlines()[0])
     if not times:
-        return WorkerRow(**settings, note=_LATE)
+        return WorkerRow(**settings, note=_LATE if _forks(loader) else "too late to start")
     return WorkerRow(**settings, batches=len(times), seconds=sum(times) / len(times))
 
 
-def _take(loading: _Loading, step: Any, warm_up: int, deadline: float, times: list[float]) -> BaseException | None:
+def _forks(loader: Any) -> bool:
+    """Whether worker processes begin as copies of this one, in no time."""
+    return (getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method() == "fork"
+
+
+def _take(
+    loading: _Loading, step: Any, warm_up: int, share: Callable[[], float], times: list[float]
+) -> BaseException | None:
     """Take batches until the deadline, and call ``step`` on each, in this thread, where a training step would run.
 
     Args:
-        loading: Where they come from.
+        loading: Where they come from; its deadline is that of the first batch, and then that of this setting.
         step: Called on each batch, or ``None``.
         warm_up: How many batches are not timed, as they hold the start of the workers.
-        deadline: By the monotonic clock.
+        share: Tells how long to take batches, in seconds, once the first one is there.
         times: Gets the seconds of each batch, with its step if there is one.
 
     Returns:
         The error of the loading that ended it, if one did.
     """
-    seen = 0
-    while (began := time.monotonic()) < deadline:
+    seen, first = 0, 0.0
+    while (began := time.monotonic()) < loading.deadline:
         loading.ask()
         try:
-            batch, seconds, error = loading.ready.get(timeout=deadline - began)
+            batch, seconds, error = loading.ready.get(timeout=loading.deadline - began)
         except queue.Empty:
             break
         if error is not None:
             return error
+        if not seen:
+            loading.deadline = time.monotonic() + share()
         if step is not None:
             if not seen:  # memory that was shared at the fork of the workers is copied at the first writing
                 start = time.monotonic()
@@ -266,9 +269,13 @@ def _take(loading: _Loading, step: Any, warm_up: int, deadline: float, times: li
             step(batch)
             seconds = time.monotonic() - began
         seen += 1
+        if seen == 1:
+            first = seconds
         # A loader too slow or short for more than the warm-up counts anyway.
-        if seen > warm_up or (time.monotonic() - began) * 3 > deadline - time.monotonic():
+        elif seen > warm_up or (time.monotonic() - began) * 3 > loading.deadline - time.monotonic():
             times.append(seconds)
+    if seen and not times:
+        times.append(first)
     return None
 
 
@@ -329,11 +336,14 @@ class _Loading(threading.Thread):
         self.stopping = True
         self.ask()
         self.join(0.2)
-        workers = getattr(self.iterator, "_workers", [])
+        iterator = self.iterator
         if kill or self.is_alive():
-            for worker in workers:
-                worker.terminate()  # torch's workers take this for an orderly end; SIGKILL would raise in this process
-        end = getattr(self.iterator, "_shutdown_workers", None)
+            if getattr(iterator, "_worker_pids_set", False):
+                iterator._worker_pids_set = False
+                _remove_worker_pids(id(iterator))  # else torch would raise in this process if one is still starting
+            for worker in getattr(iterator, "_workers", []):
+                worker.terminate()
+        end = getattr(iterator, "_shutdown_workers", None)
         if end is not None:
             end()
         self.iterator = self.loader = None
@@ -347,6 +357,10 @@ def _choose(rows: Sequence[WorkerRow], tolerance: float) -> WorkerRow | None:
     limit = min(row.seconds for row in timed) * (1 + tolerance)
     fast = [row for row in timed if row.seconds <= limit]
     return min(fast, key=lambda row: (row.num_workers, row.prefetch_factor or 0, row.pin_memory))
+
+
+def _settings(of: WorkerRow | WorkerTuning) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in ("num_workers", "prefetch_factor", "pin_memory")}
 
 
 def _counts(max_workers: int | None) -> list[int]:

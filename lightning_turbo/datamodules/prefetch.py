@@ -22,6 +22,7 @@ from lightning_turbo._compat import (
 )
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
+from lightning_turbo.data.resume import judge_states
 from lightning_turbo.data.transfer import DeviceTransfer
 from lightning_turbo.data.workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
@@ -163,6 +164,9 @@ class _Settings:
     def apply(self, loaders: Any, name: str, trainer: Any, datamodule: Any) -> Any:
         """Return the loaders of one method with prefetching; their structure stays."""
         transfer = self._transfer(trainer, datamodule) if trainer is not None else None
+        loop = getattr(trainer, "fit_loop", None)
+        if loop is not None and name == "train_dataloader":
+            judge_states(loop._combined_loader_states_to_load, over=loop.epoch_loop.batch_progress.is_last_batch)
         count = iter(range(1 << 30))
         return _map_loaders(loaders, lambda loader: self._convert(loader, (name, next(count)), transfer))
 

@@ -13,6 +13,7 @@ from lightning_turbo._compat import (
     take_loader_state,
 )
 from lightning_turbo.data.device import DevicePrefetcher
+from lightning_turbo.data.resume import judge_states
 
 __all__ = ["accumulate_as_scheduled", "count_next_epoch", "set_up_loader"]
 
@@ -74,7 +75,9 @@ def set_up_loader(module: Any, loader: Any) -> Any:
         return loader
     loop = trainer.fit_loop
     epoch = loop.epoch_progress.current.processed
-    if trainer.train_dataloader is None and loop.epoch_loop.batch_progress.is_last_batch:  # as the checkpoint says
+    last = loop.epoch_loop.batch_progress.is_last_batch  # as the checkpoint says
+    judge_states(loop._combined_loader_states_to_load, over=last)
+    if trainer.train_dataloader is None and last:
         end_epoch_of_checkpoint(trainer)
         loop.update_restart_stage()
         epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed

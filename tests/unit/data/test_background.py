@@ -4,18 +4,20 @@ import contextlib
 import contextvars
 import functools
 import gc
+import multiprocessing
 import random
 import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_turbo.data import background, randomness, surroundings
+from lightning_turbo.data import background, producer, randomness, surroundings
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.surroundings import SWITCH_INTERVAL
@@ -557,14 +559,203 @@ def test_draws_that_begin_late_are_found_out_and_reported():
         for n in range(12):
             time.sleep(0.02)
             if n >= 3:
-                torch.rand(1)
+                random.random()
             yield n, threading.current_thread() is threading.main_thread()
 
-    with pytest.warns(NoEffectWarning, match="this run may not repeat"):
+    with pytest.warns(NoEffectWarning, match="generator of random, .*this run may not repeat"):
         got = list(BackgroundIterator(source(), prefetch_batches=1))
     assert [n for n, _ in got] == list(range(12))
     assert got[-1][1]
     assert not threads()
+
+
+class Refills:
+    """Draws what it gives for some items at once, from torch's own generator."""
+
+    def __init__(self, every, end):
+        self.every, self.end = every, end
+        self.buffer, self.n, self.who = [], -1, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.n += 1
+        if self.n == self.end:
+            raise StopIteration
+        time.sleep(0.001)
+        self.who.append(threading.current_thread())
+        if not self.buffer:
+            self.buffer = torch.randperm(self.every).tolist()
+        return self.buffer.pop()
+
+
+def steps(iterator, draws=True, pause=0.0):
+    """A model with dropout: what it gets, and what it draws."""
+    torch.manual_seed(3)
+    got = []
+    for item in iterator:
+        time.sleep(pause)
+        got.append((item, float(torch.rand(1)) if draws else None))
+    return got, float(torch.rand(1))
+
+
+def refilled(draws=True, every=9):
+    return steps(Refills(every, 40), draws)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.003])
+@pytest.mark.parametrize("depth", [1, 8])
+def test_draws_now_and_then_come_where_they_would_without_a_thread(pause, depth):
+    source = Refills(9, 40)
+    iterator = BackgroundIterator(source, prefetch_batches=depth, watch=slow())
+    with pytest.warns(NoEffectWarning, match="process-wide generator of torch.*num_workers=1") as told:
+        got = steps(iterator, pause=pause)
+    assert "may not repeat" not in str(told[0].message)
+    assert got == refilled()
+    assert source.who[9] is not threading.main_thread()  # which drew, in its turn
+    assert source.who[-1] is threading.main_thread()
+    assert not threads()
+
+
+def test_draws_in_nested_threads_come_in_the_turn_of_the_outer_one():
+    outer = BackgroundIterator(BackgroundIterator(Refills(9, 40), watch=slow()), watch=slow())
+    with pytest.warns(NoEffectWarning):
+        assert steps(outer, pause=0.003) == refilled()
+    wait_until(lambda: not threads())
+
+
+@pytest.mark.parametrize("several", [1, 3])
+@pytest.mark.parametrize("where", ["source", "stage"])
+def test_draws_among_several_threads_come_in_the_turn_of_their_item(several, where):
+    def draw(n, here):
+        time.sleep(0.001)
+        return n + float(torch.rand(1)) if n % 7 == 5 and where == here else n
+
+    def source():
+        for n in range(40):
+            yield draw(n, "source")
+
+    def plain():
+        for n in source():
+            yield draw(n, "stage")
+
+    iterator = BackgroundIterator(source(), threads=several, stage=lambda n: draw(n, "stage"), watch=slow())
+    with pytest.warns(NoEffectWarning):
+        assert steps(iterator, pause=0.002) == steps(plain())
+    assert not threads()
+
+
+def test_own_generators_and_layers_that_are_not_training_wait_for_nothing():
+    generator = torch.Generator()
+
+    def source():
+        for n in range(30):
+            torch.rand(1, generator=generator)
+            torch.nn.functional.dropout(torch.ones(3), training=False)
+            yield n
+
+    iterator = BackgroundIterator(source(), prefetch_batches=4, watch=known(False))
+    assert next(iterator) == 0
+    wait_until(lambda: iterator._work.producer.queue.full())  # nobody asks
+    assert list(iterator) == list(range(1, 30))
+
+
+def waiting_to_draw():
+    """An iterator whose thread waits for the turn of item 3."""
+    source = Refills(3, 40)
+    iterator = BackgroundIterator(source, prefetch_batches=8, watch=slow())
+    assert [next(iterator) for _ in range(2)]
+    wait_until(lambda: len(source.who) == 4)
+    time.sleep(0.02)
+    assert not iterator._work.producer.drew
+    return iterator
+
+
+def test_a_draw_that_waits_is_given_up_when_the_iterator_is_closed_or_dropped():
+    for end in (lambda holder: holder[0].close(), lambda holder: holder.clear()):
+        torch.manual_seed(0)
+        holder = [waiting_to_draw()]
+        before = torch.get_rng_state()
+        started = time.monotonic()
+        end(holder)
+        gc.collect()
+        assert time.monotonic() - started < 2
+        assert not threads()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_draw_that_waits_goes_ahead_when_the_thread_is_parked_and_that_is_told():
+    iterator = waiting_to_draw()
+    with pytest.warns(NoEffectWarning, match="may not repeat"):
+        assert iterator.park()
+    assert not threads()
+    assert len(list(iterator)) == 38
+
+
+def test_a_draw_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(producer, "PATIENCE", 0.1)
+    lock = threading.Lock()
+
+    def source():
+        for n in range(12):
+            with lock:
+                if n == 4:
+                    torch.rand(1)
+            yield n
+
+    iterator = BackgroundIterator(source(), watch=known(False))
+    got = [next(iterator), next(iterator)]
+    wait_until(lambda: lock.locked() or iterator._work.producer.rushed)
+    with lock:  # as a dataset may be asked for something beside the loading
+        pass
+    with pytest.warns(NoEffectWarning, match="may not repeat"):
+        got += list(iterator)
+    assert got == list(range(12))
+
+
+def test_workers_that_are_forked_in_the_thread_draw_at_once():
+    context = multiprocessing.get_context("fork")
+
+    def source():
+        for n in range(8):
+            if n == 4:  # in the thread, as a dataset with a loader of its own does
+                worker = context.Process(target=torch.rand, args=(2,))
+                worker.start()
+                worker.join(20)
+                yield worker.exitcode
+            else:
+                yield n
+
+    iterator = BackgroundIterator(source(), prefetch_batches=6, watch=slow())
+    assert next(iterator) == 0
+    time.sleep(0.2)  # nobody asks for the fifth item while it is made
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        assert list(iterator) == [1, 2, 3, 0, 5, 6, 7]
+
+
+def test_who_draws_is_not_looked_for_while_nothing_moves_and_told_when_it_was_missed():
+    source = Refills(30, 70)
+    watch = slow()
+    iterator = BackgroundIterator(source, prefetch_batches=2, watch=watch)
+    got = [next(iterator) for _ in range(25)]
+    assert not watch.looking
+    with pytest.warns(NoEffectWarning, match="may not repeat"):
+        got += list(iterator)  # the draw at 30 is missed, that at 60 is not
+    assert watch.unsure
+    assert len(got) == 70
+
+
+def test_every_function_of_torch_that_draws_is_known():
+    names = set()
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name.removeprefix("aten::")
+        public = hasattr(torch, name) or hasattr(torch.Tensor, name)
+        if public and schema.name.startswith("aten::") and any(each.name == "generator" for each in schema.arguments):
+            names.add(name)
+    assert names - randomness.DRAWS <= {"_fused_dropout", "random"}  # which Python does not call
+    assert len(names) > 15
 
 
 @pytest.mark.parametrize("value", [0, -1])

@@ -2,12 +2,27 @@
 
 import io
 import itertools
+import random
+import threading
+import time
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
+from lightning_turbo.data.resume import judge_states
+from lightning_turbo.errors import TurboWarning
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -249,11 +264,14 @@ def test_a_loader_without_state_is_counted():
     loader = on_device_of_a_plain_loader(batch_size=3)
     iterator = iter(loader)
     next(iterator), next(iterator)
-    assert loader.state_dict() == {"consumed": 2}
+    assert loader.state_dict() == {"consumed": 2, "whole": False}
     other = on_device_of_a_plain_loader(batch_size=3)
     other.load_state_dict({"consumed": 2})
     assert [b.tolist() for b in other] == [b.tolist() for b in iterator]
-    assert other.state_dict() == {"consumed": 0}
+    assert other.state_dict() == {"consumed": 7, "whole": True}
+    again = on_device_of_a_plain_loader(batch_size=3)
+    again.load_state_dict(other.state_dict())
+    assert len(list(again)) == 7
 
 
 def test_states_of_another_kind_are_refused():
@@ -261,3 +279,305 @@ def test_states_of_another_kind_are_refused():
         PrefetchLoader(range(3)).load_state_dict({"x": 1})
     with pytest.raises(ValueError, match="does not belong to PrefetchStatefulDataLoader"):
         stateful().load_state_dict({"consumed": 1, "order": None})
+
+
+class Drawn(Sampler):
+    """Draws its order from a generator that it holds."""
+
+    def __init__(self, rng, permute):
+        self.rng, self.permute = rng, permute
+
+    def __iter__(self):
+        return iter(self.permute(self.rng))
+
+    def __len__(self):
+        return 20
+
+
+def shuffled(rng):
+    order = list(range(20))
+    rng.shuffle(order)
+    return order
+
+
+class Batches(Sampler):
+    """A batch sampler with a sampler under a name of its own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        order = list(self.inner)
+        yield from (order[n : n + 3] for n in range(0, 20, 3))
+
+    def __len__(self):
+        return 7
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def by_numpy(bits):
+    return lambda: {
+        "batch_size": 3,
+        "sampler": Drawn(np.random.Generator(bits(0)), lambda rng: rng.permutation(20).tolist()),
+    }
+
+
+OWN = {
+    "torch": lambda: {"batch_size": 3, "shuffle": True, "generator": seeded(0)},
+    "python": lambda: {"batch_size": 3, "sampler": Drawn(random.Random(0), shuffled)},
+    "PCG64": by_numpy(np.random.PCG64),
+    "MT19937": by_numpy(np.random.MT19937),
+    "Philox": by_numpy(np.random.Philox),
+    "SFC64": by_numpy(np.random.SFC64),
+    "RandomState": lambda: {
+        "batch_size": 3,
+        "sampler": Drawn(np.random.RandomState(0), lambda rng: rng.permutation(20).tolist()),
+    },
+    "own batch sampler": lambda: {"batch_sampler": Batches(RandomSampler(range(20), generator=seeded(0)))},
+    "wrapped by Lightning": lambda: {
+        "batch_size": 3,
+        "sampler": DistributedSamplerWrapper(
+            WeightedRandomSampler([1.0] * 20, 20, replacement=False, generator=seeded(0)), num_replicas=1, rank=0
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("used", [2, 7, "all"])
+@pytest.mark.parametrize("settings", OWN.values(), ids=OWN)
+def test_a_later_epoch_goes_on_whatever_its_order_comes_from(settings, used):
+    """From its middle, after its last batch, and after its end."""
+    loader = PrefetchLoader(range(20), **settings())
+    list(loader)
+    iterator = iter(loader)
+    for _ in range(7 if used == "all" else used):
+        next(iterator)
+    assert used != "all" or next(iterator, None) is None
+    state = saved(loader.state_dict())
+    expected = [] if used in (7, "all") else [batch.tolist() for batch in iterator]
+    expected += [batch.tolist() for batch in loader]
+
+    other = PrefetchLoader(range(20), **settings())
+    other.load_state_dict(state)
+    got = [batch.tolist() for batch in other]
+    if len(got) < 7:
+        got += [batch.tolist() for batch in other]
+    assert got == expected
+
+
+def test_generators_of_datasets_and_of_the_process_are_no_part_of_the_order():
+    class Noisy(Dataset):
+        def __init__(self):
+            self.rng = np.random.default_rng(0)
+
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return index
+
+    data = Noisy()
+    of_the_process = Drawn(np.random.mtrand._rand, shuffled)
+    of_the_process.shuffle = random.shuffle
+    for settings, count in (
+        ({"shuffle": True, "generator": torch.default_generator}, 0),
+        ({"sampler": of_the_process}, 0),
+        ({"sampler": Drawn(random.SystemRandom(), shuffled)}, 0),
+        ({"sampler": RandomSampler(data, generator=seeded(0))}, 1),
+    ):
+        loader = PrefetchLoader(data, 3, **settings)
+        next(iter(loader))
+        state = loader.state_dict()
+        assert len(state["own"]) == len(state["order"]["own"]) == count
+
+
+@pytest.mark.parametrize("settings", [OWN["torch"], OWN["own batch sampler"]])
+def test_a_state_of_an_older_version_is_read(settings):
+    """It knew torch's generators alone, not all of those, and nothing of the epoch after."""
+    loader = PrefetchLoader(range(20), **settings())
+    list(loader)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    state = {"consumed": 2, "order": state["order"]}
+    other = PrefetchLoader(range(20), **settings())
+    other.load_state_dict(saved(state))
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in iterator]
+
+    found = {**state["order"], "own": []}
+    other = PrefetchLoader(range(20), **OWN["python"]())
+    other.load_state_dict({"consumed": 2, "order": found})
+    assert len(list(other)) == 5
+    other.load_state_dict({"consumed": 0, "order": None})
+    assert len(list(other)) == 7
+
+
+def test_a_state_of_other_samplers_is_refused():
+    loader = PrefetchLoader(range(20), **OWN["torch"]())
+    next(iter(loader))
+    other = PrefetchLoader(range(20), 3, shuffle=True)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"holds 1 random generators and the loader with its samplers 0\. Load it"):
+        next(iter(other))
+
+
+class Slow(Dataset):
+    """So slow that a thread works ahead."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return index
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: DevicePrefetcher(loader, "cpu", transform=abs)])
+def test_the_orders_are_those_of_the_plain_loader_whether_the_end_is_asked_for_or_not(wrap, at_the_end):
+    """RandomSampler draws once more at its end, which a Trainer does not ask for."""
+
+    def orders(cls):
+        loader = cls(Slow(), 4, shuffle=True, generator=seeded(0))
+        loader = wrap(loader) if cls is PrefetchLoader else loader
+        for _ in range(3):
+            iterator = iter(loader)
+            yield [next(iterator).tolist() for _ in range(5)]
+            if cls is PrefetchLoader:
+                deadline = time.monotonic() + 20
+                while any("prefetch" in thread.name for thread in threading.enumerate()):  # it has asked
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
+            assert not at_the_end or next(iterator, None) is None
+
+    assert list(orders(PrefetchLoader)) == list(orders(DataLoader))
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, TypeError, ValueError])
+def test_a_length_that_cannot_be_told(error):
+    class Sampling(Sampler):
+        def __init__(self):
+            pass
+
+        def __iter__(self):
+            return iter(range(20))
+
+        def __len__(self):
+            raise error
+
+    class Streaming(Stream):
+        def __len__(self):
+            raise error
+
+    for make in (lambda: PrefetchLoader(range(20), 3, sampler=Sampling()), lambda: PrefetchLoader(Streaming(), 3)):
+        loader = make()
+        iterator = iter(loader)
+        next(iterator)
+        other = make()
+        other.load_state_dict(saved(loader.state_dict()))
+        assert [batch.tolist() for batch in other] == [batch.tolist() for batch in iterator]
+        loader.start_next_epoch()
+        loader.close()
+
+
+@pytest.mark.parametrize("make", [plain, on_device_of_a_plain_loader])
+def test_an_epoch_may_end_before_a_loader_and_go_on_after_it(make):
+    loader = make(batch_size=3)
+    list(loader)
+    ended = saved(loader.state_dict())
+    iterator = iter(loader)
+    next(iterator)
+    begun = saved(loader.state_dict())
+
+    for state, over, batches in ((ended, True, 7), (ended, False, 0), (begun, True, 7), (begun, False, 6)):
+        other = make(batch_size=3)
+        states = [dict(state), {"whole": 1}, None]
+        judge_states(states, over)
+        assert states[1:] == [{"whole": 1}, None]  # of other loaders
+        other.load_state_dict(states[0])
+        assert len(list(other)) == batches
+        assert len(list(other)) == 7
+
+
+def test_an_epoch_that_was_begun_is_not_over():
+    loader = PrefetchLoader(range(20), **OWN["torch"]())
+    list(loader)
+    assert loader.start_next_epoch()
+    state = saved(loader.state_dict())
+    judge_states([state], over=True)
+    other = PrefetchLoader(range(20), **OWN["torch"]())
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
+
+
+class Repeats(DataLoader):
+    """As MONAI's ThreadDataLoader does."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+@pytest.mark.parametrize("used", [3, 9])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_class_that_hands_out_batches_twice(used, workers):
+    def build(seed):
+        torch.manual_seed(seed)
+        return PrefetchLoader.of(Repeats(range(20), batch_size=3, shuffle=True, num_workers=workers))
+
+    loader = build(1)
+    iterator = iter(loader)
+    for _ in range(used):
+        next(iterator)
+    state = saved(loader.state_dict())
+    rest = [batch.tolist() for batch in iterator]
+    assert len(rest) == 14 - used
+    other = build(2)
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == rest
+
+
+def test_batches_out_of_order_cannot_be_counted_which_is_said():
+    settings = {"batch_size": 3, "num_workers": 1, "in_order": False}
+    loader = plain(**settings)
+    with pytest.warns(TurboWarning, match="in_order=False hands out batches as they are ready.*Leave in_order=False"):
+        loader.load_state_dict({"consumed": 2, "order": None, "own": [], "whole": False})
+    loader.load_state_dict({"consumed": 7, "order": None, "own": [], "whole": True})  # a warning would be an error
+    plain(**{**settings, "num_workers": 0}).load_state_dict({"consumed": 2, "order": None})
+
+
+class Closable:
+    """A loader with a close() that is for good, as webdataset's is."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def close(self):
+        del self.batches
+
+
+def test_a_foreign_loader_is_not_closed():
+    loader = Closable([1, 2, 3])
+    prefetcher = DevicePrefetcher(loader, "cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    assert list(prefetcher) == [2, 3]
+    prefetcher.close()
+    assert list(prefetcher) == [1, 2, 3]
+
+
+def test_a_loader_of_this_library_is_closed():
+    loader = plain(batch_size=3)
+    iterator = iter(DevicePrefetcher(loader, "cpu", transform=lambda batch: batch))
+    next(iterator)
+    DevicePrefetcher(DevicePrefetcher(loader, "cpu"), "cpu").close()
+    with pytest.raises(RuntimeError, match="its loader was closed"):
+        list(iterator)

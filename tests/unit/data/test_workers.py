@@ -6,11 +6,13 @@ import os
 import random
 import threading
 import time
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from prefetch_generator import BackgroundGenerator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_turbo.data import PrefetchLoader, tune_workers
 from lightning_turbo.data.workers import WorkerRow, _choose
@@ -140,6 +142,99 @@ def test_random_generators_are_put_back():
     assert torch.equal(generator.get_state(), expected[0])
     assert torch.equal(torch.get_rng_state(), expected[1])
     assert random.getstate() == expected[2]
+
+
+class Draws(Dataset):
+    def __init__(self):
+        self.parts = {
+            "torch": torch.Generator().manual_seed(1),
+            "random": random.Random(1),
+            "numpy": [np.random.default_rng(1), np.random.RandomState(1)],
+        }
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        drawn = [float(torch.rand(1, generator=self.parts["torch"])), self.parts["random"].random()]
+        return torch.tensor([*drawn, *(generator.random() for generator in self.parts["numpy"])])
+
+
+class Permutes(Sampler):
+    def __init__(self):
+        self.generator = np.random.default_rng(3)
+
+    def __iter__(self):
+        return iter(self.generator.permutation(40).tolist())
+
+    def __len__(self):
+        return 40
+
+
+class Noise:
+    def __init__(self):
+        self.generator = random.Random(5)
+
+    def __call__(self, samples):
+        return torch.stack(samples) + self.generator.random()
+
+
+def test_generators_of_the_dataset_the_sampler_and_the_collate_function_are_put_back():
+    def first_batch(loader):
+        return next(iter(loader))
+
+    dataset, sampler, noise = Draws(), Permutes(), Noise()
+    tune_workers(
+        maker(dataset, sampler=sampler, collate_fn=noise), seconds=0.5, max_workers=0, show=None
+    )  # fmt: skip
+    got = first_batch(DataLoader(dataset, 4, sampler=sampler, collate_fn=noise))
+    assert torch.equal(got, first_batch(DataLoader(Draws(), 4, sampler=Permutes(), collate_fn=Noise())))
+    assert sampler.generator.random() != np.random.default_rng(3).random()  # it was used
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("cls", [DataLoader, PrefetchLoader])
+def test_workers_that_start_too_slowly_leave_what_is_left_to_0_workers(method, cls):
+    def make_loader(num_workers, **settings):
+        context = method if num_workers else None
+        return cls(Waits(0.001), 4, num_workers=num_workers, multiprocessing_context=context, **settings)
+
+    started = time.monotonic()
+    tuning = tune_workers(make_loader, seconds=0.5, max_workers=2, show=None)  # none imports torch so fast
+    assert time.monotonic() - started < 2
+    assert tuning.num_workers == 0
+    assert [row.note for row in tuning.rows] == ["", *["too late to start"] * 2]
+    assert nothing_is_left()
+    time.sleep(0.1)  # an error of a process that ended is raised by a signal, in the main thread
+
+
+def test_the_time_of_a_setting_begins_with_its_first_batch():
+    class StartsSlowly(Waits):
+        def __getitem__(self, index):
+            if not hasattr(self, "started"):
+                time.sleep(0.7)  # in each worker process anew
+            self.started = True
+            return super().__getitem__(index)
+
+    tuning = tune_workers(maker(StartsSlowly(0.001)), seconds=2, max_workers=1, prefetch_factors=[2, 3], show=None)
+    assert [row.num_workers for row in tuning.rows[:2]] == [0, 1]
+    assert 0.004 < tuning.rows[1].seconds < 0.1  # a third of 2 s would have been too short
+
+
+def test_workers_that_cannot_be_started_are_told():
+    class Local(Waits):
+        pass
+
+    def make_loader(num_workers, **settings):
+        context = "spawn" if num_workers else None
+        return DataLoader(Local(0.001), 4, num_workers=num_workers, multiprocessing_context=context, **settings)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        tuning = tune_workers(make_loader, seconds=1, max_workers=1, show=None)
+    assert tuning.num_workers == 0
+    assert "pickle" in tuning.rows[1].note
+    assert nothing_is_left()
 
 
 def test_the_step_is_part_of_what_is_measured_and_runs_where_training_does():
