@@ -10,7 +10,7 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["LoadWatch", "SharedDraws", "generators_in", "moved", "set_shared_state", "shared_state"]
+__all__ = ["LoadWatch", "SharedDraws", "generators_in", "moved", "parts_of", "set_shared_state", "shared_state"]
 
 # Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
 # 0.1 to 0.4 ms.
@@ -201,10 +201,34 @@ class LoadWatch:
             )
 
 
-def generators_in(owners: Any) -> list[Any]:
-    """Find random generators in objects: their attributes, what these hold, arguments and closures of functions.
+def parts_of(value: Any) -> Iterator[Any]:
+    """Yield what an object holds: attributes, items, arguments and closures of functions; of a container the first 100.
 
-    At most 10,000 objects are looked at, what is near the owners first, of a container the first 100.
+    Args:
+        value: Any object.
+    """
+    if isinstance(value, dict):
+        yield from itertools.islice(value.values(), 100)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from itertools.islice(value, 100)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())  # the empty one
+    elif not isinstance(value, (type, types.ModuleType)):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def generators_in(owners: Any, parts: Callable[[Any], Iterable[Any]] = parts_of) -> list[Any]:
+    """Find random generators of torch, Python and NumPy in objects and what they hold.
+
+    At most 10,000 objects are looked at, what is near the owners first.
+
+    Args:
+        owners: Objects.
+        parts: Tells what an object holds.
     """
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
@@ -223,20 +247,5 @@ def generators_in(owners: Any) -> list[Any]:
         if isinstance(value, kinds):
             found.append(value)
         else:
-            left.extend(_parts(value))
+            left.extend(parts(value))
     return found
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from itertools.islice(value.values(), 100)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from itertools.islice(value, 100)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())  # the empty one
-    elif not isinstance(value, (type, types.ModuleType)):
-        yield from getattr(value, "__dict__", {}).values()

@@ -6,17 +6,12 @@ import itertools
 import random
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from lightning_turbo.data.randomness import (
-    _parts,
-    set_shared_state,
-    shared_state,
-)
+from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_state, shared_state
 
 __all__ = ["START", "IndexTape", "OwnGenerator", "Place", "judge_states", "length_of"]
 
@@ -254,27 +249,20 @@ class OwnGenerator:
 
 def _generators(generator: Any, sampler: Any) -> list[OwnGenerator]:
     """Find the generators of a loader and in its sampler, but not those in datasets, nor those of the process."""
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
     shared: list[Any] = [torch.default_generator, random.random.__self__]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+    if (numpy := sys.modules.get("numpy")) is not None:
         shared.append(numpy.random.mtrand._rand)
-    found: list[OwnGenerator] = []
-    seen = {id(one) for one in shared}
-    left: deque[Any] = deque([generator, *_parts(sampler)])
-    while left and len(seen) < 10_000:
-        value = left.popleft()
-        if id(value) in seen or isinstance(value, random.SystemRandom):  # which has no state
-            continue
-        seen.add(id(value))
-        if isinstance(value, kinds):
-            found.append(OwnGenerator(value))
-        elif hasattr(value, "__getitem__") and not isinstance(value, (dict, list, tuple)):
-            left.append(getattr(value, "_sampler", None))  # a dataset, unless it is Lightning's face of a sampler
-        else:
-            left.extend(_parts(value))
-    return found
+    return [
+        OwnGenerator(found)
+        for found in generators_in([generator, *parts_of(sampler)], _without_datasets)
+        if not isinstance(found, random.SystemRandom) and all(found is not one for one in shared)  # it has no state
+    ]
+
+
+def _without_datasets(value: Any) -> Iterable[Any]:
+    if hasattr(value, "__getitem__") and not isinstance(value, (dict, list, tuple)):
+        return [getattr(value, "_sampler", None)]  # a dataset, unless it is Lightning's face of a sampler
+    return parts_of(value)
 
 
 def _plain(state: Any) -> Any:
