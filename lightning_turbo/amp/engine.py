@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_turbo.amp.function_casts import FunctionCasts
 from lightning_turbo.amp.half_weights import HalfWeights
@@ -271,7 +271,7 @@ class AmpEngine:
 
         A second step with the same gradients is skipped as the first was, unless ``forget_overflow`` comes between. A
         fused optimizer is handed the overflow flag on the device and skips by itself, so that no value comes to the
-        host.
+        host; but for SGD's first step with momentum, which would keep uninitialised memory for its momentum.
 
         Args:
             optimizer: The optimizer whose gradients are unscaled.
@@ -285,7 +285,7 @@ class AmpEngine:
         with contextlib.nullcontext() if self.weights is None else self.weights.copied_after(optimizer):
             if flag is None:
                 return run()
-            if skips_by_itself(optimizer):
+            if skips_by_itself(optimizer) and not _begins_momentum(optimizer):
                 optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's fused optimizers read it
                 try:
                     return run()
@@ -322,6 +322,16 @@ class AmpEngine:
 def skips_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer's ``step`` takes ``found_inf`` as a tensor, as torch's fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _begins_momentum(optimizer: Optimizer) -> bool:
+    """Whether the next step makes the momentum of a group of SGD's."""
+    return isinstance(optimizer, SGD) and any(
+        group["momentum"]
+        and any(param.grad is not None for param in group["params"])
+        and all(optimizer.state.get(param, {}).get("momentum_buffer") is None for param in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:

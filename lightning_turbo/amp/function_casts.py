@@ -114,20 +114,27 @@ class FunctionCasts:
         casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self._cache)
         if self._mode is None:
             return casts
-        return self._both(casts)
+        return self._both(casts, self._mode)
 
     @contextlib.contextmanager
-    def _both(self, casts: torch.autocast) -> Iterator[None]:
-        with casts, self.backward_region():
+    def _both(self, casts: torch.autocast, lists: _ApexLists) -> Iterator[None]:
+        with casts, lists:
             yield
 
-    def backward_region(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for the backward pass.
+    @contextlib.contextmanager
+    def backward_region(self) -> Iterator[None]:
+        """Nothing is cast in the backward pass.
 
-        Nothing is cast in it but what a checkpointed forward pass, run again with its own autocast state, needs
-        to come to the same dtypes as the first time.
+        But a checkpointed forward pass, run again with its own autocast state, comes to the same dtypes as the first
+        time.
         """
-        return contextlib.nullcontext() if self._mode is None or self._entered is not None else self._mode
+        is_on = torch.is_autocast_enabled(self.device_type)  # a plain loop, or manual optimization
+        lists = None if self._entered is not None else self._mode
+        with (
+            torch.autocast(self.device_type, enabled=False) if is_on else contextlib.nullcontext(),
+            lists or contextlib.nullcontext(),
+        ):
+            yield
 
     def start(self, models: Iterable[nn.Module] = ()) -> None:
         """Cast on this thread from now on until ``stop``, as ``apex.amp.initialize`` does for O1.

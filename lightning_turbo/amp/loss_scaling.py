@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
 __all__ = ["LossScaler"]
+
+# Passes. A number is read on the host so long after it was sent from a CUDA device: it has arrived then.
+HEARD_LATE = 8
 
 
 class LossScaler:
@@ -74,10 +78,8 @@ class LossScaler:
             self._scale = torch.full((), state["loss_scale"], dtype=torch.float32, device=device)
             self._tracker = torch.full((), state["unskipped"], dtype=torch.int32, device=device)
             self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
-            # Skips in a row, and all skips; mirrored to the host without waiting for the device.
-            self._skips = torch.tensor([0.0, skipped], dtype=torch.float32, device=device)
-            self._mirror = torch.zeros(2, pin_memory=device.type == "cuda")
-            self._mirror_view = self._mirror.numpy()
+            self._skips = torch.tensor([0.0, skipped], dtype=torch.float32, device=device)  # in a row, and all
+            self._heard = deque(_Heard(device) for _ in range(HEARD_LATE if device.type == "cuda" else 1))
         return self
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -109,7 +111,11 @@ class LossScaler:
         inverse = self._scale.double().reciprocal_().float()
         found = torch.zeros_like(self._found_inf)
         for group in _by_dtype(grads):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
+            # CUDA's kernel does not take bfloat16.
+            wide = [grad.float() for grad in group] if group[0].dtype is torch.bfloat16 else group
+            torch._amp_foreach_non_finite_check_and_unscale_(wide, found, inverse)
+            if wide is not group:
+                torch._foreach_copy_(group, wide)
         torch.maximum(self._found_inf, found, out=self._found_inf)
         if flag is not None:
             torch.maximum(flag, found, out=flag)
@@ -131,7 +137,8 @@ class LossScaler:
             torch.where(self._found_inf > 0, raised, self._scale, out=self._scale)
         self._skips.add_(self._found_inf)
         self._skips[0].mul_(self._found_inf)
-        self._mirror.copy_(self._skips, non_blocking=True)
+        self._heard[0].copy(self._skips[0])
+        self._heard.rotate(-1)
         self._found_inf.zero_()
 
     @property
@@ -160,8 +167,8 @@ class LossScaler:
 
     @property
     def recent_skips_in_a_row(self) -> int:
-        """Overflows in a row, as far as the host has heard: never waits, may lag a step or two behind on CUDA."""
-        return int(self._mirror_view[0]) if self.dynamic and self._device is not None else 0
+        """Overflows in a row; on CUDA those of seven passes ago, so that all ranks hear the same and none waits."""
+        return self._heard[0].value() if self.dynamic and self._device is not None else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"loss_scale": float, "unskipped": int}``, apex's format."""
@@ -181,6 +188,27 @@ class LossScaler:
             self._scale.fill_(scale)
             self._tracker.fill_(unskipped)
         self._host_scale, self._host_unskipped = scale, unskipped
+
+
+class _Heard:
+    """A number on its way from a device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self.number = torch.zeros((), pin_memory=on_cuda)
+        self.view = self.number.numpy()
+        self.arrival = torch.cuda.Event() if on_cuda else None
+
+    def copy(self, number: Tensor) -> None:
+        self.number.copy_(number, non_blocking=True)
+        if self.arrival is not None:
+            self.arrival.record(torch.cuda.current_stream(number.device))
+
+    def value(self) -> int:
+        """Wait until it is there."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return int(self.view)
 
 
 def _is_number(value: Any) -> bool:

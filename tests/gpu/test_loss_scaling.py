@@ -1,0 +1,29 @@
+"""What the host hears of a loss scale that lives on the device."""
+
+import pytest
+import torch
+
+from lightning_turbo.amp.loss_scaling import HEARD_LATE, LossScaler
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_rank_hears_of_skips_at_the_same_pass():
+    scaler = LossScaler("dynamic")
+    heard = []
+    for number in range(30):
+        gradient = torch.full((8,), float("inf") if number >= 10 else 1.0, device="cuda")
+        scaler.unscale_([gradient])
+        scaler.update()
+        heard.append(scaler.recent_skips_in_a_row)
+    late = HEARD_LATE - 1
+    assert heard == [max(0, number - late - 9) for number in range(30)]
+    assert scaler.skipped_steps == 20
+
+
+def test_bfloat16_gradients_are_unscaled():
+    scaler = LossScaler("dynamic")
+    gradient = torch.ones(8, dtype=torch.bfloat16, device="cuda") * scaler.loss_scale
+    scaler.unscale_([gradient])
+    assert gradient.tolist() == [1.0] * 8
+    assert not scaler.overflowed

@@ -1,0 +1,76 @@
+"""What lies between a loss and the weights: the backward pass, the unscaling, the step."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_turbo import amp
+from lightning_turbo.amp.engine import AmpEngine
+
+
+@pytest.fixture(autouse=True)
+def _shut_down():
+    yield
+    amp.shutdown()
+
+
+def by_autocast(first, second):
+    with torch.autocast("cpu", enabled=False):
+        return first @ second
+
+
+def by_disable_casts(first, second):
+    with amp.disable_casts():
+        return first @ second
+
+
+def by_einsum(first, second):  # apex leaves it alone
+    return torch.einsum("ij,jk->ik", first, second)
+
+
+@pytest.mark.parametrize("product", [by_autocast, by_disable_casts, by_einsum])
+def test_what_ran_in_float32_has_float32_gradients(product):
+    weight = Parameter(torch.randn(16, 16))
+    inputs = torch.randn(16, 16)
+    (wanted,) = torch.autograd.grad(product(inputs, weight).square().mean(), weight)
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD([weight, *model.parameters()], lr=0.0)
+    amp.initialize(model, optimizer, opt_level="O1", dtype=torch.bfloat16, cast_lists="apex", verbosity=0)
+    loss = product(inputs, weight).square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    assert loss.dtype is torch.float32
+    assert torch.equal(weight.grad, wanted)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_overflow_in_the_first_fused_step_leaves_no_momentum(momentum):
+    ends = []
+    for fused in (True, False):
+        weight = Parameter(torch.ones(1 << 16))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum, fused=fused)
+        engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+        for gradient in (float("inf"), float("inf"), 1.0, 1.0):
+            left_behind = [torch.full((1 << 16,), 123.0) for _ in range(4)]
+            del left_behind  # by activations: what torch.empty may find
+            weight.grad = torch.full_like(weight, gradient) * engine.scaler(0).loss_scale
+            engine.unscale(optimizer)
+            engine.step(optimizer, optimizer.step)
+            engine.update()
+        ends.append(weight.detach())
+    assert torch.allclose(*ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_of_any_dtype_are_unscaled(dtype):
+    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+    weight = Parameter(torch.zeros(3, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024
+    engine.scaler(0).load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
+    engine.unscale(optimizer)
+    assert weight.grad.tolist() == [1.0, -2.0, 0.5]
+    assert not engine.will_skip(optimizer)
+    weight.grad[1] = float("nan")
+    engine.unscale(optimizer)
+    assert engine.will_skip(optimizer)
