@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +233,17 @@ class AmpEngine:
                 if before is not None:
                     param.grad = before if param.grad is None else param.grad.add_(before)
 
+    def agree_on_overflow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let an overflow of one rank be one of all, in passes that no DDP synchronised. A collective call."""
+        dynamic = [scaler for scaler in self.scalers if scaler.dynamic]
+        if dynamic:
+            devices = [next(_params(optimizer)).device for optimizer in optimizers]
+            noted = [self._flag(optimizer, device) for optimizer, device in zip(optimizers, devices, strict=True)]
+            noted += [scaler.found_inf(devices[0]) for scaler in dynamic]
+            on_any = torch.stack(noted)
+            torch.distributed.all_reduce(on_any, torch.distributed.ReduceOp.MAX)
+            torch._foreach_copy_(noted, list(on_any.unbind()))
+
     # Many backward passes, unscaled once before the step: the way of Lightning's automatic optimization.
 
     @torch.no_grad()
@@ -319,9 +332,18 @@ class AmpEngine:
         self._stepped.clear()
 
 
+# By class of optimizer: whether ``step`` takes a scaler instead of a flag.
+_takes_scaler: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionary()
+
+
 def skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` takes ``found_inf`` as a tensor, as torch's fused optimizers do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Whether an optimizer's ``step`` reads ``found_inf``, as torch's fused optimizers do and apex's do not."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    kind = type(optimizer)
+    if kind not in _takes_scaler:
+        _takes_scaler[kind] = "grad_scaler" in inspect.signature(kind.step).parameters
+    return not _takes_scaler[kind]
 
 
 def _begins_momentum(optimizer: Optimizer) -> bool:

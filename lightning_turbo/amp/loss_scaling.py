@@ -141,6 +141,10 @@ class LossScaler:
         self._heard.rotate(-1)
         self._found_inf.zero_()
 
+    def found_inf(self, device: torch.device) -> Tensor:
+        """Return what notes an overflow until the next ``update``, as a tensor to change: 1.0 or 0.0."""
+        return self.to(device)._found_inf
+
     @property
     def overflowed(self) -> bool:
         """Whether an overflow was noted since the last ``update``; waits for the device."""

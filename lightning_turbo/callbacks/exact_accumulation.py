@@ -21,6 +21,7 @@ from lightning_turbo._compat import (
 )
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
+from lightning_turbo.plugins.accumulated import gather_for_checkpoint
 
 __all__ = ["ExactAccumulation"]
 
@@ -126,7 +127,9 @@ class ExactAccumulation(Callback):
         if total is not None and trainer.world_size > 1:
             device = trainer.strategy.root_device
             wide = torch.float32 if device.type == "mps" else torch.float64
-            total = trainer.strategy.reduce(torch.as_tensor(total, dtype=wide, device=device), reduce_op="sum")
+            if not isinstance(total, Tensor):
+                total = torch.full((), total, dtype=wide, device=device)  # filled there: a copy would wait
+            total = trainer.strategy.reduce(total.to(device, wide), reduce_op="sum")
         factor = window.factor(trainer.accumulate_grad_batches, total, trainer.world_size)
         if isinstance(factor, Tensor) or factor != 1.0:
             scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
@@ -157,10 +160,7 @@ class ExactAccumulation(Callback):
                 for parameters in _parameters(trainer)
             ],
         }
-        windows: list[Any] = [own] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(windows, own)
-        checkpoint[KEY] = windows
+        checkpoint[KEY] = gather_for_checkpoint(own)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep an unfinished window for the start of training."""

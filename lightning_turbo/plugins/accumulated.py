@@ -12,27 +12,38 @@ from torch.optim import Optimizer
 from lightning_turbo._compat import rank_zero_warn
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["gather_gradients", "gradients_of_this_rank", "put_gradients"]
+__all__ = ["gather_for_checkpoint", "gather_gradients", "gradients_of_this_rank", "put_gradients"]
+
+
+def gather_for_checkpoint(own: Any) -> list[Any]:
+    """Return what every rank has on rank 0, which writes checkpoints; on others what they have, for each rank.
+
+    Args:
+        own: What this rank has; tensors on the host.
+
+    Note:
+        A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
+    """
+    rank, size = _rank_and_size()
+    everything = [own] * size
+    if size > 1:
+        group: Any = torch.distributed.new_group(backend="gloo")
+        torch.distributed.gather_object(own, everything if rank == 0 else None, group=group)
+        torch.distributed.destroy_process_group(group)
+    return everything
 
 
 def gather_gradients(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Tensor]]]:
-    """Return the gradients of every rank: rank, optimizer, index of the parameter.
+    """Return the gradients of every rank: rank, optimizer, index of the parameter; see ``gather_for_checkpoint``.
 
     Ranks differ in the middle of a window, because DDP averages only at its end.
-
-    Note:
-        A collective call with several ranks. The gradients are copied to the host.
     """
-    own = [
-        {str(i): p.grad.detach().cpu().clone() for i, p in enumerate(_params(optimizer)) if p.grad is not None}
-        for optimizer in optimizers
-    ]
-    size = _rank_and_size()[1]
-    if size == 1:
-        return [own]
-    gathered: list[Any] = [None] * size
-    torch.distributed.all_gather_object(gathered, own)
-    return gathered
+    return gather_for_checkpoint(
+        [
+            {str(i): p.grad.detach().cpu().clone() for i, p in enumerate(_params(optimizer)) if p.grad is not None}
+            for optimizer in optimizers
+        ]
+    )
 
 
 def gradients_of_this_rank(saved: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
@@ -55,13 +66,13 @@ def gradients_of_this_rank(saved: list[list[dict[str, Tensor]]]) -> list[dict[st
     ]
 
 
-def put_gradients(optimizers: Sequence[Optimizer], gradients: list[dict[str, Tensor]]) -> None:
-    """Put gradients back where ``gather_gradients`` took them from."""
+def put_gradients(optimizers: Sequence[Optimizer], gradients: list[dict[str, Tensor]], factor: float) -> None:
+    """Put gradients back where ``gather_gradients`` took them from, times a factor."""
     for optimizer, own in zip(optimizers, gradients, strict=True):
         params = list(_params(optimizer))
         for index, gradient in own.items():
             param = params[int(index)]
-            param.grad = gradient.to(param.device, param.dtype)
+            param.grad = gradient.to(param.device, param.dtype) * factor
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from lightning_turbo._compat import (
     loaded_checkpoint,
     rank_zero_warn,
 )
+from lightning_turbo.amp import functions
 from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.function_casts import to_float
@@ -28,7 +29,7 @@ from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_t
 from lightning_turbo.plugins.closures import refuse_many_closures
 from lightning_turbo.plugins.float_hooks import FloatHooks
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
-from lightning_turbo.plugins.rank_gradients import RankGradients
+from lightning_turbo.plugins.rank_gradients import RankGradients, on_dense
 from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
 
@@ -142,6 +143,8 @@ class ApexAMP(Precision):
         self._ranks: RankGradients | None = None
         self._window_open = False
         self._waiting_gradients: list[dict[str, Tensor]] | None = None
+        self._saved_scale = 1.0
+        self._is_automatic = True
         self._optimizers: list[Optimizer] = []
         self._watch: NonFiniteWatch | None = None
         self._float_hooks = FloatHooks()
@@ -211,8 +214,9 @@ class ApexAMP(Precision):
         ddp = model if isinstance(model, DistributedDataParallel) else None
         module: Any = model if ddp is None else ddp.module
         self._optimizers = list(optimizers)
+        self._is_automatic = module.automatic_optimization
         for optimizer in optimizers:
-            refuse_many_closures(optimizer, engine, automatic=module.automatic_optimization)
+            refuse_many_closures(optimizer, engine, automatic=self._is_automatic)
             engine.attach(optimizer)
         self._ranks = None if ddp is None else RankGradients(ddp, engine.weights)
         if engine.weights is not None and optimizers:
@@ -221,11 +225,13 @@ class ApexAMP(Precision):
             else:
                 # DDP made the ranks' half weights alike; the masters must be alike as well.
                 for master in engine.weights.masters():
-                    torch.distributed.broadcast(master.data, src=0)
+                    on_dense(torch.distributed.broadcast, master.data, src=0)
         if engine.is_dynamic:
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
         if engine.has_masters and isinstance(module, LightningModule):
             self._float_hooks.wrap(module, engine.widened)
+        if engine.function_casts is not None:
+            functions.apply_registered(engine.function_casts)
         if optimizers:
             self._watch = NonFiniteWatch(module, self.max_consecutive_skips)
             self._read_foreign_state(module)
@@ -234,6 +240,7 @@ class ApexAMP(Precision):
     def teardown(self) -> None:
         """Give module and optimizers back as they were: float32 weights, the module's own parameters."""
         self._float_hooks.remove()
+        functions.restore_registered()
         self._engine.restore()
         self._optimizers = []
         self._ranks = None
@@ -279,10 +286,11 @@ class ApexAMP(Precision):
         with engine.backward_region():
             model.backward(scaler.scale(tensor), *args, **kwargs)
         engine.forget_casts()
-        if self._ranks is not None:
-            self._ranks.after_backward(gathered)
+        averaged = self._ranks is not None and self._ranks.after_backward(gathered)
         if each_pass:
             engine.collect(self._optimizers, kept, loss_id, release=True)
+            if averaged:
+                engine.agree_on_overflow(self._optimizers)
         self._window_open = True
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
@@ -338,20 +346,26 @@ class ApexAMP(Precision):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state written by this plugin, at any level."""
+        """Take over a state written by this plugin, at any level.
+
+        A static scale stays what this run says, and a dynamic one begins anew if the file is of a run without a scale.
+        """
         self._state_found = True
         for index, scaler in enumerate(self._engine.scalers):
-            if f"loss_scaler{index}" in state_dict:
-                scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
+            state = state_dict.get(f"loss_scaler{index}")
+            if state is not None and scaler.dynamic and (state["loss_scale"], state["unskipped"]) != (1.0, 0):
+                scaler.load_state_dict(state)
         saved = state_dict.get("accumulated_gradients")
         if saved is not None:
             self._waiting_gradients = gradients_of_this_rank(saved)
+            # Under automatic optimization they are scaled, as those that will be added to them.
+            self._saved_scale = state_dict["loss_scaler0"]["loss_scale"] if self._is_automatic else self.loss_scale
 
     def _put_waiting_gradients_back(self) -> None:
         """Go on in the middle of an accumulation window: Lightning clears gradients between restoring and running."""
         if self._waiting_gradients is None:
             return
-        put_gradients(self._optimizers, self._waiting_gradients)
+        put_gradients(self._optimizers, self._waiting_gradients, factor=self.loss_scale / self._saved_scale)
         self._waiting_gradients = None
         self._window_open = True
         if self._ranks is not None:

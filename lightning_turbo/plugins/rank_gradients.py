@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo.amp.half_weights import HalfWeights
 
-__all__ = ["RankGradients"]
+__all__ = ["RankGradients", "on_dense"]
+
+
+def on_dense(collective: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> None:
+    """Call a collective that changes a tensor in place, on a copy where NCCL refuses its strides."""
+    dense = tensor.contiguous()
+    collective(dense, **kwargs)
+    if dense is not tensor:
+        tensor.copy_(dense)
 
 
 class RankGradients:
@@ -42,15 +53,19 @@ class RankGradients:
                 held = of_masters.get(param, param)
                 held.grad = torch.zeros_like(held) if held.grad is None else held.grad
 
-    def after_backward(self, kept: dict[Tensor, Tensor | None] | None) -> None:
+    def after_backward(self, kept: dict[Tensor, Tensor | None] | None) -> bool:
         """Average what was gathered if the pass was synchronised, and fold half gradients.
 
         Args:
             kept: As ``before_backward`` had it; changed in place.
+
+        Returns:
+            Whether it averaged.
         """
+        averages = self.gathered and self.ddp.require_backward_grad_sync
         if not self.ddp.require_backward_grad_sync:
             self.gathered = True
-        elif self.gathered:
+        elif averages:
             self.gathered = False
             gradients = self._of_masters() if kept is None else kept
             self._average(gradients)
@@ -59,6 +74,7 @@ class RankGradients:
                     master.grad = gradient
         if self.weights is not None:
             self.weights.fold_all()
+        return averages
 
     def _of_masters(self) -> dict[Tensor, Tensor | None]:
         return {} if self.weights is None else {m: m.grad for m in self.weights.masters(trained=True)}
@@ -74,5 +90,5 @@ class RankGradients:
         for (param, gradient), is_wanted in zip(list(gradients.items()), wanted, strict=True):
             if is_wanted:
                 averaged = torch.zeros_like(param) if gradient is None else gradient
-                torch.distributed.all_reduce(averaged)
+                on_dense(torch.distributed.all_reduce, averaged)
                 gradients[param] = averaged.div_(torch.distributed.get_world_size())

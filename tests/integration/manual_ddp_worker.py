@@ -52,6 +52,24 @@ class Accumulating(Net):
             self.optimizers().zero_grad()
 
 
+class Spiking(Accumulating):
+    """An overflow of one rank in a pass that is not synchronised; the step of its window is left out."""
+
+    def loss(self, batch):
+        is_spike = self.current_epoch == 0 and self.trainer.fit_loop.batch_idx == 4
+        return super().loss(batch) * (float("inf") if is_spike and self.global_rank == self.spikes_on else 1.0)
+
+    spikes_on = 1
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        if not isinstance(self.trainer.precision_plugin, ApexAMP):
+            self.spikes_on = None
+            step = optimizer.step
+            optimizer.step = lambda *args, **kwargs: None if self.global_step == 1 else step(*args, **kwargs)
+        return optimizer
+
+
 class Unused(Net):
     """A part that no batch uses, one that the second rank uses in the first batch of a window alone."""
 
@@ -76,8 +94,9 @@ def main():
     data = TensorDataset(torch.randn(96, 4, generator=torch.Generator().manual_seed(1)))
     for case in sys.argv[2].split(","):
         kind, strategy, level, half, scale = case.split("-")
-        plugins = [] if level == "none" else [ApexAMP(level, dtype=getattr(torch, half), loss_scale=float(scale))]
-        model = {"two": TwoLosses, "sync": Accumulating, "unused": Unused}[kind]()
+        settings = {"dtype": getattr(torch, half), "loss_scale": scale, "max_loss_scale": 1024.0}
+        plugins = [] if level == "none" else [ApexAMP(level, **settings)]
+        model = {"two": TwoLosses, "sync": Accumulating, "spike": Spiking, "unused": Unused}[kind]()
         sampler = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)
         loader = DataLoader(data, 8, sampler=sampler, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))
         pl.Trainer(
@@ -89,7 +108,8 @@ def main():
         start, weights = (
             {name: param.detach() for name, param in m.named_parameters()} for m in (type(model)(), model)
         )
-        torch.save({"weights": weights, "start": start}, folder / f"{case}.{rank}")
+        scaled_by = plugins[0].loss_scale if plugins else 1.0
+        torch.save({"weights": weights, "start": start, "scale": scaled_by}, folder / f"{case}.{rank}")
 
 
 if __name__ == "__main__":

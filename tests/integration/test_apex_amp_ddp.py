@@ -60,3 +60,18 @@ def test_backward_passes_by_hand_and_parts_without_use_are_as_in_float32(tmp_pat
             if name.startswith("unused"):
                 assert torch.equal(ranks[0]["never.weight"], right["start"]["never.weight"]), case
                 assert not torch.equal(ranks[0]["rare.weight"], right["start"]["rare.weight"]), case
+
+
+@pytest.mark.distributed
+def test_an_overflow_of_one_rank_in_a_pass_by_itself_is_one_on_all(tmp_path):
+    plain, levels = "spike-ddp-none-float32-1", ("O1-float16-dynamic", "O2-float16-dynamic", "O2-bfloat16-dynamic")
+    cases = [f"spike-{strategy}-{level}" for strategy in ("ddp", "turbo") for level in levels]
+    run_ranks(Path(__file__).with_name("manual_ddp_worker.py"), tmp_path, ",".join([plain, *cases]))
+    right = torch.load(tmp_path / f"{plain}.0", weights_only=True)
+    moved = torch.cat([(value - right["start"][key]).ravel() for key, value in right["weights"].items()]).norm()
+    for case in cases:
+        ranks = [torch.load(tmp_path / f"{case}.{rank}", weights_only=True) for rank in (0, 1)]
+        assert ranks[0]["scale"] == ranks[1]["scale"], case
+        assert all(torch.equal(ranks[0]["weights"][key], ranks[1]["weights"][key]) for key in right["weights"]), case
+        apart = torch.cat([(ranks[0]["weights"][key] - v).ravel() for key, v in right["weights"].items()]).norm()
+        assert apart / moved < 0.06, (case, float(apart / moved))

@@ -74,3 +74,19 @@ def test_gradients_of_any_dtype_are_unscaled(dtype):
     weight.grad[1] = float("nan")
     engine.unscale(optimizer)
     assert engine.will_skip(optimizer)
+
+
+def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
+    class Capturable(torch.optim.SGD):  # as apex's, which read the overflow from the scaler
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, grad_scaler=None):
+            return super().step(closure)
+
+    weight = Parameter(torch.ones(4))
+    optimizer = Capturable([weight], lr=1.0)
+    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+    weight.grad = torch.full((4,), float("inf"))
+    engine.unscale(optimizer)
+    engine.step(optimizer, optimizer.step)
+    assert weight.tolist() == [1.0] * 4
