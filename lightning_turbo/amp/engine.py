@@ -340,6 +340,8 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer's ``step`` reads ``found_inf``, as torch's fused optimizers do and apex's do not."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
+    if not all(group.get("fused", True) for group in optimizer.param_groups):  # a state of an unfused one was loaded
+        return False
     kind = type(optimizer)
     if kind not in _takes_scaler:
         _takes_scaler[kind] = "grad_scaler" in inspect.signature(kind.step).parameters
@@ -347,12 +349,11 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 
 
 def _begins_momentum(optimizer: Optimizer) -> bool:
-    """Whether the next step makes the momentum of a group of SGD's."""
+    """Whether the next step makes momentum for a group of SGD's: for parameters with gradients that have none yet."""
     return isinstance(optimizer, SGD) and any(
-        group["momentum"]
-        and any(param.grad is not None for param in group["params"])
-        and all(optimizer.state.get(param, {}).get("momentum_buffer") is None for param in group["params"])
+        group["momentum"] and all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in updated)
         for group in optimizer.param_groups
+        if (updated := [param for param in group["params"] if param.grad is not None])
     )
 
 

@@ -22,11 +22,10 @@ from lightning_turbo.amp import functions
 from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.function_casts import to_float
-from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.model_casts import first_tensor_of, parts_of
 from lightning_turbo.errors import AmpUsageError, TurboWarning
+from lightning_turbo.plugins import refusals
 from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_this_rank, put_gradients
-from lightning_turbo.plugins.closures import refuse_many_closures
 from lightning_turbo.plugins.float_hooks import FloatHooks
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
 from lightning_turbo.plugins.rank_gradients import RankGradients, on_dense
@@ -139,7 +138,7 @@ class ApexAMP(Precision):
         # The device is known only when the Trainer sets up; what can be refused is refused here.
         likely = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = AmpEngine(opt_level, device_type=likely, **self._settings)
-        self._placed = False
+        self._placed = self._has_double = False
         self._ranks: RankGradients | None = None
         self._window_open = False
         self._waiting_gradients: list[dict[str, Tensor]] | None = None
@@ -147,6 +146,7 @@ class ApexAMP(Precision):
         self._is_automatic = True
         self._optimizers: list[Optimizer] = []
         self._watch: NonFiniteWatch | None = None
+        self._undo = contextlib.ExitStack()  # what teardown ends
         self._float_hooks = FloatHooks()
         self._state_found = False
 
@@ -189,13 +189,8 @@ class ApexAMP(Precision):
         """Cast the module's weights if the level says so. Called by the strategy, before optimizers are made."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
         self._place(device.type)
-        half = first_tensor_of(module, HALF_DTYPES)
-        if half is not None:
-            raise AmpUsageError(
-                f"ApexAMP({self.opt_level!r}) was given a module whose {half!r} is half precision already; accepted is "
-                "float32. Do not call .half() on it or create it under half precision: the level decides what "
-                "becomes half."
-            )
+        refusals.refuse_half_module(module, self.opt_level)
+        self._has_double = first_tensor_of(module, (torch.float64,)) is not None
         if self._engine.properties.casts_to_half:
             # A training step uses the module's own buffers outside of any module.
             self._engine.convert(*parts_of(module), step_owner=module)
@@ -216,8 +211,9 @@ class ApexAMP(Precision):
         self._optimizers = list(optimizers)
         self._is_automatic = module.automatic_optimization
         for optimizer in optimizers:
-            refuse_many_closures(optimizer, engine, automatic=self._is_automatic)
-            engine.attach(optimizer)
+            self._take(optimizer)
+        if engine.has_masters:
+            self._undo.callback(refusals.refuse_strangers(engine).remove)
         self._ranks = None if ddp is None else RankGradients(ddp, engine.weights)
         if engine.weights is not None and optimizers:
             if ddp is None:
@@ -230,30 +226,36 @@ class ApexAMP(Precision):
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
         if engine.has_masters and isinstance(module, LightningModule):
             self._float_hooks.wrap(module, engine.widened)
+            self._undo.callback(self._float_hooks.remove)
         if engine.function_casts is not None:
             functions.apply_registered(engine.function_casts)
+            self._undo.callback(functions.restore_registered)
         if optimizers:
             self._watch = NonFiniteWatch(module, self.max_consecutive_skips)
+            self._undo.callback(self._watch.remove)
             self._read_foreign_state(module)
         return model, optimizers, lr_schedulers
 
+    def _take(self, optimizer: Optimizer) -> None:
+        refusals.refuse_many_closures(optimizer, self._engine, automatic=self._is_automatic)
+        self._engine.attach(optimizer)
+
     def teardown(self) -> None:
         """Give module and optimizers back as they were: float32 weights, the module's own parameters."""
-        self._float_hooks.remove()
-        functions.restore_registered()
+        self._undo.close()
         self._engine.restore()
         self._optimizers = []
-        self._ranks = None
+        self._ranks = self._watch = None
         self._window_open = False
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
 
     # A step
 
     def convert_input(self, data: Any) -> Any:
-        """At O0, bring floating tensors of a batch to float32, as apex brings the model's inputs."""
-        return to_float(data) if self.opt_level == "O0" else data
+        """At O0, bring floating tensors of a batch to float32, as apex brings the model's inputs.
+
+        Not if the module has float64 weights, which stay.
+        """
+        return to_float(data) if self.opt_level == "O0" and not self._has_double else data
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return O1's casts around the step of any stage."""
@@ -277,6 +279,7 @@ class ApexAMP(Precision):
             loss_id: Manual optimization only: which of ``num_losses`` scales to use.
             **kwargs: For ``Tensor.backward``.
         """
+        refusals.refuse_loop_by_hand(model)
         engine, scaler = self._engine, self._engine.scaler(loss_id)
         each_pass = not model.automatic_optimization and (engine.scales or engine.has_masters)
         kept = engine.stash(self._optimizers) if each_pass else {}
@@ -306,8 +309,11 @@ class ApexAMP(Precision):
             engine.forget_casts()
             self._window_open = False
             return result
+        if all(known is not optimizer for known in self._optimizers):  # made anew while training
+            self._take(optimizer)
+            self._optimizers = list(model.trainer.optimizers)
         result = closure()
-        nothing_to_do = model.automatic_optimization and result is None
+        nothing_to_do = model.automatic_optimization and result is None and not self._window_open
         if model.automatic_optimization and not nothing_to_do:
             engine.unscale(optimizer)
         with self._float_hooks.before_step():

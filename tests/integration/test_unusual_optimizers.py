@@ -417,3 +417,78 @@ def test_the_optimizer_gets_its_class_back_and_can_be_copied_meanwhile():
     assert type(trainer.optimizers[0]) is Averaged
     assert isinstance(module.copy, Averaged)
     assert module.copy.param_groups[0]["params"][0].dtype is torch.float32
+
+
+class Trained(Regression):
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+class Replacing(Trained):
+    """Makes its optimizer anew in the second epoch."""
+
+    def __init__(self, by_strategy=False):
+        super().__init__()
+        self.by_strategy = by_strategy
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and self.by_strategy:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        elif self.current_epoch == 1:
+            self.trainer.optimizers = [self.configure_optimizers()]
+
+
+@pytest.mark.parametrize("by_strategy", [True, False])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)])
+def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy):
+    wanted = fit(Replacing(by_strategy))
+    assert apart(fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0)), wanted) < 0.06
+
+
+@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
+def test_an_optimizer_that_would_train_nothing_is_refused_until_the_run_ends():
+    class Own(Trained):
+        automatic_optimization = False
+
+        def on_train_start(self):
+            self.own = SGD(self.parameters(), lr=0.1)
+
+        def training_step(self, batch, index):
+            self.own.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            self.own.step()
+
+        def configure_optimizers(self):
+            return None
+
+    module = Own()
+    with pytest.raises(MisconfigurationException, match="SGD, which Lightning was not given"):
+        fit(module, ApexAMP("O2", **HALF))
+    fit(Own())
+    fit(Own(), ApexAMP("O1", **HALF))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O0", None), ("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)]
+)
+def test_a_window_whose_last_batch_has_no_loss_steps_with_the_others(level, dtype):
+    class Skipping(Trained):
+        def training_step(self, batch, index):
+            return None if index == 3 else super().training_step(batch, index)
+
+    wanted = fit(Skipping(), accumulate_grad_batches=2, epochs=2)
+    plugin = ApexAMP(level, dtype=dtype, max_loss_scale=64.0)
+    assert apart(fit(Skipping(), plugin, accumulate_grad_batches=2, epochs=2), wanted) < 0.06
+
+
+def test_O0_leaves_float64_to_a_network_of_float64():
+    class Double(Trained):
+        def __init__(self):
+            super().__init__()
+            self.double()
+
+        def loss(self, batch):
+            return nn.functional.mse_loss(self.net(batch[0].double()), batch[1].double())
+
+    assert torch.equal(flat(fit(Double(), ApexAMP("O0"))), flat(fit(Double())))

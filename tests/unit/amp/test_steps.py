@@ -90,3 +90,37 @@ def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
     engine.unscale(optimizer)
     engine.step(optimizer, optimizer.step)
     assert weight.tolist() == [1.0] * 4
+
+
+def test_a_weight_whose_first_gradient_overflows_beside_others_has_no_momentum():
+    ends = []
+    for fused in (True, False):
+        weights = [Parameter(torch.ones(1 << 16)) for _ in range(2)]
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=fused)
+        engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+        for which, gradient in ((0, 1.0), (1, float("inf")), (1, 1.0), (0, 1.0)):
+            optimizer.zero_grad()
+            left_behind = [torch.full((1 << 16,), 123.0) for _ in range(4)]
+            del left_behind
+            weights[which].grad = torch.full_like(weights[which], gradient) * engine.scaler(0).loss_scale
+            engine.unscale(optimizer)
+            engine.step(optimizer, optimizer.step)
+            engine.update()
+        ends.append(torch.cat([weight.detach() for weight in weights]))
+    assert torch.allclose(*ends)
+
+
+def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
+    weight = Parameter(torch.ones(4))
+    plain = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(4)
+    plain.step()
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    optimizer.load_state_dict(plain.state_dict())
+    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+    before = weight.detach().clone()
+    for gradient in (float("inf"), 1.0):
+        weight.grad = torch.full((4,), gradient)
+        engine.unscale(optimizer)
+        engine.step(optimizer, optimizer.step)
+        assert torch.equal(weight, before) is (gradient != 1.0)

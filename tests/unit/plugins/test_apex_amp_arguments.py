@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_turbo import ApexAMP
+from lightning_turbo.errors import AmpUsageError
 
 
 @pytest.mark.parametrize(("level", "settings", "error", "text"), [
@@ -55,3 +56,9 @@ def test_refused_in_words(level, settings, error, text):
 ])  # fmt: skip
 def test_accepted(level, settings, scale):
     assert ApexAMP(level, **settings).loss_scale == scale
+
+
+def test_a_loop_without_a_trainer_is_sent_to_amp():
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(AmpUsageError, match="Linear outside of a Trainer.*lightning_turbo.amp"):
+        ApexAMP("O1").backward(model(torch.ones(1, 2)).sum(), model, None)
