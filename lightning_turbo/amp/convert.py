@@ -8,7 +8,7 @@ import pickle
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,14 @@ from torch import Tensor
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import TurboError, TurboWarning
 
-__all__ = ["KNOWN_KEYS", "CheckpointError", "convert_checkpoint", "find_scaler_state", "move_scaler_state"]
+__all__ = [
+    "KNOWN_KEYS",
+    "CheckpointError",
+    "convert_checkpoint",
+    "find_scaler_state",
+    "move_scaler_state",
+    "to_torch_adam",
+]
 
 OWN_KEY = "ApexAMP"
 
@@ -41,6 +48,8 @@ _PLAIN_NAMES = {
     "model": ("model", "state_dict", "model_state_dict"),
     "optimizer": ("optimizer", "optimizer_state_dict"),
     "lr_scheduler": ("lr_scheduler", "scheduler", "lr_scheduler_state_dict", "scheduler_state_dict"),
+    "epoch": ("epoch",),
+    "step": ("global_step", "iteration", "step"),
 }
 _LIGHTNING = "pytorch-lightning_version"
 _LIGHTNING_2 = "2.0.0"
@@ -84,6 +93,37 @@ def move_scaler_state(checkpoint: dict[str, Any]) -> str | None:
     return key
 
 
+def to_torch_adam(optimizer: Any) -> Any:
+    """Return the state of apex's FusedAdam as ``torch.optim.AdamW(fused=True)`` and ``Adam(fused=True)`` read it.
+
+    apex counts the steps of a whole group, torch those of each parameter; and torch marks the groups that are fused.
+
+    Args:
+        optimizer: What ``optimizer.state_dict()`` returned, under apex or not; never changed.
+
+    Returns:
+        The state, with ``step`` beside the moments of each parameter. All else is returned as it is.
+
+    Example:
+        >>> moments = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        >>> group = {"lr": 0.1, "bias_correction": True, "step": 3, "params": [0]}
+        >>> to_torch_adam({"state": {0: moments}, "param_groups": [group]})["state"][0]["step"]
+        tensor(3.)
+    """
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        return optimizer
+    state, groups = dict(optimizer["state"]), []
+    for group in optimizer["param_groups"]:
+        # torch's groups have neither of the first two, and those of apex's other optimizers have the third.
+        if {"step", "bias_correction"} <= group.keys() and "grad_averaging" not in group:
+            for name in group["params"]:
+                if "exp_avg_sq" in state.get(name, ()) and "step" not in state[name]:
+                    state[name] = {**state[name], "step": torch.tensor(float(group["step"]), dtype=torch.float32)}
+            group = {**group, "fused": True}
+        groups.append(group)
+    return {**optimizer, "state": state, "param_groups": groups}
+
+
 def convert_checkpoint(
     old: str | os.PathLike[str],
     new: str | os.PathLike[str],
@@ -95,8 +135,9 @@ def convert_checkpoint(
 ) -> Path:
     """Turn an old checkpoint into one that Lightning 2 loads, with the loss scale that it holds.
 
-    Read are plain apex files, ``{"model": ..., "optimizer": ..., "amp": ...}`` as in apex's documentation, and
-    Lightning's own of any version. What is written loads with ``torch.load(..., weights_only=True)``.
+    Read are plain apex files, ``{"model": ..., "optimizer": ..., "amp": ...}`` as in apex's documentation or without
+    ``"amp"`` as in its ImageNet example, and Lightning's own of any version. What is written loads with
+    ``torch.load(..., weights_only=True)``. States of apex's FusedAdam come out as ``torch.optim.AdamW`` reads them.
 
     Args:
         old: The file to read; never changed.
@@ -106,19 +147,21 @@ def convert_checkpoint(
             for a network in ``self.model``. ``"module."`` from DistributedDataParallel is dropped.
         growth_interval: For ``"mixed"``: steps without overflow before the scale doubles; 1 or more.
         trust: Unpickle whatever the file holds, which runs any code in it. Needed for Lightning 1.x files with
-            objects in them; entries that are no plain data are left out of the new file with a warning.
+            objects in them.
 
     Returns:
         The path of the new file.
 
     Raises:
-        CheckpointError: If the file is broken, foreign, holds objects and is not trusted, or lacks a part.
+        CheckpointError: If the file is broken, foreign, holds objects and is not trusted, lacks a part, or counts
+            epochs or steps with something that is no number.
         FileNotFoundError: If ``old`` or the folder of ``new`` is absent.
         FileExistsError: If ``new`` exists, ``old`` included.
         ValueError: If ``to`` or ``growth_interval`` is not accepted.
 
     Warns:
-        TurboWarning: For entries that are left out, and for scalers beyond the one that ``"16-mixed"`` has.
+        TurboWarning: For entries that are left out because Lightning has no place for them or they are no plain data,
+            for a plain file without scaler state, and for scalers beyond the one that ``"16-mixed"`` has.
     """
     if to not in ("apex", "mixed"):
         raise ValueError(f"to={to!r} is unknown; accepted are 'apex' (ApexAMP) and 'mixed' (precision='16-mixed').")
@@ -133,19 +176,26 @@ def convert_checkpoint(
         raise FileNotFoundError(f"The folder {str(new.parent)!r} of the new file does not exist. Make it first.")
     checkpoint = _read(old, trust)
     state, key = find_scaler_state(checkpoint)
-    result = _from_lightning(checkpoint) if _LIGHTNING in checkpoint else _from_plain(old, checkpoint, prefix)
-    if state is None or key is None:
+    lightning = _LIGHTNING in checkpoint
+    result, taken = _from_lightning(checkpoint) if lightning else _from_plain(old, checkpoint, prefix)
+    if state is None and (lightning or checkpoint.get("amp")):
         raise CheckpointError(
             f"{str(old)!r} lacks the state of a loss scaler; looked for {', '.join(KNOWN_KEYS)}. A run without one "
             "needs no conversion: Lightning 2 loads its checkpoints as they are."
         )
-    result.pop(key, None)
-    result.update(_to_mixed(state, growth_interval) if to == "mixed" else {OWN_KEY: state})
-    dropped: list[str] = []
+    if state is None:
+        warnings.warn(
+            f"{str(old)!r} holds no state of a loss scaler: a dynamic scale starts anew.", TurboWarning, stacklevel=2
+        )
+    else:
+        result.pop(str(key), None)
+        result.update(_to_mixed(state, growth_interval) if to == "mixed" else {OWN_KEY: state})
+    dropped = [str(name) for name, value in checkpoint.items() if name not in (*taken, key) and value is not None]
     plain = {name: _plain(value, name, dropped) for name, value in result.items()}
     if dropped:
         warnings.warn(
-            f"Left out of {str(new)!r}, for these are objects and no plain data: {', '.join(sorted(dropped))}.",
+            f"Left out of {str(new)!r}: {', '.join(sorted(dropped))}. Lightning has no place for them there, or they "
+            "are objects and no plain data. Take what you need of them from the old file.",
             TurboWarning,
             stacklevel=2,
         )
@@ -182,25 +232,28 @@ def _broken(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _from_lightning(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Collection[str]]:
     missing = [name for name in ("state_dict", "epoch", "global_step") if name not in checkpoint]
     if missing:
         raise CheckpointError(f"The Lightning checkpoint lacks {', '.join(map(repr, missing))}. Take the whole file.")
-    return {**checkpoint, "state_dict": _wide(checkpoint["state_dict"])}
+    result = {**checkpoint, "state_dict": _wide(checkpoint["state_dict"])}
+    if "optimizer_states" in checkpoint:
+        result["optimizer_states"] = [to_torch_adam(state) for state in checkpoint["optimizer_states"]]
+    return result, checkpoint.keys()
 
 
-def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
-    parts = {
-        part: next((checkpoint[name] for name in names if name in checkpoint), None)
+def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> tuple[dict[str, Any], Collection[str | None]]:
+    taken = {
+        part: next((name for name in names if checkpoint.get(name) is not None), None)
         for part, names in _PLAIN_NAMES.items()
     }
-    missing = [part for part in ("model", "optimizer") if parts[part] is None]
-    missing += [] if "amp" in checkpoint else ["amp"]
+    missing = [part for part in ("model", "optimizer") if taken[part] is None]
     if missing:
         raise CheckpointError(
             f"{str(path)!r} lacks {', '.join(map(repr, missing))}; it has {sorted(map(str, checkpoint))}. Accepted are "
             "{'model', 'optimizer', 'amp'} as in apex's documentation, and Lightning's checkpoints."
         )
+    parts = {part: None if name is None else checkpoint[name] for part, name in taken.items()}
     if not isinstance(parts["model"], Mapping):
         raise CheckpointError(
             f"'model' in {str(path)!r} is a {type(parts['model']).__name__}; accepted is what model.state_dict() "
@@ -209,18 +262,26 @@ def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str
     weights = parts["model"]
     if weights and all(str(name).startswith("module.") for name in weights):
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    epoch = int(checkpoint.get("epoch", 0))
-    step = int(checkpoint.get("global_step", checkpoint.get("iteration", checkpoint.get("step", 0))))
+    epoch, step = (_count(path, taken[part], parts[part]) for part in ("epoch", "step"))
     return {
         _LIGHTNING: _LIGHTNING_2,
         "epoch": epoch,
         "global_step": step,
         "loops": {"fit_loop": _progress(epoch, step)},
         "state_dict": _wide({prefix + name: value for name, value in weights.items()}),
-        "optimizer_states": _as_list(parts["optimizer"]),
+        "optimizer_states": [to_torch_adam(state) for state in _as_list(parts["optimizer"])],
         "lr_schedulers": [] if parts["lr_scheduler"] is None else _as_list(parts["lr_scheduler"]),
         "callbacks": {},
-    }
+    }, {*taken.values(), "amp"}
+
+
+def _count(path: Path, name: str | None, value: Any) -> int:
+    try:
+        return 0 if value is None else int(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{name!r} in {str(path)!r} is {value!r}; accepted is a whole number. Correct it and save the file anew."
+        ) from error
 
 
 def _progress(epoch: int, step: int) -> dict[str, Any]:

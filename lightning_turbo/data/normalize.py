@@ -18,7 +18,9 @@ class Normalize:
     the rest happens on the device. It is a function of the batch and can be used anywhere.
 
     Args:
-        mean: Mean of each channel, or one for all, in units of ``image / scale``.
+        mean: Mean of each channel, or one for all, in units of ``image / scale``: for pixels from 0 to 1 by default.
+            With ``scale=1`` for the pixels as they are, as the ``0.485 * 255`` of apex's ImageNet example. A tensor
+            of any shape, as there, or numbers.
         std: Standard deviation of each channel, or one for all, above zero, in the same units.
         dtype: Floating-point dtype of the result, for example ``torch.float16`` for O2 and O3.
         memory_format: Memory format of the result, for example ``torch.channels_last``; ``None`` keeps the batch's.
@@ -28,32 +30,37 @@ class Normalize:
 
     Raises:
         TypeError: If ``dtype`` is no floating-point dtype.
-        ValueError: If ``mean`` and ``std`` differ in length, or ``std`` or ``scale`` is not above zero.
+        ValueError: If ``mean`` and ``std`` differ in length, ``std`` or ``scale`` is not above zero, or one of the
+            two is above 1 with ``scale=255``.
 
     Example:
-        >>> image = torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)
-        >>> Normalize(mean=0.5, std=0.5)((image, 3))[0].unique().tolist()
-        [1.0]
+        >>> image = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
+        >>> Normalize(mean=0.5, std=0.25)((image, 3))[0].unique().tolist()
+        [-2.0]
     """
 
     def __init__(
         self,
-        mean: float | Sequence[float],
-        std: float | Sequence[float],
+        mean: float | Sequence[float] | Tensor,
+        std: float | Sequence[float] | Tensor,
         *,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format | None = None,
         scale: float = 255.0,
         keys: Sequence[str | int] | None = None,
     ) -> None:
-        means = [float(m) for m in mean] if isinstance(mean, Sequence) else [float(mean)]
-        stds = [float(s) for s in std] if isinstance(std, Sequence) else [float(std)]
+        means, stds = (torch.as_tensor(v, dtype=torch.float64).flatten().tolist() for v in (mean, std))
         if len(means) != len(stds):
             raise ValueError(
                 f"mean has {len(means)} values and std {len(stds)}; pass one of each for every channel, or one for all."
             )
         if min(stds) <= 0 or scale <= 0:
             raise ValueError(f"std={std!r} and scale={scale!r} must be above zero; the image is divided by them.")
+        if scale == 255 and max(*map(abs, means), *stds) > 1:
+            raise ValueError(
+                f"mean={mean!r}, std={std!r} with scale={scale!r}: the image is divided by scale first, so accepted "
+                "are a mean and std of at most 1. Divide both by 255, or pass scale=1.0."
+            )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype={dtype!r} is no floating-point dtype; pass for example torch.float16.")
         self.factor = [1 / (scale * s) for s in stds]

@@ -23,6 +23,15 @@ __all__ = ["doctors", "run"]
 
 INTERRUPTED = 130
 
+# What Lightning 1.x's Trainer took and Lightning 2's refuses.
+LIGHTNING_1 = """
+    amp_backend amp_level auto_lr_find auto_scale_batch_size auto_select_gpus automatic_optimization checkpoint_callback
+    distributed_backend enable_pl_optimizer flush_logs_every_n_steps gpus ipus log_gpu_memory move_metrics_to_cpu
+    multiple_trainloader_mode num_processes prepare_data_per_node process_position progress_bar_refresh_rate
+    reload_dataloaders_every_epoch replace_sampler_ddp resume_from_checkpoint stochastic_weight_avg terminate_on_nan
+    tpu_cores track_grad_norm truncated_bptt_steps weights_save_path weights_summary
+"""
+
 _settings: dict[str, Any] = {}
 _made: list[Doctor] = []
 
@@ -73,47 +82,60 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
     _settings.update(settings, out=folder)
     try:
         with _entry_point(), _as_main(script, argv):
-            status = _status_of(script)
+            status, error = _end_of(script)
     finally:
         _settings.clear()
     sys.stdout.flush()
-    sys.stderr.write(_closing(script, folder))
+    sys.stderr.write(_closing(script, folder, error))
     return status
 
 
-def _status_of(script: Path) -> int:
+def _end_of(script: Path) -> tuple[int, BaseException | None]:
+    """Run the script; return its exit status and the error that ended it."""
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as exit_:
         if exit_.code is None or isinstance(exit_.code, int):
-            return exit_.code or 0
+            return exit_.code or 0, None
         sys.stderr.write(f"{exit_.code}\n")
-        return 1
+        return 1, None
     except BaseException as error:  # whatever ends the script ends it here, with its own traceback
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
-        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, error
+    return 0, None
 
 
 def _reports(folder: Path, suffix: str) -> list[Path]:
     return sorted(each for each in folder.glob(f"doctor*.{suffix}") if re.fullmatch(r"doctor(-\d+)?", each.stem))
 
 
-def _closing(script: Path, folder: Path) -> str:
+def _closing(script: Path, folder: Path, error: BaseException | None) -> str:
     """The last words: where the report is, or why there is none."""
     pages = _reports(folder, "html")
     if pages:
         return "".join(f"lightning-turbo doctor: report in {os.path.relpath(page)}\n" for page in pages)
-    if not _made:
-        why = "it made no Trainer. Give a script that makes a Trainer and calls fit"
-    elif any(doctor.superseded for doctor in _made):
+    if any(doctor.superseded for doctor in _made):
         why = "its Trainer has a Doctor of its own, which reports by itself"
+    elif error is not None:
+        until = "its Trainer began to train" if _made else "it made a Trainer"
+        why = f"it ended in {type(error).__name__} before {until}. {_remedy(error)}"
+    elif not _made:
+        why = "it made no Trainer. Give a script that makes a Trainer and calls fit"
     else:
         why = "its Trainer never began to train. Give a script that calls Trainer.fit"
     return f"lightning-turbo doctor: {script.name} was not examined: {why}.\n"
+
+
+def _remedy(error: BaseException) -> str:
+    unknown = re.search(r"Trainer\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if unknown and unknown[1] in LIGHTNING_1.split():
+        return f"docs/migration.md says what takes the place of {unknown[1]!r}, an argument of Lightning 1.x"
+    if isinstance(error, ImportError) and error.name == "apex":
+        return "docs/migration.md says what takes the place of apex"
+    return "Mend that first"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_turbo._compat import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
-from lightning_turbo.amp.convert import move_scaler_state
+from lightning_turbo.amp.convert import move_scaler_state, to_torch_adam
 
 __all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
 
@@ -120,11 +120,12 @@ def _explain(target: Path, cause: OSError) -> str:
 
 
 class AmpCheckpointIO(CheckpointIO):
-    """Lets ``ApexAMP`` go on from the checkpoints of Lightning 1.x.
+    """Lets ``ApexAMP`` go on from the checkpoints of Lightning 1.x, of apex's FusedAdam as well.
 
     Give both to the Trainer: ``Trainer(plugins=[ApexAMP("O1"), AmpCheckpointIO()])``. Lightning 2 deletes
     ``amp_scaling_state``, which Lightning 1.x wrote under apex, before any plugin sees it; here the scaler state of
-    every version is moved to where Lightning looks for ``ApexAMP``'s. All else is left to ``checkpoint_io``.
+    every version is moved to where Lightning looks for ``ApexAMP``'s, and FusedAdam's step counts to where
+    ``torch.optim.AdamW(fused=True)`` looks for them. All else is left to ``checkpoint_io``.
 
     Args:
         checkpoint_io: What reads and writes files; ``AtomicCheckpointIO`` by default, in a wrapper such as
@@ -160,9 +161,11 @@ class AmpCheckpointIO(CheckpointIO):
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint and move its scaler state to ``ApexAMP``'s key."""
+        """Read a checkpoint, with scaler state under ``ApexAMP``'s key and FusedAdam's as torch's AdamW reads it."""
         checkpoint = self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
         move_scaler_state(checkpoint)
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [to_torch_adam(state) for state in checkpoint["optimizer_states"]]
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -1,5 +1,6 @@
 """``lightning-turbo doctor``: a script is examined as it is, and ends as it would have."""
 
+import inspect
 import json
 import signal
 import subprocess
@@ -117,8 +118,7 @@ def test_ctrl_c_in_training_keeps_lightnings_status_and_what_was_found(tmp_path,
 def test_ctrl_c_outside_of_training_has_the_status_of_shells(tmp_path, capsys, interrupts):
     assert cli.main(arguments(tmp_path, "stop early")) == 130
     told = capsys.readouterr().err
-    assert "KeyboardInterrupt" in told
-    assert "its Trainer never began to train" in told
+    assert "it ended in KeyboardInterrupt before its Trainer began to train. Mend that first." in told
 
 
 def test_a_script_that_trains_for_two_steps_is_told_so(tmp_path, capsys):
@@ -150,6 +150,36 @@ def test_each_trainer_of_a_script_has_a_report_of_its_own(tmp_path, capsys):
 def test_a_script_without_training_is_told_so_and_keeps_its_status(tmp_path, argument, status, words, capsys):
     assert cli.main(arguments(tmp_path, argument)) == status
     assert f"train.py was not examined: {words}" in capsys.readouterr().err
+
+
+OLD_TRAINER = "import lightning.pytorch as pl\npl.Trainer({}=1)"
+NO_APEX = "import sys\nsys.modules['apex'] = None\nfrom apex import amp"
+GUIDE = "docs/migration.md says what takes the place of"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "remedy"),
+    [
+        (OLD_TRAINER.format("gpus"), "TypeError", f"{GUIDE} 'gpus', an argument of Lightning 1.x"),
+        (OLD_TRAINER.format("gpu"), "TypeError", "Mend that first"),
+        (NO_APEX, "ModuleNotFoundError", f"{GUIDE} apex"),
+        ("raise ValueError('gpus')", "ValueError", "Mend that first"),
+    ],
+)
+def test_an_error_before_training_is_named_with_what_to_do(code, error, remedy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", sys.modules.get("apex"))  # what the script sets goes away again
+    (tmp_path / "old.py").write_text(code)
+    assert cli.main(["doctor", str(tmp_path / "old.py")]) == 1
+    told = capsys.readouterr().err
+    assert f"old.py was not examined: it ended in {error} before it made a Trainer. {remedy}.\n" in told
+
+
+def test_no_argument_of_todays_trainer_is_called_old():
+    from lightning.pytorch import Trainer
+
+    from lightning_turbo.doctor.script import LIGHTNING_1
+
+    assert not set(LIGHTNING_1.split()) & set(inspect.signature(Trainer.__init__).parameters)
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path, capsys):

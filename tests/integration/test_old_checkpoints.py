@@ -1,5 +1,6 @@
 """Checkpoints of plain apex, of Lightning 1.x and of Lightning 2's own AMP go on under ApexAMP, and the reverse."""
 
+import copy
 import subprocess
 import sys
 from collections import OrderedDict
@@ -11,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_turbo import AmpCheckpointIO, ApexAMP
-from lightning_turbo.amp.convert import CheckpointError, convert_checkpoint
+from lightning_turbo.amp.convert import CheckpointError, convert_checkpoint, to_torch_adam
 from lightning_turbo.errors import TurboWarning
 
 pytestmark = [
@@ -301,9 +302,13 @@ def test_what_cannot_be_converted_is_refused_with_its_name(trained, tmp_path):
             convert_checkpoint(tmp_path / "old.pt", new, **kwargs)
         assert not new.exists()
 
-    refused({"model": {}, "optimizer": {}}, r"lacks 'amp'; it has \['model', 'optimizer'\]. Accepted are")
+    refused({"model": {}, "amp": APEX_STATE}, r"lacks 'optimizer'; it has \['amp', 'model'\]. Accepted are")
     refused({"amp": APEX_STATE}, "lacks 'model', 'optimizer'")
-    refused({"weights": 1}, "lacks 'model', 'optimizer', 'amp'")
+    refused({"weights": 1}, "lacks 'model', 'optimizer'; it has")
+    counted = {"model": {}, "optimizer": {}, "amp": APEX_STATE}
+    refused({**counted, "epoch": "last"}, "'epoch' in .*old.pt' is 'last'; accepted is a whole number. Correct it")
+    refused({**counted, "step": [3]}, r"'step' in .*old.pt' is \[3\]; accepted is a whole number")
+    refused({**counted, "iteration": torch.zeros(2)}, r"'iteration' in .* is tensor\(\[0., 0.\]\); accepted")
     refused({"model": 3, "optimizer": {}, "amp": APEX_STATE}, "'model' in .* is a int; accepted is what")
     refused({"model": {}, "optimizer": {}, "amp": {"foo": 1}}, "lacks the state of a loss scaler; looked for ApexAMP,")
     refused([1, 2], r"holds a list; accepted is a dict")
@@ -334,6 +339,121 @@ def test_nothing_is_overwritten(trained, tmp_path):
         convert_checkpoint(trained, tmp_path / "new", to="native")
     with pytest.raises(ValueError, match="growth_interval=0 is no number of steps"):
         convert_checkpoint(trained, tmp_path / "new", growth_interval=0)
+
+
+@pytest.mark.parametrize("to", ["apex", "mixed"])
+@pytest.mark.parametrize("amp", [{}, {"amp": None}, {"amp": {}}], ids=["absent", "None", "empty"])
+def test_a_plain_file_without_scaler_state_is_converted_without(amp, to, tmp_path):
+    plain_apex_file(tmp_path / "full.pt", wrapped=True, epoch=2)
+    content = torch.load(tmp_path / "full.pt", weights_only=True)
+    del content["amp"]
+    torch.save({**content, **amp}, tmp_path / "old.pt")
+    with pytest.warns(TurboWarning) as caught:
+        new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="model.", to=to)
+    assert [
+        "old.pt' holds no state of a loss scaler: a dynamic scale starts anew" in str(w.message) for w in caught
+    ] == [True]
+    assert not {"ApexAMP", "MixedPrecision", "amp"} & torch.load(new, weights_only=True).keys()
+    net = Net()
+    trainer(ApexAMP("O0")).fit(net, loader(), ckpt_path=new)
+    assert net.at_start["epoch"] == 2
+
+
+def test_what_lightning_has_no_place_for_is_named_in_one_warning(tmp_path):
+    plain_apex_file(
+        tmp_path / "old.pt", epoch="2", step=None, ema_state_dict=None, best_prec1=torch.tensor(12.0),
+        state_dict_ema=network().state_dict(), lr_scheduler=None, scheduler={"last_epoch": 3, "f": object},
+        **{"master params": [torch.ones(2)]},
+    )  # fmt: skip
+    with pytest.warns(TurboWarning) as caught:
+        new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", trust=True)
+    (message,) = (str(warning.message) for warning in caught)
+    assert "new.ckpt': best_prec1, lr_schedulers[0].f, master params, state_dict_ema. Lightning has no" in message
+    new = torch.load(new, weights_only=True)
+    assert (new["epoch"], new["global_step"], new["lr_schedulers"]) == (2, 0, [{"last_epoch": 3}])
+
+
+def adam_after(steps, weight_decay):
+    """A network and torch's Adam after some steps, and the same state as apex's FusedAdam wrote it."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay, fused=True)
+    for _ in range(steps):
+        adam_step(model, optimizer)
+    group = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "params")}
+    state = {i: {k: optimizer.state[p][k].clone() for k in ("exp_avg", "exp_avg_sq")}
+             for i, p in enumerate(model.parameters())}  # fmt: skip
+    group |= {"bias_correction": True, "step": steps, "params": list(state)}
+    return model, optimizer, {"state": state, "param_groups": [group]}
+
+
+def adam_step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(4, 4)).pow(2).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_of_fusedadam_goes_on_in_adamw_bit_for_bit(fused):
+    first, optimizer, apex = adam_after(3, 0.1)
+    before = copy.deepcopy(apex)
+    second = network()
+    second.load_state_dict(first.state_dict())
+    other = torch.optim.AdamW(second.parameters(), fused=fused)
+    other.load_state_dict(to_torch_adam(apex))
+    assert apex["state"].keys() == before["state"].keys()
+    assert all(apex["state"][i].keys() == before["state"][i].keys() for i in before["state"]), "what is given stays"
+    assert apex["param_groups"] == before["param_groups"]
+    for _ in range(2):
+        adam_step(first, optimizer)
+        adam_step(second, other)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for ours, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert torch.equal(ours["step"], theirs["step"])
+        assert ours["step"].dtype is theirs["step"].dtype
+
+
+def test_other_states_are_left_as_they_are():
+    _, optimizer, apex = adam_after(2, 0.0)
+    native = optimizer.state_dict()
+    assert to_torch_adam(native) == native
+    lamb = {**apex, "param_groups": [{**apex["param_groups"][0], "grad_averaging": True}]}
+    assert to_torch_adam(lamb) == lamb
+    own = {**apex, "state": {0: {"exp_avg_sq": torch.ones(1), "step": 9}, 2: {}}}  # 1 had no gradient
+    assert to_torch_adam(own)["state"] == own["state"]
+    for odd in (None, [1], {"G": apex}, {"state": {}}):
+        assert to_torch_adam(odd) is odd
+
+
+class AdamNet(Net):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0, fused=True)
+
+    def on_train_start(self):
+        state = self.trainer.optimizers[0].state.values()
+        self.at_start = {
+            "steps": {float(each["step"]) for each in state},
+            "moments": [each["exp_avg"] for each in state],
+        }
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("source", ["converted", "lightning"])
+def test_a_run_with_fusedadam_goes_on_in_a_trainer(level, source, trained, tmp_path):
+    model, _, apex = adam_after(3, 0.0)
+    old, plugins = tmp_path / "old.pt", [plugin(level)]
+    if source == "converted":
+        torch.save({"model": model.state_dict(), "optimizer": apex, "amp": APEX_STATE, "epoch": 1}, old)
+        old = convert_checkpoint(old, tmp_path / "new.ckpt", prefix="model.")
+    else:
+        rewritten(trained, old, optimizer_states=[apex], amp_scaling_state=APEX_STATE,
+                  **{"pytorch-lightning_version": "1.9.5"})  # fmt: skip
+        plugins.append(AmpCheckpointIO())
+    net = AdamNet()
+    trainer(*plugins, epochs=2).fit(net, loader(), ckpt_path=old)
+    assert net.at_start["steps"] == {3.0}
+    for ours, theirs in zip(net.at_start["moments"], apex["state"].values(), strict=True):
+        assert ours.shape == theirs["exp_avg"].shape
 
 
 def test_several_scalers_become_one_with_a_warning(trained, tmp_path):
