@@ -101,13 +101,15 @@ class Boundary:
     Args:
         dtype: Dtype of the arguments inside, keyword arguments too.
         output_dtype: Dtype of what comes out, nested structures too.
-        step_owner: A module whose calls with a ``forward`` of the instance's own are a training step, as under DDP.
+        step_owner: A module whose calls are a training step while it has another ``forward`` than it has now, as DDP is
+            handed one by Lightning.
     """
 
     def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype, step_owner: nn.Module | None = None) -> None:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self._step_owner = step_owner
+        self._forward = None if step_owner is None else step_owner.forward
         self._depth = 0
         self._lifted = False
         self._handles: list[Any] = []
@@ -152,7 +154,7 @@ class Boundary:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._lifted:
             return None
-        if self._depth == 0 and module is self._step_owner and "forward" in module.__dict__:
+        if self._depth == 0 and module is self._step_owner and module.forward != self._forward:
             return None
         self._depth += 1
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)

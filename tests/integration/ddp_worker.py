@@ -22,7 +22,9 @@ class Net(pl.LightningModule):
         self.dtypes = set()
 
     def forward(self, x):
-        return self.head(self.net(x))
+        features = self.net(x)
+        self.dtypes.add(f"between parts {features.dtype}")
+        return self.head(features)
 
     def training_step(self, batch, index):
         x, y = batch

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import types
 
 import lightning.pytorch as pl
 import pytest
@@ -434,3 +435,37 @@ def test_an_exception_gives_the_module_back():
         trainer(ApexAMP("O2")).fit(model, batches(64))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not torch.is_autocast_enabled("cpu")
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def compiled_forward(module):
+    module.forward = torch.compile(module.forward, backend="eager")
+    return module
+
+
+def another_forward(module):
+    module.forward = types.MethodType(type(module).forward, module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("change", [compiled, compiled_forward, another_forward])
+def test_a_forward_of_the_modules_own_is_at_the_border_too(change, level):
+    class Direct(Net):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.eye(6))
+
+        def forward(self, x):
+            between = self.net(x @ self.gain)
+            self.between = between.dtype
+            return self.frozen(self.head(between))
+
+    module = Direct()
+    trainer(ApexAMP(level, dtype=torch.bfloat16)).fit(change(module), batches())
+    assert module.between is torch.bfloat16
+    assert module.seen["out"] is torch.float32
