@@ -1,5 +1,7 @@
 """O0-O3 for any torch loop, with the calls of NVIDIA apex.amp and nothing of torch patched."""
 
+from typing import NoReturn
+
 from lightning_turbo.amp.frontend import (
     disable_casts,
     initialize,
@@ -33,3 +35,19 @@ __all__ = [
     "shutdown",
     "state_dict",
 ]
+
+# What scripts take from apex beyond its documented calls, and what to write in its place.
+_INSTEAD = {
+    "_amp_state": (
+        'amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 0}}) to set a scale, '
+        'amp.state_dict()["loss_scaler0"]["loss_scale"] to read it, and amp.shutdown() for handle._deactivate()'
+    ),
+    "lists": 'amp.register_half_function(torch.nn.functional, "softmax") and its like, before amp.initialize',
+    "init": 'amp.initialize(model, optimizer, opt_level="O1")',
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _INSTEAD:
+        raise AttributeError(f"amp.{name} is apex's and does not exist here. Write {_INSTEAD[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,9 @@ from torch.optim import Optimizer
 from lightning_turbo.amp import functions
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.amp.loss_scaling import LossScaler
 from lightning_turbo.amp.model_casts import first_tensor_of
+from lightning_turbo.amp.sessions import Session
 from lightning_turbo.errors import AmpStateError, AmpUsageError
 
 __all__ = [
@@ -33,27 +34,9 @@ __all__ = [
 _logger = logging.getLogger("lightning_turbo.amp")
 
 
-class _Session:
-    """What ``initialize`` set up last, for the calls that name neither model nor optimizer."""
-
-    def __init__(self, engine: AmpEngine | None, optimizers: list[Optimizer], verbosity: int) -> None:
-        self.engine = engine
-        self.optimizers = optimizers
-        self.verbosity = verbosity
-        self.scaled: set[int] = set()  # optimizers whose gradients wait for their unscaling
-        self.stepped: set[int] = set()  # optimizers that have used theirs
-
-    def no_longer_needed(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield an optimizer's masters but for those that another one holds and is yet to step with."""
-        waiting = [other for other in self.optimizers if other is not optimizer and id(other) not in self.stepped]
-        held = {id(param) for other in waiting for param in master_params(other)}
-        if self.engine is not None and self.engine.weights is not None:
-            for _, master in self.engine.weights.pairs(optimizer):
-                if id(master) not in held:
-                    yield master
-
-
-_session: _Session | None = None
+_session: Session | None = None  # of the last initialize, for the calls that name no optimizer
+_scalers: list[LossScaler] = []  # those of the last initialize, for the optimizers of all, as in apex
+_disabled = False  # by an initialize with enabled=False
 
 
 def initialize(
@@ -76,17 +59,21 @@ def initialize(
     scale_window: int = 2000,
     exact_masters: bool = True,
     cast_lists: str | None = None,
+    cast_cache: bool = False,
 ) -> Any:
     """Prepare models and optimizers for O0, O1, O2 or O3, in place.
 
     Call it after the models are on their device and before they are wrapped in DataParallel or
-    DistributedDataParallel. It may be called again, for other models, as cross-validation does; the casts of O1 and
-    ``scale_loss`` then follow the last call.
+    DistributedDataParallel. It may be called again, for other models: every optimizer keeps to the level of its own
+    call, while O1's casts and the loss scalers are those of the last one, as in apex.
+
+    At O2, weights that are set in place between this call and the first backward pass count, also in the masters.
+    Under DistributedDataParallel the masters of all ranks begin as those of its first.
 
     Args:
         models: A module or a list of modules, in float32.
         optimizers: An optimizer or a list of them, built on these models; ``None`` for evaluation.
-        enabled: ``False`` makes this and ``scale_loss`` do nothing.
+        enabled: ``False`` makes this do nothing, and ``scale_loss`` of all that was initialized before.
         opt_level: ``"O0"`` to ``"O3"``.
         cast_model_type: Override of the level: dtype of weights and arithmetic.
         patch_torch_functions: Override: ``False`` switches O1's casts off. Nothing of torch's is ever patched.
@@ -95,20 +82,22 @@ def initialize(
         loss_scale: Override: ``"dynamic"``, or a factor above zero, also as text.
         cast_model_outputs: Override: dtype of the models' floating outputs.
         num_losses: How many losses get a scaler of their own.
-        verbosity: 0 logs nothing; 1 logs skipped steps to the logger ``lightning_turbo.amp``.
+        verbosity: 0 logs nothing; 1 warns of skipped steps in the logger ``lightning_turbo.amp``.
         min_loss_scale: Floor of the dynamic scale.
         max_loss_scale: Ceiling of the dynamic scale.
         dtype: Beyond apex: the half dtype. ``None`` takes float16 for models on CUDA, bfloat16 elsewhere.
         scale_window: Beyond apex: passes without overflow before the dynamic scale doubles.
         exact_masters: Beyond apex: ``False`` rounds O2's masters to half at the start, as apex does.
         cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
+        cast_cache: Beyond apex: ``True`` casts a weight once, not at every use, until ``scale_loss`` exits or a step.
+            For networks that use a weight many times; it must not be changed between forward passes in any other way.
 
     Returns:
         The same objects: models alone if no optimizers were given, else the pair.
 
     Raises:
         AmpUsageError: If the level or an override is refused, a model is wrapped already or in half precision,
-            or an optimizer comes a second time (``RuntimeError``, as in apex).
+            an optimizer comes a second time (``RuntimeError``, as in apex), or one cannot work with O2's masters.
         TypeError: If models or optimizers are neither an object of the right kind nor a list of them.
 
     Example:
@@ -124,13 +113,13 @@ def initialize(
 
     Source: the calls of NVIDIA apex.amp.
     """
-    global _session
+    global _disabled, _session
     model_list = _listed("models", models, nn.Module)
     optimizer_list = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
         shutdown()
-        _session = _Session(None, optimizer_list, verbosity)
+        _disabled = True
         return result
     engine = AmpEngine(
         opt_level,
@@ -142,7 +131,7 @@ def initialize(
         max_loss_scale=max_loss_scale,
         scale_window=scale_window,
         cast_lists=cast_lists or "apex",
-        cast_cache=True,
+        cast_cache=cast_cache,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -154,30 +143,34 @@ def initialize(
         _check_model(model, engine.dtype)
     for optimizer in optimizer_list:
         _check_optimizer(optimizer)
+    try:
+        engine.convert((module for model in model_list for module in model.modules()), model_list)
+        for optimizer in optimizer_list:
+            engine.attach(optimizer)
+    except AmpUsageError:
+        engine.restore()
+        raise
     shutdown()
-    session = _Session(engine, optimizer_list, verbosity)
-    engine.convert((module for model in model_list for module in model.modules()), model_list)
-    for optimizer in optimizer_list:
-        engine.attach(optimizer)
-        _take_over(optimizer, session)
+    _session = Session(engine, model_list, optimizer_list, verbosity)
+    _scalers[:] = engine.scalers
+    engine.scalers = _scalers
     if engine.function_casts is not None:
         functions.apply_registered(engine.function_casts)
         engine.function_casts.cast_outputs(model_list, engine.properties.cast_model_outputs)
         engine.function_casts.start(model_list)
-    _session = session
     return result
 
 
 def shutdown() -> None:
-    """End what the last ``initialize`` keeps switched on: O1's casts, and the scalers of ``scale_loss``.
+    """End what ``initialize`` keeps switched on: O1's casts, and the scalers of ``scale_loss``.
 
     Beyond apex, whose casts last as long as the process. Models stay as they are.
     """
-    global _session
-    if _session is not None and _session.engine is not None and _session.engine.function_casts is not None:
+    global _disabled, _session
+    if _session is not None and _session.engine.function_casts is not None:
         _session.engine.function_casts.stop()
     functions.restore_registered()
-    _session = None
+    _session, _disabled = None, False
 
 
 @contextlib.contextmanager
@@ -205,40 +198,48 @@ def scale_loss(
         The loss to call ``backward`` on.
 
     Raises:
-        AmpStateError: If ``initialize`` was not called (``RuntimeError``, as in apex).
+        AmpStateError: If ``initialize`` was not called (``RuntimeError``, as in apex), or at the exit if overflow after
+            overflow has brought the dynamic scale to zero.
         AmpLookupError: If there is no scaler ``loss_id`` (``IndexError``).
+        AmpUsageError: If a later ``initialize`` with ``enabled=False`` left an optimizer of O2 without gradients.
         TypeError: If ``optimizers`` is neither an optimizer nor a list of them.
 
     Note:
         With a dynamic scale the exit fetches the overflow flag to the host, as apex's does.
     """
-    session = _need_session("scale_loss")
-    engine = session.engine
-    if engine is None:
+    if _disabled:
+        _check_not_left(optimizers)
         yield loss
         return
-    chosen = _listed("optimizers", optimizers, Optimizer)
-    scaler = engine.scaler(loss_id)
-    if scaler.is_identity and not engine.has_masters:
-        with engine.backward_region():
-            yield loss.float()
-        engine.forget_casts()
-        return
-    waiting = any(id(optimizer) in session.scaled for optimizer in chosen)
-    kept = {} if waiting or delay_unscale else engine.stash(chosen)
-    with engine.backward_region():
+    session = _need_session("scale_loss")
+    engine, scaler = session.engine, session.engine.scaler(loss_id)
+    parts: dict[Session, list[Optimizer]] = {}
+    for optimizer in _listed("optimizers", optimizers, Optimizer):
+        parts.setdefault(Session.of(optimizer) or session, []).append(optimizer)
+    idle = scaler.is_identity and not any(part.engine.has_masters for part in parts)
+    with contextlib.ExitStack() as stack:
+        if not idle:
+            for part, own in parts.items():
+                stack.enter_context(part.backward(own, loss_id, delay_unscale))
+        stack.enter_context(engine.backward_region())
         yield scaler.scale(loss)
     engine.forget_casts()
-    if delay_unscale:
-        session.scaled.update(map(id, chosen))
-    else:
-        engine.collect(chosen, kept, loss_id)
-        session.stepped.difference_update(map(id, chosen))
-        session.scaled.difference_update(map(id, chosen))
-        overflow = scaler.overflowed
-        scaler.update()
-        if overflow and session.verbosity > 0:
-            _logger.info("Gradient overflow. Skipping step, loss scaler %d to %g", loss_id, scaler.loss_scale)
+    if idle or delay_unscale:
+        return
+    overflow = scaler.overflowed
+    scaler.update()
+    if overflow:
+        scale = scaler.loss_scale
+        if session.verbosity > 0:
+            _logger.warning(
+                "Gradient overflow. Skipping step, loss scaler %d reducing loss scale to %g", loss_id, scale
+            )
+        if scale == 0.0:
+            raise AmpStateError(
+                f"Loss scaler {loss_id} has halved its scale down to zero, because the gradients of every pass were "
+                "inf or NaN; no step will be taken any more. Look for the first loss that is not finite: its cause is "
+                "not the scale."
+            )
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -257,8 +258,6 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
         AmpStateError: If ``initialize`` was not called, or with ``enabled=False`` (``AttributeError``, as in apex).
     """
     engine = _need_session("state_dict").engine
-    if engine is None:
-        raise AmpStateError("amp.state_dict: initialize was called with enabled=False, so there are no loss scalers.")
     target = OrderedDict() if destination is None else destination
     target.update(engine.state_dict())
     return target
@@ -278,8 +277,6 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         AmpStateError: If ``initialize`` was not called.
     """
     engine = _need_session("load_state_dict").engine
-    if engine is None:
-        raise AmpStateError("amp.load_state_dict: initialize was called with enabled=False; there are no loss scalers.")
     unexpected = [key for key in state_dict if not key.startswith("loss_scaler")]
     if unexpected:
         raise AmpUsageError(
@@ -295,18 +292,20 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Cast nothing inside this context; without effect where nothing is cast."""
-    engine = _session.engine if _session is not None else None
-    if engine is None or engine.function_casts is None:
-        yield
-        return
-    with torch.autocast(engine.device_type, enabled=False):
+    """Cast nothing inside this context; without effect where nothing is cast. Under ``ApexAMP`` too."""
+    casts = functions.casts_in_force()
+    with contextlib.nullcontext() if casts is None else torch.autocast(casts.device_type, enabled=False):
         yield
 
 
-def _need_session(call: str) -> _Session:
+def _need_session(call: str) -> Session:
+    if _disabled:
+        raise AmpStateError(f"amp.{call}: initialize was called with enabled=False, so there are no loss scalers.")
     if _session is None:
-        raise AmpStateError(f"amp.{call} was called before amp.initialize. Call initialize first.")
+        raise AmpStateError(
+            f"amp.{call} was called before amp.initialize. Call initialize first; or, in a LightningModule that a "
+            "Trainer with ApexAMP trains, leave it out: return the loss, or call self.manual_backward(loss)."
+        )
     return _session
 
 
@@ -315,9 +314,15 @@ def _listed(name: str, value: Any, kind: type) -> list[Any]:
         return [value]
     if type(value) is list and all(isinstance(item, kind) for item in value):
         return list(value)
+    instead = ""
+    if isinstance(getattr(value, "optim", None), Optimizer):  # apex's LARC
+        instead = (
+            f" A wrapper such as {type(value).__name__} is none. Pass the optimizer in it; for layer-wise rates take "
+            "lightning_turbo.lars(model, lr)."
+        )
     raise TypeError(
         f"{name}={value!r} is a {type(value).__name__}; accepted is a {kind.__module__}.{kind.__name__} "
-        "or a list of them."
+        f"or a list of them.{instead}"
     )
 
 
@@ -342,8 +347,20 @@ def _check_model(model: nn.Module, half: torch.dtype) -> None:
         )
 
 
+def _check_not_left(optimizers: Any) -> None:
+    """Refuse optimizers whose masters get no gradient while ``scale_loss`` does nothing."""
+    for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+        session = Session.of(optimizer)
+        if session is not None and session.engine.has_masters:
+            raise AmpUsageError(
+                f"scale_loss was given a {type(optimizer).__name__} that updates O2's masters, after an initialize "
+                "with enabled=False, which ends scale_loss for all; its model would never move. Leave that initialize "
+                "out: a model stays as it is without."
+            )
+
+
 def _check_optimizer(optimizer: Optimizer) -> None:
-    if isinstance(getattr(optimizer, "_lightning_turbo_amp", None), _Session):
+    if Session.of(optimizer) is not None:
         raise AmpUsageError(
             f"initialize was given a {type(optimizer).__name__} that an earlier initialize has taken over; accepted "
             "is an optimizer once. Build a new one."
@@ -351,47 +368,3 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     for param in master_params(optimizer):
         if param.dtype not in (torch.float32, *HALF_DTYPES) and not isinstance(param, nn.Parameter):
             raise TypeError(f"An optimizer's parameter is {param.dtype}; accepted are float32 parameters.")
-
-
-def _take_over(optimizer: Optimizer, session: _Session) -> None:
-    """Let ``step`` and ``zero_grad`` of this one optimizer know of masters and skipped steps."""
-    engine = session.engine
-    if engine is None:
-        return
-    step, zero_grad = optimizer.step, optimizer.zero_grad
-
-    def amp_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is not None and (engine.has_masters or engine.will_skip(self)):
-            raise AmpUsageError(
-                "optimizer.step was given a closure; at O2 and on a skipped step none is accepted, because the "
-                "gradients of masters are made by scale_loss. Run it first and call step()."
-            )
-        with disable_casts():
-            result = engine.step(self, step if closure is None else lambda: step(closure))
-        engine.forget_overflow(self)  # one step is skipped, as in apex
-        engine.forget_casts()
-        session.stepped.add(id(self))
-        for master in session.no_longer_needed(self):
-            master.grad = None
-        self._opt_called = True  # type: ignore[attr-defined]  # for schedulers: a skipped step is no step forgotten
-        return result
-
-    amp_step.__dict__.update(getattr(step, "__dict__", {}))  # a scheduler made before has marked its own wrapper
-
-    def amp_zero_grad(self: Optimizer, set_to_none: bool | None = None) -> None:
-        pairs = [] if engine.weights is None else engine.weights.pairs(self)
-        if not pairs:
-            zero_grad(*(() if set_to_none is None else (set_to_none,)))
-            return
-        masters = {id(master) for _, master in pairs}
-        for _, master in pairs:
-            master.grad = None
-        # apex zeroes what the model holds; set_to_none=True releases it.
-        own = [param for param in master_params(self) if id(param) not in masters]
-        for param in (*(weight for weight, _ in pairs), *own):
-            if param.grad is not None:
-                param.grad = None if set_to_none else torch.zeros_like(param.grad)
-
-    optimizer.step = types.MethodType(amp_step, optimizer)
-    optimizer.zero_grad = types.MethodType(amp_zero_grad, optimizer)
-    optimizer._lightning_turbo_amp = session  # type: ignore[attr-defined]  # marks it as taken over

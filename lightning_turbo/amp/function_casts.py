@@ -106,7 +106,7 @@ class FunctionCasts:
         self.device_type = device_type
         self.dtype = dtype
         self._cache = cache and cache_survives_no_grad()
-        self._mode = _ApexLists(device_type, dtype) if lists == "apex" else None
+        self._mode = _ApexLists(device_type, dtype, dict(_actions())) if lists == "apex" else None
         self._entered: contextlib.ExitStack | None = None
 
     def region(self) -> contextlib.AbstractContextManager[Any]:
@@ -139,17 +139,19 @@ class FunctionCasts:
     def start(self, models: Iterable[nn.Module] = ()) -> None:
         """Cast on this thread from now on until ``stop``, as ``apex.amp.initialize`` does for O1.
 
-        The lists go with the calls of ``models`` to other threads, as those of DataParallel; autocast, which torch
-        hands over to its threads, decides there whether they are obeyed.
+        The lists go with replicas of ``models`` to the threads of DataParallel; autocast, which torch hands over to
+        its threads, decides there whether they are obeyed.
         """
         stack = contextlib.ExitStack()
         stack.enter_context(self.region())
         self._entered = stack
         if self._mode is not None:
+            _elsewhere.append(_Elsewhere(self._mode))
+            stack.callback(_elsewhere.clear)
             for model in models:
-                elsewhere = _Elsewhere(self._mode)
-                stack.callback(model.register_forward_pre_hook(elsewhere.enter).remove)
-                stack.callback(model.register_forward_hook(elsewhere.leave, always_call=True).remove)
+                # No hook of the model's own, so that it can be scripted and pickled as it is.
+                replicate: Any = types.MethodType(_replicate_for_data_parallel, model)
+                model._replicate_for_data_parallel = replicate
 
     def stop(self) -> None:
         """End what ``start`` began."""
@@ -161,13 +163,18 @@ class FunctionCasts:
         """Cast the models' floating outputs to ``dtype``, if one is asked for."""
         if dtype is not None:
             for model in models:
-                model.register_forward_hook(lambda module, args, output: cast_floats(output, dtype))
+                model.register_forward_hook(functools.partial(_cast_output, dtype))
 
     def register(self, function: Callable[..., Any], kind: str) -> None:
         """Add a function of torch's to a list: ``"half"``, ``"float"`` or ``"promote"``."""
-        if self._mode is not None:
-            # What a program registers has the last word: autocast does not change it any more.
-            self._mode.actions[function] = (_CHANGES[kind], _ApexLists.leave_alone)
+        if self._mode is None:
+            self._mode = _ApexLists(self.device_type, self.dtype, {})
+        # What a program registers has the last word: autocast does not change it any more.
+        self._mode.actions[function] = (_CHANGES[kind], _ApexLists.leave_alone)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_floats(output, dtype)
 
 
 class _Elsewhere:
@@ -177,29 +184,37 @@ class _Elsewhere:
         self.mode = mode
         self.home = threading.get_ident()
 
-    def __deepcopy__(self, memo: Any) -> _Elsewhere:
-        return self
-
-    def away(self) -> bool:
-        return not torch.compiler.is_compiling() and threading.get_ident() != self.home
-
     def enter(self, module: nn.Module, args: Any) -> None:
-        if self.away():
+        if threading.get_ident() != self.home:
             self.mode.__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.away():
+        if threading.get_ident() != self.home:
             self.mode.__exit__(None, None, None)
+
+
+_elsewhere: list[_Elsewhere] = []  # for the plain loop that is on
+
+
+def _replicate_for_data_parallel(self: Any) -> Any:
+    """Return the replica that a model's class makes, one that obeys the lists on other threads."""
+    replica = type(self)._replicate_for_data_parallel(self)
+    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
+        setattr(replica, hooks, getattr(replica, hooks).copy())  # they were the model's
+    for elsewhere in _elsewhere:
+        replica.register_forward_pre_hook(elsewhere.enter)
+        replica.register_forward_hook(elsewhere.leave, always_call=True)
+    return replica
 
 
 class _ApexLists(TorchFunctionMode):
     """Obeys apex's lists wherever autocast is on, so that ``torch.autocast(enabled=False)`` is respected."""
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(self, device_type: str, dtype: torch.dtype, actions: dict[Any, tuple[Any, Any]]) -> None:
         super().__init__()
         self.device_type = device_type
         self.dtype = dtype
-        self.actions = dict(_actions())
+        self.actions = actions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         action = self.actions.get(func)

@@ -13,6 +13,7 @@ from lightning_turbo.amp.function_casts import FunctionCasts, to_float, to_half,
 
 __all__ = [
     "apply_registered",
+    "casts_in_force",
     "float_function",
     "half_function",
     "promote_function",
@@ -81,6 +82,11 @@ def apply_registered(casts: FunctionCasts) -> None:
         else:
             _replaced.append((module, name, function))
             setattr(module, name, _decorated(function, kind))
+
+
+def casts_in_force() -> FunctionCasts | None:
+    """Return what ``apply_registered`` was called with last, until ``restore_registered``."""
+    return _active
 
 
 def restore_registered() -> None:

@@ -146,8 +146,7 @@ class HalfWeights:
         finally:
             self._wide = False
             self._round_buffers(buffers)
-            for module, name, weight in places:
-                module._parameters[name] = weight
+            self._take_back(places)
             for weight, master in on:
                 weight.requires_grad_(master.requires_grad)
                 master.requires_grad_(True)
@@ -160,6 +159,16 @@ class HalfWeights:
                     for weight, version in versions.items()
                 ]
             )
+
+    @torch.no_grad()
+    def _take_back(self, places: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
+        """Put half weights back where their masters are still, or another parameter that was assigned meanwhile."""
+        for module, name, weight in places:
+            master, new = self._masters[weight], module._parameters.get(name)
+            if new is not None and new is not master and new.shape == master.shape:
+                new = master.copy_(new)
+            if new is master:
+                module._parameters[name] = weight  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def _widen_buffers(self) -> list[tuple[nn.Module, str, Tensor, Tensor, int]]:
@@ -176,9 +185,11 @@ class HalfWeights:
     @torch.no_grad()
     def _round_buffers(self, widened: Iterable[tuple[nn.Module, str, Tensor, Tensor, int]]) -> None:
         for module, name, half, own, version in widened:
-            new = module._buffers[name]
+            new = module._buffers.get(name)
+            if new is None:  # taken away
+                continue
             module._buffers[name] = half
-            if new is not own and new is not None and new.shape == own.shape:  # assigned, not changed in place
+            if new is not own and new.shape == own.shape:  # assigned, not changed in place
                 own.copy_(new)
             if own._version != version:
                 half.copy_(own)
@@ -191,16 +202,20 @@ class HalfWeights:
         of its own changes, as a schedule-free optimizer's ``eval`` or the ``first_step`` of SAM, reaches the model.
 
         Raises:
-            AmpUsageError: If it wraps an optimizer that keeps the half weights.
+            AmpUsageError: If it wraps an optimizer that keeps the half weights, or is of no class of optimizers.
         """
+        if self.with_masters and not issubclass(type(optimizer), Optimizer):
+            raise AmpUsageError(
+                f"O2 was given a {type(optimizer).__name__}, which wraps an optimizer and is none itself; accepted are "
+                "instances of torch.optim.Optimizer. Pass the optimizer in it; for layer-wise rates take "
+                "lightning_turbo.lars(model, lr); or take O0 or O1."
+            )
         for group in optimizer.param_groups:
             self.attach_group(group)
         self._move_state(optimizer, {**{tensor: tensor for tensor in self._cast}, **self._masters})
         self._optimizers.append((optimizer, type(optimizer)))
         for inner in vars(optimizer).values():
-            if isinstance(inner, Optimizer) and any(
-                p in self._masters for g in inner.param_groups for p in g["params"]
-            ):
+            if isinstance(inner, Optimizer) and self.holds_masters_of(inner):
                 raise AmpUsageError(
                     f"O2 was given a {type(optimizer).__name__}, which keeps the model's half weights in an optimizer "
                     "of its own; accepted are optimizers that update the parameters of their groups. Take O0, O1 or O3."
@@ -223,7 +238,15 @@ class HalfWeights:
 
             return wrapper
 
-        members: dict[str, Any] = {"__module__": base.__module__, "add_param_group": add_param_group}
+        def reduced(self_: Any, protocol: Any) -> Any:
+            _, _, *state = base.__reduce_ex__(self_, protocol)
+            return object.__new__, (base,), *state  # a copy or a pickle follows nothing
+
+        members: dict[str, Any] = {
+            "__module__": base.__module__,
+            "add_param_group": add_param_group,
+            "__reduce_ex__": reduced,
+        }
         for name in dir(base):
             method = inspect.getattr_static(base, name)
             if isinstance(method, types.FunctionType) and not name.startswith("_") and not hasattr(Optimizer, name):
@@ -276,6 +299,25 @@ class HalfWeights:
             self._pairs[id(optimizer)] = [(w, m) for w, m in self._masters.items() if id(m) in held]
         return self._pairs[id(optimizer)]
 
+    @torch.no_grad()
+    def take_changes(self, before: Mapping[Tensor, Tensor]) -> None:
+        """Let masters take the entries of half weights that are not what they were, and not the masters' own values.
+
+        Args:
+            before: The weights, with copies of what they were.
+        """
+        for weight, was in before.items():
+            master = self._masters[weight]
+            new = float_value(weight, master)
+            if new.shape == master.shape and new.device == master.device:
+                master.copy_(torch.where(weight != was, new, master))
+            else:
+                master.data = new
+
+    def holds_masters_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds half weights that have masters, and so would never see their gradients."""
+        return any(param in self._masters for group in optimizer.param_groups for param in group["params"])
+
     def by_master(self) -> dict[Tensor, Tensor]:
         """Return each master's weight."""
         return {master: weight for weight, master in self._masters.items()}
@@ -318,7 +360,8 @@ class HalfWeights:
     def restore(self) -> None:
         """Give the model its old dtypes back: exact where there are masters, else the half values widened.
 
-        What was changed in a half weight itself, by a callback say, is kept.
+        What was changed in a half weight itself, by a callback say, is kept; what was made of half weights since becomes
+        float32.
 
         Optimizers get the model's own parameters back, with their state.
         """
@@ -337,6 +380,10 @@ class HalfWeights:
             tensor.grad = None
             if master is not None:
                 master.data = tensor.data  # so that no more than one of the two fills memory
+        for module in {module: None for owner in self._owners for module in owner.modules()}:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.dtype is self.dtype and self.dtype in HALF_DTYPES:
+                    tensor.data = tensor.data.float()
         weight_of = self.by_master()
         for optimizer, base in self._optimizers:
             optimizer.__class__ = base

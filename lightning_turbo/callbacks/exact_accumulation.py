@@ -20,8 +20,12 @@ from lightning_turbo._compat import (
     rank_zero_warn,
 )
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
-from lightning_turbo.plugins.accumulated import gather_for_checkpoint
+from lightning_turbo.optim.accumulation import (
+    AccumulationWindow,
+    checked_weight,
+    gather_for_checkpoint,
+    scale_gradients,
+)
 
 __all__ = ["ExactAccumulation"]
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["AccumulationWindow", "checked_weight", "scale_gradients"]
+__all__ = ["AccumulationWindow", "checked_weight", "gather_for_checkpoint", "rank_and_size", "scale_gradients"]
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply the gradients of parameters, in place.
 
+    Each product is rounded once, to the gradient's dtype; the factor counts in that dtype, or in float32 where that is
+    half precision.
+
     Args:
         parameters: Parameters of any shape; those without a gradient are passed over.
-        factor: Dimensionless factor, a number or a tensor of one element on the gradients' device.
+        factor: Dimensionless factor, a number or a tensor without dimensions; not read on the host.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -28,12 +32,24 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
         [0.5, 0.5]
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-    if dense:
-        torch._foreach_mul_(dense, factor)
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        if gradient.layout is not torch.strided:
+        if gradient.layout is torch.strided and gradient.ndim:
+            groups[gradient.device, gradient.dtype].append(gradient)
+        else:
             gradient.mul_(factor)
+    # On CUDA one kernel serves many gradients, if they and the factor have one dtype.
+    for (device, dtype), alike in groups.items():
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        if isinstance(factor, Tensor):
+            own = factor.to(device, wide)
+        else:
+            own = torch.full((), factor, dtype=wide, device=device)
+        if wide is dtype:
+            torch._foreach_mul_(alike, own)
+        else:
+            for gradient in alike:
+                torch.mul(gradient, own.expand_as(gradient), out=gradient)
 
 
 class AccumulationWindow:
@@ -144,3 +160,28 @@ def checked_weight(weight: Any) -> float | Tensor:
             "samples or tokens."
         )
     return float(weight)
+
+
+def gather_for_checkpoint(own: Any) -> list[Any]:
+    """Return what every rank has on rank 0, which writes checkpoints; on others what they have, for each rank.
+
+    Args:
+        own: What this rank has; tensors on the host.
+
+    Note:
+        A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
+    """
+    rank, size = rank_and_size()
+    everything = [own] * size
+    if size > 1:
+        group: Any = torch.distributed.new_group(backend="gloo")
+        torch.distributed.gather_object(own, everything if rank == 0 else None, group=group)
+        torch.distributed.destroy_process_group(group)
+    return everything
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the number of this process and how many there are; 0 and 1 without torch.distributed."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

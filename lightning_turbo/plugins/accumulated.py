@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,26 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_turbo._compat import rank_zero_warn
 from lightning_turbo.errors import TurboWarning
+from lightning_turbo.optim.accumulation import gather_for_checkpoint, rank_and_size
 
-__all__ = ["gather_for_checkpoint", "gather_gradients", "gradients_of_this_rank", "put_gradients"]
-
-
-def gather_for_checkpoint(own: Any) -> list[Any]:
-    """Return what every rank has on rank 0, which writes checkpoints; on others what they have, for each rank.
-
-    Args:
-        own: What this rank has; tensors on the host.
-
-    Note:
-        A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
-    """
-    rank, size = _rank_and_size()
-    everything = [own] * size
-    if size > 1:
-        group: Any = torch.distributed.new_group(backend="gloo")
-        torch.distributed.gather_object(own, everything if rank == 0 else None, group=group)
-        torch.distributed.destroy_process_group(group)
-    return everything
+__all__ = ["gather_gradients", "gradients_of_this_rank", "put_gradients"]
 
 
 def gather_gradients(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Tensor]]]:
@@ -52,7 +34,7 @@ def gradients_of_this_rank(saved: list[list[dict[str, Tensor]]]) -> list[dict[st
     Warns:
         TurboWarning: If the number of ranks is not the one that saved.
     """
-    rank, size = _rank_and_size()
+    rank, size = rank_and_size()
     if len(saved) == size:
         return saved[rank]
     rank_zero_warn(
@@ -78,9 +60,3 @@ def put_gradients(optimizers: Sequence[Optimizer], gradients: list[dict[str, Ten
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _rank_and_size() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1

@@ -19,6 +19,7 @@ from lightning_turbo._compat import (
     rank_zero_warn,
 )
 from lightning_turbo.amp import functions
+from lightning_turbo.amp.collectives import on_dense
 from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.function_casts import to_float
@@ -28,7 +29,7 @@ from lightning_turbo.plugins import refusals
 from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_this_rank, put_gradients
 from lightning_turbo.plugins.float_hooks import FloatHooks
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
-from lightning_turbo.plugins.rank_gradients import RankGradients, on_dense
+from lightning_turbo.plugins.rank_gradients import RankGradients
 from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
 

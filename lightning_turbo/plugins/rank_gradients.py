@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_turbo.amp.collectives import on_dense
 from lightning_turbo.amp.half_weights import HalfWeights
 
-__all__ = ["RankGradients", "on_dense"]
-
-
-def on_dense(collective: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> None:
-    """Call a collective that changes a tensor in place, on a copy where NCCL refuses its strides."""
-    dense = tensor.contiguous()
-    collective(dense, **kwargs)
-    if dense is not tensor:
-        tensor.copy_(dense)
+__all__ = ["RankGradients"]
 
 
 class RankGradients:

@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.utils.prune
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.data import DataLoader
@@ -334,3 +335,59 @@ def test_modules_whose_weights_cannot_be_cast_are_refused(level):
     module.last = torch.jit.trace(nn.Linear(8, 1), torch.ones(1, 8))
     with pytest.raises(AmpUsageError, match=rf"{level} was given a TorchScript module \(Linear\).*or take O0 or O1"):
         fit(module, level)
+
+
+def another_parameter(net):
+    net[2].weight = nn.Parameter(torch.full_like(net[2].weight, 0.125))
+
+
+def without_weight_norm(net):
+    nn.utils.remove_weight_norm(net[0])
+
+
+def without_mask(net):
+    nn.utils.prune.remove(net[2], "weight")
+
+
+def fused(net):
+    net[0] = nn.utils.fusion.fuse_linear_bn_eval(net[0].eval(), net[1].eval())
+    net[1] = nn.Identity()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("change", [another_parameter, without_weight_norm, without_mask, fused])
+def test_parameters_replaced_or_taken_away(change, level, inside):
+    class Changed(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            if change is without_weight_norm:
+                nn.utils.weight_norm(self.net[0])
+            elif change is without_mask:
+                nn.utils.prune.l1_unstructured(self.net[2], "weight", 0.5)
+
+        def training_step(self, batch, index):
+            return self.net(batch).float().square().mean()
+
+        def on_train_end(self):
+            if inside and isinstance(self.trainer.precision_plugin, ApexAMP):
+                with self.trainer.precision_plugin.float_weights():
+                    change(self.net)
+            else:
+                change(self.net)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    plain, ours = Changed(), Changed()
+    pl.Trainer(**QUIET).fit(plain, batches())
+    fit(ours, level)
+    wanted, state = plain.state_dict(), ours.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert state[name].dtype is value.dtype
+        torch.testing.assert_close(state[name], value, rtol=0.05, atol=0.02)
+    ours.eval().net(torch.randn(2, 4))

@@ -1,5 +1,6 @@
 """amp with DistributedDataParallel: two gloo ranks on one CPU."""
 
+import contextlib
 import socket
 
 import pytest
@@ -34,6 +35,38 @@ def train(model, inner, batches, level):
     return [p.detach().float().clone() for p in amp.master_params(optimizer)], [p.detach() for p in inner.parameters()]
 
 
+def seeded_apart(rank, level, before):
+    """Trains an encoder and a decoder that every rank draws anew, and returns masters and weights after each step."""
+    torch.manual_seed(rank)
+    models = [nn.Linear(4, 8), nn.Linear(8, 2)]
+    start = [p.detach().clone() for model in models for p in model.parameters()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, dtype=torch.bfloat16, loss_scale=8.0, verbosity=0)
+    encoder, decoder = before(models[0]), before(models[1])
+    with torch.no_grad():
+        encoder(torch.ones(1, 4))  # by itself, before the first pass
+    seen = []
+    for i in range(3):
+        x = torch.randn(3, 4)
+        for last in (False, True):
+            apart = () if last else (encoder.no_sync(), decoder.no_sync())
+            with contextlib.ExitStack() as stack:
+                for context in apart:
+                    stack.enter_context(context)
+                loss = decoder(encoder(x)).float().pow(2).mean()
+                with amp.scale_loss(loss, optimizers, delay_unscale=not last) as scaled:
+                    scaled.backward()
+        for optimizer in optimizers[: 1 if i == 0 else 2]:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        masters = [p.detach().clone() for optimizer in optimizers for p in amp.master_params(optimizer)]
+        seen.append((masters, [p.detach().clone() for model in models for p in model.parameters()]))
+    hooks = [len(model._forward_pre_hooks) for model in models]
+    amp.shutdown()
+    return start, seen, hooks
+
+
 def work(rank, folder, port):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -48,11 +81,15 @@ def work(rank, folder, port):
             result[level + " wrapped"] = "accepted"
         except AmpUsageError as error:
             result[level + " wrapped"] = str(error)
+    result["apart"] = {level: seeded_apart(rank, level, DistributedDataParallel) for level in LEVELS}
     torch.save(result, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_wrapped_after_initialize_train_as_one(tmp_path):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The batches, and what the two ranks made of them."""
+    tmp_path = tmp_path_factory.mktemp("ranks")
     batches = [torch.randn(6, 4) for _ in range(4)]
     torch.save(batches, tmp_path / "batches.pt")
     with socket.socket() as probe:
@@ -61,7 +98,24 @@ def test_two_ranks_wrapped_after_initialize_train_as_one(tmp_path):
     context = mp.start_processes(work, (tmp_path, port), nprocs=2, join=False, start_method="spawn")
     while not context.join(timeout=100):
         pass
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    return batches, *(torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ranks_with_seeds_of_their_own_begin_with_the_first_ones_weights(ranks, level):
+    (start, first, hooks), (other, second, _) = (results["apart"][level] for results in ranks[1:])
+    assert not torch.equal(start[0], other[0])
+    for ours, theirs in zip(first, second, strict=True):
+        for a, b in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):
+            assert torch.equal(a, b)
+    if level == "O2":
+        # The decoder has not stepped after the first pass, and the first rank's masters are exact.
+        assert all(torch.equal(a, b) for a, b in zip(second[0][0][2:], start[2:], strict=True))
+        assert hooks == [1, 1]  # of O2's casts alone
+
+
+def test_two_ranks_wrapped_after_initialize_train_as_one(ranks):
+    batches, first, second = ranks
     for level in LEVELS:
         for ours, theirs in zip(first[level], second[level], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), level

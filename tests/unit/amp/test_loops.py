@@ -382,15 +382,28 @@ def test_the_lists_reach_the_threads_of_data_parallel():
     init(model, sgd(model), "O1")
     expected = model(torch.ones(2, 4))
     assert expected.dtype is torch.float32  # GELU is on apex's float32 list, and autocast leaves it half on a CPU
+    init(net(), None, "O1")  # of another model, which takes nothing from the first
     assert all(torch.equal(out, expected) for out in in_threads(copy.deepcopy(model), model))
     refused = in_threads(Refusing(model), Refusing(model))
     assert all(isinstance(error, AmpUsageError) for error in refused)
     assert all(torch.equal(out, expected) for out in in_threads(model, model))
+    assert not model._forward_pre_hooks
+    amp.shutdown()
+    assert all(out.dtype is torch.float16 for out in in_threads(model, model))
+
+
+def replica_of(module):
+    """Copies a module as DataParallel does for a device."""
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = module._parameters.copy()
+    replica._modules = {name: replica_of(child) for name, child in module._modules.items()}
+    return replica
 
 
 def in_threads(*models):
     """Calls the models as DataParallel does on its devices: a thread each, with autocast handed over."""
     results = [None] * len(models)
+    models = [replica_of(model) for model in models]
 
     def call(index, model):
         try:
@@ -521,7 +534,7 @@ def test_nothing_keeps_a_model_alive(level):
 def test_evaluation_under_no_grad_does_not_poison_the_cache():
     model = net()
     optimizer = sgd(model)
-    init(model, optimizer, "O1", loss_scale=1.0)
+    init(model, optimizer, "O1", loss_scale=1.0, cast_cache=True)
     with torch.no_grad():
         model(torch.ones(2, 4))
     loss = model(torch.ones(2, 4)).float().pow(2).mean()
