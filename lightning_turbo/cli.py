@@ -222,7 +222,7 @@ def _add_bench(commands: Commands) -> None:
         "bench",
         help="measure speed, memory and loss beside Lightning, plain PyTorch and other libraries",
         description="Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes "
-        "results.json, results.md and a picture for each suite. Ctrl-C keeps what was measured. "
+        "results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured. "
         "With `compare A B`, tell what got slower between two results; the exit status is then 1 if something did.",
         usage="lightning-turbo bench [SUITE] [options]\n       lightning-turbo bench compare A B [--threshold X]",
     )
@@ -240,6 +240,9 @@ def _add_bench(commands: Commands) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds a case, however long (default: the suite's)")
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="when the measuring ends (default: when all is measured)"
+    )
     parser.add_argument(
         "--processes", type=int, default=1, metavar="N",
         help="fresh processes a case, to divide its rounds among (default: 1); for differences of some per cent",
@@ -269,6 +272,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         threads=arguments.threads,
         rounds=arguments.rounds,
+        minutes=arguments.minutes,
         processes=arguments.processes,
         seed=arguments.seed,
     )

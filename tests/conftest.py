@@ -1,10 +1,12 @@
 """What every test gets: a seed, a folder of its own, and a check that it left nothing behind."""
 
+import importlib.util
 import os
 import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,21 @@ from lightning_turbo.data import randomness
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds for a test; not in force, because pytest-timeout is not installed")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "timeout(seconds): for a test; in force where pytest-timeout is installed")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """The tests for a GPU need little, so that a machine which has one can run them; the others are not even read."""
+    others = collection_path.is_dir() and collection_path.parent == Path(__file__).parent
+    return True if config.option.markexpr == "gpu" and others and collection_path.name != "gpu" else None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -37,7 +54,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_sessionfinish(session, exitstatus):
     """A run of the GPU or apex tests that ran nothing is a failure, not a success."""
     asked = session.config.option.markexpr
-    if asked in ("gpu", "apex") and session.testscollected and not session.testsfailed:
+    ran = session.testscollected and not session.testsfailed and not session.config.option.collectonly
+    if asked in ("gpu", "apex") and ran:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if not reporter.stats.get("passed"):
             session.exitstatus = 1
@@ -60,9 +78,9 @@ def _leaves_nothing_behind():
     threads = set(threading.enumerate())
     yield
     after = _globals()
-    # Lightning sets these for the whole process and leaves them, and so does scikit-learn when it is imported.
+    # Lightning, scikit-learn and older torch set these for the whole process on first use and leave them.
     lasting = (
-        "CUDA_DEVICE_ORDER", "KINETO_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+        "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
         "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "POSSIBLE_USER_WARNINGS",
         "PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
     )  # fmt: skip

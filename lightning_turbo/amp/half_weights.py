@@ -360,8 +360,8 @@ class HalfWeights:
     def restore(self) -> None:
         """Give the model its old dtypes back: exact where there are masters, else the half values widened.
 
-        What was changed in a half weight itself, by a callback say, is kept; what was made of half weights since becomes
-        float32.
+        What was changed in a half weight itself, by a callback say, is kept; what was made of half weights since
+        becomes float32.
 
         Optimizers get the model's own parameters back, with their state.
         """

@@ -30,8 +30,8 @@ SUITE.aims += [Aim("PrefetchLoader, depth 2", "step alone", at_most=1.05)]
 
 A case is a function that takes a ``Meter`` (and its ``config`` as keywords), builds what it needs, and does one step
 of work after another, for ever, until ``meter.step()`` returns ``False``; then it cleans up and returns its quality
-(``loss``, ``accuracy``) and other numbers. A case that cannot run here raises ``SkippedError`` with the reason; any
-other error is reported in the case's row and stops nothing else.
+(``loss``, ``accuracy``) and other numbers. A case that cannot run here raises ``SkippedError`` with the reason, or the
+``MissingExtraError`` of what it needs; any other error is reported in the case's row and stops nothing else.
 
 Every case runs in a fresh interpreter of its own; those that are compared with one another, by ``base``, ``against``
 or an aim, take turns. The meter drops the warm-up, synchronises the device, and holds the
@@ -141,7 +141,8 @@ class Suite:
         quick_steps: Steps in a round with ``--quick``.
         rounds: Rounds a case.
         warmup: Steps before the first round, not measured.
-        lead: Steps at the head of each round, not measured: queues and caches settle after the case was held.
+        lead: Steps at the head of each round, not measured: queues and caches settle after the case was held. At least
+            1 where the GPU's memory is used, which a case gives back while it is held.
         seconds: Time for the rounds of the whole suite, unless their number is given; when it is over, the sweep in
             progress is the last.
         quick_seconds: The same with ``--quick``.

@@ -16,13 +16,14 @@ __all__ = ["BenchSettings", "compare_files", "list_cases", "run_bench"]
 
 def _table(title: str, columns: list[str], lines: list[list[str]]) -> Any:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 or column == "note" else "right", overflow="fold")
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*map(escape, line))
     return table
 
 

@@ -26,6 +26,11 @@ END_TIMEOUT_INTERRUPTED = 20.0
 
 UNENDED = "interrupted"  # the status of a case until it ends otherwise
 FEWEST_SWEEPS = 3  # however little time there is: a median needs some values
+START_SHARE = 2 / 3  # of a group's time; after it no further case is started, so that those which are get some rounds
+LATE = "no time was left for it"
+# Cases that start at the same time. The largest groups are some 20 ResNet-50 at batch 128 on one GPU: a step in
+# float32 takes about 13 GiB (10.3 of them activations), a case that is held 1.2. With two starts that is 50 of 80 GiB.
+STARTS = {"cpu": 4, "cuda": 2}
 
 
 class SuiteRun:
@@ -37,16 +42,27 @@ class SuiteRun:
         folder: Working directory of the cases.
         progress: Where to show how far it is.
         interrupt: Whether to stop.
+        later: Processes that are started for the suites after this one.
+        save: Called after each sweep and each group, when there is something new to keep.
     """
 
     def __init__(
-        self, suite: Suite, settings: BenchSettings, folder: Path, progress: Progress, interrupt: Interrupt
+        self,
+        suite: Suite,
+        settings: BenchSettings,
+        folder: Path,
+        progress: Progress,
+        interrupt: Interrupt,
+        *,
+        later: int,
+        save: Callable[[], object],
     ) -> None:
         self.suite = suite
         self.settings = settings
         self.folder = folder
         self.progress = progress
         self.interrupt = interrupt
+        self.save = save
         self.alive: dict[str, CaseProcess] = {}
         self.measured: set[str] = set()  # those of them that have done a round
         self.sweeps = math.ceil((settings.rounds or suite.rounds) / settings.processes)  # of each process
@@ -54,8 +70,9 @@ class SuiteRun:
         self.budget = suite.quick_seconds if settings.quick else math.inf if settings.rounds else suite.seconds
         self.chosen = settings.chosen(suite)
         self.prepared: dict[str, Any] = {}
-        # Starts and rounds of the groups not begun.
+        # Starts and rounds of the groups not begun; their processes, and those of the suites after this one.
         self.to_come = settings.processes * len(self.chosen) * (1 + self.sweeps)
+        self.ahead = settings.processes * len(self.chosen) + later
         self.rows: dict[str, dict[str, Any]] = {name: self._row(name) for name in self.chosen}
 
     def _row(self, name: str) -> dict[str, Any]:
@@ -116,14 +133,18 @@ class SuiteRun:
             if self._prepare():
                 for number in range(self.settings.processes):
                     for group in self._groups():
-                        self._start([name for name in group if self.rows[name]["status"] in (UNENDED, "ok")])
-                        self._measure(group, number)
+                        begun, share = time.monotonic(), self.interrupt.left * len(group) / self.ahead
+                        self.ahead -= len(group)
+                        able = [name for name in group if self.rows[name]["status"] in (UNENDED, "ok")]
+                        self._start(able, begun + START_SHARE * share)
+                        self._measure(group, number, begun + share)
                         self._finish(END_TIMEOUT)
+                        self.save()
         except InterruptedRunError:
             self._finish(END_TIMEOUT_INTERRUPTED)
             for name in self.chosen:
                 if self.rows[name]["status"] == UNENDED and not self.interrupt.pressed:
-                    self._lose(name, "skipped", "--quick had no time left for it")
+                    self._lose(name, "skipped", LATE)
         finally:
             for process in self.alive.values():
                 process.close(grace=0.0)
@@ -177,17 +198,18 @@ class SuiteRun:
         groups = dict.fromkeys(frozenset(group_of[name]) for name in self.chosen)
         return [[name for name in self.chosen if name in group] for group in groups]
 
-    def _start(self, group: list[str]) -> None:
-        """Bring every case behind its warm-up, as many at a time as there are cores, and hold it there."""
+    def _start(self, group: list[str], until: float) -> None:
+        """Bring every case that is begun before ``until`` behind its warm-up, a few at a time, and hold it there."""
         waiting: list[str] = []
-        at_once = min(4, os.cpu_count() or 1)
+        at_once = min(STARTS[self.settings.device], os.cpu_count() or 1)
         todo = list(group)
         while todo or waiting:
             self.interrupt.check()
             while todo and len(waiting) < at_once:
                 name = todo.pop(0)
-                if reason := self._absent(name):
-                    self._lose(name, "skipped", reason)
+                if reason := self._absent(name) or (LATE if time.monotonic() > until else ""):
+                    if self.rows[name]["status"] == UNENDED:
+                        self._lose(name, "skipped", reason)
                     self.progress.advance()
                     continue
                 self.alive[name] = self._spawn(name)
@@ -231,14 +253,15 @@ class SuiteRun:
             return None
         return event
 
-    def _measure(self, group: list[str], number: int) -> None:
+    def _measure(self, group: list[str], number: int, until: float) -> None:
         """One round of each case in turn, until there are enough or the group's share of the time is up.
 
-        Each sweep begins with another case, so that none has the better place.
+        Each sweep begins with another case, so that none has the better place. Beyond ``until`` there are no more than
+        the fewest.
         """
         start = time.monotonic()
         done = number * self.sweeps
-        budget = self.budget * len(group) / len(self.chosen) / self.settings.processes
+        budget = min(self.budget * len(group) / len(self.chosen) / self.settings.processes, until - start)
         fewest = math.ceil(FEWEST_SWEEPS / self.settings.processes)
         self.to_come -= len(group) * (1 + self.sweeps)
         order = {"order": "round", "lead": self.suite.lead, "steps": self.steps}
@@ -259,6 +282,7 @@ class SuiteRun:
                     self.rows[name]["rounds"].append({"sweep": done + sweep, "process": number, **round_})
                 self.progress.advance()
                 self.interrupt.check()
+            self.save()
             spent = time.monotonic() - start
             expected = max(fewest, math.floor(min(self.sweeps, budget * (sweep + 1) / spent))) if spent else self.sweeps
             if sweep + 1 >= fewest and spent * (sweep + 2) / (sweep + 1) > budget:

@@ -1,4 +1,4 @@
-"""Ctrl-C and a deadline as flags, so that what was measured is kept."""
+"""Ctrl-C, SIGTERM and a deadline as flags, so that what was measured is kept."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Interrupt", "InterruptedRunError"]
 
 
 class InterruptedRunError(Exception):
-    """Ctrl-C was pressed, or the time is up."""
+    """Ctrl-C was pressed, SIGTERM was sent, or the time is up."""
 
 
 class Interrupt:
-    """Turns Ctrl-C into a flag that is looked at between events; a second Ctrl-C stops at once.
+    """Turns Ctrl-C and SIGTERM into a flag that is looked at between events; the second of them stops at once.
 
     Args:
         seconds: How long the measuring may go on from now.
@@ -29,17 +29,17 @@ class Interrupt:
         self.deadline = time.monotonic() + seconds
 
     @property
-    def late(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() > self.deadline
+    def left(self) -> float:
+        """Seconds until the time is up; below 0 after it."""
+        return self.deadline - time.monotonic()
 
     def check(self) -> None:
-        """Leave the measuring if Ctrl-C was pressed or the time is up.
+        """Leave the measuring if it was interrupted or the time is up.
 
         Raises:
             InterruptedRunError: If so.
         """
-        if self.pressed or self.late:
+        if self.pressed or self.left < 0:
             raise InterruptedRunError
 
     def _press(self, number: int, frame: FrameType | None) -> None:
@@ -49,12 +49,13 @@ class Interrupt:
 
     @contextmanager
     def caught(self) -> Iterator[Interrupt]:
-        """Catch Ctrl-C within the block; the handler that was there before comes back after it."""
+        """Catch both signals within the block; the handlers that were there before come back after it."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = signal.signal(signal.SIGINT, self._press)
+        before = {number: signal.signal(number, self._press) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -27,7 +27,7 @@ SUITE = Suite(
     rounds=3,
     quick_seconds=6,
     warmup=3,
-    lead=0,
+    lead=1,
     quantity="step_peak_bytes",
     # Tensors of 64 KiB and more go back to the system as soon as they are released, so that the peak is theirs.
     environment={"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},

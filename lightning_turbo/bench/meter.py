@@ -57,7 +57,8 @@ class Meter:
             Whether the case goes on; after the first ``False`` it must clean up and return.
 
         Note:
-            Synchronises the device at the two ends of a round, and not in between.
+            Synchronises the device at the two ends of a round, and not in between. While a case waits for its turn it
+        keeps no memory of the GPU that it does not use; the steps of the lead take it again.
         """
         self._samples += samples
         self._left -= 1
@@ -79,6 +80,8 @@ class Meter:
         else:
             self.synchronise()
             event = {"event": "ready"}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # all cases of a group are alive at the same time
         order = self._ask(event)
         if order["order"] == "end":
             self.over = True

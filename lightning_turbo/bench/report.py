@@ -208,7 +208,7 @@ def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
         text = f"`{text}`" if isinstance(value, list) else text  # patterns hold asterisks, names underscores
         lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {text} |")
     if results["not_run"]:
-        lines += ["", f"Not run, because --quick had no time left: {', '.join(results['not_run'])}."]
+        lines += ["", f"Not run, because no time was left: {', '.join(results['not_run'])}."]
     for suite in results["suites"]:
         lines += ["", f"## {suite['suite']}", "", suite["about"], ""]
         rounds = max((len(row["rounds"]) for row in suite["rows"]), default=0)

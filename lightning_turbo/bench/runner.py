@@ -15,7 +15,7 @@ from lightning_turbo.bench.interleave import SuiteRun
 from lightning_turbo.bench.interrupt import Interrupt
 from lightning_turbo.bench.machine import describe_machine
 from lightning_turbo.bench.progress import Progress
-from lightning_turbo.bench.settings import QUICK_SECONDS, BenchSettings
+from lightning_turbo.bench.settings import BenchSettings
 
 __all__ = ["FORMAT", "run_suites"]
 
@@ -28,12 +28,12 @@ def run_suites(
     """Measure the suites that the settings name.
 
     Cases are started side by side, then measured one after another, one round each, over and over; while one
-    measures, all others are held still. A case that fails is reported in its row. Ctrl-C ends the measuring and keeps
-    what there is; a second Ctrl-C stops at once.
+    measures, all others are held still. A case that fails is reported in its row. Ctrl-C or SIGTERM ends the measuring
+    and keeps what there is; a second one stops at once.
 
     Args:
         settings: What to measure and how.
-        save: Called with the results after every suite, and last of all at the end.
+        save: Called with the results so far after every sweep of rounds, and last of all at the end.
 
     Returns:
         The results in plain values, as ``results.json`` holds them.
@@ -59,6 +59,7 @@ def run_suites(
             "device": settings.device,
             "threads": settings.threads,
             "rounds": settings.rounds,
+            "minutes": settings.minutes,
             "processes": settings.processes,
             "seed": settings.seed,
         },
@@ -69,28 +70,33 @@ def run_suites(
         "not_run": [],
         "suites": [],
     }
-    interrupt = Interrupt(QUICK_SECONDS) if settings.quick else Interrupt()
+    interrupt = Interrupt(settings.seconds)
+    runs: list[SuiteRun] = []
+
+    def keep() -> None:
+        results.update(suites=[run.results() for run in runs], interrupted=interrupt.pressed)
+        save(results)
+
     with interrupt.caught(), Progress() as progress, tempfile.TemporaryDirectory() as folder:
         for number, suite in enumerate(suites):
-            if interrupt.late:
+            if interrupt.left < 0:
                 results["not_run"].append(suite.name)
-                progress.say(f"{suite.name}: not run, because --quick has no time left for it")
+                progress.say(f"{suite.name}: not run, because no time is left for it")
                 continue
-            run = SuiteRun(suite, settings, Path(folder), progress, interrupt)
-            rest = suites[number + 1 :]
-            later = sum(len(settings.chosen(s)) * (settings.processes + (settings.rounds or s.rounds)) for s in rest)
-            progress.open(later)
+            rest = [(settings.rounds or s.rounds, len(settings.chosen(s))) for s in suites[number + 1 :]]
+            starts = settings.processes * sum(count for _, count in rest)
+            run = SuiteRun(suite, settings, Path(folder), progress, interrupt, later=starts, save=keep)
+            runs.append(run)
+            progress.open(starts + sum(rounds * count for rounds, count in rest))
             progress.expect(run.to_come)
             progress.say(f"{suite.name}: {len(run.chosen)} cases")
             try:
                 run.run()
             except KeyboardInterrupt:
                 interrupt.pressed = True
-            results["suites"].append(run.results())
-            results["interrupted"] = interrupt.pressed
+            keep()
             if interrupt.pressed:
                 break
-            save(results)
     results["finished"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    save(results)
+    keep()
     return results

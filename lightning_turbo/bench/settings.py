@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -27,6 +28,9 @@ class BenchSettings:
         device: ``"cpu"`` or ``"cuda"``; ``"auto"`` takes CUDA where it is available.
         threads: Threads of torch in each case; ``None`` leaves torch's own choice.
         rounds: Rounds a case, however long they take; ``None`` leaves the suite's own number and time.
+        minutes: When the measuring ends, whatever else is asked for; above 0. Each case gets its share of what is left,
+            the start of its process included, and at least three rounds if there is time for them. ``None`` sets no
+            limit.
         processes: Fresh processes a case, one after the other, among which its rounds are divided: two processes that
             run the same code can differ by several per cent, which no number of rounds in one of them shows.
         seed: Seed of data and weights, the same for all cases.
@@ -43,6 +47,7 @@ class BenchSettings:
     device: str = "auto"
     threads: int | None = None
     rounds: int | None = None
+    minutes: float | None = None
     processes: int = 1
     seed: int = 0
     suites: Mapping[str, str] = field(default_factory=lambda: SUITES)
@@ -59,6 +64,8 @@ class BenchSettings:
             if value is not None and value < least:
                 none = "" if name == "processes" else ", or None"
                 raise BenchError(f"{name}={value!r}; accepted are whole numbers from {least} on{none}. Raise it.")
+        if self.minutes is not None and not self.minutes > 0:
+            raise BenchError(f"minutes={self.minutes!r}; accepted are numbers above 0, or None. Raise it.")
         if self.out.exists() and not self.out.is_dir():
             raise BenchError(f"out={str(self.out)!r} is a file; accepted is a folder. Name another place.")
         import torch
@@ -70,6 +77,12 @@ class BenchSettings:
             )
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def seconds(self) -> float:
+        """How long all the measuring may take; infinite without a limit."""
+        limit = math.inf if self.minutes is None else 60 * self.minutes
+        return min(limit, QUICK_SECONDS) if self.quick else limit
 
     def names(self) -> list[str]:
         """Return the names of the suites to run, in order."""

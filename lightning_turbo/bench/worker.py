@@ -20,6 +20,7 @@ import torch
 from lightning_turbo.bench.case import SkippedError, load_suite
 from lightning_turbo.bench.footprint import current_bytes, peak_bytes
 from lightning_turbo.bench.meter import Meter
+from lightning_turbo.errors import MissingExtraError
 
 __all__ = ["main", "serve"]
 
@@ -91,7 +92,7 @@ def serve(orders: TextIO, events: TextIO) -> None:
                 "threads": torch.get_num_threads(),
             }
         )
-    except SkippedError as error:
+    except (SkippedError, MissingExtraError) as error:
         line.tell({"event": "skipped", "reason": str(error)})
     except Exception as error:
         traceback.print_exc()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
+
+import torch
 
 from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_info, rank_zero_warn
 from lightning_turbo.errors import NoEffectWarning
@@ -16,8 +21,8 @@ class MemoryFormat(Callback):
 
     Args:
         memory_format: ``"measure"`` times forward and backward on ``example_input_array`` of the module, on the
-            Trainer's device and in its precision, and takes the faster one; ``"channels_last"`` or ``"contiguous"``
-            sets it.
+            Trainer's device and in its precision (by autocast where weights will be half), and takes the faster one;
+            ``"channels_last"`` or ``"contiguous"`` sets it.
         rounds: How often the two formats take turns in the measurement, at least 1.
 
     Raises:
@@ -78,7 +83,17 @@ class MemoryFormat(Callback):
             )
         device = trainer.strategy.root_device
         inputs = pl_module.transfer_batch_to_device(inputs if isinstance(inputs, tuple) else (inputs,), device, 0)
-        self.times = measure_memory_format(
-            pl_module, inputs, device=device, context=trainer.precision_plugin.forward_context, rounds=self.rounds
-        )
+        context = _context_of(trainer.precision_plugin, device)
+        self.times = measure_memory_format(pl_module, inputs, device=device, context=context, rounds=self.rounds)
         return self.times.best
+
+
+def _context_of(precision: Any, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of a forward pass that computes as training will.
+
+    Weights become half precision only when the strategy sets up, so autocast stands in for that.
+    """
+    if hasattr(precision, "place_on"):  # ApexAMP
+        precision.place_on(device.type)
+    half = {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision.precision)
+    return precision.forward_context if half is None else partial(torch.autocast, device.type, dtype=half)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["can_move", "map_batch", "move_batch", "pin_batch", "tensors_in"]
+__all__ = ["can_move", "holders_in", "map_batch", "move_batch", "pin_batch", "tensors_in"]
 
 _ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
@@ -22,6 +26,14 @@ _SPARSE = {
     torch.sparse_csc: _COLUMNS,
     torch.sparse_bsc: _COLUMNS,
 }
+
+# What holds no tensor, or leads away from the batch.
+_LEAVES = (
+    str, bytes, int, float, complex, type(None), type, np.ndarray, np.generic, torch.device, torch.dtype,
+    ModuleType, FunctionType, BuiltinFunctionType, MethodType,
+)  # fmt: skip
+# Where the search behind an object ends: one that knows its dataset or its Trainer leads to everything there is.
+MOST_PARTS = 10_000
 
 
 def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
@@ -56,29 +68,72 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a batch, those in the attributes of objects with ``.to`` included.
+    """Yield every tensor in a batch, those in the attributes of objects and of what these hold included.
 
     A sparse tensor comes as the strided ones that it is made of: its memory is theirs.
     """
+    return (part for part in holders_in(batch) if isinstance(part, Tensor))
+
+
+def holders_in(batch: Any) -> Iterator[Any]:
+    """Yield what ``tensors_in`` does, and every object with ``.to`` and ``.record_stream``, as graph libraries have.
+
+    Such an object may keep tensors where Python does not see them.
+    """
     if isinstance(batch, Tensor):
-        parts = _SPARSE.get(batch.layout)
-        if parts is None:
-            yield batch
-        else:
-            yield from (getattr(batch, name)() for name in parts)
-    elif isinstance(batch, Mapping):
+        yield from _strided(batch)
+    elif type(batch) is dict:
         for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
+            yield from holders_in(value)
+    elif type(batch) in (list, tuple):
         for value in batch:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
-    elif hasattr(batch, "to") and hasattr(batch, "__dict__"):
-        for value in vars(batch).values():
-            if value is not batch:
-                yield from tensors_in(value)
+            yield from holders_in(value)
+    elif not isinstance(batch, _LEAVES):
+        yield from _held_by(batch)
+
+
+def _strided(tensor: Tensor) -> list[Tensor]:
+    parts = _SPARSE.get(tensor.layout)
+    return [tensor] if parts is None else [getattr(tensor, name)() for name in parts]
+
+
+def _held_by(owner: Any) -> Iterator[Any]:
+    """Yield what ``holders_in`` does of all that an object leads to, what is near first, each once."""
+    seen: dict[int, Any] = {}  # the parts themselves, because a part that is gone leaves its id to another
+    waiting = deque([owner, *(owner.values() if isinstance(owner, Mapping) else ())])
+    while waiting:
+        part = waiting.popleft()
+        if isinstance(part, _LEAVES) or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if isinstance(part, Tensor):
+            yield from _strided(part)
+            continue
+        if all(callable(getattr(type(part), name, None)) for name in ("to", "record_stream")):
+            yield part
+        if len(seen) < MOST_PARTS:
+            waiting.extend(_directly_in(part))
+
+
+def _directly_in(part: Any) -> Iterator[Any]:
+    """Yield the items of a container, and the values of an object's attributes; no property or lazy mapping is read."""
+    if isinstance(part, dict):
+        yield from dict.values(part)
+    elif isinstance(part, (list, tuple, set, frozenset, deque)):
+        yield from part
+    attributes = getattr(part, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from list(attributes.values())
+    for slot in _slots(type(part)):
+        with contextlib.suppress(AttributeError):
+            yield slot.__get__(part)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
+    return tuple(
+        value for base in kind.__mro__ for value in vars(base).values() if isinstance(value, MemberDescriptorType)
+    )
 
 
 def can_move(batch: Any) -> bool:
@@ -89,11 +144,14 @@ def can_move(batch: Any) -> bool:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` on ``device``; copies from pinned memory do not wait for one another."""
+    """Return ``batch`` on ``device``.
+
+    Copies from pinned memory do not wait for one another. Copies to a CPU are over when this returns.
+    """
 
     def move(part: Any) -> Any:
         if isinstance(part, Tensor) or _takes_non_blocking(type(part)):
-            return part.to(device, non_blocking=True)
+            return part.to(device, non_blocking=device.type != "cpu")
         return part.to(device)
 
     return map_batch(batch, move, "to")

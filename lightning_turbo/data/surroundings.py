@@ -25,8 +25,9 @@ _found = 0.0
 class Surroundings:
     """The modes of torch that belong to one thread, taken in one thread and entered in another.
 
-    Grad mode, inference mode, autocast, the default device, the CUDA device and context variables. Without them a
-    dataset that runs in the background would not see the ``no_grad`` or ``autocast`` of the loop that it feeds.
+    Grad mode, inference mode, autocast, the default device, the CUDA device and its stream, and context variables.
+    Without them a dataset that runs in the background would not see the ``no_grad`` or ``autocast`` of the loop that it
+    feeds, and what it makes on the device would be read before it is written.
     """
 
     def __init__(self) -> None:
@@ -38,15 +39,16 @@ class Surroundings:
         ]
         self.caches = torch.is_autocast_cache_enabled()
         self.device = _default_device()
-        self.cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run(self, function: Callable[[], None]) -> None:
         """Call ``function`` in this thread as if it were called where this object was made."""
         self.variables.run(self._run, function)
 
     def _run(self, function: Callable[[], None]) -> None:
-        if self.cuda is not None:
-            torch.cuda.set_device(self.cuda)
+        if self.stream is not None:
+            torch.cuda.set_device(self.stream.device)
+            torch.cuda.set_stream(self.stream)
         with contextlib.ExitStack() as stack:
             # The classes themselves, because Lightning exchanges torch.no_grad and torch.inference_mode in mid-step.
             if self.inference:

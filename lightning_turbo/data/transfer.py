@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_turbo.data.background import BackgroundIterator, check_count
-from lightning_turbo.data.batches import can_move, move_batch, pin_batch, tensors_in
+from lightning_turbo.data.batches import can_move, holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.randomness import moved, shared_state
 from lightning_turbo.data.resume import Place
 from lightning_turbo.errors import NoEffectWarning
@@ -118,9 +118,9 @@ class DeviceTransfer:
         if event is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
-            for tensor in tensors_in(batch):
-                if tensor.is_cuda:
-                    tensor.record_stream(current)  # its memory goes back to the side stream only after this one
+            for part in holders_in(batch):
+                if not isinstance(part, torch.Tensor) or part.is_cuda:
+                    part.record_stream(current)  # its memory goes back to the side stream only after this one
         return batch
 
     def _on_side(self, batch: Any, work: Callable[[Any], Any], before: Any = None) -> tuple[Any, Any]:

@@ -110,7 +110,8 @@ class DALIDataModule(LightningDataModule):
         # The shard of the data, which is not the rank where a strategy also splits the model.
         shard = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1})
         for loader in self._own(stage):
-            loader.place(self._device or trainer.strategy.root_device, shard["rank"], shard["num_replicas"])
+            device = self._device or trainer.strategy.root_device
+            loader.place(device, shard["rank"], shard["num_replicas"], trainer.num_devices)
             loader.build()
 
     def teardown(self, stage: str) -> None:

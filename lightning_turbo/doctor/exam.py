@@ -217,7 +217,7 @@ class Exam:
             seen=len(self.shapes),
             precision=precision,
             autocast="mixed" in precision,
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=_matmul_precision(),
             layers=inspection.layers(module, sources) if self.cuda else (),
             scales=tuple(self.scales),
             scheduled_skips=falls if moving and not follows else 0,
@@ -241,6 +241,14 @@ class Exam:
             notes=tuple(self.notes),
         )
         return facts, middle_of(steps)
+
+
+def _matmul_precision() -> str:
+    """How float32 matrix products run on CUDA; torch's older interface refuses to say where the newer one was used."""
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # from torch 2.9 on
+    if newer is None:
+        return torch.get_float32_matmul_precision()
+    return "high" if newer == "tf32" else "highest"
 
 
 def _frames_compiled() -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -62,21 +64,22 @@ class Watch:
         """Whether the function under way is known to fetch values, or has no reason to wait."""
         self._name = ""
         self._waits: list[warnings.WarningMessage] | None = None
-        self._warnings: warnings.catch_warnings[list[warnings.WarningMessage]] | None = None
-        self._debug_mode = 0
+        self._started = ExitStack()
 
     def resume(self) -> None:
-        """Begin to watch, or go on."""
+        """Begin to watch, or go on; an error leaves nothing of it behind."""
         if self._on:
             return
+        with ExitStack() as started:
+            if self.inside:
+                if self.cuda:
+                    started.enter_context(self._listening())
+                started.enter_context(self._functions)
+            if self.traced and sys.getprofile() is None:
+                self.table.watch = self
+                sys.setprofile(self.table)
+            self._started = started.pop_all()
         self._on = True
-        if self.inside:
-            if self.cuda:
-                self._listen_to_sync_debug_mode()
-            self._functions.__enter__()
-        if self.traced and sys.getprofile() is None:
-            self.table.watch = self
-            sys.setprofile(self.table)
 
     def pause(self) -> None:
         """Stop watching until ``resume``; does nothing if it does not watch."""
@@ -86,10 +89,7 @@ class Watch:
         self.table.watch = None
         if sys.getprofile() is self.table:
             sys.setprofile(None)
-        if self.inside:
-            self._functions.__exit__(None, None, None)
-            if self.cuda:
-                self._stop_listening()
+        self._started.close()
 
     def end_step(self) -> None:
         """Count the step that was watched as finished."""
@@ -183,23 +183,25 @@ class Watch:
                 self.note(kind, shown, self.sources.site(frame))
         return result
 
-    def _listen_to_sync_debug_mode(self) -> None:
-        self._debug_mode = torch.cuda.get_sync_debug_mode()
-        self._warnings = warnings.catch_warnings(record=True)
-        self._waits = self._warnings.__enter__()
-        warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
-        torch.cuda.set_sync_debug_mode("warn")
-
-    def _stop_listening(self) -> None:
-        torch.cuda.set_sync_debug_mode(self._debug_mode)
-        others = [w for w in self._waits or () if "synchronizing CUDA operation" not in str(w.message)]
-        if self._warnings is not None:
-            self._warnings.__exit__(None, None, None)
-        self._waits = self._warnings = None
-        for warning in others:
-            warnings.showwarning(
-                warning.message, warning.category, warning.filename, warning.lineno, warning.file, warning.line
-            )
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Let torch's sync debug mode warn of every wait, and keep what it says."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("warn")
+            self._waits = heard
+            try:
+                yield
+            finally:
+                self._waits = None
+                torch.cuda.set_sync_debug_mode(before)
+        for warning in heard:
+            if "synchronizing CUDA operation" not in str(warning.message):
+                warnings.showwarning(
+                    warning.message, warning.category, warning.filename, warning.lineno, warning.file, warning.line
+                )
 
 
 class _Functions(TorchFunctionMode):

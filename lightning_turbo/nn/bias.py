@@ -243,7 +243,8 @@ def _dimensions(module: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> 
     traced = fx.GraphModule(module, graph)
     interpreter = fx.Interpreter(traced)
     interpreter.args_iter = iter(inputs)
-    with torch.no_grad(), torch.random.fork_rng():
+    tensors = (t for t in (*module.parameters(), *buffers.values(), *inputs) if isinstance(t, torch.Tensor))
+    with torch.no_grad(), torch.random.fork_rng(devices={t.device for t in tensors if t.is_cuda}):
         # Node by node, because Interpreter.run would start the thread of a progress bar.
         for node in traced.graph.nodes:
             interpreter.env[node] = result = interpreter.run_node(node)

@@ -189,7 +189,7 @@ class ApexAMP(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the module's weights if the level says so. Called by the strategy, before optimizers are made."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
-        self._place(device.type)
+        self.place_on(device.type)
         refusals.refuse_half_module(module, self.opt_level)
         self._has_double = first_tensor_of(module, (torch.float64,)) is not None
         if self._engine.properties.casts_to_half:
@@ -197,7 +197,8 @@ class ApexAMP(Precision):
             self._engine.convert(*parts_of(module), step_owner=module)
         return module
 
-    def _place(self, device_type: str) -> None:
+    def place_on(self, device_type: str) -> None:
+        """Settle the half dtype by the kind of device, as ``"cuda"``; a strategy that sets up does so itself."""
         if not self._placed or self._engine.device_type != device_type:
             self._engine = AmpEngine(self.opt_level, device_type=device_type, **self._settings)
             self._placed = True

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from weakref import ref
 
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_turbo._compat import (
     LightningDataModule,
@@ -40,7 +39,8 @@ class TurboParts:
         prefetch_batches: How many of them, 1 or more.
         memory_format: ``None`` leaves it, ``"channels_last"`` or ``"contiguous"`` sets it, ``"measure"`` times both on
             the module's ``example_input_array`` and takes the faster one.
-        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run; ``None`` leaves it.
+        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA; ``None`` leaves it, and so does
+            ``True`` where determinism is asked for, because cuDNN would choose its algorithms by the clock.
         matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA; ``None`` leaves it.
         release_gradients: Set gradients to None right after each optimizer step.
         lean_step: Run the training step with direct calls of its hooks.
@@ -112,7 +112,11 @@ class TurboParts:
         """Set the process's switches and the memory format, before the module is moved and wrapped."""
         device = strategy.root_device
         if device.type == "cuda":
-            self._borrowed.enter_context(_cudnn_benchmark(self.cudnn_benchmark))
+            benchmark = self.cudnn_benchmark
+            if benchmark and (torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic):
+                benchmark = None
+                self._tell("cudnn_benchmark is set aside in a deterministic run.")
+            self._borrowed.enter_context(_cudnn_benchmark(benchmark))
             self._borrowed.enter_context(_matmul_precision(self.matmul_precision))
         else:
             parts = {
@@ -153,8 +157,6 @@ class TurboParts:
                     category=NoEffectWarning,
                 )
             return loader
-        if isinstance(loader, DataLoader) and not loader.pin_memory:
-            self._tell("device_prefetch copies fastest from pinned memory: pass pin_memory=True to the DataLoader.")
         prefetcher = DevicePrefetcher(loader, strategy.root_device, prefetch_batches=self.prefetch_batches)
         self._borrowed.callback(_close, ref(prefetcher))  # a loader that is replaced ends with its workers
         return prefetcher
@@ -198,10 +200,20 @@ def _cudnn_benchmark(value: bool | None) -> Iterator[None]:
 
 @contextmanager
 def _matmul_precision(value: MatmulPrecision | None) -> Iterator[None]:
+    if value is None:
+        yield
+        return
+    # From torch 2.9 on there is a second interface. What it was set to is put back as well, and has to be out of the
+    # way while the first one is read, which refuses where both were used.
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    found = [(each, each.fp32_precision) for each in backends if hasattr(each, "fp32_precision")]
+    for each, _ in found:
+        each.fp32_precision = "ieee"
     before = torch.get_float32_matmul_precision()
-    if value is not None:
-        torch.set_float32_matmul_precision(value)
+    torch.set_float32_matmul_precision(value)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        for each, precision in found:
+            each.fp32_precision = precision

@@ -5,13 +5,12 @@ import sys
 import warnings
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, GradToNone, PrefetchDataModule, TurboDDPStrategy
+from lightning_turbo._compat import LightningModule, MisconfigurationException, Trainer
 
 LEVELS = ("O0", "O1", "O2")
 SETTINGS = {
@@ -24,7 +23,7 @@ SETTINGS = {
 }
 
 
-class Net(pl.LightningModule):
+class Net(LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -56,9 +55,8 @@ def length(batch):
 
 
 def fit(strategy, level, **settings):
-    pl.seed_everything(0, verbose=False)
     model = Net()
-    trainer = pl.Trainer(
+    trainer = Trainer(
         accelerator="gpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, plugins=[ApexAMP(level)], **settings,
     )  # fmt: skip
@@ -68,6 +66,9 @@ def fit(strategy, level, **settings):
 
 def main():
     warnings.simplefilter("ignore")
+    # The strategies choose cuDNN's algorithms in different ways, which may differ by the order of sums and no more.
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     for level in LEVELS:
         for name, strategy in SETTINGS.items():

@@ -1,6 +1,7 @@
 """O0-O3 on a CUDA device: float16 by default, no host reads with fused optimizers, memory, checkpoints."""
 
-import lightning.pytorch as pl
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -9,16 +10,18 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, TurboStrategy, amp
+from lightning_turbo._compat import Callback, LightningModule, Trainer, bound_name
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*Tensor Cores.*"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),  # once a process
 ]
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
-class Net(pl.LightningModule):
+class Net(LightningModule):
     def __init__(self, fused=True, checkpointed=False, width=8):
         super().__init__()
         torch.manual_seed(0)
@@ -49,7 +52,7 @@ def loader(n=128, size=16, pixels=16):
 
 
 def fit(model, data=None, **kwargs):
-    trainer = pl.Trainer(**{
+    trainer = Trainer(**{
         "accelerator": "cuda", "devices": 1, "max_epochs": 2, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, **kwargs,
     })  # fmt: skip
@@ -85,7 +88,7 @@ def test_a_module_trains_again_at_another_level(level):
 def test_a_fused_step_waits_for_nothing(level):
     """torch itself says when a call would make the host wait for the device."""
 
-    class Strict(pl.Callback):
+    class Strict(Callback):
         def on_train_batch_start(self, trainer, module, batch, index):
             if index >= 2:
                 torch.cuda.set_sync_debug_mode("error")
@@ -115,19 +118,21 @@ def test_checkpointed_activations_give_the_same_losses(level):
 def test_o2_needs_less_memory_where_activations_dominate():
     peaks = {}
     for level in ("O0", "O2"):
-        torch.cuda.empty_cache()
+        fit(Net(), plugins=[ApexAMP(level)], max_epochs=1)  # what the libraries take on first use, they keep
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        fit(Net(width=64), loader(64, 32, 64), plugins=[ApexAMP(level)], max_epochs=1)
-        peaks[level] = torch.cuda.max_memory_allocated()
+        fit(Net(width=64), loader(64, 64, 64), plugins=[ApexAMP(level)], max_epochs=1)  # 64 MiB a float32 activation
+        peaks[level] = torch.cuda.max_memory_allocated() - before
     assert peaks["O2"] < 0.75 * peaks["O0"]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_an_average_is_that_of_what_the_optimizer_updates(level):
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+    averaging = pytest.importorskip(f"{bound_name()}.callbacks.weight_averaging", reason="came with Lightning 2.6")
     average, steps = get_ema_avg_fn(0.5), []
 
-    class Record(pl.Callback):
+    class Record(Callback):
         def on_train_batch_end(self, trainer, *args):
             steps.append([p.detach().clone() for g in trainer.optimizers[0].param_groups for p in g["params"]])
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from lightning_turbo import ApexAMP, DALIDataModule, DALILoader
+from lightning_turbo._compat import LightningModule, Trainer
 from lightning_turbo.data.dali import ImageFolder, VolumeFiles
 from tests.dali_samples import make_photos, make_volumes
+
+pytest.importorskip("nvidia.dali")
 
 pytestmark = [
     pytest.mark.gpu,

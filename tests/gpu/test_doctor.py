@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import Doctor
+from lightning_turbo._compat import LightningModule, Trainer
 from lightning_turbo.doctor import environment
 
 pytestmark = [

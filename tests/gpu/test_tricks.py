@@ -1,14 +1,15 @@
 """The techniques around the step on CUDA: memory, fused optimizers, and apex's FusedLAMB where it is there."""
 
+import gc
 import importlib.util
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ExactAccumulation, GradToNone, MemoryFormat, cyclic_lr, lamb
+from lightning_turbo._compat import LightningModule, Trainer
 from lightning_turbo.nn import measure_memory_format
 
 pytestmark = [
@@ -49,6 +50,7 @@ class Wide(LightningModule):
 
 
 def peak_of_the_forward_pass(callbacks):
+    gc.collect()
     torch.cuda.empty_cache()
     model = Wide()
     Trainer(**FLAGS, max_steps=4, callbacks=callbacks).fit(model, DataLoader(torch.randn(4096, 4096), batch_size=1024))

@@ -20,6 +20,7 @@ from lightning_turbo.cli import main
 TOY = """
 import os, subprocess, sys, threading, time
 from lightning_turbo.bench.case import Aim, SkippedError, Suite
+from lightning_turbo.errors import MissingExtraError
 
 def prepare(meter):
     return {"nap": 0.01}
@@ -65,6 +66,10 @@ def skips(meter):
 @SUITE.case("absent", needs=("a-package-that-is-nowhere",))
 def absent(meter):
     raise AssertionError("started in vain")
+
+@SUITE.case("lacks")
+def lacks(meter):
+    raise MissingExtraError("pip install 'x[demo]'")
 
 @SUITE.case("raises")
 def raises(meter):
@@ -146,6 +151,7 @@ def test_one_bad_case_stops_nothing_else(toy, tmp_path, capsys):
     assert reasons == {
         "skips": ("skipped", "not today"),
         "absent": ("skipped", "a-package-that-is-nowhere not installed"),
+        "lacks": ("skipped", "pip install 'x[demo]'"),
         "raises": ("failed", "OSError: no more"),
         "dies": ("failed", "ended with exit status 3: goodbye"),
         "leaves": ("failed", "RuntimeError: 'leaves' returned before meter.step() said False; let it loop until then."),
@@ -161,7 +167,8 @@ def test_one_bad_case_stops_nothing_else(toy, tmp_path, capsys):
     assert "| one | three | time | 0.50 | " in report
     shown = capsys.readouterr()
     assert "goodbye" in shown.out
-    assert "toy: 8 cases" in shown.err
+    assert "x[demo]" in shown.out, "no markup"
+    assert "toy: 9 cases" in shown.err
     assert "\x1b" not in shown.err, "no bar where there is no terminal"
 
 
@@ -208,14 +215,15 @@ def test_rounds_are_divided_among_fresh_processes(toy):
     assert results["settings"]["processes"] == 2
 
 
-def test_quick_starts_nothing_more_when_its_time_is_up(toy, monkeypatch):
-    monkeypatch.setattr("lightning_turbo.bench.runner.QUICK_SECONDS", 0.3)  # less than the start of a process takes
-    results = run_suites(BenchSettings(**toy, quick=True, only=("one", "three")))
+@pytest.mark.parametrize("limit", [{"quick": True}, {"minutes": 0.005}])
+def test_nothing_more_is_started_when_the_time_is_up(limit, toy, monkeypatch):
+    monkeypatch.setattr("lightning_turbo.bench.settings.QUICK_SECONDS", 0.3)  # less than the start of a process takes
+    results = run_suites(BenchSettings(**toy, **limit, only=("one", "three")))
     for row in results["suites"][0]["rows"]:
-        assert (row["status"], row["reason"]) == ("skipped", "--quick had no time left for it")
+        assert (row["status"], row["reason"]) == ("skipped", "no time was left for it")
     assert not results["interrupted"]
-    monkeypatch.setattr("lightning_turbo.bench.runner.QUICK_SECONDS", -1.0)
-    results = run_suites(BenchSettings(**toy, quick=True, only=("one",)))
+    monkeypatch.setattr(BenchSettings, "seconds", -1.0)
+    results = run_suites(BenchSettings(**toy, **limit, only=("one",)))
     assert (results["suites"], results["not_run"]) == ([], ["toy"])
 
 
@@ -273,10 +281,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="re
 
 
 @needs_proc
-def test_ctrl_c_keeps_what_was_measured(measuring, toy, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_keep_what_was_measured(number, measuring, toy, tmp_path):
     workers = workers_of(measuring.pid)
     assert len(workers) == 2
-    measuring.send_signal(signal.SIGINT)
+    measuring.send_signal(number)
     output, _ = measuring.communicate(timeout=60)
     assert measuring.returncode == 130, output
     results = json.loads((toy["out"] / "results.json").read_text())
@@ -302,12 +311,17 @@ def test_ctrl_c_while_a_further_process_starts_keeps_what_was_measured(toy, tmp_
 
 
 @needs_proc
-def test_a_killed_runner_leaves_no_process_behind(measuring, tmp_path):
+def test_a_killed_runner_leaves_its_rounds_and_no_process_behind(measuring, toy, tmp_path):
     workers = workers_of(measuring.pid)
     assert len(workers) == 2
     measuring.kill()
     measuring.wait()
     assert all(gone(pid) for pid in [*workers, int((tmp_path / "child").read_text())])
+    results = json.loads((toy["out"] / "results.json").read_text())
+    assert results["finished"] is None
+    for row in results["suites"][0]["rows"]:
+        assert row["status"] == "interrupted"
+        assert len(row["rounds"]) >= 1
 
 
 def test_the_command_lists_cases(capsys):
@@ -324,6 +338,7 @@ def test_the_command_lists_cases(capsys):
         (["overhead", "precision"], "bench takes one suite; 'precision' is one too many"),
         (["compare", "a"], "bench compare takes two results, A and B; 1 were given"),
         (["compare", "a", "b"], "'a' is no file"),
+        (["--minutes", "0"], "minutes=0.0; accepted are numbers above 0"),
         (["--threads", "0"], "threads=0; accepted are whole numbers from 1 on"),
     ],
 )

@@ -350,6 +350,16 @@ def test_memory_and_threads_are_flat_over_five_fits(photos):
     assert memory[7] - memory[2] < 10, memory
 
 
+def test_ranks_that_the_trainer_starts_share_the_cores(photos, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    module = DALIDataModule(photos, photos, batch_size=4, images={"size": 8})
+    module.trainer = trainer(devices=4, strategy="ddp")
+    module.setup("fit")
+    assert [module.loaders[name].num_threads for name in ("train", "val")] == [3, 3]
+    module.teardown("fit")
+
+
 def test_overfitting_needs_an_order_that_stays(photos):
     with pytest.raises(MisconfigurationException, match="overfit_batches=1, but the training order is shuffled"):
         fit(photos, overfit_batches=1)

@@ -32,6 +32,27 @@ def test_losses_and_weights_are_the_same_bit_for_bit(more):
     assert "host-sync" in rules(doctor)
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 brought it")
+@pytest.mark.parametrize(("set_to", "told"), [("tf32", "high"), ("ieee", "highest")])
+def test_tf32_may_be_set_by_either_interface(set_to, told):
+    class Own(Noisy):
+        def setup(self, stage):
+            torch.backends.cuda.matmul.fp32_precision = set_to
+
+    doctor = Doctor(**SHORT)
+    try:
+        trained(doctor, model=Own)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert doctor.report.facts.matmul_precision == told
+    torch.set_float32_matmul_precision("high")
+    try:
+        trained(doctor := Doctor(**SHORT))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert doctor.report.facts.matmul_precision == "high"
+
+
 class Fed(Noisy):
     """Without its own data, and without any habit that a level of apex would refuse."""
 

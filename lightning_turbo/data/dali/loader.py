@@ -43,7 +43,8 @@ class DALILoader:
             batches, each sample once; ``"fill"`` repeats samples; ``"drop"`` leaves them out. The number of batches
             is the same on every rank.
         device: Where the batches shall lie: ``"cpu"``, ``"cuda"`` (torch's current device) or ``"cuda:<number>"``.
-        num_threads: CPU threads of the pipeline; by default this rank's part of the cores, 8 at most.
+        num_threads: CPU threads of the pipeline; by default this rank's part of the cores, 8 at most. The ranks of
+            this machine are counted by the Trainer, and outside of one by torchrun (``LOCAL_WORLD_SIZE``).
         prefetch: Batches that DALI prepares ahead, at least 1.
         seed: Seed of order and augmentation, at least 0, the same on every rank; by default the seed of Lightning's
             ``seed_everything``, or 0 without it.
@@ -120,7 +121,8 @@ class DALILoader:
         self.last_batch: LastBatch = check_last_batch(last_batch)
         self.outputs = _checked_names(outputs, pipeline)
         self.device = check_device(device)
-        self.num_threads, self.prefetch = num_threads or _cores(), prefetch
+        self._threads, self.prefetch = num_threads, prefetch
+        self.num_threads = num_threads or _cores()
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         self._rank, self._world_size = rank, world_size
         self._options = {"arguments": dict(arguments or {}), "reader": reader, "batches": batches}
@@ -154,10 +156,21 @@ class DALILoader:
         """Whether the loader holds a pipeline, or at least its order of files, for this rank."""
         return self._stream is not None
 
-    def place(self, device: torch.device | str | int, rank: int, world_size: int) -> None:
-        """Move the loader to another device, rank and number of ranks; a built pipeline is released."""
+    def place(
+        self, device: torch.device | str | int, rank: int, world_size: int, ranks_here: int | None = None
+    ) -> None:
+        """Move the loader to another device, rank and number of ranks; a built pipeline is released.
+
+        Args:
+            device: As in the constructor.
+            rank: As in the constructor.
+            world_size: As in the constructor.
+            ranks_here: How many ranks share this machine's cores, 1 or more; by default what torchrun says, or 1. A
+                ``num_threads`` that was given stays.
+        """
         self.close()
         self.device, self._rank, self._world_size = check_device(device), rank, world_size
+        self.num_threads = self._threads or _cores(ranks_here)
 
     def build(self) -> None:
         """Build the pipeline now, on this rank, instead of at the first use."""
@@ -303,10 +316,10 @@ def _gathered(settings: Settings, own: dict[str, Any] | None) -> dict[int, Any]:
     return dict(enumerate(snapshots))
 
 
-def _cores() -> int:
+def _cores(ranks_here: int | None = None) -> int:
     """This process's part of the cores, 8 at most."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, there // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(8, there // (ranks_here or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
 def _checked_names(outputs: Sequence[str] | None, pipeline: FileRecipe | Callable[..., Any]) -> tuple[str, ...] | None:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ _spec = importlib.util.spec_from_file_location("pretended_cuda", _library)
 device = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(device)
 _local = threading.local()
+_told = []  # of the warning that torch gives once
 _MODES = {"default": 0, "warn": 1, "error": 2}
 _MEMORY = 80 << 30  # bytes, of each device
 _PROPERTIES = SimpleNamespace(
@@ -115,6 +117,17 @@ def nothing(*_, **__):
     pass
 
 
+def set_sync_debug_mode(mode):
+    # As in torch, the mode is set also where the warning, of the first call of a process, is an error.
+    device.set_sync_mode(_MODES.get(mode, mode))
+    if not _told:
+        _told.append(mode)
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
+            stacklevel=2,
+        )
+
+
 def clone_storage(self):
     if self.device.type != "cuda":
         return _clone(self)
@@ -155,7 +168,7 @@ def install():
         "memory_stats": lambda where=None: {"num_alloc_retries": 0, "num_ooms": 0},
         "reset_peak_memory_stats": lambda where=None: device.reset_peak(),
         "set_device": lambda where: device.exchange(index_of(where)), "set_stream": set_stream,
-        "set_sync_debug_mode": lambda mode: device.set_sync_mode(_MODES.get(mode, mode)), "stream": stream_context,
+        "set_sync_debug_mode": set_sync_debug_mode, "stream": stream_context,
         "synchronize": nothing, "utilization": lambda where=None: 0,
     }  # fmt: skip
     for name, value in given.items():

@@ -1,5 +1,7 @@
 import time
 
+import torch
+
 from lightning_turbo.bench.meter import Meter
 
 
@@ -68,3 +70,20 @@ def test_after_the_end_every_further_step_says_so():
     assert not meter.step()
     assert not meter.step()
     assert not meter.step()
+
+
+def test_a_case_on_a_gpu_gives_back_what_it_does_not_use_before_it_waits(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronise"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("give back"))
+
+    class Asked(Runner):
+        def __call__(self, event):
+            order.append("wait")
+            return super().__call__(event)
+
+    meter = Meter(Asked(round_of(1, lead=1), END), device="cuda", warmup=1)
+    while meter.step():
+        order.append("step")
+    turn = ["synchronise", "give back", "wait"]
+    assert order == [*turn, "synchronise", "step", "synchronise", "step", *turn]

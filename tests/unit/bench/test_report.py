@@ -118,7 +118,7 @@ def test_markdown_holds_circumstances_and_tables(results):
     assert "| environment |" not in text
     told = markdown({**results, "machine": {**MACHINE, "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}})
     assert "| environment | `['THP_MEM_ALLOC_ENABLE=1']` |" in told
-    assert "Not run, because --quick had no time left: tricks." in markdown({**results, "not_run": ["tricks"]})
+    assert "Not run, because no time was left: tricks." in markdown({**results, "not_run": ["tricks"]})
     assert "**interrupted**" in markdown({**results, "interrupted": True})
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)

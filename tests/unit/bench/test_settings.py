@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_turbo.bench.case import Suite
-from lightning_turbo.bench.settings import BenchSettings
+from lightning_turbo.bench.settings import QUICK_SECONDS, BenchSettings
 
 
 def nothing(meter):
@@ -40,11 +40,21 @@ def test_only_keeps_what_the_chosen_are_divided_by(suite):
         ({"device": "tpu"}, "device='tpu'; accepted are 'auto', 'cpu' and 'cuda'. Choose one of them."),
         ({"threads": 0}, "threads=0; accepted are whole numbers from 1 on, or None. Raise it."),
         ({"rounds": -1}, "rounds=-1; accepted are whole numbers from 1 on, or None. Raise it."),
+        ({"minutes": 0.0}, "minutes=0.0; accepted are numbers above 0, or None. Raise it."),
+        ({"minutes": float("nan")}, "minutes=nan; accepted are numbers above 0, or None. Raise it."),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         BenchSettings(**{"device": "cpu", **options})
+
+
+def test_the_shorter_of_two_limits_holds():
+    assert BenchSettings(device="cpu").seconds == float("inf")
+    assert BenchSettings(device="cpu", minutes=9).seconds == 540
+    assert BenchSettings(device="cpu", quick=True).seconds == QUICK_SECONDS
+    assert BenchSettings(device="cpu", quick=True, minutes=9).seconds == QUICK_SECONDS
+    assert BenchSettings(device="cpu", quick=True, minutes=0.5).seconds == 30
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 
@@ -334,6 +335,20 @@ def test_an_old_driver_is_named():
         check_driver(12086, driver=0)
     check_driver(12986, driver=12020)
     check_driver(12986, driver=13000)
+
+
+def test_the_ranks_of_a_machine_share_its_cores(recipe, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    loader, own = DALILoader(recipe, 4), DALILoader(recipe, 4, num_threads=5)
+    assert (loader.num_threads, own.num_threads) == (8, 5)
+    for here, threads in ((1, 8), (4, 3), (16, 1)):
+        for each in (loader, own):
+            each.place("cpu", 0, 16, here)
+        assert (loader.num_threads, own.num_threads) == (threads, 5)
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "6")  # torchrun's, for loops without a Trainer
+        assert DALILoader(recipe, 4).num_threads == 2
 
 
 def test_devices():

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
-from lightning_turbo.data.batches import map_batch, move_batch, tensors_in
+from lightning_turbo.data.batches import MOST_PARTS, holders_in, map_batch, move_batch, tensors_in
 from lightning_turbo.data.transfer import DeviceIterator
 from lightning_turbo.errors import NoEffectWarning
 
@@ -96,10 +96,95 @@ def test_a_sparse_tensor_comes_as_the_tensors_it_is_made_of(layout):
     assert len(parts) == (2 if layout is torch.sparse_coo else 3)
 
 
+class Slots:
+    __slots__ = ("__hidden", "rest")
+
+    def __init__(self, tensor):
+        self.__hidden = tensor  # the slot "rest" stays empty
+
+
+class Plain:
+    def __init__(self, *parts):
+        self.parts = parts
+        self.owner = self  # a ring has an end
+        self.__dict__["all"] = self.__dict__
+
+
+class Guarded(Plain):
+    def to(self, device):
+        return self
+
+    def record_stream(self, stream):
+        raise AssertionError("there is no stream here")
+
+    @property
+    def lazy(self):
+        raise AssertionError("nobody asked for it")
+
+
+class Closed(UserDict):
+    def values(self):
+        raise AssertionError("the file is closed")
+
+
+class Film:
+    def record_stream(self, stream):
+        raise AssertionError("this is about another kind of stream")
+
+
+WRAPPED = {
+    "slots": Slots,
+    "attributes": Plain,
+    "object in an object with .to": lambda t: Movable(Plain(t)),
+    "slots in an object": lambda t: Plain(Slots(t)),
+    "objects in containers": lambda t: {"a": [Plain({"b": (Slots(t),)})]},
+    "set": lambda t: Plain({1, "text"}, Plain(frozenset([t]))),
+    "mapping": lambda t: Plain(Encoding(a=t)),
+    "mapping that may not be read": lambda t: Plain(t, Closed(a=1)),
+    "named tuple": lambda t: Pair(Slots(t), Film),
+    "dataclass": lambda t: Plain(dataclasses.make_dataclass("Sealed", ["x"], slots=True, frozen=True)(t), Film()),
+    "things without tensors": lambda t: Guarded(torch, len, t.sum, Slots, META, torch.float32, Slots(t)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_what_objects_hold_is_found_once(wrap):
+    tensor = one()
+    (found,) = tensors_in(wrap(tensor))
+    assert found is tensor
+
+
+def test_objects_that_tell_the_allocator_themselves_are_found_too():
+    guarded, tensor = Guarded(), one()
+    assert list(holders_in([tensor, Plain(guarded), Film(), 3, "text"])) == [tensor, guarded]
+
+
+def test_the_search_behind_an_object_ends_and_takes_what_is_near_first():
+    tensor, chain = one(), Plain()
+    for _ in range(2 * MOST_PARTS):
+        chain = Plain(chain)
+    assert list(tensors_in(Plain(chain, tensor))) == [tensor]
+
+
 def test_objects_are_asked_to_move_without_waiting_if_they_can():
     batch = Encoding(a=one())
     move_batch(batch, META)
     assert batch.seen is True
+
+
+def test_a_copy_to_the_cpu_is_waited_for():
+    batch = Encoding(a=one())
+    move_batch(batch, torch.device("cpu"))
+    assert batch.seen is False
+    asked = []
+
+    class Tensor(torch.Tensor):
+        def to(self, device, non_blocking=False):
+            asked.append(non_blocking)
+            return self
+
+    move_batch(one().as_subclass(Tensor), torch.device("cpu"))
+    assert asked == [False]
 
 
 def test_parts_without_the_method_stay_the_same_objects():
@@ -322,6 +407,13 @@ def test_normalize_touches_images_alone():
         (((0.1, 0.2), 0.3), ValueError, "mean has 2 values and std 1; pass one of each for every channel"),
         ((0.1, 0.0), ValueError, "must be above zero"),
         ((0.1, 1.0, {"scale": 0}), ValueError, "scale=0 must be above zero"),
+        (
+            ([0.485 * 255] * 3, [0.229 * 255] * 3),
+            ValueError,
+            r"with scale=255.0: .* Divide both by 255, or pass scale=1.0",
+        ),
+        ((0.5, 64), ValueError, r"mean=0.5, std=64 with scale=255.0"),
+        ((-1.5, 1.0), ValueError, r"mean=-1.5, std=1.0 with scale=255.0"),
         ((0.1, 1.0, {"dtype": torch.int8}), TypeError, "torch.int8 is no floating-point dtype"),
     ],
 )
@@ -329,6 +421,18 @@ def test_bad_normalize(arguments, error, message):
     mean, std, *rest = arguments
     with pytest.raises(error, match=message):
         Normalize(mean, std, **(rest[0] if rest else {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_normalize_takes_constants_for_pixels_as_they_are_with_their_scale(dtype):
+    mean, std = [0.485 * 255, 0.456 * 255, 0.406 * 255], [0.229 * 255, 0.224 * 255, 0.225 * 255]
+    image = torch.randint(0, 256, (2, 3, 4, 5)).to(dtype)
+    got = Normalize(mean, std, scale=1.0, keys=[0])([image])[0]
+    tensor = torch.tensor([std], dtype=torch.float64).mT
+    assert torch.equal(got, Normalize(mean, tensor, scale=1.0, keys=[0])([image])[0])
+    scaled = Normalize([m / 255 for m in mean], [s / 255 for s in std], keys=[0])([image])[0]
+    torch.testing.assert_close(got, scaled, rtol=0, atol=2e-6)  # two float32 roundings of numbers below 4
+    Normalize(1.0, 1.0)  # the border
 
 
 def test_normalize_says_what_does_not_fit():

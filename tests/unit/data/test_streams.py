@@ -142,8 +142,24 @@ def moved(batch, device):
     return batch.to(device, non_blocking=True)
 
 
+class Hidden:
+    """A tensor inside an object, which a ``transfer`` of the user's made."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, tensor):
+        self.inner = [tensor]
+
+    def read(self):
+        return self.inner[0].read()
+
+
+def hidden(batch, device):
+    return Hidden(moved(batch, device))
+
+
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("transfer", [None, moved])
+@pytest.mark.parametrize("transfer", [None, moved, hidden])
 @pytest.mark.parametrize("transform", [None, double, noisy])
 @pytest.mark.parametrize("loader", [host, Born])
 def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transform, transfer, min_bytes):
@@ -158,6 +174,31 @@ def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transfor
     prefetcher.close()
     assert cuda.faults == []
     assert len(cuda.side) == 1  # one stream for the run
+
+
+class Graph:
+    """Keeps its tensor where Python does not see it, and tells the allocator by itself."""
+
+    def __init__(self, tensor):
+        self.read = lambda: tensor.read()
+        self.tell = lambda stream: tensor.record_stream(stream)
+
+    def to(self, device, non_blocking=False):
+        return self
+
+    def record_stream(self, stream):
+        self.tell(stream)
+
+
+def test_objects_that_know_their_memory_are_asked(cuda):
+    prefetcher = DevicePrefetcher(host(), DEVICE, min_bytes=0, transfer=lambda *given: Graph(moved(*given)))
+    got = []
+    for batch in prefetcher:
+        got.append(batch.read().tolist()[0])
+        del batch
+    prefetcher.close()
+    assert got == [n * 1.0 for n in range(6)]
+    assert cuda.faults == []
 
 
 class Hasty(DeviceTransfer):

@@ -187,3 +187,62 @@ def test_results_and_gradients_are_the_same_bit_for_bit(watch, name):
 def test_warnings_pass_through(watch):
     with pytest.warns(UserWarning, match="mine"):
         seen(watch, lambda: warnings.warn("mine", stacklevel=1))
+
+
+class SyncDebug:
+    """torch.cuda's sync debug mode, which a CPU build lacks; it says once that it is a prototype."""
+
+    def __init__(self, monkeypatch):
+        self.mode, self.told = 0, False
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.set)
+
+    def set(self, mode):
+        if not self.told:
+            self.told = True
+            warnings.warn(
+                "Synchronization debug mode is a prototype feature and does not yet detect all operations",
+                stacklevel=1,
+            )
+        self.mode = mode
+
+
+@pytest.mark.parametrize("filters", ["always", "error"])
+def test_torchs_word_about_its_debug_mode_reaches_nobody(filters, monkeypatch):
+    debug, watch = SyncDebug(monkeypatch), Watch(Sources([]), CallTable(), cuda=True)
+
+    def work():
+        assert debug.mode == "warn"
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        if filters == "always":
+            warnings.warn("mine", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter(filters)
+        seen(watch, work)
+    assert [str(each.message) for each in shown] == ["mine"] * (filters == "always")
+    assert debug.told
+    assert debug.mode == 0
+
+
+def test_a_watch_that_cannot_begin_leaves_nothing_behind(monkeypatch):
+    debug, watch = SyncDebug(monkeypatch), Watch(Sources([]), CallTable(), cuda=True)
+    filters = list(warnings.filters)
+
+    def refuse():
+        assert debug.mode == "warn"
+        raise RuntimeError("no modes today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(watch._functions), "__enter__", lambda self: refuse())
+        with pytest.raises(RuntimeError, match="no modes today"):
+            watch.resume()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            watch.resume()
+    watch.pause()
+    assert (debug.mode, warnings.filters, sys.getprofile()) == (0, filters, None)
+    assert torch._C._len_torch_function_stack() == 0
+    assert seen(watch, lambda x: x.sum().item(), torch.rand(3)) == []  # it can begin again; the CPU waits for nobody
+    assert watch.watched == 1

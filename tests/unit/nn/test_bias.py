@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -134,6 +135,14 @@ def test_example_inputs_leave_statistics_and_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(net[2].running_mean, -bias)
     assert net[2].num_batches_tracked == 0
+
+
+def test_example_inputs_on_the_cpu_touch_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert drop_bias_before_norm(net, (torch.randn(3, 4),)).dropped == {"0": "1"}
 
 
 # What has to stay.

@@ -1,11 +1,14 @@
 """A window's gradient against the gradient of one big batch."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_turbo import ExactAccumulation
 from lightning_turbo.optim import AccumulationWindow, scale_gradients
 
 
@@ -52,6 +55,63 @@ def test_weights_make_it_the_mean_over_samples(lengths, unit, as_tensor):
     got = accumulated(model, batches, 4, weighted=True, unit=unit, scale=8.0, as_tensor=as_tensor)
     for a, b in zip(got, big_batch(model, torch.cat(batches)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # float32 sums in another order
+
+
+class Asked(TorchDispatchMode):
+    """Notes the operations that run, with the dtypes of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = torch.utils._pytree.tree_leaves((args, kwargs))
+        self.operations.append((str(function), [t.dtype for t in tensors if isinstance(t, torch.Tensor)]))
+        return function(*args, **(kwargs or {}))
+
+
+def of_many_dtypes():
+    dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.float32)
+    made = [
+        nn.Parameter(torch.zeros(shape, dtype=d)) for d, shape in zip(dtypes, (3, 5, (2, 2), 4, 7, ()), strict=True)
+    ]
+    for parameter in made:
+        parameter.grad = torch.randn(parameter.shape, dtype=torch.float64).to(parameter.dtype)
+    return made
+
+
+@pytest.mark.parametrize("factor", [1 / 3, torch.tensor(1 / 3, dtype=torch.float64)], ids=["number", "tensor"])
+def test_each_product_is_rounded_once(factor):
+    parameters = of_many_dtypes()
+    before = [p.grad.clone() for p in parameters]
+    scale_gradients(parameters, factor)
+    for gradient, p in zip(before, parameters, strict=True):
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        expected = (gradient.to(wide) * torch.tensor(1 / 3, dtype=wide)).to(gradient.dtype)
+        torch.testing.assert_close(p.grad, expected, rtol=0 if gradient.ndim else 2e-7, atol=0)
+
+
+def test_one_call_serves_the_gradients_of_a_dtype():
+    parameters = of_many_dtypes()
+    with Asked() as asked:
+        scale_gradients(parameters, torch.tensor(1 / 3, dtype=torch.float64))
+    calls = [dtypes for name, dtypes in asked.operations if "_foreach_mul_" in name]
+    assert sorted(calls, key=len) == [[torch.float64] * 2, [torch.float32] * 3]  # the gradients and the factor
+
+
+def test_a_number_gets_to_the_device_without_a_copy():
+    meta = torch.device("meta")
+    parameter = nn.Parameter(torch.zeros(3, device=meta))
+    parameter.grad = torch.zeros(3, device=meta)
+    strategy = SimpleNamespace(root_device=meta, reduce=lambda total, reduce_op: total)
+    trainer = SimpleNamespace(strategy=strategy, world_size=2, accumulate_grad_batches=4)
+    callback = ExactAccumulation(weight=len)
+    callback._window.add(torch.zeros((), requires_grad=True), 6.0)
+    with Asked() as asked:
+        callback.on_before_optimizer_step(trainer, None, torch.optim.SGD([parameter], 0.1))
+    names = [name for name, _ in asked.operations]
+    assert names[0] == "aten.full.default"  # written there; CUDA would wait for a tensor of the host to be copied
+    assert names[-1] == "aten._foreach_mul_.Tensor"
 
 
 def test_a_full_window_is_left_bit_for_bit():

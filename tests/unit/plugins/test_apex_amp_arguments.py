@@ -60,5 +60,5 @@ def test_accepted(level, settings, scale):
 
 def test_a_loop_without_a_trainer_is_sent_to_amp():
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(AmpUsageError, match="Linear outside of a Trainer.*lightning_turbo.amp"):
+    with pytest.raises(AmpUsageError, match=r"Linear outside of a Trainer.*lightning_turbo\.amp"):
         ApexAMP("O1").backward(model(torch.ones(1, 2)).sum(), model, None)

@@ -1,0 +1,41 @@
+"""``python -m pytest -m gpu`` runs in a checkout on a machine that has torch, one Lightning and pytest."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+ABSENT = """
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+
+def find_what_is_there(cls, name, path=None, target=None):
+    return None if name.split(".")[0] in %r else find_spec(name, path, target)
+
+PathFinder.find_spec = classmethod(find_what_is_there)
+"""
+# What neither torch nor pytorch_lightning brings.
+PACKAGES = ("lightning", "monai", "nilearn", "nvidia", "pytest_timeout", "pytorch_optimizer", "skimage", "sklearn")
+
+
+def test_they_need_little(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(ABSENT % (PACKAGES,))
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=TESTS.parent, capture_output=True, text=True, timeout=150,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    modules = {line.split("::")[0] for line in found.stdout.splitlines() if "::" in line}
+    there = {path.relative_to(TESTS.parent).as_posix() for path in (TESTS / "gpu").glob("test_*.py")}
+    assert modules == there - {"tests/gpu/test_dali.py"}, "DALI's are skipped, no others"
+
+
+@pytest.mark.parametrize("folder", [path for path in TESTS.iterdir() if path.is_dir() and path.name != "gpu"])
+def test_no_other_folder_holds_any(folder):
+    mark = "mark." + "gpu"
+    assert [path for path in folder.rglob("*.py") if mark in path.read_text()] == []

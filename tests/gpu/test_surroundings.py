@@ -1,0 +1,200 @@
+"""What surrounds a step on CUDA: streams of other threads, hidden tensors, process-wide switches, torch's warnings."""
+
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_turbo import DevicePrefetcher, Doctor, ExactAccumulation, TurboStrategy, drop_bias_before_norm
+from lightning_turbo._compat import LightningModule, Trainer
+from lightning_turbo.data import BackgroundIterator
+from lightning_turbo.data.batches import move_batch
+from lightning_turbo.optim import scale_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers.*",
+        "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",
+        "ignore:.*number of training batches .* is smaller than the logging interval",
+    ),
+]
+CUDA = torch.device("cuda", 0)
+newer = pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 brought the second interface"
+)
+
+
+def test_a_loader_in_another_thread_works_on_the_stream_of_the_loop():
+    own, streams = torch.cuda.Stream(), []
+
+    def made():
+        for n in range(12):
+            streams.append((threading.current_thread(), torch.cuda.current_stream()))
+            x = torch.zeros(1 << 22, device=CUDA)
+            for _ in range(20):  # long enough that a reader on another stream would come too early
+                x = x + 1
+            yield x + n
+
+    with torch.cuda.stream(own):
+        sums = [batch.sum() for batch in BackgroundIterator(made())]
+    own.synchronize()
+    assert [float(total) for total in sums] == [(20.0 + n) * (1 << 22) for n in range(12)]
+    assert {stream for _, stream in streams} == {own}
+    assert len({thread for thread, _ in streams}) == 2
+
+
+class Storage:
+    """As graph libraries keep a matrix: without a ``to`` of its own."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Matrix:
+    def __init__(self, x):
+        self.storage = Storage(x)
+
+    def to(self, device, non_blocking=False):
+        return Matrix(self.storage.x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self):
+        return Matrix(self.storage.x.pin_memory())
+
+
+def test_memory_of_hidden_tensors_is_kept_until_the_step_is_through_with_it():
+    batches = [{"x": torch.zeros(1 << 20), "m": Matrix(torch.full((1 << 20,), float(n)))} for n in range(24)]
+    slow, sums = torch.zeros(1 << 22, device=CUDA), []
+    for batch in DevicePrefetcher(batches, CUDA, prefetch_batches=4):
+        hidden = batch["m"].storage.x
+        del batch
+        for _ in range(60):  # the copies of later batches come while this one waits to be read
+            slow = slow * 0.5 + 1
+        sums.append(hidden.sum())
+        del hidden
+    assert [float(total) for total in sums] == [n * float(1 << 20) for n in range(24)]
+
+
+def test_what_is_moved_to_the_cpu_is_there():
+    for n in range(5):
+        x = torch.full((1 << 22,), float(n), device=CUDA)
+        for _ in range(50):
+            x = x + 1
+        assert float(move_batch({"x": x}, torch.device("cpu"))["x"].sum()) == (50.0 + n) * (1 << 22)
+
+
+class Net(LightningModule):
+    def __init__(self, in_setup=lambda: None):
+        super().__init__()
+        self.net, self.in_setup, self.seen = nn.Conv2d(1, 2, 3), in_setup, []
+
+    def setup(self, stage):
+        self.in_setup()
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()))
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(model, **settings):
+    Trainer(
+        accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **settings,
+    ).fit(model, DataLoader(torch.randn(24, 1, 8, 8), batch_size=2))  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize("deterministic", [True, "warn"])
+def test_a_deterministic_run_under_turbo_stays_one(deterministic):
+    before = torch.backends.cudnn.benchmark
+    try:
+        assert set(fit(Net(), strategy="turbo", deterministic=deterministic).seen) == {(False, True)}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = before
+    assert set(fit(Net(), strategy="turbo").seen) == {(True, False)}
+    assert torch.backends.cudnn.benchmark is before
+
+
+@newer
+@pytest.mark.parametrize("settings", [
+    lambda: {"strategy": "turbo"}, lambda: {"strategy": TurboStrategy(matmul_precision="high")},
+    lambda: {"callbacks": [Doctor(warmup=1, timed=1, watched=2)]},
+], ids=["turbo", "precision", "doctor"])  # fmt: skip
+def test_tf32_may_be_set_by_torchs_newer_interface(settings):
+    matmul = torch.backends.cuda.matmul
+
+    def allow():
+        matmul.fp32_precision = "tf32"
+
+    try:
+        fit(Net(allow), **settings())
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = "none"
+
+
+def test_the_doctor_takes_torchs_word_about_its_debug_mode_for_itself(monkeypatch):
+    doctor = Doctor(warmup=1, timed=1, watched=2)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # torch says it once in a process, and this may not be the first time
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Synchronization debug mode")
+            fit(Net(), callbacks=[doctor])
+    finally:
+        torch.set_warn_always(always)
+    assert doctor.report.facts.watched == 2
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_correcting_gradients_waits_for_nothing():
+    parameters = [nn.Parameter(torch.ones(4, device=CUDA, dtype=d)) for d in (torch.float32, torch.bfloat16)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    strategy = SimpleNamespace(root_device=CUDA, reduce=lambda total, reduce_op: total)
+    trainer = SimpleNamespace(strategy=strategy, world_size=2, accumulate_grad_batches=4)
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    callback = ExactAccumulation(weight=len)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        callback._window.add(torch.zeros((), device=CUDA, requires_grad=True), 6.0)
+        callback.on_before_optimizer_step(trainer, None, optimizer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    factor = torch.tensor(8 / 6)
+    assert all(torch.equal(p.grad.cpu(), factor.expand(4).to(p.dtype)) for p in parameters)
+
+
+@pytest.mark.skipif(
+    torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities(), reason="no kernels to count"
+)
+def test_one_kernel_corrects_the_gradients_of_a_dtype():
+    parameters = [nn.Parameter(torch.ones(64, device=CUDA)) for _ in range(50)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        scale_gradients(parameters, torch.tensor(0.5, dtype=torch.float64, device=CUDA))
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.events() if "elementwise" in event.name or "multi_tensor" in event.name]
+    assert 0 < len(kernels) < 10, [event.name for event in kernels]
+
+
+def test_random_numbers_of_other_devices_are_left_alone():
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4)).to(CUDA)
+    state = torch.cuda.get_rng_state(CUDA)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*fork_rng")
+        assert drop_bias_before_norm(net, (torch.randn(3, 4).to(CUDA),)).dropped == {"1": "2"}
+    assert torch.equal(torch.cuda.get_rng_state(CUDA), state)

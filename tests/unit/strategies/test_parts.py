@@ -1,0 +1,105 @@
+"""The process's switches that the turbo strategies set on CUDA, and put back. No device is needed for them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_turbo import TurboStrategy
+from lightning_turbo.data.batches import pin_batch
+from lightning_turbo.strategies import parts as module
+
+CUDA = SimpleNamespace(root_device=torch.device("cuda", 0), lightning_module=SimpleNamespace(trainer=None))
+FIRST, SECOND = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+newer = pytest.mark.skipif(not hasattr(FIRST, "fp32_precision"), reason="torch 2.9 brought the second interface")
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(module, "rank_zero_info", lines.append)
+    return lines
+
+
+@pytest.fixture
+def precisions():
+    """Lets a test use both interfaces, which torch then refuses to tell apart."""
+    yield
+    for each in (FIRST, SECOND):
+        each.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for each in (FIRST, SECOND):
+        each.fp32_precision = "none"
+
+
+def in_the_run(read=lambda: torch.backends.cudnn.benchmark, **settings):
+    """What is read during a run on CUDA."""
+    parts = TurboStrategy(**settings).parts
+    parts.before_setup(CUDA, None)
+    try:
+        return read()
+    finally:
+        parts.give_back()
+
+
+@pytest.mark.parametrize("asked", [{}, {"cudnn_benchmark": True}])
+@pytest.mark.parametrize("how", ["algorithms", "warn", "cudnn"])
+def test_a_deterministic_run_chooses_no_algorithm_by_the_clock(asked, how, said, monkeypatch):
+    assert in_the_run(**asked) is True
+    assert said == []
+    if how == "cudnn":
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    else:
+        torch.use_deterministic_algorithms(True, warn_only=how == "warn")
+    try:
+        assert in_the_run(**asked) is False
+        torch.backends.cudnn.benchmark = True  # as Trainer(deterministic=True, benchmark=True) leaves it
+        assert in_the_run(**asked) is True
+        assert in_the_run(cudnn_benchmark=False) is False
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
+    assert said == ["turbo: cudnn_benchmark is set aside in a deterministic run."] * 2
+
+
+def state():
+    torch_refuses = False
+    try:
+        torch.get_float32_matmul_precision()
+    except RuntimeError:
+        torch_refuses = True
+    return torch_refuses, FIRST.fp32_precision, SECOND.fp32_precision
+
+
+@newer
+@pytest.mark.parametrize("found", ["none", "ieee", "tf32"])
+def test_the_newer_interface_of_tf32_is_left_alone_or_put_back(found, precisions):
+    FIRST.fp32_precision = found
+    before = state()
+    assert in_the_run(state) == before
+    assert in_the_run(torch.get_float32_matmul_precision, matmul_precision="high") == "high"
+    assert state() == before
+    assert in_the_run(lambda: FIRST.fp32_precision, matmul_precision="highest") == "ieee"
+    assert state() == before
+
+
+def test_the_older_interface_is_put_back():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert in_the_run(torch.get_float32_matmul_precision) == "medium"
+        assert in_the_run(torch.get_float32_matmul_precision, matmul_precision="high") == "high"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_nobody_is_asked_for_what_the_prefetching_thread_does(said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(module, "_transfer_hooks", lambda _: [])
+    parts = TurboStrategy().parts
+    prefetcher = parts.loader(CUDA, DataLoader(range(4)))
+    assert prefetcher.transfer.stages == [pin_batch]
+    assert said == []
+    parts.give_back()
