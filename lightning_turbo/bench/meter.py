@@ -58,7 +58,7 @@ class Meter:
 
         Note:
             Synchronises the device at the two ends of a round, and not in between. While a case waits for its turn it
-        keeps no memory of the GPU that it does not use; the steps of the lead take it again.
+            keeps no memory of the GPU that it does not use; the steps of the lead take it again.
         """
         self._samples += samples
         self._left -= 1
