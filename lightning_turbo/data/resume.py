@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_state, shared_state
 
@@ -248,21 +249,27 @@ class OwnGenerator:
 
 
 def _generators(generator: Any, sampler: Any) -> list[OwnGenerator]:
-    """Find the generators of a loader and in its sampler, but not those in datasets, nor those of the process."""
+    """Find the generators of a loader and in its sampler: not of the process, nor of what loads or trains."""
     shared: list[Any] = [torch.default_generator, random.random.__self__]
     if (numpy := sys.modules.get("numpy")) is not None:
         shared.append(numpy.random.mtrand._rand)
     return [
         OwnGenerator(found)
-        for found in generators_in([generator, *parts_of(sampler)], _without_datasets)
+        for found in generators_in([generator, *parts_of(sampler)], _parts_of_an_order)
         if not isinstance(found, random.SystemRandom) and all(found is not one for one in shared)  # it has no state
     ]
 
 
-def _without_datasets(value: Any) -> Iterable[Any]:
+def _parts_of_an_order(value: Any) -> Iterable[Any]:
+    """Yield what an object holds that a sampler leads to; nothing if it is there to load or to train."""
+    if isinstance(value, Sampler):
+        return parts_of(value)
     if hasattr(value, "__getitem__") and not isinstance(value, (dict, list, tuple)):
         return [getattr(value, "_sampler", None)]  # a dataset, unless it is Lightning's face of a sampler
-    return parts_of(value)
+    trains = isinstance(value, (torch.nn.Module, DataLoader)) or any(
+        kind.__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")) for kind in type(value).__mro__
+    )
+    return () if trains else parts_of(value)
 
 
 def _plain(state: Any) -> Any:

@@ -13,12 +13,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_turbo._compat import (
+    Callback,
     CombinedLoader,
     LightningDataModule,
     LightningModule,
     MisconfigurationException,
     check_binding,
     given_hyperparameters,
+    is_fitting,
 )
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
@@ -165,8 +167,10 @@ class _Settings:
         """Return the loaders of one method with prefetching; their structure stays."""
         transfer = self._transfer(trainer, datamodule) if trainer is not None else None
         loop = getattr(trainer, "fit_loop", None)
-        if loop is not None and name == "train_dataloader":
-            judge_states(loop._combined_loader_states_to_load, over=loop.epoch_loop.batch_progress.is_last_batch)
+        if trainer is not None and loop is not None and name == "train_dataloader":
+            _judge_states(loop)
+            if is_fitting(trainer) and trainer.train_dataloader is None and not loop.restarting:
+                trainer.callbacks = [_LateStates(), *trainer.callbacks]
         count = iter(range(1 << 30))
         return _map_loaders(loaders, lambda loader: self._convert(loader, (name, next(count)), transfer))
 
@@ -231,6 +235,26 @@ class _Settings:
             apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
             self.transfers[str(device)] = DeviceTransfer(device, transform=self.device_transform, **apart)
         return self.transfers[str(device)]
+
+
+class _LateStates(Callback):
+    """Has loaders begin as the checkpoint says that were set up before Lightning restored its loops, for one run.
+
+    Whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them up, and Lightning then
+    leaves their states where they are.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+        loop = trainer.fit_loop
+        if loop.restarting and loop._combined_loader_states_to_load:
+            _judge_states(loop)
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)
+
+
+def _judge_states(loop: Any) -> None:
+    judge_states(loop._combined_loader_states_to_load, over=loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def _defaults_behind(cls: type) -> dict[str, Any]:

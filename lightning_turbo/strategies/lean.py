@@ -12,7 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_turbo._compat import MixedPrecision, Precision, Strategy
+from lightning_turbo._compat import (
+    AutomaticOptimization,
+    MixedPrecision,
+    Precision,
+    Strategy,
+    TrainingEpochLoop,
+    rank_zero_info,
+)
 from lightning_turbo.strategies.calls import call_callbacks, call_hook, inherits, is_unprofiled
 from lightning_turbo.strategies.lean_logging import LeanLoggerConnector, LeanResults
 from lightning_turbo.strategies.lean_loop import LeanEpochLoop, LeanSignalConnector
@@ -24,7 +31,7 @@ _AROUND_STEP = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_grad
 
 
 def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> Callable[[], None]:
-    """Set the parts on a Trainer that is about to fit.
+    """Set the parts on a Trainer that is about to fit; a loop that is not Lightning's own stays, which the log says.
 
     Args:
         trainer: With its strategy set up; no loop runs yet.
@@ -38,6 +45,16 @@ def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> C
     fit_loop, connector, signals = trainer.fit_loop, trainer._logger_connector, trainer._signal_connector
     loop = fit_loop.epoch_loop
     results = loop._results
+    if step or sigterm_every > 1:
+        own = {TrainingEpochLoop: loop, AutomaticOptimization: loop.automatic_optimization}
+        others = [type(part).__name__ for stock, part in own.items() if type(part) is not stock]
+        if others:
+            asked = ["lean_step"] * step + ["sigterm_every"] * (sigterm_every > 1)
+            rank_zero_info(
+                f"turbo: {' and '.join(asked)} set aside, because {' and '.join(others)} takes the place of "
+                "Lightning's training loop."
+            )
+            step, sigterm_every = False, 1
     trainer.strategy.direct = step and is_unprofiled(trainer)
     if step or sigterm_every > 1:
         fit_loop.epoch_loop = LeanEpochLoop(loop, step, sigterm_every)

@@ -15,7 +15,7 @@ from lightning_turbo._compat import (
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.data.resume import judge_states
 
-__all__ = ["accumulate_as_scheduled", "count_next_epoch", "set_up_loader"]
+__all__ = ["accumulate_as_scheduled", "count_next_epoch", "set_up_again", "set_up_loader"]
 
 
 def count_next_epoch(module: Any) -> None:
@@ -71,13 +71,38 @@ def set_up_loader(module: Any, loader: Any) -> Any:
         The loader.
     """
     trainer = module.trainer
-    if not (is_fitting(trainer) and trainer.training):
-        return loader
+    if is_fitting(trainer) and trainer.training:
+        _begin_as_restored(trainer, loader, first=trainer.train_dataloader is None)
+    return loader
+
+
+def set_up_again(module: Any) -> None:
+    """Let training loaders begin as a checkpoint says that were set up before Lightning restored its loops.
+
+    Whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them up. Lightning does not do
+    so again, and leaves their states where they are.
+
+    Args:
+        module: The LightningModule of a Trainer with its loops restored, and not running yet.
+    """
+    trainer = module.trainer
+    loop = trainer.fit_loop
+    combined = loop._combined_loader
+    if not is_fitting(trainer) or combined is None or not loop.epoch_loop.batch_progress.total.ready:
+        return
+    for loader in combined.flattened:
+        _begin_as_restored(trainer, loader, first=True)
+    loop._last_train_dl_reload_epoch = trainer.current_epoch
+    loop._load_combined_loader_states()
+    iter(loop._data_fetcher)
+
+
+def _begin_as_restored(trainer: Any, loader: Any, first: bool) -> None:
     loop = trainer.fit_loop
     epoch = loop.epoch_progress.current.processed
     last = loop.epoch_loop.batch_progress.is_last_batch  # as the checkpoint says
     judge_states(loop._combined_loader_states_to_load, over=last)
-    if trainer.train_dataloader is None and last:
+    if first and last:
         end_epoch_of_checkpoint(trainer)
         loop.update_restart_stage()
         epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed
@@ -86,4 +111,3 @@ def set_up_loader(module: Any, loader: Any) -> Any:
         if state is not None and (hasattr(behind, "set_epoch") or not isinstance(behind, _stateful_dataloader())):
             loader.load_state_dict(state)
     set_sampler_epoch(loader, epoch)
-    return loader

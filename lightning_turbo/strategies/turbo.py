@@ -23,7 +23,7 @@ from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.agreement import check_agreement
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
-from lightning_turbo.strategies.restart import accumulate_as_scheduled, count_next_epoch, set_up_loader
+from lightning_turbo.strategies.restart import accumulate_as_scheduled, count_next_epoch, set_up_again, set_up_loader
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]
 
@@ -52,6 +52,11 @@ class _TurboStrategy(Strategy):
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         self._checkpoint_io = io if io is None or isinstance(io, AmpCheckpointIO) else AmpCheckpointIO(io)
 
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Take up the optimizers' states; with all else restored, so do training loaders that are set up already."""
+        super().load_optimizer_state_dict(checkpoint)
+        set_up_again(self.lightning_module)
+
     def on_train_start(self) -> None:
         """Go on from a checkpoint with the epoch counted, and the batches accumulated, as if nothing had happened."""
         count_next_epoch(self.lightning_module)
@@ -75,7 +80,7 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
     |---|---|---|
     | ``device_prefetch`` | ``True`` | keeps the next batches on the CUDA device, after Lightning's sampler |
     | ``memory_format`` | ``None`` | channels last for 2D and 3D, or what a measurement finds faster |
-    | ``cudnn_benchmark`` | ``True`` | on CUDA, for the run; put back afterwards |
+    | ``cudnn_benchmark`` | ``True`` | on CUDA, for the run; gives way to determinism; put back afterwards |
     | ``matmul_precision`` | ``None`` | ``"high"`` allows TF32 on CUDA, for the run; put back afterwards |
     | ``release_gradients`` | ``True`` | gradients to None right after the step |
     | ``lean_step`` | ``False`` | Lightning's loop with direct calls of its hooks; same order, same results |
@@ -97,11 +102,12 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
         cudnn_benchmark: ``True``, ``False``, or ``None`` to leave it.
         matmul_precision: ``"highest"``, ``"high"``, ``"medium"``, or ``None`` to leave it.
         release_gradients: See above.
-        lean_step: See above; needs Lightning 2.6. Under a profiler Lightning's own loop runs.
+        lean_step: See above; needs Lightning 2.6. Set aside under a profiler, and where the Trainer's loop or automatic
+            optimization is not Lightning's own.
         lean_logging: See above; needs Lightning 2.6.
 
     Raises:
-        MisconfigurationException: If the Trainer has more than one device.
+        MisconfigurationException: If the Trainer has more than one device or more than one machine.
         ValueError: If a setting is not one of those above.
         TypeError: If a switch is no bool.
         LightningMismatchError: If a lean part is asked for and Lightning is not 2.6.
@@ -160,6 +166,18 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
         self._parallel_devices = devices
         self._root_device = devices[0]
 
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines; the Trainer puts in the one that it was given."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise MisconfigurationException(
+                f"strategy='turbo' was given num_nodes={num_nodes}; accepted is 1. Take strategy='turbo_ddp'."
+            )
+
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, with the parts before and after."""
         self.parts.before_setup(self, trainer)
@@ -195,7 +213,8 @@ class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
             accumulated gradients.
         grad_compression: See above. Not together with ``ddp_comm_hook``.
         sync_batchnorm: See above.
-        sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop after the same batch.
+        sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop after the same batch. Set
+            aside where the Trainer's loop or automatic optimization is not Lightning's own.
         **kwargs: As in Lightning's ``DDPStrategy``; ``checkpoint_io`` as in ``TurboStrategy``.
 
     Raises:

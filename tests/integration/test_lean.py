@@ -394,6 +394,42 @@ def test_a_profiler_sees_what_it_sees_in_lightning(monkeypatch):
     assert any("lean_step has no meaning under a profiler" in text for text in said)
 
 
+class OwnLoop(_TrainingEpochLoop):
+    def advance(self, data_fetcher):
+        self.trainer.events.append("advance")
+        return super().advance(data_fetcher)
+
+
+class OwnOptimization(_AutomaticOptimization):
+    def run(self, *args, **kwargs):
+        self.trainer.events.append("run")
+        return super().run(*args, **kwargs)
+
+
+@pytest.mark.parametrize("own", [OwnLoop, OwnOptimization])
+def test_a_loop_that_is_not_lightnings_stays(own, monkeypatch):
+    said = []
+    monkeypatch.setattr("lightning_turbo.strategies.lean.rank_zero_info", said.append)
+    strategy = TurboStrategy(lean_step=True)
+    strategy.parts.sigterm_every = 4
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.events = []
+    if own is OwnLoop:
+        trainer.fit_loop.epoch_loop = OwnLoop(trainer, trainer.min_steps, trainer.max_steps)
+    else:
+        trainer.fit_loop.epoch_loop.automatic_optimization = OwnOptimization(trainer)
+    found = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    model = Net()
+    model.on_train_start = lambda: trainer.events.append((trainer.fit_loop.epoch_loop, trainer._signal_connector))
+    trainer.fit(model, batches(count=8), batches(count=8))
+    assert trainer.events == [found, *["advance" if own is OwnLoop else "run"] * 2]
+    assert len(said) == 1
+    assert f"lean_step and sigterm_every set aside, because {own.__name__} takes the place of Lightning's" in said[0]
+
+
 def test_another_lightning_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(pl, "__version__", "2.7.0")
     for settings in ({"lean_step": True}, {"lean_logging": True}):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo import PrefetchDataModule, PrefetchLoader
+from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from tests.versions import BEGINS_ONCE, unpickling
 
 pytestmark = [
@@ -14,6 +14,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    # torchdata calls a function of torch that is on its way out.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
 ]
 
 
@@ -45,23 +47,28 @@ class Save(Callback):
         setattr(self, hook, save)
 
 
-def run(make, base, path, *callbacks, **settings):
+def run(make, base, path, *callbacks, model=Model, **settings):
+    made = []
+
     class Data(base):
         def train_dataloader(self):
-            return make()
+            made.append(make())
+            return made[-1]
 
     torch.manual_seed(0)
-    model = Model()
-    Trainer(
-        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=list(callbacks), **settings,
-    ).fit(model, datamodule=Data(), ckpt_path=path, **unpickling(True if path else None))  # fmt: skip
+    model = model()
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks), **{"max_epochs": 3, **settings},
+    )  # fmt: skip
+    trainer.fit(model, datamodule=Data(), ckpt_path=path, **unpickling(True if path else None))
+    assert (len(made), trainer.callbacks) == (1, list(callbacks))
     return model.seen
 
 
-def check(make, base, path, batches, hook="on_train_batch_end", **settings):
-    straight = run(make, base, None, Save(path, batches, hook), **settings)
-    assert run(make, base, path, **settings) == straight[batches:]
+def check(make, base, path, batches, hook="on_train_batch_end", callbacks=(), **settings):
+    straight = run(make, base, None, *(kind() for kind in callbacks), Save(path, batches, hook), **settings)
+    assert run(make, base, path, *(kind() for kind in callbacks), **settings) == straight[batches:]
     return straight
 
 
@@ -93,3 +100,59 @@ def test_an_order_from_a_generator_goes_on_after_an_epoch(limit, hook, tmp_path)
     )  # fmt: skip
     third = seen[batches:]
     assert third not in (seen[: len(third)], seen[len(third) : 2 * len(third)])
+
+
+def early(hook):
+    """A model that has Lightning set the loaders up before it restores its loops."""
+
+    def reads(self, *args, **kwargs):
+        assert self.trainer.estimated_stepping_batches == 12
+        return getattr(Model, hook)(self, *args, **kwargs)
+
+    return type("Early", (Model,), {hook: reads})
+
+
+@pytest.mark.parametrize("hook", ["configure_optimizers", "on_fit_start", "setup"])
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("batches", [2, 4, 6])
+def test_loaders_that_are_set_up_early(batches, strategy, hook, tmp_path):
+    make, path = (lambda: loader(8, 1)), tmp_path / "c"
+    check(make, PrefetchDataModule, path, batches, strategy=strategy, model=early(hook))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+def test_loaders_that_are_set_up_early_and_begin_the_next_epoch_early(strategy, tmp_path):
+    check(
+        lambda: loader(8, 1), PrefetchDataModule, tmp_path / "c", 4,
+        strategy=strategy, model=early("configure_optimizers"), callbacks=[PrefetchNextEpoch],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 12}])
+@pytest.mark.parametrize("batches", [2, pytest.param(4, marks=BEGINS_ONCE)])
+def test_a_loader_with_a_state_that_is_set_up_early(batches, limit, tmp_path):
+    class SetsUp(Model):
+        def configure_optimizers(self):
+            self.trainer.fit_loop.setup_data()
+            return super().configure_optimizers()
+
+    check(
+        lambda: loader(8, 1, PrefetchLoader), LightningDataModule, tmp_path / "c", batches,
+        "on_train_batch_end" if batches == 2 else "on_train_epoch_end", strategy="turbo", model=SetsUp, **limit,
+    )  # fmt: skip
+
+
+def test_a_stateful_dataloader_that_is_set_up_early(tmp_path):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    check(
+        lambda: torchdata.StatefulDataLoader(range(8), 2, shuffle=True), LightningDataModule, tmp_path / "c", 2,
+        strategy="turbo", model=early("configure_optimizers"), max_epochs=3,
+    )  # fmt: skip
+
+
+def test_a_sampler_with_an_epoch_whose_loader_is_set_up_early(tmp_path):
+    def make():
+        return DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1)
+
+    model = early("configure_optimizers")
+    check(make, LightningDataModule, tmp_path / "c", 4, strategy="turbo", model=model)

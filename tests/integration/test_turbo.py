@@ -156,6 +156,12 @@ def test_several_devices_are_refused_by_turbo():
         pl.Trainer(accelerator="cpu", devices=2, strategy="turbo", logger=False)
 
 
+def test_several_machines_are_refused_by_turbo():
+    with pytest.raises(MisconfigurationException, match=r"num_nodes=2; accepted is 1\. Take strategy='turbo_ddp'"):
+        pl.Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy="turbo", logger=False)
+    assert pl.Trainer(accelerator="cpu", devices=1, num_nodes=1, strategy="turbo", logger=False).num_nodes == 1
+
+
 def connected(strategy, **settings):
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, **settings)
     trainer.state.fn = TrainerFn.FITTING

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -281,6 +282,17 @@ def test_states_of_another_kind_are_refused():
         stateful().load_state_dict({"consumed": 1, "order": None})
 
 
+class Slow(Dataset):
+    """So slow that a thread works ahead."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return index
+
+
 class Drawn(Sampler):
     """Draws its order from a generator that it holds."""
 
@@ -394,6 +406,63 @@ def test_generators_of_datasets_and_of_the_process_are_no_part_of_the_order():
         assert len(state["own"]) == len(state["order"]["own"]) == count
 
 
+class Noise(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rng = seeded(7)
+
+    def score(self):
+        return torch.randn(1, generator=self.rng)
+
+
+class Holds:
+    def __init__(self):
+        super().__init__()
+        self.rng = seeded(7)
+
+
+class Module(Holds, LightningModule):
+    pass
+
+
+class Data(Holds, LightningDataModule):
+    pass
+
+
+class Hooks(Holds, Callback):
+    pass
+
+
+HOLDERS = {
+    "module": Noise,
+    "method": lambda: Noise().score,
+    "function": lambda: (lambda net: lambda: net.score())(Noise()),
+    "LightningModule": Module,
+    "LightningDataModule": Data,
+    "Callback": Hooks,
+    "Trainer": lambda: Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Hooks()]),
+    "DataLoader": lambda: DataLoader(range(4), generator=seeded(7)),
+}
+
+
+@pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
+def test_generators_of_what_trains_are_no_part_of_the_order(make):
+    sampler = Drawn(seeded(0), lambda rng: torch.randperm(20, generator=rng).tolist())
+    sampler.follows = {"what": [make()]}
+    loader = PrefetchLoader(range(20), 3, sampler=sampler)
+    next(iter(loader))
+    assert [state.tolist() for state in loader.state_dict()["order"]["own"]] == [seeded(0).get_state().tolist()]
+
+
+def test_a_generator_of_a_module_that_the_sampler_knows_never_goes_back():
+    net = Noise()
+    sampler = Drawn(seeded(0), lambda rng: torch.randperm(20, generator=rng).tolist())
+    sampler.module = net
+    loader = PrefetchLoader(Slow(), 2, sampler=sampler)
+    noise = [net.score().item() for _ in range(3) for _ in loader]
+    assert noise == torch.cat([torch.randn(1, generator=rng) for rng in [seeded(7)] for _ in range(30)]).tolist()
+
+
 @pytest.mark.parametrize("settings", [OWN["torch"], OWN["own batch sampler"]])
 def test_a_state_of_an_older_version_is_read(settings):
     """It knew torch's generators alone, not all of those, and nothing of the epoch after."""
@@ -422,17 +491,6 @@ def test_a_state_of_other_samplers_is_refused():
     other.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"holds 1 random generators and the loader with its samplers 0\. Load it"):
         next(iter(other))
-
-
-class Slow(Dataset):
-    """So slow that a thread works ahead."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        time.sleep(0.001)
-        return index
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
