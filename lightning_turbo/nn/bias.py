@@ -130,9 +130,11 @@ def drop_bias_before_norm(
             report.dropped[name] = norm_name
     if not report.dropped:
         why = "; ".join(f"{layer}: {reason}" for layer, reason in report.kept.items())
+        if opaque:
+            why += f" What happens in {', '.join(opaque)} cannot be traced: call it on the parts in there, uncompiled."
         warnings.warn(
             f"drop_bias_before_norm found no bias to drop in {type(module).__name__}. "
-            f"{why or 'No convolution or linear layer with a bias stands directly before a batch norm.'}",
+            f"{why.strip() or 'No convolution or linear layer with a bias stands directly before a batch norm.'}",
             NoEffectWarning,
             stacklevel=2,
         )

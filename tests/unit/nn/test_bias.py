@@ -384,3 +384,9 @@ def test_the_network_as_it_was_written_loads_what_is_saved(copied):
 def test_a_module_is_needed():
     with pytest.raises(TypeError, match=r"module=3; accepted is a torch.nn.Module"):
         drop_bias_before_norm(3)
+
+
+def test_a_part_that_cannot_be_traced_is_named():
+    compiled = torch.compile(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), backend="eager")
+    with pytest.warns(NoEffectWarning, match=r"What happens in 0 cannot be traced: call it on the parts in there"):
+        drop_bias_before_norm(nn.Sequential(compiled, nn.ReLU()))
