@@ -316,6 +316,8 @@ class HalfWeights:
 
     def holds_masters_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer holds half weights that have masters, and so would never see their gradients."""
+        if any(known is optimizer for known, _ in self._optimizers):  # asked at every step
+            return False
         return any(param in self._masters for group in optimizer.param_groups for param in group["params"])
 
     def by_master(self) -> dict[Tensor, Tensor]:

@@ -28,8 +28,8 @@ UNENDED = "interrupted"  # the status of a case until it ends otherwise
 FEWEST_SWEEPS = 3  # however little time there is: a median needs some values
 START_SHARE = 2 / 3  # of a group's time; after it no further case is started, so that those which are get some rounds
 LATE = "no time was left for it"
-# Cases that start at the same time. The largest groups are some 20 ResNet-50 at batch 128 on one GPU: a step in
-# float32 takes about 13 GiB (10.3 of them activations), a case that is held 1.2. With two starts that is 50 of 80 GiB.
+# Cases that start at the same time. The largest groups are some 20 ResNet-50 at batch 128 on one GPU. Reckoned, not
+# measured: a step in float32 takes 13 GiB (10.3 of them activations), a case that is held 1.2; two starts 50 of 80 GiB.
 STARTS = {"cpu": 4, "cuda": 2}
 
 

@@ -214,8 +214,6 @@ class ApexAMP(Precision):
         self._is_automatic = module.automatic_optimization
         for optimizer in optimizers:
             self._take(optimizer)
-        if engine.has_masters:
-            self._undo.callback(refusals.refuse_strangers(engine).remove)
         self._ranks = None if ddp is None else RankGradients(ddp, engine.weights)
         if engine.weights is not None and optimizers:
             if ddp is None:
@@ -229,6 +227,7 @@ class ApexAMP(Precision):
         if engine.has_masters and isinstance(module, LightningModule):
             self._float_hooks.wrap(module, engine.widened)
             self._undo.callback(self._float_hooks.remove)
+            self._undo.callback(refusals.refuse_strangers(engine).remove)
         if engine.function_casts is not None:
             functions.apply_registered(engine.function_casts)
             self._undo.callback(functions.restore_registered)
