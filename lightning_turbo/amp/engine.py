@@ -180,14 +180,18 @@ class AmpEngine:
 
     # One backward pass at a time, its gradients unscaled when it ends: apex's way.
 
-    def stash(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor | None]:
-        """Take the gradients gathered so far aside, so that the next backward pass stands alone."""
+    def stash(self, optimizers: Sequence[Optimizer], *, of_buckets: bool) -> dict[Tensor, Tensor | None]:
+        """Take the gradients gathered so far aside, so that the next backward pass stands alone.
+
+        Args:
+            optimizers: The optimizers whose parameters' gradients are taken.
+            of_buckets: Whether they may be views of DDP's buckets, which it writes over; copies are taken then.
+        """
         kept: dict[Tensor, Tensor | None] = {}
         for optimizer in optimizers:
             for param in _params(optimizer):
                 if param not in kept:
-                    # A copy, because DDP writes over gradients that are views of its buckets.
-                    kept[param] = None if param.grad is None else param.grad.clone()
+                    kept[param] = param.grad.clone() if of_buckets and param.grad is not None else param.grad
                     param.grad = None
             # An overflow is over when its gradients are: stepped with, or released.
             if id(optimizer) in self._stepped or all(kept[param] is None for param in _params(optimizer)):
@@ -230,8 +234,35 @@ class AmpEngine:
             for param in fresh:
                 collected[param] = optimizer
                 before = kept.get(param)
-                if before is not None:
-                    param.grad = before if param.grad is None else param.grad.add_(before)
+                if before is not None and param.grad is not None and before.is_sparse:
+                    param.grad.add_(before)
+                elif before is not None:  # the same tensor as before, as without scaling
+                    param.grad = before if param.grad is None else before.add_(param.grad)
+
+    def share_overflow(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:
+        """Let an overflow of this pass be one of all its optimizers, whichever one's gradients it was in."""
+        scaler = self.scaler(loss_id)
+        if scaler.dynamic and len(optimizers) > 1:
+            for optimizer in optimizers:
+                own = self._flag(optimizer, next(_params(optimizer)).device)
+                torch.maximum(own, scaler.found_inf(own.device), out=own)
+
+    def noted(self, optimizers: Sequence[Optimizer]) -> list[bool]:
+        """Return what is known of gradients that wait for a step, see ``note``; waits for the device."""
+        flags = [self.will_skip(optimizer) for optimizer in optimizers]
+        return flags + [fact for scaler in self.scalers for fact in (scaler.is_pending, scaler.overflowed)]
+
+    def note(self, optimizers: Sequence[Optimizer], noted: Sequence[bool]) -> None:
+        """Go on with gradients that were unscaled in another run, from what its ``noted`` returned."""
+        devices = [next(_params(optimizer)).device for optimizer in optimizers]
+        for optimizer, device, flag in zip(optimizers, devices, noted, strict=False):
+            if flag:
+                self._flag(optimizer, device).fill_(1.0)
+        facts = noted[len(optimizers) :]
+        for scaler, pending, overflowed in zip(self.scalers, facts[::2], facts[1::2], strict=False):
+            scaler.is_pending = pending
+            if overflowed and scaler.dynamic:
+                scaler.found_inf(devices[0]).fill_(1.0)
 
     def agree_on_overflow(self, optimizers: Sequence[Optimizer]) -> None:
         """Let an overflow of one rank be one of all, in passes that no DDP synchronised. A collective call."""
@@ -273,6 +304,10 @@ class AmpEngine:
         """Whether an overflow was noted in this optimizer's gradients; waits for the device."""
         flag = self._flags.get(id(optimizer))
         return flag is not None and bool(flag.item())
+
+    def take_no_step(self) -> None:
+        """Pass a step over for which there are no gradients; it counts as none that was skipped."""
+        self._last_flag = None
 
     @property
     def skipped_last_step(self) -> bool:

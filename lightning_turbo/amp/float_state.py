@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-__all__ = ["Loading", "Saving", "float_value"]
+__all__ = ["Loading", "Saving", "float_value", "move_state"]
 
 
 def float_value(tensor: Tensor, master: Tensor | None) -> Tensor:
@@ -20,6 +21,25 @@ def float_value(tensor: Tensor, master: Tensor | None) -> Tensor:
         return wide
     own = master.detach().to(tensor.device)
     return torch.where(own.to(tensor.dtype) == tensor, own, wide)
+
+
+def move_state(optimizer: Optimizer, places: Mapping[Any, Tensor]) -> None:
+    """Move what an optimizer has gathered from one parameter to another, in the other's dtype; counts keep their own.
+
+    Args:
+        optimizer: Changed in place.
+        places: For each parameter of old the one that takes its place; may be itself.
+    """
+    for old, new in places.items():
+        if old in optimizer.state:
+            optimizer.state[new] = {
+                key: value.to(new.dtype) if key != "step" and _is_like(value, new) else value
+                for key, value in optimizer.state.pop(old).items()
+            }
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape
 
 
 class _FloatState:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_turbo.amp.float_state import Loading, Saving, float_value
+from lightning_turbo.amp.float_state import Loading, Saving, float_value, move_state
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.model_casts import castable_tensors
 from lightning_turbo.errors import AmpUsageError
@@ -66,7 +66,7 @@ class HalfWeights:
         self._pairs: dict[int, list[tuple[Tensor, Parameter]]] = {}
         self._handles: list[Any] = []
         self._owners: dict[nn.Module, list[str]] = {}
-        self._folded: set[Tensor] | None = None
+        self._folds = False
         self._wide = False
         for module, name, tensor in castable_tensors(
             modules, keep_batchnorm_fp32=keep_batchnorm_fp32, without_buffers=without_buffers
@@ -129,10 +129,10 @@ class HalfWeights:
             if (weight := module._parameters.get(name)) is not None
             and (weight in self._masters or weight in self._cast)
         ]
-        for _, _, weight in places:
-            if weight not in self._masters:  # frozen, and not exact
-                with torch.inference_mode(False):  # a validation may be running
-                    self._masters[weight] = Parameter(weight.detach().float())
+        # Frozen, and not exact: their masters stay if an optimizer gets them.
+        passing = list(dict.fromkeys(weight for _, _, weight in places if weight not in self._masters))
+        with torch.inference_mode(False):  # a validation may be running
+            self._masters.update((weight, Parameter(weight.detach().float())) for weight in passing)
         on = [(weight, master) for weight, master in self._masters.items() if master.requires_grad]
         for weight, master in on:
             master.requires_grad_(weight.requires_grad)
@@ -150,7 +150,6 @@ class HalfWeights:
             for weight, master in on:
                 weight.requires_grad_(master.requires_grad)
                 master.requires_grad_(True)
-                self._fold_as_produced(weight)
             self._pairs.clear()
             # What autograd has seen no change in, it shall see none in either: a backward pass may be yet to come.
             self._round(
@@ -159,6 +158,12 @@ class HalfWeights:
                     for weight, version in versions.items()
                 ]
             )
+            held = {id(p) for optimizer, _ in self._optimizers for g in optimizer.param_groups for p in g["params"]}
+            for weight in passing:
+                if id(self._masters[weight]) in held:
+                    self._fold_as_produced(weight)
+                else:
+                    del self._masters[weight]
 
     @torch.no_grad()
     def _take_back(self, places: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
@@ -212,7 +217,7 @@ class HalfWeights:
             )
         for group in optimizer.param_groups:
             self.attach_group(group)
-        self._move_state(optimizer, {**{tensor: tensor for tensor in self._cast}, **self._masters})
+        move_state(optimizer, {**{tensor: tensor for tensor in self._cast}, **self._masters})
         self._optimizers.append((optimizer, type(optimizer)))
         for inner in vars(optimizer).values():
             if isinstance(inner, Optimizer) and self.holds_masters_of(inner):
@@ -277,20 +282,8 @@ class HalfWeights:
             new = weight not in self._masters and weight.requires_grad and weight.dtype in HALF_DTYPES
             if new and self.with_masters:
                 self._masters[weight] = Parameter(weight.detach().float())
-            if weight in self._masters:
                 self._fold_as_produced(weight)
         group["params"] = [self._masters.get(weight, weight) for weight in group["params"]]
-
-    @staticmethod
-    def _move_state(optimizer: Optimizer, places: Mapping[Any, Tensor]) -> None:
-        for old, new in places.items():
-            if old in optimizer.state:
-                optimizer.state[new] = {
-                    key: value.to(new.dtype)
-                    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == new.shape
-                    else value
-                    for key, value in optimizer.state.pop(old).items()
-                }
 
     def pairs(self, optimizer: Optimizer) -> list[tuple[Tensor, Parameter]]:
         """Return the ``(weight, master)`` pairs whose master this optimizer updates."""
@@ -339,14 +332,16 @@ class HalfWeights:
 
     def fold_as_produced(self) -> None:
         """Fold every gradient as soon as the backward pass has accumulated it, also of weights thawed later."""
-        self._folded = set()
+        self._folds = True
         for weight in self._masters:
             self._fold_as_produced(weight)
 
     def _fold_as_produced(self, weight: Tensor) -> None:
-        if self._folded is not None and weight.requires_grad and weight not in self._folded:
-            self._folded.add(weight)
+        if self._folds:
+            trained = weight.requires_grad
+            weight.requires_grad_(True)  # a frozen one takes no hook
             self._handles.append(weight.register_post_accumulate_grad_hook(self.fold))
+            weight.requires_grad_(trained)
 
     def fold_all(self) -> None:
         """Fold every gradient that waits on a weight."""
@@ -391,7 +386,7 @@ class HalfWeights:
             optimizer.__class__ = base
             for group in optimizer.param_groups:
                 group["params"] = [weight_of.get(param, param) for param in group["params"]]
-            self._move_state(optimizer, {**{tensor: tensor for tensor in self._cast}, **weight_of})
+            move_state(optimizer, {**{tensor: tensor for tensor in self._cast}, **weight_of})
         self._optimizers.clear()
         self._pairs.clear()
         self._masters.clear()

@@ -73,11 +73,11 @@ class LossScaler:
     def to(self, device: torch.device) -> LossScaler:
         """Put the scale on a device; done by itself at the first use."""
         if self.dynamic and self._device != device:
-            state, skipped = self.state_dict(), self.skipped_steps
+            state, skipped, found = self.state_dict(), self.skipped_steps, float(self.overflowed)
             self._device = device
             self._scale = torch.full((), state["loss_scale"], dtype=torch.float32, device=device)
             self._tracker = torch.full((), state["unskipped"], dtype=torch.int32, device=device)
-            self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            self._found_inf = torch.full((), found, dtype=torch.float32, device=device)
             self._skips = torch.tensor([0.0, skipped], dtype=torch.float32, device=device)  # in a row, and all
             self._heard = deque(_Heard(device) for _ in range(HEARD_LATE if device.type == "cuda" else 1))
         return self
@@ -183,11 +183,15 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state in apex's format; a scale above ``max_loss_scale`` is kept, as in apex.
 
+        A dynamic scale that has been steady for longer than this ``scale_window`` doubles at the next such pass.
+
         Raises:
             KeyError: If ``loss_scale`` or ``unskipped`` is missing.
         """
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
         self.max_loss_scale = max(self.max_loss_scale, scale)
+        if self.dynamic:
+            unskipped = min(unskipped, self.scale_window - 1)
         if self.dynamic and self._device is not None:
             self._scale.fill_(scale)
             self._tracker.fill_(unskipped)

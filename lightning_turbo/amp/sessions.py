@@ -69,13 +69,15 @@ class Session:
         engine = self.engine
         self._settle_masters(optimizers)
         waiting = any(id(optimizer) in self._scaled for optimizer in optimizers)
-        kept = {} if waiting or delay_unscale else engine.stash(optimizers)
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        kept = {} if waiting or delay_unscale else engine.stash(optimizers, of_buckets=ranks)
         with contextlib.nullcontext() if engine.boundary is None else engine.boundary.inside():
             yield
         if delay_unscale:
             self._scaled.update(map(id, optimizers))
         else:
             engine.collect(optimizers, kept, loss_id)
+            engine.share_overflow(optimizers, loss_id)  # apex skips the steps of all
             self._stepped.difference_update(map(id, optimizers))
             self._scaled.difference_update(map(id, optimizers))
 

@@ -188,7 +188,7 @@ class ExactAccumulation(Callback):
         self._window.count, self._window.total = window["count"], window["total"]
         for group, gradients in zip(parameters, window["gradients"], strict=True):
             for parameter, gradient in zip(group, gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
 
     def _warn_if_idle(self, trainer: Any) -> None:
         length, batches = trainer.accumulate_grad_batches, trainer.num_training_batches

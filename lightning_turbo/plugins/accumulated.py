@@ -2,38 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_turbo._compat import rank_zero_warn
+from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.errors import TurboWarning
 from lightning_turbo.optim.accumulation import gather_for_checkpoint, rank_and_size
 
-__all__ = ["gather_gradients", "gradients_of_this_rank", "put_gradients"]
+__all__ = ["Waiting", "open_window"]
 
 
-def gather_gradients(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Tensor]]]:
-    """Return the gradients of every rank: rank, optimizer, index of the parameter; see ``gather_for_checkpoint``.
+def open_window(
+    engine: AmpEngine, optimizers: Sequence[Optimizer], unstepped: Collection[Optimizer], *, scaled: bool
+) -> dict[str, Any]:
+    """Return what a checkpoint needs for gradients that wait for their step, see ``gather_for_checkpoint``.
 
     Ranks differ in the middle of a window, because DDP averages only at its end.
+
+    Args:
+        engine: The run's.
+        optimizers: All of them.
+        unstepped: Those whose gradients wait.
+        scaled: Whether the gradients are scaled still, so that nothing is known of overflows.
+
+    Returns:
+        The gradients by rank, optimizer and index of the parameter; and what was noted of them, by rank.
     """
-    return gather_for_checkpoint(
-        [
-            {str(i): p.grad.detach().cpu().clone() for i, p in enumerate(_params(optimizer)) if p.grad is not None}
-            for optimizer in optimizers
-        ]
-    )
+    if engine.weights is not None:
+        engine.weights.fold_all()
+    own = [
+        {str(i): p.grad.detach().cpu().clone() for i, p in enumerate(_params(optimizer)) if p.grad is not None}
+        if optimizer in unstepped
+        else {}
+        for optimizer in optimizers
+    ]
+    state: dict[str, Any] = {"accumulated_gradients": gather_for_checkpoint(own)}
+    if not scaled:
+        state["noted"] = gather_for_checkpoint(engine.noted(optimizers))
+    return state
 
 
-def gradients_of_this_rank(saved: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
-    """Return what this rank goes on from; with another number of ranks, the mean over those that saved.
+class Waiting:
+    """What ``open_window`` returned, until the run goes on: Lightning clears gradients between restoring and running.
+
+    Args:
+        state: The plugin's, of a window.
 
     Warns:
         TurboWarning: If the number of ranks is not the one that saved.
     """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._gradients = _of_this_rank(state["accumulated_gradients"])
+        self._scale = state["loss_scaler0"]["loss_scale"]
+        # An overflow of one rank is one of all when they are next averaged.
+        self._noted = [any(of_ranks) for of_ranks in zip(*state.get("noted", []), strict=True)]
+
+    def put_back(self, engine: AmpEngine, optimizers: Sequence[Optimizer], *, scaled: bool) -> Iterator[Optimizer]:
+        """Put the gradients back where they were, at the scale of now, and yield the optimizers that have some."""
+        factor = engine.scalers[0].loss_scale / self._scale if scaled else 1.0
+        engine.note(optimizers, self._noted)
+        for optimizer, gradients in zip(optimizers, self._gradients, strict=True):
+            params = list(_params(optimizer))
+            for index, gradient in gradients.items():
+                param = params[int(index)]
+                param.grad = gradient.to(param.device, param.dtype) * factor
+            if gradients:
+                yield optimizer
+
+
+def _of_this_rank(saved: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """Return what this rank goes on from; with another number of ranks, the mean over those that saved."""
     rank, size = rank_and_size()
     if len(saved) == size:
         return saved[rank]
@@ -46,15 +90,6 @@ def gradients_of_this_rank(saved: list[list[dict[str, Tensor]]]) -> list[dict[st
         {i: torch.stack([rank[n][i] for rank in saved if i in rank[n]]).sum(0) / len(saved) for i in first}
         for n, first in enumerate(saved[0])
     ]
-
-
-def put_gradients(optimizers: Sequence[Optimizer], gradients: list[dict[str, Tensor]], factor: float) -> None:
-    """Put gradients back where ``gather_gradients`` took them from, times a factor."""
-    for optimizer, own in zip(optimizers, gradients, strict=True):
-        params = list(_params(optimizer))
-        for index, gradient in own.items():
-            param = params[int(index)]
-            param.grad = gradient.to(param.device, param.dtype) * factor
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:

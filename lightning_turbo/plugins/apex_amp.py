@@ -26,7 +26,7 @@ from lightning_turbo.amp.function_casts import to_float
 from lightning_turbo.amp.model_casts import first_tensor_of, parts_of
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins import refusals
-from lightning_turbo.plugins.accumulated import gather_gradients, gradients_of_this_rank, put_gradients
+from lightning_turbo.plugins.accumulated import Waiting, open_window
 from lightning_turbo.plugins.float_hooks import FloatHooks
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
 from lightning_turbo.plugins.rank_gradients import RankGradients
@@ -34,6 +34,8 @@ from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
 
 __all__ = ["ApexAMP"]
+
+NO_SCALE = {"loss_scale": 1.0, "unskipped": 0}  # what a run without a scale saves
 
 
 class ApexAMP(Precision):
@@ -83,9 +85,9 @@ class ApexAMP(Precision):
         LightningMismatchError: If the program uses the other import name of Lightning.
 
     Note:
-        The scale is settled once per optimizer step (``amp.scale_loss`` settles it once per backward pass, and so
-        does this plugin under manual optimization). A skipped step does not advance schedulers with
-        ``interval="step"``. With a fused optimizer and no such scheduler no value comes to the host.
+        The scale is settled once per optimizer step (``amp.scale_loss`` settles it once per backward pass). A skipped
+        step does not advance schedulers with ``interval="step"``. With a fused optimizer and no such scheduler no
+        value comes to the host.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -141,9 +143,8 @@ class ApexAMP(Precision):
         self._engine = AmpEngine(opt_level, device_type=likely, **self._settings)
         self._placed = self._has_double = False
         self._ranks: RankGradients | None = None
-        self._window_open = False
-        self._waiting_gradients: list[dict[str, Tensor]] | None = None
-        self._saved_scale = 1.0
+        self._unstepped: set[Optimizer] = set()  # with gradients that wait for their step
+        self._waiting: Waiting | None = None
         self._is_automatic = True
         self._optimizers: list[Optimizer] = []
         self._watch: NonFiniteWatch | None = None
@@ -247,7 +248,7 @@ class ApexAMP(Precision):
         self._engine.restore()
         self._optimizers = []
         self._ranks = self._watch = None
-        self._window_open = False
+        self._unstepped.clear()
 
     # A step
 
@@ -283,7 +284,8 @@ class ApexAMP(Precision):
         refusals.refuse_loop_by_hand(model)
         engine, scaler = self._engine, self._engine.scaler(loss_id)
         each_pass = not model.automatic_optimization and (engine.scales or engine.has_masters)
-        kept = engine.stash(self._optimizers) if each_pass else {}
+        of_buckets = self._ranks is not None and self._ranks.ddp.gradient_as_bucket_view
+        kept = engine.stash(self._optimizers, of_buckets=of_buckets) if each_pass else {}
         gathered = kept if each_pass else None
         if self._ranks is not None:
             self._ranks.before_backward(gathered)
@@ -295,7 +297,7 @@ class ApexAMP(Precision):
             engine.collect(self._optimizers, kept, loss_id, release=True)
             if averaged:
                 engine.agree_on_overflow(self._optimizers)
-        self._window_open = True
+        self._unstepped.update(o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o)))
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Call the hooks that follow a backward pass."""
@@ -308,23 +310,24 @@ class ApexAMP(Precision):
         if not engine.scales and not engine.has_masters:
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             engine.forget_casts()
-            self._window_open = False
+            self._unstepped.discard(optimizer)
             return result
         if all(known is not optimizer for known in self._optimizers):  # made anew while training
             self._take(optimizer)
             self._optimizers = list(model.trainer.optimizers)
         result = closure()
-        nothing_to_do = model.automatic_optimization and result is None and not self._window_open
+        nothing_to_do = model.automatic_optimization and result is None and not self._unstepped
         if model.automatic_optimization and not nothing_to_do:
             engine.unscale(optimizer)
         with self._float_hooks.before_step():
             self._after_closure(model, optimizer)
         if nothing_to_do:
+            engine.take_no_step()
             return result
         output = engine.step(optimizer, lambda: optimizer.step(**kwargs))
         engine.update()
         engine.forget_casts()
-        self._window_open = False
+        self._unstepped.discard(optimizer)
         if engine.is_dynamic:
             if self._watch is not None:
                 self._watch.after_step(max(s.recent_skips_in_a_row for s in engine.scalers))
@@ -341,15 +344,15 @@ class ApexAMP(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the scalers' state in apex's format, and in mid-window the gradients accumulated so far.
 
-        Note:
-            In the middle of an accumulation window this is a collective call under DDP: every rank's gradients
-            are gathered.
+        In manual optimization these are of every optimizer that has not stepped since a backward pass which it was
+        not toggled off for. In mid-window this is a collective call under DDP: every rank's gradients are gathered.
         """
         state: dict[str, Any] = dict(self._engine.state_dict())
-        if self._window_open:
-            if self._engine.weights is not None:
-                self._engine.weights.fold_all()
-            state["accumulated_gradients"] = gather_gradients(self._optimizers)
+        for scaler, own in zip(self._engine.scalers, state.values(), strict=True):
+            if scaler.dynamic and own == NO_SCALE:
+                own["dynamic"] = True
+        if self._unstepped:
+            state.update(open_window(self._engine, self._optimizers, self._unstepped, scaled=self._is_automatic))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -360,21 +363,18 @@ class ApexAMP(Precision):
         self._state_found = True
         for index, scaler in enumerate(self._engine.scalers):
             state = state_dict.get(f"loss_scaler{index}")
-            if state is not None and scaler.dynamic and (state["loss_scale"], state["unskipped"]) != (1.0, 0):
+            if state is not None and scaler.dynamic and state != NO_SCALE:
                 scaler.load_state_dict(state)
-        saved = state_dict.get("accumulated_gradients")
-        if saved is not None:
-            self._waiting_gradients = gradients_of_this_rank(saved)
-            # Under automatic optimization they are scaled, as those that will be added to them.
-            self._saved_scale = state_dict["loss_scaler0"]["loss_scale"] if self._is_automatic else self.loss_scale
+        if "accumulated_gradients" in state_dict:
+            self._waiting = Waiting(state_dict)
 
     def _put_waiting_gradients_back(self) -> None:
-        """Go on in the middle of an accumulation window: Lightning clears gradients between restoring and running."""
-        if self._waiting_gradients is None:
+        """Go on in the middle of an accumulation window."""
+        if self._waiting is None:
             return
-        put_gradients(self._optimizers, self._waiting_gradients, factor=self.loss_scale / self._saved_scale)
-        self._waiting_gradients = None
-        self._window_open = True
+        # Under automatic optimization they are scaled, as those that will be added to them.
+        self._unstepped.update(self._waiting.put_back(self._engine, self._optimizers, scaled=self._is_automatic))
+        self._waiting = None
         if self._ranks is not None:
             self._ranks.gathered = True
 

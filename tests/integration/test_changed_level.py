@@ -130,3 +130,15 @@ def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
         "disable_casts": wide, "half_function": half, "float_function": wide, "float list": wide, "half list": half,
     }  # fmt: skip
     assert in_half(torch.ones(1)) is torch.float32  # when the run is over
+
+
+def test_a_dynamic_scale_that_has_just_fallen_to_one_stays(tmp_path):
+    first = ApexAMP("O1", dtype=HALF, min_loss_scale=1.0)
+    for scale, unskipped, goes_on_at in ((1.0, 0, 1.0), (4.0, 3, 4.0)):
+        first.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped, "dynamic": True}})
+        then = ApexAMP("O1", dtype=HALF)
+        then.load_state_dict(first.state_dict())
+        assert then.loss_scale == goes_on_at
+    then = ApexAMP("O1", dtype=HALF)
+    then.load_state_dict(ApexAMP("O1", dtype=BRAIN).state_dict())
+    assert then.loss_scale == 2.0**16

@@ -1,5 +1,7 @@
 """What a user's hooks and switches see and do while O2's optimizers hold float32 masters."""
 
+import contextlib
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -23,9 +25,10 @@ def batches():
     return DataLoader(torch.randn(48, 4, generator=torch.Generator().manual_seed(0)), batch_size=8)
 
 
-def fit(module, level, dtype=torch.bfloat16, loss_scale=None, **kwargs):
+def fit(module, level, dtype=torch.bfloat16, loss_scale=None, exact=True, **kwargs):
     torch.manual_seed(0)
-    trainer = pl.Trainer(plugins=[ApexAMP(level, dtype=dtype, loss_scale=loss_scale)], **{**QUIET, **kwargs})
+    plugin = ApexAMP(level, dtype=dtype, loss_scale=loss_scale, exact_masters=exact)
+    trainer = pl.Trainer(plugins=[plugin], **{**QUIET, **kwargs})
     trainer.fit(module, batches())
     return trainer
 
@@ -139,6 +142,49 @@ def test_weights_thawed_by_hand_are_trained(level):
 
     fit(module, level, callbacks=[Look()])
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_weights_thawed_inside_of_float_weights_or_beside_hooks_are_trained(exact, inside):
+    class Thawing(Looking):
+        def on_train_epoch_start(self):
+            with self.trainer.precision_plugin.float_weights() if inside else contextlib.nullcontext():
+                self.first.requires_grad_(True)
+
+    module = Thawing()
+    module.first.requires_grad_(False)
+    before = module.first.weight.detach().clone()
+    fit(module, "O2", exact=exact)
+    assert (module.first.weight - before).abs().max() > 0.004  # rounding alone moves by less than 0.001
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_weights_thawed_by_hand_are_added_up_in_float32(frozen):
+    class Thawing(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1, bias=False).requires_grad_(not frozen)
+            self.seen = []
+
+        def on_train_start(self):
+            self.net.requires_grad_(True)
+
+        def training_step(self, batch, index):
+            # In bfloat16 256 and 1 are 256. Lightning divides by 3.
+            return 3 * (256.0 if index % 3 == 0 else 1.0) * self.net(torch.ones(1, 1)).float().sum()
+
+        def look(self, optimizer, args, kwargs):
+            self.seen.append(optimizer.param_groups[0]["params"][0].grad.item())
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.0)
+            optimizer.register_step_pre_hook(self.look)
+            return optimizer
+
+    module = Thawing()
+    fit(module, "O2", accumulate_grad_batches=3)
+    assert module.seen == [258.0] * 4
 
 
 def test_frozen_weights_are_left_alone_by_weight_decay():

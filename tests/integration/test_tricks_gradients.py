@@ -153,10 +153,15 @@ def test_a_parameter_of_two_optimizers_is_left_alone():
     ("order", "message"),
     [("clear last", "has released the gradients by itself"), ("never clear", "keeps the same gradients from one step")],
 )
-def test_where_nothing_can_be_gained_it_says_so(order, message):
-    plain = fit(TwoOptimizers(order), [])
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_where_nothing_can_be_gained_it_says_so(order, message, level):
+    def run(callbacks):
+        plugins = [] if level is None else [ApexAMP(level, loss_scale="dynamic")]
+        return fit(TwoOptimizers(order), callbacks, plugins=plugins)
+
+    plain = run([])
     with pytest.warns(NoEffectWarning, match=message):
-        same(plain, fit(TwoOptimizers(order), [GradToNone()]))
+        same(plain, run([GradToNone()]))
 
 
 def test_ddp_bucket_views_leave_nothing_to_gain():

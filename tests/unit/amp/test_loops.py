@@ -365,6 +365,28 @@ def test_one_loss_for_two_optimizers():
 # What wraps a model or repeats its forward pass
 
 
+def test_an_overflow_in_one_loss_skips_all_its_optimizers_once():
+    first, second = net(0), net(1)
+    optimizers = sgd(first), sgd(second)
+    init([first, second], list(optimizers), dtype=torch.float16)
+    x = torch.randn(2, next(first.parameters()).shape[1])
+    before = weights(first), weights(second)
+    loss = first(x).float().sum() * float("inf") + second(x).float().sum() * 1e-3
+    with amp.scale_loss(loss, list(optimizers)) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert same(weights(first), before[0])
+    assert same(weights(second), before[1])
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).float().sum() * 1e-3, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert not same(weights(first), before[0])
+    assert not same(weights(second), before[1])
+
+
 def test_a_wrapped_model_is_refused_before_and_accepted_after():
     for level in LEVELS:
         model = net()
@@ -596,7 +618,7 @@ def test_gradients_of_other_kinds_are_unscaled(kind, scale):
         init(model, optimizer, "O1", loss_scale=scaled_by)
         with amp.scale_loss(model(torch.tensor([1, 1, 3])), optimizer) as loss:
             loss.backward()
-        gradients.append([p.grad.to_dense() for p in model.parameters()])
+        gradients.append([p.grad.to_dense().clone() for p in model.parameters()])
         if scaled_by == "dynamic":
             with amp.scale_loss(model(torch.tensor([1, 2])) * float("inf"), optimizer) as loss:
                 loss.backward()

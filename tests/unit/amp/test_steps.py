@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from lightning_turbo import amp
 from lightning_turbo.amp.engine import AmpEngine
+from lightning_turbo.amp.loss_scaling import LossScaler
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +126,36 @@ def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
         engine.unscale(optimizer)
         engine.step(optimizer, optimizer.step)
         assert torch.equal(weight, before) is (gradient != 1.0)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
+def test_the_count_of_steps_of_a_parameter_without_dimensions_stays_wide(optimizer):
+    net = nn.Linear(1, 1, bias=False)
+    net.gain = nn.Parameter(torch.tensor(1.0))
+    steps = optimizer(net.parameters(), lr=0.0)
+    (net(torch.ones(1, 1)) * net.gain).sum().backward()
+    steps.step()
+    for state in steps.state.values():
+        state["step"].fill_(256.0)  # bfloat16 has no 257
+    amp.initialize(net, steps, opt_level="O3", dtype=torch.bfloat16, verbosity=0)
+    with amp.scale_loss((net(torch.ones(1, 1)) * net.gain).sum(), steps) as loss:
+        loss.backward()
+    steps.step()
+    assert [state["step"].item() for state in steps.state.values()] == [257.0, 257.0]
+
+
+def test_an_overflow_is_not_lost_on_the_way_to_another_device():
+    scaler = LossScaler("dynamic")
+    scaler.unscale_([torch.tensor([float("inf")])])
+    scaler.to(torch.device("cpu", 0))
+    assert scaler.overflowed
+    scaler.update()
+    assert scaler.loss_scale == 2.0**15
+
+
+def test_a_scale_that_was_steady_for_longer_than_the_window_grows():
+    scaler = LossScaler("dynamic", scale_window=5)
+    scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 40})
+    scaler.unscale_([torch.ones(1)])
+    scaler.update()
+    assert scaler.loss_scale == 16.0
