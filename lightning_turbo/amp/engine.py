@@ -249,7 +249,7 @@ class AmpEngine:
 
     def noted(self, optimizers: Sequence[Optimizer]) -> list[bool]:
         """Return what is known of gradients that wait for a step, see ``note``; waits for the device."""
-        flags = [self.will_skip(optimizer) for optimizer in optimizers]
+        flags = [self.will_skip(optimizer) and id(optimizer) not in self._stepped for optimizer in optimizers]
         return flags + [fact for scaler in self.scalers for fact in (scaler.is_pending, scaler.overflowed)]
 
     def note(self, optimizers: Sequence[Optimizer], noted: Sequence[bool]) -> None:
