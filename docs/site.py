@@ -8,7 +8,11 @@ from mkdocs.structure.files import File
 
 DOCS = Path(__file__).resolve().parent
 WIDE = ("symptoms.md", "cards/README.md")  # their tables take the place of the table of contents
-PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+PAGES = {
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "from-plain-pytorch.md": "examples/from_plain_pytorch.md",
+}
 
 
 def on_config(config):
@@ -27,9 +31,9 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Adds the pages that are files of the repository's top folder."""
+    """Adds the pages that are files outside of this folder."""
     for page, source in PAGES.items():
-        text = re.sub(r"\]\(docs/", "](", (DOCS.parent / source).read_text())
+        text = re.sub(r"\]\((\.\./)?docs/", "](", (DOCS.parent / source).read_text())
         for other, name in PAGES.items():
             text = text.replace(f"]({name})", f"]({other})")
         files.append(File.generated(config, page, content=text))
@@ -37,7 +41,12 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Shows a card's front matter below its title, and links each picture to itself, to be opened in full size."""
+    """Shows a card's front matter below its title, and links each picture to itself, to be opened in full size.
+
+    Links to files outside of this folder become links to their pages.
+    """
+    for other, source in PAGES.items():
+        markdown = markdown.replace(f"](../{source}", f"]({other}")
     if page.file.src_uri in WIDE or page.file.src_uri.startswith("benchmarks/"):
         page.meta["hide"] = ["toc"]
     markdown = re.sub(r"^(!\[[^]]*\]\(([^)]+)\))$", r"[\1](\2)", markdown, flags=re.M)

@@ -56,7 +56,10 @@ class GradToNone(Callback):
     def __init__(self, parameters: Literal["optimizers", "all"] = "optimizers") -> None:
         check_binding("GradToNone")
         if parameters not in ("optimizers", "all"):
-            raise ValueError(f"GradToNone(parameters={parameters!r}); accepted are 'optimizers' and 'all'.")
+            raise ValueError(
+                f"GradToNone(parameters={parameters!r}); accepted are 'optimizers' and 'all'. Take 'all' where "
+                "parameters outside of any optimizer get gradients."
+            )
         self.parameters = parameters
         self._releases: list[GradientRelease] = []
         self._outside: list[Tensor] = []

@@ -49,7 +49,7 @@ class MemoryFormat(Callback):
         if memory_format not in ("measure", *FORMATS):
             raise ValueError(
                 f"MemoryFormat(memory_format={memory_format!r}); accepted are 'measure', 'channels_last' and "
-                "'contiguous'."
+                "'contiguous'. Take 'measure' where you do not know which is faster."
             )
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
             raise ValueError(f"MemoryFormat(rounds={rounds!r}); accepted is a whole number, at least 1. Give more.")

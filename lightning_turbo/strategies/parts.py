@@ -82,11 +82,13 @@ class TurboParts:
                 raise ValueError(f"{name}={count!r}; accepted is a whole number from 1 on.")
         if memory_format not in (None, "measure", *FORMATS):
             raise ValueError(
-                f"memory_format={memory_format!r}; accepted are None, 'measure', 'channels_last' and 'contiguous'."
+                f"memory_format={memory_format!r}; accepted are None, 'measure', 'channels_last' and 'contiguous'. "
+                "Leave it out to keep the module's own."
             )
         if matmul_precision not in (None, "highest", "high", "medium"):
             raise ValueError(
-                f"matmul_precision={matmul_precision!r}; accepted are None, 'highest', 'high' and 'medium'."
+                f"matmul_precision={matmul_precision!r}; accepted are None, 'highest', 'high' and 'medium'. "
+                "Leave it out to keep torch's setting."
             )
         lean = {"lean_step=True": lean_step, "lean_logging=True": lean_logging}
         for option, asked in {**lean, f"sigterm_every={sigterm_every}": sigterm_every > 1}.items():

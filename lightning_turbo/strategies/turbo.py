@@ -250,7 +250,10 @@ class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
     ) -> None:
         check_binding("TurboDDPStrategy")
         if grad_compression not in (None, *_COMPRESS):
-            raise ValueError(f"grad_compression={grad_compression!r}; accepted are None, 'bf16' and 'fp16'.")
+            raise ValueError(
+                f"grad_compression={grad_compression!r}; accepted are None, 'bf16' and 'fp16'. Take 'fp16' where NCCL "
+                "or the device has no bfloat16, None for exact gradients."
+            )
         for name, value in (("static_graph", static_graph), ("sync_batchnorm", sync_batchnorm)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} is no bool; accepted are True and False.")
