@@ -39,17 +39,18 @@ def pack_folder(
         folder: Where the files are, or an ``.npz`` file. It is not changed.
         out: The folder to write. It appears when everything is in it, or not at all.
         size: ``(height, width)`` in pixels to resize images to; without it all must have the same size.
-        overwrite: Whether an ``out`` that is there is replaced.
+        overwrite: Whether an ``out`` that is there is replaced; one that holds anything but a packed dataset is not.
         progress: Called with the number of files done and of all.
 
     Returns:
         The contents, as written to ``packed.json``: ``arrays`` (their names), ``classes``, ``samples``.
 
     Raises:
-        FileExistsError: If ``out`` is there and ``overwrite`` is not set.
+        FileExistsError: If ``out`` is there and ``overwrite`` is not set, or it is not what this function writes.
         FileNotFoundError: If ``folder`` is not there or holds nothing to pack.
         MissingExtraError: If there are images and Pillow is not installed.
-        ValueError: If files differ in shape, dtype or kind, or ``size`` is given for arrays.
+        ValueError: If files differ in shape, dtype or kind, ``size`` is given for arrays, ``folder`` lies in
+            ``out``, or an ``out`` to overwrite in ``folder``.
 
     Example:
         >>> import tempfile
@@ -67,6 +68,13 @@ def pack_folder(
         raise FileNotFoundError(
             f"{str(source)!r} is not there. Pass a folder of images or .npy files, or an .npz file."
         )
+    here, there = source.resolve(), target.resolve()
+    if here.is_relative_to(there) or (target.exists() and there.is_relative_to(here)):  # it would be packed too
+        raise ValueError(f"One of {str(source)!r} and {str(target)!r} lies in the other. Pass a folder beside it.")
+    if target.exists() and not _is_packed(target):
+        raise FileExistsError(
+            f"{str(target)!r} holds more than a packed dataset, so that it is not replaced. Pass another folder."
+        )
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -82,6 +90,14 @@ def pack_folder(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return contents
+
+
+def _is_packed(target: Path) -> bool:
+    if not target.is_dir():
+        return False
+    names = {path.name for path in target.iterdir()}
+    arrays = {name for name in names if name.endswith(".npy") and (target / name).is_file()}
+    return not names or names == {CONTENTS, *arrays}
 
 
 def _unpack(source: Path, partial: Path, progress: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """PackedDataset and pack_folder, against plain NumPy."""
 
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -192,6 +193,28 @@ def test_what_cannot_be_packed_leaves_nothing(tmp_path, images):
         pack_folder(root, out)
     pack_folder(root, out, overwrite=True)
     assert len(PackedDataset(out)) == 3
+
+
+def test_nothing_but_a_packed_dataset_is_overwritten(tmp_path):
+    scans = tmp_path / "project" / "scans"
+    scans.mkdir(parents=True)
+    np.save(scans / "1.npy", np.ones(2))
+    (tmp_path / "thesis.txt").write_text("all of it")
+    pack_folder(scans, scans / "packed")
+    for out in (scans, scans.parent, tmp_path, scans / "packed", scans.parent / "scans" / ".." / "scans"):
+        with pytest.raises(ValueError, match=r"lies in the other\. Pass a folder beside it"):
+            pack_folder(scans, out, overwrite=True)
+    shutil.rmtree(scans / "packed")
+    other = tmp_path / "other"
+    pack_folder(scans, other)
+    (other / "notes").mkdir()
+    for out in (other, tmp_path / "thesis.txt"):
+        with pytest.raises(FileExistsError, match="holds more than a packed dataset, so that it is not replaced"):
+            pack_folder(scans, out, overwrite=True)
+    (other / "notes").rmdir()
+    pack_folder(scans, other, overwrite=True)
+    assert (scans / "1.npy").exists()
+    assert (tmp_path / "thesis.txt").read_text() == "all of it"
 
 
 def test_images_need_pillow(images, tmp_path, monkeypatch):
