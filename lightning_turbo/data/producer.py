@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from prefetch_generator import BackgroundGenerator
 
-from lightning_turbo.data.randomness import LoadWatch, SharedDraws
+from lightning_turbo.data.randomness import LoadWatch, SharedDraws, torch_state
 from lightning_turbo.data.surroundings import Surroundings, short_switches
 
 __all__ = ["Producer", "Record"]
@@ -141,6 +141,7 @@ class Producer(BackgroundGenerator):
         self.helpers: list[_Helper] = []
         self.begun: deque[Future[Record]] = deque()
         self.left: list[Record] = []
+        self.state = torch_state()
         super().__init__(iter(()), max_prefetch=depth)  # starts the thread
 
     def start(self) -> None:
@@ -155,7 +156,6 @@ class Producer(BackgroundGenerator):
     def _run(self) -> None:
         orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         turn = _Turn(self)
-        state, asked = torch.default_generator.get_state(), 0
         number, last = 0, False
         try:
             self.helpers.extend(_Helper(orders, _Turn(self)) for _ in range(self.threads if self.threads > 1 else 0))
@@ -170,9 +170,6 @@ class Producer(BackgroundGenerator):
                             future.set_result(turn.make(number, self.finish, record))
                         self.begun.append(future)
                         number += 1
-                        seen, state = (state, asked), torch.default_generator.get_state()
-                        asked = self.asked
-                        self.watch.note_state(not torch.equal(seen[0], state), asked - seen[1])
                         del record, future  # else a batch would stay alive while the next is made, or an error for ever
                     if self.deliver():
                         break
@@ -206,15 +203,22 @@ class Producer(BackgroundGenerator):
         self.asker = getattr(_here, "turn", None)
         self.asked += 1
         try:
-            while True:
-                try:
-                    return self.queue.get(timeout=SLICE)
-                except queue.Empty:
-                    if not self.is_alive() and self.queue.empty():
-                        return Record(error=RuntimeError("The prefetching thread ended without a word."))
+            record = self._get()
         except BaseException:
             self.asked -= 1  # Ctrl-C
             raise
+        # Not in the thread: who waits for torch's generator there holds the interpreter's lock.
+        before, self.state = self.state, torch_state()
+        self.watch.note_state(not torch.equal(before, self.state))
+        return record
+
+    def _get(self) -> Record:
+        while True:
+            try:
+                return self.queue.get(timeout=SLICE)
+            except queue.Empty:
+                if not self.is_alive() and self.queue.empty():
+                    return Record(error=RuntimeError("The prefetching thread ended without a word."))
 
     __next__ = next
 

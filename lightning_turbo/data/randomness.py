@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import pickle
 import random
 import sys
+import threading
 import types
 import warnings
 from collections import deque
@@ -18,7 +20,18 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["LoadWatch", "SharedDraws", "generators_in", "moved", "parts_of", "set_shared_state", "shared_state"]
+__all__ = [
+    "LoadWatch",
+    "SharedDraws",
+    "generators_in",
+    "moved",
+    "parts_of",
+    "set_shared_state",
+    "shared_state",
+    "torch_state",
+]
+
+_reading = threading.RLock()
 
 # Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
 # 0.1 to 0.4 ms.
@@ -47,13 +60,29 @@ def shared_state() -> dict[str, Any]:
 
     Tensors and plain Python objects only, so that a checkpoint that holds one loads with ``weights_only=True``.
     """
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    state: dict[str, Any] = {"torch": torch_state(), "random": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         if kind == "MT19937":  # a program may have exchanged it for a generator that has no such state
             state["numpy"] = [torch.from_numpy(keys.astype("int64")), *rest]
     return state
+
+
+def torch_state() -> torch.Tensor:
+    """Return the state of torch's generator on the CPU.
+
+    The garbage collector does not run meanwhile: it may let another thread go on, which would then wait for the
+    generator and hold the interpreter's lock, for ever.
+    """
+    with _reading:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return torch.get_rng_state()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def set_shared_state(state: dict[str, Any]) -> None:
@@ -141,10 +170,10 @@ class LoadWatch:
         """Whether threads have to look who draws from torch's generator: not while nobody does."""
         return self.unsure or self.still < STILL
 
-    def note_state(self, has_moved: bool, batches: int) -> None:
-        """Take note of whether torch's generator moved while a thread handed over so many batches."""
+    def note_state(self, has_moved: bool) -> None:
+        """Take note of whether torch's generator moved until a thread handed over one more batch."""
         self.unsure = self.unsure or (has_moved and not self.looking)
-        self.still = 0 if has_moved else self.still + batches
+        self.still = 0 if has_moved else self.still + 1
 
     def judge(self, names: list[str], late: bool = False) -> bool:
         """Take note of what one watched batch drew from.

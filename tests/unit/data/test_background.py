@@ -800,3 +800,20 @@ def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
     release.set()
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_no_thread_asks_for_the_state_of_torchs_generator_and_nothing_is_collected_meanwhile(monkeypatch):
+    asked = []
+    read = torch.get_rng_state
+
+    def noted(*args):
+        asked.append((threading.current_thread(), gc.isenabled()))
+        return read()
+
+    monkeypatch.setattr(torch, "get_rng_state", noted)
+    monkeypatch.setattr(producer.torch, "default_generator", types.SimpleNamespace(get_state=noted))
+    iterator = BackgroundIterator(iter(range(40)), prefetch_batches=2, watch=slow())
+    assert list(iterator) == list(range(40))
+    assert len(asked) >= 40
+    assert set(asked) == {(threading.current_thread(), False)}
+    assert gc.isenabled()
