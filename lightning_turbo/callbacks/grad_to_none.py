@@ -11,13 +11,14 @@ from lightning_turbo._compat import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    callbacks_named,
     check_binding,
     rank_zero_warn,
 )
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.optim.gradients import GradientRelease, ReleaseState, release_after_steps, release_gradients
 
-__all__ = ["GradToNone"]
+__all__ = ["GradToNone", "release_in"]
 
 
 class GradToNone(Callback):
@@ -85,7 +86,7 @@ class GradToNone(Callback):
         outside: list[Tensor] = [parameter for parameter in pl_module.parameters() if id(parameter) not in owned]
         # An optimizer that holds tensors which are not the module's holds masters of its half-precision weights.
         weights = outside if any(key not in own for key in owned) else []
-        self._releases = release_after_steps(trainer.optimizers)
+        self._releases = release_in(trainer)
         self._outside = outside if self.parameters == "all" else weights
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -122,3 +123,16 @@ class GradToNone(Callback):
         for release in self._releases:
             release.remove()
         self._releases, self._outside = [], []
+
+
+def release_in(trainer: Any) -> list[GradientRelease]:
+    """Release the gradients of a Trainer's optimizers after their steps.
+
+    Not from the last epoch of ``StochasticWeightAveraging`` on: the epoch that it adds steps once more with them.
+    """
+    averaging = [c for c in trainer.callbacks if isinstance(c, callbacks_named("StochasticWeightAveraging"))]
+
+    def ends() -> bool:
+        return any(trainer.current_epoch >= callback.swa_end for callback in averaging)
+
+    return release_after_steps(trainer.optimizers, unless=ends if averaging else None)

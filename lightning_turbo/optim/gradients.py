@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -50,6 +50,7 @@ class GradientRelease:
         parameters: Whose gradients are released; ``None`` means the optimizer's own, those of groups added later too.
             Give the half-precision weights too where the optimizer holds float32 masters of them.
         leave: Parameters of the optimizer that are left alone.
+        unless: Asked after each step; where it says ``True`` the gradients stay.
 
     Raises:
         TypeError: If ``optimizer`` is no optimizer.
@@ -76,6 +77,7 @@ class GradientRelease:
         parameters: Iterable[Tensor] | None = None,
         *,
         leave: Iterable[Tensor] = (),
+        unless: Callable[[], bool] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={optimizer!r}: accepted is a torch.optim.Optimizer. Pass the optimizer itself.")
@@ -84,6 +86,7 @@ class GradientRelease:
         self._given = parameters is not None
         self._parameters = [] if parameters is None else list(parameters)
         self._leave = {id(parameter) for parameter in leave}
+        self._unless = unless
         self._groups = 0
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._handle = optimizer.register_step_post_hook(self._after_step)
@@ -119,17 +122,20 @@ class GradientRelease:
                 return
             kept = any(parameter.grad is gradient for parameter, gradient in self._seen)
             self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
-        if self.state is ReleaseState.RELEASING:
+        if self.state is ReleaseState.RELEASING and not (self._unless is not None and self._unless()):
             release_gradients(self.parameters)
 
 
-def release_after_steps(optimizers: Iterable[torch.optim.Optimizer]) -> list[GradientRelease]:
+def release_after_steps(
+    optimizers: Iterable[torch.optim.Optimizer], unless: Callable[[], bool] | None = None
+) -> list[GradientRelease]:
     """Release the gradients of several optimizers, each after its own step.
 
     A parameter that belongs to more than one of them is left alone: the others may not have made their step.
 
     Args:
         optimizers: The optimizers of a run.
+        unless: See ``GradientRelease``.
 
     Returns:
         One release for each; call ``remove`` on them in the end.
@@ -144,4 +150,4 @@ def release_after_steps(optimizers: Iterable[torch.optim.Optimizer]) -> list[Gra
     owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     owners = Counter(id(parameter) for parameter in owned)
     shared = [parameter for parameter in owned if owners[id(parameter)] > 1]
-    return [GradientRelease(optimizer, leave=shared) for optimizer in optimizers]
+    return [GradientRelease(optimizer, leave=shared, unless=unless) for optimizer in optimizers]

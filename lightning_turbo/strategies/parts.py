@@ -18,11 +18,11 @@ from lightning_turbo._compat import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_turbo.callbacks.grad_to_none import release_in
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.memory_format import FORMATS
-from lightning_turbo.optim.gradients import release_after_steps
 from lightning_turbo.strategies.calls import is_unprofiled
 from lightning_turbo.strategies.lean import install
 
@@ -137,7 +137,7 @@ class TurboParts:
     def after_setup(self, strategy: Strategy, trainer: Any) -> None:
         """Follow the optimizers' steps, and make the loop lean."""
         if self.release_gradients:
-            for release in release_after_steps(strategy.optimizers):
+            for release in release_in(trainer):
                 self._borrowed.callback(release.remove)
         if is_fitting(trainer) and (self.lean_step or self.lean_logging or self.sigterm_every > 1):
             if self.lean_step and not is_unprofiled(trainer):

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -162,6 +163,24 @@ def test_where_nothing_can_be_gained_it_says_so(order, message, level):
     plain = run([])
     with pytest.warns(NoEffectWarning, match=message):
         same(plain, run([GradToNone()]))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_the_step_that_weight_averaging_makes_in_the_end_has_its_gradients(algorithm):
+    class Normed(Net):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def run(callbacks, **flags):
+        torch.manual_seed(0)
+        averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
+        return fit(Normed(), [averaging, *callbacks], max_epochs=3, **clipping, **flags)
+
+    plain = run([])
+    same(plain, run([GradToNone()]))
+    same(plain, run([], strategy="turbo"))
 
 
 def test_ddp_bucket_views_leave_nothing_to_gain():
