@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from lightning_turbo.errors import NoEffectWarning
 
@@ -56,8 +58,8 @@ def drop_bias_before_norm(
     numbers. The module is changed in place; call this before the optimizer is made.
 
     Args:
-        module: The network, in training mode. It is traced with ``torch.fx``; submodules that cannot be traced are
-            taken as they are.
+        module: The network, in training mode. It is traced with ``torch.fx``, as it is and in evaluation mode, and is
+            left as it was; submodules that cannot be traced are taken as they are.
         example_inputs: Positional inputs of ``module``, with which linear layers are seen to give ``(batch,
             features)``. Without them, a linear layer is only treated where the graph itself shows that.
         within: A module that holds ``module``, for example beside an average of it; ``None`` is ``module`` itself.
@@ -68,7 +70,7 @@ def drop_bias_before_norm(
 
     Raises:
         TypeError: If ``module`` is no module, or ``example_inputs`` no tuple.
-        ValueError: If the module's own ``forward`` cannot be traced, or ``within`` does not hold it.
+        ValueError: If the module's own ``forward`` cannot be traced in some mode, or ``within`` does not hold it.
 
     Warns:
         NoEffectWarning: If there was nothing to drop.
@@ -97,27 +99,30 @@ def drop_bias_before_norm(
         raise ValueError(
             f"within={type(within).__name__} does not hold module={type(module).__name__}. Pass its owner."
         )
-    graph, opaque = _trace(module)
-    shapes = _dimensions(module, graph, example_inputs) if example_inputs is not None else {}
+    traces = trace, evaluation = _trace(module), _trace(module, evaluate=True)
+    shapes = _dimensions(module, trace.traced, example_inputs) if example_inputs is not None else {}
     report = BiasReport()
     names = dict(module.named_modules(remove_duplicate=False))
     aliases = Counter(id(part) for part in names.values())
-    calls = Counter(id(_called(node, names)) for node in graph.nodes)
+    calls = Counter(id(_called(node, names)) for node in trace.graph.nodes)
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
-    read = {node.target for node in graph.nodes if node.op == "get_attr"}
-    hidden = {id(part) for name in opaque for part in names[name].modules()}  # nobody knows what happens in there
+    read = {node.target for each in traces for node in each.graph.nodes if node.op == "get_attr"}
+    opaque = list(dict.fromkeys(name for each in traces for name in each.opaque))
+    hidden = {id(part) for name in opaque if name in names for part in names[name].modules()}
     cancelled: dict[str, str] = {}
-    for node in graph.nodes:
+    for node in trace.graph.nodes:
         layer: Any = _called(node, names)
         if type(layer) not in LAYERS or layer.bias is None or (norm_node := _norm_after(node, names)) is None:
             continue
         norm: Any = _called(norm_node, names)
         name, norm_name = str(node.target), str(norm_node.target)
-        reason = _read_elsewhere(node, norm_node) or _not_cancelled(layer, norm)
+        reason = _not_cancelled(layer, norm) or _read_elsewhere(node, norm_node, trace.held)
         if any(calls[id(part)] > 1 or aliases[id(part)] > 1 or id(part) in hidden for part in (layer, norm)):
             reason = "it or its batch norm is used more than once"
-        elif owners[id(layer.bias)] > 1 or f"{name}.bias" in read:
+        elif owners[id(layer.bias)] > 1 or f"{name}.bias" in read or any(each.reads_parameters for each in traces):
             reason = "its bias is also used elsewhere"
+        elif not reason and not _alone_together(layer, norm, evaluation, names):
+            reason = "evaluation goes another way"
         if reason := reason or _features_unknown(node, layer, names, shapes):
             report.kept[name] = reason
         else:
@@ -146,31 +151,77 @@ class _Tracer(fx.Tracer):
 
     def __init__(self) -> None:
         super().__init__()
+        self.traced: fx.GraphModule
         self.opaque: list[str] = []
+        self.held: set[fx.Node] = set()  # values that a hook sees or a module stores
+        self.reads_parameters = False  # as plain tensors, which the graph does not show
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         before = len(self.graph.nodes)
         try:
-            return super().call_module(m, forward, args, kwargs)
+            result = super().call_module(m, forward, args, kwargs)
         except Exception:  # whatever a forward that depends on values raises when it is given none
             for node in list(self.graph.nodes)[: before - 1 : -1]:
                 self.graph.erase_node(node)
             name = self.path_of_module(m)
             self.opaque.append(name)
-            return self.create_proxy("call_module", name, args, kwargs)
+            result = self.create_proxy("call_module", name, args, kwargs)
+        if m._forward_hooks or m._forward_pre_hooks:
+            self.hold((args, kwargs, result if m._forward_hooks else None))
+        return result
+
+    def hold(self, values: Any) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, fx.Proxy):
+                self.held.add(value.node)
+            elif isinstance(value, torch.Tensor) and value.requires_grad:
+                self.reads_parameters = True
 
 
-def _trace(module: nn.Module) -> tuple[fx.Graph, list[str]]:
+def _trace(module: nn.Module, *, evaluate: bool = False) -> _Tracer:
+    """Trace a module, then put back everything that its forward has changed in it."""
     tracer = _Tracer()
-    try:
-        return tracer.trace(module), tracer.opaque
-    except Exception as error:
-        raise ValueError(
-            f"The forward of {type(module).__name__} cannot be traced: {error}. Accepted is a module whose own forward "
-            "does not branch on values; call drop_bias_before_norm on the submodule that holds the layers."
-        ) from error
+    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]  # not if frozen by jit
+    held = (each for part in module.modules() for each in (vars(part), *vars(part).values()))
+    holders: list[Any] = [each for each in held if isinstance(each, (dict, list))]
+    copies = [each.copy() for each in holders]
+    known = {id(value): value for value in tree_leaves(holders)}
+    with _same_numbers(module):
+        try:
+            for part, mode in modes:
+                part.training = mode and not evaluate  # not by train(), which may do more
+            tracer.traced = fx.GraphModule(module, tracer.trace(module))
+        except Exception as error:
+            raise ValueError(
+                f"The forward of {type(module).__name__} cannot be traced{' in evaluation mode' * evaluate}: {error}. "
+                "Accepted is a module whose own forward does not branch on values; call drop_bias_before_norm on the "
+                "submodule that holds the layers."
+            ) from error
+        finally:
+            tracer.hold([value for value in tree_leaves(holders) if id(value) not in known])
+            for holder, copy in zip(holders, copies, strict=True):
+                holder.clear()
+                (holder.extend if isinstance(holder, list) else holder.update)(copy)
+            for part, mode in modes:
+                part.training = mode
+    return tracer
+
+
+@contextmanager
+def _same_numbers(module: nn.Module, inputs: Sequence[Any] = ()) -> Iterator[None]:
+    """Leave the buffers and the random generators as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not (is_lazy(buffer) or buffer.is_meta)]
+    tensors = (t for t in (*module.parameters(), *module.buffers(), *inputs) if isinstance(t, torch.Tensor))
+    with torch.random.fork_rng(devices={t.device for t in tensors if t.is_cuda}):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)
 
 
 def _norm_after(node: fx.Node, names: dict[str, nn.Module]) -> fx.Node | None:
@@ -178,19 +229,28 @@ def _norm_after(node: fx.Node, names: dict[str, nn.Module]) -> fx.Node | None:
     for user in node.users:
         if type(part := _called(user, names)) in NORMS:
             return user
-        if type(part) is nn.Identity and (found := _norm_after(user, names)) is not None:
+        if type(part) is nn.Identity and "forward" not in vars(part) and (found := _norm_after(user, names)):
             return found
     return None
 
 
 def _called(node: fx.Node, names: dict[str, nn.Module]) -> nn.Module | None:
     """Return the module that a node calls, if it calls one."""
-    return names[str(node.target)] if node.op == "call_module" else None
+    return names.get(str(node.target)) if node.op == "call_module" else None
 
 
-def _read_elsewhere(node: fx.Node, norm_node: fx.Node) -> str | None:
+def _alone_together(layer: Any, norm: Any, trace: _Tracer, names: dict[str, nn.Module]) -> bool:
+    """Tell whether the layer goes only into the norm, and the norm takes nothing else, or neither is called."""
+    calls = [node for node in trace.graph.nodes if _called(node, names) in (layer, norm)]
+    if len(calls) != 2:
+        return not calls
+    first, last = calls
+    return _norm_after(first, names) is last and not _read_elsewhere(first, last, trace.held)
+
+
+def _read_elsewhere(node: fx.Node, norm_node: fx.Node, held: set[fx.Node]) -> str | None:
     while node is not norm_node:
-        if len(node.users) != 1:
+        if len(node.users) != 1 or node in held:
             return "its output is also used elsewhere"
         node = next(iter(node.users))
     return None
@@ -202,8 +262,8 @@ def _not_cancelled(layer: Any, norm: Any) -> str | None:
         return "its batch norm runs over another dimension"
     if not norm.training:
         return "its batch norm is in evaluation mode, where nothing is cancelled"
-    if any(part._forward_hooks or part._forward_pre_hooks for part in (layer, norm)):
-        return "a hook looks at what goes through it"
+    if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in (layer, norm)):
+        return "a hook looks at what goes through it, or a forward was replaced"
     return None
 
 
@@ -238,22 +298,17 @@ def _flat(node: fx.Node, names: dict[str, nn.Module]) -> bool:
     return False
 
 
-def _dimensions(module: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> dict[str, int]:
-    """Run the graph once, on a copy of the module's buffers, and return each output's number of dimensions."""
+def _dimensions(module: nn.Module, traced: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, int]:
+    """Run the graph once and return each output's number of dimensions."""
     found: dict[str, int] = {}
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    traced = fx.GraphModule(module, graph)
     interpreter = fx.Interpreter(traced)
     interpreter.args_iter = iter(inputs)
-    tensors = (t for t in (*module.parameters(), *buffers.values(), *inputs) if isinstance(t, torch.Tensor))
-    with torch.no_grad(), torch.random.fork_rng(devices={t.device for t in tensors if t.is_cuda}):
+    with torch.no_grad(), _same_numbers(module, inputs):
         # Node by node, because Interpreter.run would start the thread of a progress bar.
         for node in traced.graph.nodes:
             interpreter.env[node] = result = interpreter.run_node(node)
             if isinstance(result, torch.Tensor):
                 found[node.name] = result.ndim
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
     return found
 
 

@@ -272,6 +272,167 @@ def test_what_cannot_be_traced_is_taken_as_it_is():
         drop_bias_before_norm(Opaque(nn.Conv2d(3, 4, 1)))
 
 
+# What only a closer look at forward shows.
+
+
+def replaced(index):
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Identity(), nn.BatchNorm2d(4))
+    forward = net[index].forward
+    net[index].forward = lambda x: forward(x).relu()
+    return net
+
+
+def hooked_between():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Identity(), nn.BatchNorm2d(4))
+    net[1].register_forward_hook(lambda *args: args[2].relu())
+    return net
+
+
+def hooked_around(index, register):
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1)), nn.Sequential(nn.BatchNorm2d(4)))
+    getattr(net[index], register)(lambda *_: None)
+    return net
+
+
+class Stored(OutputUsedTwice):
+    def forward(self, x):
+        self.features = self.conv(x)
+        return self.norm(self.features)
+
+
+class StoredInAList(OutputUsedTwice):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.levels = [None], {}
+
+    def forward(self, x):
+        self.heads[0] = self.levels["first"] = self.conv(x)
+        return self.norm(self.heads[0])
+
+
+class ParametersRead(OutputUsedTwice):
+    def forward(self, x):
+        return self.norm(self.conv(x)) + sum(p.square().sum() for p in self.parameters())
+
+
+class BeforeTheNormInEvaluation(OutputUsedTwice):
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y) if self.training else y
+
+
+class AnotherNormInEvaluation(OutputUsedTwice):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return (self.norm if self.training else self.other)(self.conv(x))
+
+
+class AnotherLayerInEvaluation(AnotherNormInEvaluation):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        return self.norm((self.conv if self.training else self.other)(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: replaced(0), "or a forward was replaced"),
+        (lambda: replaced(1), "stands directly before a batch norm"),
+        (lambda: replaced(2), "or a forward was replaced"),
+        (hooked_between, "its output is also used elsewhere"),
+        (lambda: hooked_around(0, "register_forward_hook"), "its output is also used elsewhere"),
+        (lambda: hooked_around(1, "register_forward_pre_hook"), "its output is also used elsewhere"),
+        (Stored, "its output is also used elsewhere"),
+        (StoredInAList, "its output is also used elsewhere"),
+        (ParametersRead, "its bias is also used elsewhere"),
+        (BeforeTheNormInEvaluation, "evaluation goes another way"),
+        (AnotherNormInEvaluation, "evaluation goes another way"),
+        (AnotherLayerInEvaluation, "evaluation goes another way"),
+    ],
+)
+def test_what_goes_on_beside_the_graph_keeps_the_bias(make, reason):
+    net = make()
+    with pytest.warns(NoEffectWarning, match=reason):
+        assert not drop_bias_before_norm(net).dropped
+
+
+class Auxiliary(OutputUsedTwice):
+    def forward(self, x):
+        return self.norm(self.conv(x)) if self.training else x
+
+
+def test_a_layer_that_evaluation_does_not_call_loses_its_bias():
+    assert drop_bias_before_norm(Auxiliary()).dropped == {"conv": "norm"}
+
+
+class ValuesInEvaluation(OutputUsedTwice):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return y if self.training or y.sum() > 0 else -y
+
+
+def test_what_only_training_lets_be_traced_is_refused():
+    net = ValuesInEvaluation()
+    with pytest.raises(ValueError, match="ValuesInEvaluation cannot be traced in evaluation mode"):
+        drop_bias_before_norm(net)
+    assert all(part.training for part in net.modules())
+    with pytest.warns(NoEffectWarning, match="used more than once"):
+        drop_bias_before_norm(nn.Sequential(net))
+
+
+class Moody(OutputUsedTwice):
+    """Changes all that a forward can change."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(1.0))
+        self.register_buffer("steps", torch.tensor(0))
+        self.outputs, self.count, self.fails = [], 0, fails
+
+    def forward(self, x):
+        self.temperature.mul_(0.5)
+        self.steps = self.steps + 1
+        self.count += 1
+        y = self.norm(self.conv(x)) * torch.rand(()) + torch.ones(()).exp()
+        self.outputs.append(y)
+        self.last = y
+        return y if not self.fails or y.sum() > 0 else -y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tracing_leaves_the_module_and_the_random_numbers_alone(fails):
+    net = Moody(fails)
+    net.norm.eval()
+    before = {part: dict(vars(part)) for part in net.modules()}
+    steps, state = net.steps, torch.get_rng_state()
+    with pytest.raises(ValueError, match="cannot be traced") if fails else pytest.warns(NoEffectWarning):
+        drop_bias_before_norm(net)
+    assert {part: dict(vars(part)) for part in net.modules()} == before
+    assert net.steps is steps
+    assert net.temperature == 1
+    assert (net.outputs, net.count) == ([], 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_parameters_that_are_read_leave_nothing_behind():
+    net = ParametersRead()
+    with pytest.warns(NoEffectWarning):
+        drop_bias_before_norm(net, (torch.randn(2, 3, 4, 4),))
+    copy.deepcopy(net)
+    assert not [name for name in vars(net) if "constant" in name]
+
+
+def test_a_lazy_layer_is_seen_once_it_has_run():
+    net = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4))
+    assert drop_bias_before_norm(net, (torch.randn(3, 5),)).dropped == {"0": "1"}
+
+
 # A network and a copy of it, paired parameter by parameter.
 
 
