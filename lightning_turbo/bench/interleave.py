@@ -13,10 +13,10 @@ from lightning_turbo._optional import installed_version
 from lightning_turbo.bench.case import Suite
 from lightning_turbo.bench.interrupt import Interrupt, InterruptedRunError
 from lightning_turbo.bench.process import CaseFailedError, CaseProcess
-from lightning_turbo.bench.progress import Progress
+from lightning_turbo.bench.progress import Progress, Work
 from lightning_turbo.bench.settings import BenchSettings
 
-__all__ = ["SuiteRun"]
+__all__ = ["SuiteRun", "work_of"]
 
 # Seconds after which a case counts as hung.
 START_TIMEOUT = 300.0
@@ -33,6 +33,19 @@ LATE = "no time was left for it"
 STARTS = {"cpu": 4, "cuda": 2}
 
 
+def work_of(suite: Suite, settings: BenchSettings) -> Work:
+    """Return all that is to do in a suite.
+
+    Args:
+        suite: What to measure.
+        settings: How.
+    """
+    cases = settings.processes * len(settings.chosen(suite))
+    sweeps = math.ceil((settings.rounds or suite.rounds) / settings.processes)  # of each process
+    seconds = suite.quick_seconds if settings.quick else math.inf if settings.rounds else suite.seconds
+    return Work(cases, cases * sweeps, seconds)
+
+
 class SuiteRun:
     """One suite while it is measured.
 
@@ -42,7 +55,7 @@ class SuiteRun:
         folder: Working directory of the cases.
         progress: Where to show how far it is.
         interrupt: Whether to stop.
-        later: Processes that are started for the suites after this one.
+        later: What is to do in the suites after this one.
         save: Called after each sweep and each group, when there is something new to keep.
     """
 
@@ -54,7 +67,7 @@ class SuiteRun:
         progress: Progress,
         interrupt: Interrupt,
         *,
-        later: int,
+        later: list[Work],
         save: Callable[[], object],
     ) -> None:
         self.suite = suite
@@ -65,14 +78,12 @@ class SuiteRun:
         self.save = save
         self.alive: dict[str, CaseProcess] = {}
         self.measured: set[str] = set()  # those of them that have done a round
-        self.sweeps = math.ceil((settings.rounds or suite.rounds) / settings.processes)  # of each process
+        self.work = work_of(suite, settings)
+        self.sweeps = self.work.rounds // self.work.starts  # of each process
         self.steps = suite.quick_steps if settings.quick else suite.steps
-        self.budget = suite.quick_seconds if settings.quick else math.inf if settings.rounds else suite.seconds
         self.chosen = settings.chosen(suite)
         self.prepared: dict[str, Any] = {}
-        # Starts and rounds of the groups not begun; their processes, and those of the suites after this one.
-        self.to_come = settings.processes * len(self.chosen) * (1 + self.sweeps)
-        self.ahead = settings.processes * len(self.chosen) + later
+        self.later = later  # first the groups of this suite that are not begun, one process after the other
         self.rows: dict[str, dict[str, Any]] = {name: self._row(name) for name in self.chosen}
 
     def _row(self, name: str) -> dict[str, Any]:
@@ -131,15 +142,18 @@ class SuiteRun:
         """Start the cases, measure them in turn, and end them; what is measured stays on any interruption."""
         try:
             if self._prepare():
-                for number in range(self.settings.processes):
-                    for group in self._groups():
-                        begun, share = time.monotonic(), self.interrupt.left * len(group) / self.ahead
-                        self.ahead -= len(group)
-                        able = [name for name in group if self.rows[name]["status"] in (UNENDED, "ok")]
-                        self._start(able, begun + START_SHARE * share)
-                        self._measure(group, number, begun + share)
-                        self._finish(END_TIMEOUT)
-                        self.save()
+                turns = [(number, group) for number in range(self.settings.processes) for group in self._groups()]
+                self.later = [self._part(group) for _, group in turns] + self.later
+                for number, group in turns:
+                    ahead = sum(work.starts for work in self.later)
+                    begun, share = time.monotonic(), self.interrupt.left * len(group) / ahead
+                    self.progress.expect(self.later)
+                    self.later.pop(0)
+                    able = [name for name in group if self.rows[name]["status"] in (UNENDED, "ok")]
+                    self._start(able, begun + START_SHARE * share)
+                    self._measure(group, number, begun + share)
+                    self._finish(END_TIMEOUT)
+                    self.save()
         except InterruptedRunError:
             self._finish(END_TIMEOUT_INTERRUPTED)
             for name in self.chosen:
@@ -182,6 +196,11 @@ class SuiteRun:
             self._lose(name, event["event"], f"preparation: {event['reason']}")
         return False
 
+    def _part(self, group: list[str]) -> Work:
+        """What of the suite's work a group has to do in each process."""
+        share = len(group) / self.work.starts
+        return Work(len(group), len(group) * self.sweeps, self.work.seconds * share)
+
     def _groups(self) -> list[list[str]]:
         """The cases that are compared with one another, by base, further pairs and aims; each group takes turns.
 
@@ -210,7 +229,7 @@ class SuiteRun:
                 if reason := self._absent(name) or (LATE if time.monotonic() > until else ""):
                     if self.rows[name]["status"] == UNENDED:
                         self._lose(name, "skipped", reason)
-                    self.progress.advance()
+                    self.progress.advance("starts")
                     continue
                 self.alive[name] = self._spawn(name)
                 waiting.append(name)
@@ -219,7 +238,7 @@ class SuiteRun:
                 self.progress.show(f"{self.suite.name}: starting {name}")
                 if self._event(name, START_TIMEOUT):
                     self.alive[name].hold()
-                self.progress.advance()
+                self.progress.advance("starts")
 
     def _spawn(self, name: str | None) -> CaseProcess:
         settings = self.settings
@@ -261,11 +280,12 @@ class SuiteRun:
         """
         start = time.monotonic()
         done = number * self.sweeps
-        budget = min(self.budget * len(group) / len(self.chosen) / self.settings.processes, until - start)
+        budget, spent = min(self._part(group).seconds, until - start), 0.0
         fewest = math.ceil(FEWEST_SWEEPS / self.settings.processes)
-        self.to_come -= len(group) * (1 + self.sweeps)
         order = {"order": "round", "lead": self.suite.lead, "steps": self.steps}
         for sweep in range(self.sweeps):
+            rounds = (self.sweeps - sweep) * len(self.alive)
+            self.progress.expect([Work(0, rounds, budget - spent), *self.later])
             first = sweep % len(group)
             for name in [name for name in group[first:] + group[:first] if name in self.alive]:
                 self.progress.show(f"{self.suite.name}: {name}, round {done + sweep + 1}")
@@ -280,14 +300,12 @@ class SuiteRun:
                     self.measured.add(name)
                     round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
                     self.rows[name]["rounds"].append({"sweep": done + sweep, "process": number, **round_})
-                self.progress.advance()
+                self.progress.advance("rounds")
                 self.interrupt.check()
             self.save()
             spent = time.monotonic() - start
-            expected = max(fewest, math.floor(min(self.sweeps, budget * (sweep + 1) / spent))) if spent else self.sweeps
             if sweep + 1 >= fewest and spent * (sweep + 2) / (sweep + 1) > budget:
                 break
-            self.progress.expect((min(self.sweeps, expected) - sweep - 1) * len(self.alive) + self.to_come)
 
     def _finish(self, timeout: float) -> None:
         """Let every case that is left return its numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ SUITE = Suite(
     quick_seconds=4,
 )
 BATCH = 16
+WINDOW = 4  # batches a step, where gradients are accumulated
+EPOCH = 40  # batches, where epochs end
 
 
 def _toy(meter: Meter) -> tuple[nn.Module, Endless]:
@@ -65,6 +68,7 @@ def lightning(
     turbo: dict[str, Any] | None = None,
     schedule: str = "",
     data: str = "",
+    epochs: bool = False,
     **trainer: Any,
 ) -> dict[str, float]:
     """The same step under a Trainer.
@@ -80,6 +84,7 @@ def lightning(
         schedule: ``"torch"`` or ``"ours"`` cycles the learning rate step by step.
         data: ``"datamodule"`` takes a ``DataLoader`` through a ``LightningDataModule``, ``"prefetch"`` through a
             ``PrefetchDataModule``.
+        epochs: Whether these data end after ``EPOCH`` batches, and begin again.
         trainer: Arguments of the Trainer.
     """
     from lightning_turbo.bench.training import QUIET, Classifier, apex_amp, train
@@ -99,7 +104,7 @@ def lightning(
 
     module = Classifier(net, optimizer, log)
     options = {**QUIET, **trainer} if quiet else trainer
-    source = _datamodule(loader, data) if data else loader
+    source = _datamodule(loader, data, epochs) if data else loader
     return train(meter, module, source, samples=BATCH, callbacks=callbacks, **options)
 
 
@@ -131,14 +136,15 @@ class _Stream(IterableDataset[Any]):
         return iter(self.loader)
 
 
-def _datamodule(loader: Endless, data: str) -> LightningDataModule:
+def _datamodule(loader: Endless, data: str, epochs: bool) -> LightningDataModule:
     """The batches through a ``DataLoader`` of a ``LightningDataModule``, ours or Lightning's."""
     from lightning_turbo import PrefetchDataModule
     from lightning_turbo._compat import LightningDataModule
 
     class Data(LightningDataModule):
         def train_dataloader(self) -> Any:
-            return DataLoader(_Stream(loader), batch_size=None)
+            batches: Any = loader.batches * (EPOCH // len(loader.batches)) if epochs else _Stream(loader)
+            return DataLoader(batches, batch_size=None)
 
     class Prefetched(PrefetchDataModule, Data):
         pass
@@ -147,16 +153,24 @@ def _datamodule(loader: Endless, data: str) -> LightningDataModule:
 
 
 def _callback(name: str) -> Callback:
-    """One of our callbacks, with the arguments under which it does its work in each step."""
+    """One of our callbacks, with the arguments under which it does its work all the time.
+
+    But for the Doctor, which takes itself out during the warm-up: its row shows that it leaves nothing behind.
+    """
     import lightning_turbo
 
-    arguments: dict[str, Any] = {"EffectiveBatchSize": {"target": BATCH, "batch_size": BATCH}}.get(name, {})
-    return getattr(lightning_turbo, name)(**arguments)
+    weights = itertools.cycle((BATCH, BATCH // 2))  # unequal, so that every window's gradients are corrected
+    arguments: dict[str, dict[str, Any]] = {
+        "ExactAccumulation": {"weight": lambda batch: next(weights)},
+        "EffectiveBatchSize": {"target": WINDOW * BATCH, "batch_size": BATCH, "warmup_steps": 10**6},
+    }
+    return getattr(lightning_turbo, name)(**arguments.get(name, {}))
 
 
 def register(suite: Suite) -> None:
     """Add the cases and their aims."""
     stock, quick = "Lightning", ("plain loop", "Lightning", "strategy turbo, lean")
+    accumulating, epochs = f"Lightning, {WINDOW} batches a step", f"PrefetchDataModule, epochs of {EPOCH} batches"
     lean = {"lean_step": True, "lean_logging": True}
 
     def add(name: str, config: dict[str, Any], *against: str, **options: Any) -> None:
@@ -175,13 +189,19 @@ def register(suite: Suite) -> None:
     for level in ("O1", "O2"):
         amp = {"opt_level": level, "dtype": "bf16"}
         add(f"ApexAMP {level}", {"amp": amp}, stock, "Lightning, bf16-mixed", ours=True)
-    callbacks = ("GradToNone", "ExactAccumulation", "EffectiveBatchSize", "Doctor")
-    for name in callbacks:
+    for name in ("GradToNone", "Doctor"):
         add(name, {"callback": name}, stock, ours=True)
+    window = {"accumulate_grad_batches": WINDOW}
+    add(accumulating, window, base=accumulating)
+    add("ExactAccumulation", {"callback": "ExactAccumulation", **window}, base=accumulating, ours=True)
+    add("EffectiveBatchSize", {"callback": "EffectiveBatchSize"}, base=accumulating, ours=True)
     add("Lightning, CyclicLR", {"schedule": "torch"}, stock)
     add("cyclic_lr", {"schedule": "ours"}, "Lightning, CyclicLR", ours=True)
     add("LightningDataModule", {"data": "datamodule"}, stock)
     add("PrefetchDataModule", {"data": "prefetch"}, "LightningDataModule", ours=True)
+    ending = {"data": "prefetch", "epochs": True}
+    add(epochs, ending, base=epochs, ours=True)
+    add("PrefetchNextEpoch", {"callback": "PrefetchNextEpoch", **ending}, base=epochs, ours=True)
     add("strategy turbo", {"turbo": {}}, stock, ours=True)
     logging = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
     for suffix, config in logging.items():
@@ -190,7 +210,9 @@ def register(suite: Suite) -> None:
     suite.aims += [
         Aim("ApexAMP O0", stock, 1.05),
         Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
-        *(Aim(name, stock, 1.05) for name in (*callbacks, "strategy turbo")),
+        *(Aim(name, stock, 1.05) for name in ("GradToNone", "Doctor", "strategy turbo")),
+        *(Aim(name, accumulating, 1.05) for name in ("ExactAccumulation", "EffectiveBatchSize")),
+        Aim("PrefetchNextEpoch", epochs, 1.05),
         Aim("cyclic_lr", "Lightning, CyclicLR", 1.05),
         Aim("PrefetchDataModule", "LightningDataModule", 1.05),
         *(Aim(f"strategy turbo, lean{suffix}", "plain loop", 1.8) for suffix in logging),

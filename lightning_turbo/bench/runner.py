@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning_turbo
 from lightning_turbo.bench.case import BenchError, load_suite
-from lightning_turbo.bench.interleave import SuiteRun
+from lightning_turbo.bench.interleave import SuiteRun, work_of
 from lightning_turbo.bench.interrupt import Interrupt
 from lightning_turbo.bench.machine import describe_machine
 from lightning_turbo.bench.progress import Progress
@@ -77,18 +77,15 @@ def run_suites(
         results.update(suites=[run.results() for run in runs], interrupted=interrupt.pressed)
         save(results)
 
-    with interrupt.caught(), Progress() as progress, tempfile.TemporaryDirectory() as folder:
+    with interrupt.caught(), Progress(interrupt.deadline) as progress, tempfile.TemporaryDirectory() as folder:
         for number, suite in enumerate(suites):
             if interrupt.left < 0:
                 results["not_run"].append(suite.name)
                 progress.say(f"{suite.name}: not run, because no time is left for it")
                 continue
-            rest = [(settings.rounds or s.rounds, len(settings.chosen(s))) for s in suites[number + 1 :]]
-            starts = settings.processes * sum(count for _, count in rest)
-            run = SuiteRun(suite, settings, Path(folder), progress, interrupt, later=starts, save=keep)
+            later = [work_of(each, settings) for each in suites[number + 1 :]]
+            run = SuiteRun(suite, settings, Path(folder), progress, interrupt, later=later, save=keep)
             runs.append(run)
-            progress.open(starts + sum(rounds * count for rounds, count in rest))
-            progress.expect(run.to_come)
             progress.say(f"{suite.name}: {len(run.chosen)} cases")
             try:
                 run.run()

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -106,3 +107,25 @@ def test_no_epoch_ends_but_every_sample_comes_once_in_each():
     order = list(itertools.islice(loaders._endless(Squares()), 3 * 13))
     for epoch in (order[:13], order[13:26], order[26:]):
         assert sorted(epoch) == list(range(13))
+
+
+@pytest.mark.filterwarnings("error::lightning_turbo.errors.NoEffectWarning")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_our_loader_loads_photographs_ahead(threads, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "class").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    image.fromarray(pixels).save(tmp_path / "class" / "0.jpg")
+    caller, names = threading.current_thread().name, set()
+
+    class Watched(loaders._Pillow):
+        def __getitem__(self, index):
+            names.add(threading.current_thread().name)
+            return super().__getitem__(index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaders, "_Pillow", Watched)
+        loader = loaders._pillow_loader(tmp_path, 32, torch.device("cpu"), threads, "ours")
+    batches = list(itertools.islice(loader, 12))
+    assert {len(images) for images, _ in batches} == {loaders.BATCH}
+    assert len(names - {caller}) == threads
