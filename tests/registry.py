@@ -1,6 +1,7 @@
 """One row per technique; generic suites loop over it, so that a new technique cannot dodge them."""
 
-from dataclasses import dataclass, field
+from collections import ChainMap
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,20 +9,24 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo as lt
+from tests.versions import KNOWS_WEIGHTS_ONLY
 
 
 @dataclass(frozen=True)
 class Technique:
-    """How a technique enters a run, and whether it leaves every bit of the result as it is."""
+    """How a technique enters a run, and whether it leaves every bit of the result as it is.
+
+    Of several schedulers, optimizers or strategies the first one counts.
+    """
 
     name: str
     same_bits: bool
     plugins: Any = tuple
     callbacks: Any = tuple
-    strategy: Any = None
-    datamodule: bool = False
-    trainer: dict = field(default_factory=dict)
+    strategy: Any = None  # made for a number of devices
+    datamodule: dict | None = None  # settings of a prefetching one
     scheduler: Any = None
+    optimizer: Any = None
 
 
 TECHNIQUES = [
@@ -34,15 +39,25 @@ TECHNIQUES = [
         "exact_accumulation", False, callbacks=lambda: [lt.ExactAccumulation(weight=lambda batch: len(batch[0]))]
     ),
     Technique("grad_to_none", True, callbacks=lambda: [lt.GradToNone()]),
+    Technique("lamb", False, optimizer=lambda module: lt.lamb(module, 0.05)),
+    Technique("lars", False, optimizer=lambda module: lt.lars(module, 0.05, trust_coefficient=0.1)),
+    Technique("lean", True, strategy=lambda devices: _lean(devices)),
     Technique("memory_format", False, callbacks=lambda: [lt.MemoryFormat("channels_last")]),
-    Technique("prefetch", True, datamodule=True),
-    Technique("prefetch_next_epoch", True, callbacks=lambda: [lt.PrefetchNextEpoch()], datamodule=True),
-    Technique("turbo", True, strategy="turbo"),
+    Technique("prefetch", True, datamodule={}),
+    Technique("prefetch_next_epoch", True, callbacks=lambda: [lt.PrefetchNextEpoch()], datamodule={}),
+    Technique("prefetch_threads", True, datamodule={"prefetch_threads": 2}),
+    Technique("turbo", True, strategy=lambda devices: "turbo" if devices == 1 else "turbo_ddp"),
 ]  # fmt: skip
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
 
 
-def make_model(pl, scheduler=None, optimizer="sgd"):
+def _lean(devices):
+    """A turbo strategy with its lean parts, where Lightning is one that they follow."""
+    make = lt.TurboStrategy if devices == 1 else lt.TurboDDPStrategy
+    return make(lean_step=KNOWS_WEIGHTS_ONLY, lean_logging=KNOWS_WEIGHTS_ONLY)
+
+
+def make_model(pl, scheduler=None, optimizer=None):
     """A small network with a bias before its batch norm, for a Lightning of either name."""
 
     class Net(pl.LightningModule):
@@ -55,46 +70,47 @@ def make_model(pl, scheduler=None, optimizer="sgd"):
         def training_step(self, batch, index):
             loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
             self.losses.append(float(loss.detach()))
+            self.log("loss", loss, on_step=False, on_epoch=True)
             return loss
 
         def configure_optimizers(self):
-            made = {
-                "sgd": lambda: torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9),
-                "adam": lambda: torch.optim.AdamW(self.parameters(), lr=0.01),
-            }[optimizer]()
+            made = optimizer(self) if optimizer else torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
             return {"optimizer": made, "lr_scheduler": scheduler(made)} if scheduler else made
 
     return Net()
 
 
-def make_data(pl, prefetch):
+def make_data(prefetch):
     """Five batches of eight, so that windows of two leave one over; as loader or as prefetching datamodule."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(40, 1, 6, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator)
     data = TensorDataset(x, y)
-    if not prefetch:
+    if prefetch is None:
         return {"train_dataloaders": DataLoader(data, batch_size=8)}
 
     class Data(lt.PrefetchDataModule):
         def train_dataloader(self):
             return DataLoader(data, batch_size=8)
 
-    return {"datamodule": Data()}
+    return {"datamodule": Data(**prefetch)}
 
 
 def run(pl, level, techniques, *, epochs=2, dtype=torch.bfloat16, **kwargs):
     """Trains with a level and techniques together; returns the trainer and the model."""
     scheduler = next((t.scheduler for t in techniques if t.scheduler), None)
-    strategy = kwargs.pop("strategy", None) or next((t.strategy for t in techniques if t.strategy), "auto")
+    optimizer = next((t.optimizer for t in techniques if t.optimizer), None)
+    devices = kwargs.pop("devices", 1)
+    strategy = next((t.strategy(devices) for t in techniques if t.strategy), "auto")
+    prefetch = [t.datamodule for t in techniques if t.datamodule is not None]
     callbacks = [c for t in techniques for c in t.callbacks()] + kwargs.pop("callbacks", [])
     plugins = [lt.ApexAMP(level, dtype=dtype), *(p for t in techniques for p in t.plugins())]
     owns_accumulation = any(t.name == "effective_batch_size" for t in techniques)
-    model = make_model(pl, scheduler)
+    model = make_model(pl, scheduler, optimizer)
     fit = kwargs.pop("fit", {})
     trainer = pl.Trainer(**{
-        "accelerator": "cpu", "devices": 1, "strategy": strategy, "max_epochs": epochs, "logger": False,
+        "accelerator": "cpu", "devices": devices, "strategy": strategy, "max_epochs": epochs, "logger": False,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
         "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": 1 if owns_accumulation else 2, **kwargs,
     })  # fmt: skip
-    trainer.fit(model, **make_data(pl, any(t.datamodule for t in techniques)), **fit)
+    trainer.fit(model, **make_data(dict(ChainMap(*prefetch)) if prefetch else None), **fit)
     return trainer, model

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_turbo.data import randomness
-from tests.registry import BY_NAME, TECHNIQUES, run
+from tests.registry import BY_NAME, run
 
 
 def main():
@@ -23,9 +23,8 @@ def main():
     groups = [tuple(BY_NAME)] if sys.argv[2] == "all" else list(itertools.combinations(BY_NAME, 2))
     for names in groups:
         techniques = [BY_NAME[name] for name in names]
-        strategy = "turbo_ddp" if any(t.strategy for t in TECHNIQUES if t.name in names) else "ddp"
         for level in ("O0", "O1", "O2", "O3"):
-            trainer, model = run(pl, level, techniques, devices=2, strategy=strategy)
+            trainer, model = run(pl, level, techniques, devices=2)
             name = f"{'+'.join(names)}.{level}.{trainer.global_rank}"
             torch.save({"losses": model.losses, "module": model.state_dict()}, folder / name)
 

@@ -1,20 +1,47 @@
 """A YAML file for LightningCLI can name every public class that stands in a Trainer, with its arguments."""
 
 import inspect
+from datetime import timedelta
+from operator import attrgetter
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo
+from tests.dali_samples import make_photos
+from tests.versions import KNOWS_WEIGHTS_ONLY
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
     "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",
+    # Arguments without a type, such as those of torch's own DataLoader.
+    "ignore:\\s*Instantiating a subclass spec given as value for a type that accepts any value",
 )
+
+ASYNC = {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO"}
+PARTS = {
+    "device_prefetch": False, "prefetch_batches": 3, "memory_format": "channels_last", "cudnn_benchmark": False,
+    "matmul_precision": "high", "release_gradients": False,
+    **({"lean_step": True, "lean_logging": True} if KNOWS_WEIGHTS_ONLY else {}),
+}  # fmt: skip
+RANKS = {"sigterm_every": 4} if KNOWS_WEIGHTS_ONLY else {}
+# The file's arguments of a strategy that Lightning has as well, and what the strategy has to show for them.
+GIVEN = {
+    "checkpoint_io": ASYNC,
+    "precision_plugin": {"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": "O2"}},
+}
+GOT = {
+    "checkpoint_io.checkpoint_io.__class__": AsyncCheckpointIO,
+    "precision_plugin.opt_level": "O2",
+    **{f"parts.{name}": value for name, value in PARTS.items()},
+}
+DOCTOR = {"fix": True, "html": "seen.html", "json": "seen.json"}
 
 # Section of the file, class, its arguments there, and what the object has to show for it.
 TABLE = [
@@ -39,15 +66,41 @@ TABLE = [
         {"memory_format": "channels_last", "rounds": 2},
     ),
     ("callbacks", "PrefetchNextEpoch", {}, {}),
-    ("callbacks", "Doctor", {}, {}),
-    ("plugins", "ApexAMP", {"opt_level": "O2", "loss_scale": 128.0}, {"opt_level": "O2"}),
-    ("plugins", "AmpCheckpointIO", {}, {}),
+    (
+        "callbacks",
+        "Doctor",
+        {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR},
+        {"schedule.warmup": 1, "schedule.timed": 2, "schedule.watched": 5, **DOCTOR},
+    ),
+    (
+        "plugins",
+        "ApexAMP",
+        {"opt_level": "O2", "dtype": "torch.float16", "loss_scale": 128.0},
+        {"opt_level": "O2", "half_dtype": torch.float16, "loss_scale": 128.0},
+    ),
+    ("plugins", "AmpCheckpointIO", {"checkpoint_io": ASYNC}, {"checkpoint_io.__class__": AsyncCheckpointIO}),
     ("plugins", "AtomicCheckpointIO", {}, {}),
-    ("strategy", "TurboStrategy", {}, {}),
-    ("strategy", "TurboDDPStrategy", {}, {}),
-]
-DATA = {"PrefetchDataModule", "DALIDataModule"}
-NOT_IN_A_TRAINER = {"DALILoader", "DevicePrefetcher", "Normalize", "PackedDataset", "PrefetchLoader"}
+    ("strategy", "TurboStrategy", {"device": "cpu", **GIVEN, **PARTS}, {"root_device": torch.device("cpu"), **GOT}),
+    (
+        "strategy",
+        "TurboDDPStrategy",
+        {
+            "gradient_as_bucket_view": False, "static_graph": True, "grad_compression": "fp16", "sync_batchnorm": True,
+            "find_unused_parameters": True, "process_group_backend": "gloo", "timeout": "0:05:00",
+            **RANKS, **GIVEN, **PARTS,
+        },
+        {
+            "_ddp_kwargs": {
+                "gradient_as_bucket_view": False, "static_graph": True, "find_unused_parameters": True,
+            },
+            "static_graph": True, "grad_compression": "fp16", "sync_batchnorm": True, "process_group_backend": "gloo",
+            "_timeout": timedelta(minutes=5),
+            **GOT, **{f"parts.{name}": value for name, value in RANKS.items()},
+        },
+    ),
+]  # fmt: skip
+DATA = {"PrefetchDataModule", "DALIDataModule", "PrefetchLoader", "PackedDataset", "Normalize", "DALILoader"}
+IN_CODE = {"DevicePrefetcher"}  # it stands around a loader that is there already
 
 
 class Net(LightningModule):
@@ -69,6 +122,14 @@ class Data(lightning_turbo.PrefetchDataModule):
 
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=self.batch_size)
+
+
+class Given(LightningDataModule):
+    """A DataModule whose loader the file names."""
+
+    def __init__(self, loader: DataLoader | lightning_turbo.DALILoader):
+        super().__init__()
+        self.loader = loader
 
 
 @pytest.fixture(autouse=True)
@@ -99,19 +160,73 @@ def held(trainer, section):
     return [trainer.precision_plugin, trainer.strategy.checkpoint_io, trainer.strategy]
 
 
+def named(name, **arguments):
+    return {"class_path": f"lightning_turbo.{name}", "init_args": arguments}
+
+
+def agrees(found, shown):
+    for attribute, wanted in shown.items():
+        got = attrgetter(attribute)(found)
+        if isinstance(wanted, dict):  # these items, and others
+            got = {name: got[name] for name in wanted}
+        assert got == wanted, attribute
+
+
 @pytest.mark.parametrize(("section", "name", "arguments", "shown"), TABLE, ids=[name for _, name, _, _ in TABLE])
 def test_a_file_names_the_class_and_its_arguments(section, name, arguments, shown):
-    entry = {"class_path": f"lightning_turbo.{name}", "init_args": arguments}
+    entry = named(name, **arguments)
     value = entry if section == "strategy" else [entry]
     trainer = load(trainer={**TRAINER, section: value}).trainer
     (found,) = [thing for thing in held(trainer, section) if type(thing) is getattr(lightning_turbo, name)]
-    for attribute, wanted in shown.items():
-        assert getattr(found, attribute) == wanted
+    agrees(found, shown)
 
 
 def test_no_public_class_is_left_out():
     public = {name for name in lightning_turbo.__all__ if inspect.isclass(getattr(lightning_turbo, name))}
-    assert public == {name for _, name, _, _ in TABLE} | DATA | NOT_IN_A_TRAINER
+    assert public == {name for _, name, _, _ in TABLE} | DATA | IN_CODE
+
+
+def test_a_file_names_a_loader_and_its_dataset():
+    np.savez("rows.npz", x=np.zeros((7, 4), np.float32), y=np.arange(7))
+    dataset = named("PackedDataset", source="rows.npz", keys=["x"], transform="builtins.len")
+    settings = {"batch_size": 2, "drop_last": True, "prefetch_batches": 3, "prefetch_threads": 2}
+    file = {"loader": named("PrefetchLoader", dataset=dataset, **settings)}
+    loader = load(Given, trainer=TRAINER, data=file).datamodule.loader
+    assert type(loader) is lightning_turbo.PrefetchLoader
+    agrees(loader, {**settings, "dataset.transform": len})
+    assert list(loader.dataset.arrays) == ["x"]
+
+
+def test_a_file_names_what_a_prefetching_datamodule_takes():
+    normalize = named("Normalize", mean=[0.5], std=[0.25], dtype="torch.float16", scale=1.0, keys=["image"])
+    settings = {"prefetch_batches": 3, "prefetch_threads": 2, "num_workers": 1, "pin_memory": True}
+    file = {"batch_size": 2, **settings, "device_prefetch": False, "device_transform": normalize}
+    datamodule = load(Data, trainer=TRAINER, data=file).datamodule
+    agrees(datamodule.train_dataloader(), {"batch_size": 2, **settings})
+    agrees(datamodule._prefetch, {
+        "device_prefetch": False, "device_transform.factor": [4.0], "device_transform.offset": [-2.0],
+        "device_transform.dtype": torch.float16, "device_transform.keys": ("image",),
+    })  # fmt: skip
+
+
+def test_a_file_names_what_dali_takes():
+    pytest.importorskip("nvidia.dali")
+    make_photos("photos", per_class=1)
+    images, options = {"size": 8, "index": True}, {"num_threads": 1, "prefetch": 3, "seed": 5}
+    folders = {"train": "photos", "val": "photos", "test": "photos", "predict": "photos"}
+    file = named("DALIDataModule", **folders, batch_size=2, last_batch="drop", device="cpu", images=images, **options)
+    datamodule = load(trainer=TRAINER, data=file).datamodule
+    assert datamodule._device == "cpu"
+    assert list(datamodule.loaders) == list(folders)
+    for name, loader in datamodule.loaders.items():
+        last = "drop" if name == "train" else "partial"
+        agrees(loader, {"batch_size": 2, "last_batch": last, **options, "pipeline.size": 8})
+
+    settings = {"batch_size": 2, "last_batch": "fill", **options}
+    recipe = named("data.dali.ImageFolder", root="photos", train=True, **images)
+    file = {"loader": named("DALILoader", pipeline=recipe, device="cpu", rank=1, world_size=2, **settings)}
+    loader = load(Given, trainer=TRAINER, data=file).datamodule.loader
+    agrees(loader, {**settings, "device": torch.device("cpu"), "_rank": 1, "_world_size": 2, "pipeline.train": True})
 
 
 def test_a_file_can_name_two_at_once_and_fit():
@@ -120,7 +235,7 @@ def test_a_file_can_name_two_at_once_and_fit():
         trainer={
             **TRAINER,
             "callbacks": [
-                {"class_path": "lightning_turbo.EffectiveBatchSize", "init_args": {"target": 8}},
+                named("EffectiveBatchSize", target=8),
                 {"class_path": "lightning_turbo.GradToNone"},
             ],
         },
@@ -142,5 +257,5 @@ def test_a_file_can_name_two_at_once_and_fit():
 )
 def test_a_wrong_value_in_a_file_is_named(name, arguments, message, capsys):
     with pytest.raises(SystemExit):
-        load(trainer={**TRAINER, "callbacks": [{"class_path": f"lightning_turbo.{name}", "init_args": arguments}]})
+        load(trainer={**TRAINER, "callbacks": [named(name, **arguments)]})
     assert message in capsys.readouterr().err

@@ -540,15 +540,26 @@ def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, settings, tmp_pa
 
 
 RANKS = """
-    import sys, torch
+    import sys, threading, torch
     torch.set_num_threads(1)
     sys.path.insert(0, {folder!r})
     import pytest
+    from lightning_turbo.data import randomness
     from tests.integration.test_prefetch_datamodule import Mine, Model, trainer, nothing_is_left
+
+    randomness.WORTH = 0.0  # the loader gets its threads, fast as it is
+    started, start = [], threading.Thread.start
+
+    def noted(thread):
+        started.append(thread.name)
+        start(thread)
+
+    threading.Thread.start = noted
 
     class Notes(Model):
         def on_train_end(self):
-            torch.save((self.seen, self.trainer.global_step), f"rank{{self.trainer.global_rank}}.pt")
+            threads = sum("prefetch" in name for name in started)
+            torch.save((self.seen, self.trainer.global_step, threads), f"rank{{self.trainer.global_rank}}.pt")
             nothing_is_left()
 
     if __name__ == "__main__":
@@ -576,8 +587,10 @@ def test_two_ranks_share_the_samples(several, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (first, steps), (second, other_steps) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert steps == other_steps == len(first) == len(second) == 6  # 24 samples, 2 ranks, batches of 4, 2 epochs
+    (first, *counts), (second, *other_counts) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    threads = 2 * (1 if several == 1 else 1 + several)  # one an epoch, and those that help it
+    assert counts == other_counts == [6, threads]  # 24 samples, 2 ranks, batches of 4, 2 epochs
+    assert len(first) == len(second) == 6
     orders = []
     for epoch in (slice(0, 3), slice(3, 6)):
         order = [n for batch in first[epoch] + second[epoch] for n in batch]

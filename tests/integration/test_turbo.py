@@ -337,6 +337,7 @@ def test_two_ranks_under_turbo_ddp_equal_ddp(tmp_path):
     folder.mkdir()
     run_ranks(WORKER, folder)
     runs = {path.name: torch.load(path, weights_only=True) for path in folder.iterdir()}
+    assert [runs.pop(f"formats.{rank}") for rank in (0, 1)] == [[True, True]] * 2  # as rank 0 measured
     for rank in (0, 1):  # from a checkpoint of a whole epoch
         again, workers = runs.pop(f"again.{rank}"), runs[f"workers.{rank}"]
         assert again["seen"] == workers["seen"][6:]
@@ -348,7 +349,14 @@ def test_two_ranks_under_turbo_ddp_equal_ddp(tmp_path):
         assert epochs == [list(range(48))] * 2, name  # each sample once an epoch over the ranks
     for turbo, stock, tolerance in (
         ("turbo", "stock", 0.0), ("static-1", "stock-1", 0.0), ("turbo-O2", "stock-O2", 0.0),
-        ("fp16", "stock", 5e-4),
+        ("sized", "stock", 0.0), ("fp16", "stock", 5e-4),
     ):  # fmt: skip
+        assert runs[f"{turbo}.0"]["steps"] == runs[f"{stock}.0"]["steps"]
         for name, ours in runs[f"{turbo}.0"]["module"].items():
             torch.testing.assert_close(ours, runs[f"{stock}.0"]["module"][name], rtol=0, atol=tolerance, msg=turbo)
+    stock = runs["stock.0"]["module"]
+    assert any(not torch.equal(ours, stock[name]) for name, ours in runs["fp16.0"]["module"].items())  # rounded
+    for name, static, view in (
+        ("stock", False, False), ("turbo", False, True), ("static-1", True, False), ("fp16", False, True),
+    ):  # fmt: skip
+        assert runs[f"{name}.0"]["ddp"] == {"static_graph": static, "gradient_as_bucket_view": view}, name

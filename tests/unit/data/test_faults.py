@@ -339,9 +339,13 @@ def test_leaving_the_interpreter_in_mid_epoch(workers, persistent, several, end)
 def test_an_error_at_top_level_in_mid_epoch_is_an_ordinary_exit():
     status, said = leave(
         """
-        from lightning_turbo.data import PrefetchLoader
+        import threading
+        from lightning_turbo.data import PrefetchLoader, randomness
+
+        randomness.WORTH = 0.0  # the loader gets a thread, fast as it is
         for number, batch in enumerate(PrefetchLoader(range(10**6), 4)):
             if number == 5:
+                assert any(t.name.startswith("lightning_turbo-prefetch") for t in threading.enumerate())
                 raise ValueError("the user's")
         """
     )
