@@ -31,7 +31,7 @@ class Doctor(Callback):
         timed: Steps timed with nothing but clock readings (CUDA events on a GPU), at least 1.
         watched: Steps watched from inside, which slows these steps down, at least 2.
         fix: Whether to apply the remedies that are safe and can be undone at run time: worker settings, pinned
-            memory, the benchmark flag, anomaly mode off, gradients to None. All are undone when ``fit`` ends; a run
+            memory, the benchmark flag, anomaly mode off. All are undone when ``fit`` ends; a run
             that ends before the report is not mended.
         html: A file for the report as a page with the time line of a step; ``None`` writes none.
         json: A file for the report as JSON; ``None`` writes none.

@@ -78,7 +78,11 @@ class CallTable:
             if frame in self._began:
                 seconds = time.perf_counter() - self._began.pop(frame)
                 watch.note(*self._timed[frame.f_code], watch.sources.site(frame.f_back), seconds)
-            elif frame.f_code is self._norm and frame.f_locals.get("grads") == []:
+            elif (
+                frame.f_code is self._norm
+                and frame.f_locals.get("grads") == []
+                and any(parameter.requires_grad for parameter in frame.f_locals["parameters"])
+            ):
                 watch.note("empty clip", frame.f_code.co_name, watch.sources.site(frame.f_back))
         elif arg is gc.collect:
             if event == "c_call":

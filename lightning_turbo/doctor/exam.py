@@ -228,9 +228,7 @@ class Exam:
             unused=inspection.unused(trainer, self.used, sources) if self.stepped and watch.watched else (),
             accumulate=trainer.accumulate_grad_batches,
             batches=count,
-            exact_windows=any(
-                type(each).__name__ in ("ExactAccumulation", "EffectiveBatchSize") for each in trainer.callbacks
-            ),
+            exact_windows=any(type(each).__name__ == "ExactAccumulation" for each in trainer.callbacks),
             data_parallel=inspection.data_parallel(module, sources),
             validates=bool(trainer.val_dataloaders),
             inference_mode=trainer.validate_loop.inference_mode,

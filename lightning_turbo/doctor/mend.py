@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_turbo._compat import Callback, LightningModule, Trainer
 from lightning_turbo.doctor.advice import Finding
@@ -43,7 +44,6 @@ class Mends:
             "anomaly-mode": self._anomaly,
             "benchmark-off": self._benchmark_on,
             "benchmark-thrashes": self._benchmark_off,
-            "gradients-kept": self._gradients,
             "pin-memory": self._pin,
             "workers": self._workers,
         }
@@ -81,15 +81,6 @@ class Mends:
         self._set(torch.backends.cudnn, "benchmark", False)
         return "cudnn.benchmark is off for the rest of the run"
 
-    def _gradients(self, facts: Facts) -> str:
-        optimizers = self.trainer.optimizers
-        owned = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
-        if facts.unused or len(owned) != len(set(owned)):
-            return ""  # zeros are not the same as None to a parameter that gets no gradient, or has two optimizers
-        for optimizer in optimizers:
-            self._undo.append(optimizer.register_step_post_hook(_release).remove)
-        return "gradients are released after each optimizer step for the rest of the run"
-
     def _pin(self, facts: Facts) -> str:
         if self._last_epoch():
             return ""
@@ -101,6 +92,8 @@ class Mends:
         if self._last_epoch() or multiprocessing.get_start_method() != "fork" or facts.cores < 2:
             return ""
         if loader.num_workers == 0:
+            if isinstance(loader.dataset, IterableDataset):
+                return ""  # each worker would yield all of it, unless it splits itself
             count = min(WORKERS, facts.cores - 1)
             self._set(loader, "num_workers", count)
             self._set(loader, "prefetch_factor", 2)
@@ -141,9 +134,3 @@ class Undo(Callback):
     def _undo(self, trainer: Any) -> None:
         self.mends.undo()
         trainer.callbacks = [each for each in trainer.callbacks if each is not self]
-
-
-def _release(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None

@@ -136,11 +136,14 @@ def _as_tensor(statement: ast.stmt, source: str) -> Iterator[_Edit]:
 
 def _detached(statement: ast.stmt, source: str) -> Iterator[_Edit]:
     text = _Rewrite(source).text
+    several = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     if isinstance(statement, (ast.AugAssign, ast.Assign)):
-        yield statement.value, f"{_grouped(statement.value, text(statement.value))}.detach()"
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        if not any(isinstance(each, several) for each in (*targets, statement.value)):
+            yield statement.value, f"{_grouped(statement.value, text(statement.value))}.detach()"
     elif isinstance(statement, ast.Expr):
         for call in _calls(statement, "append", "appendleft", "add"):
-            if len(call.args) == 1 and not isinstance(call.args[0], (ast.Tuple, ast.List, ast.Dict, ast.Starred)):
+            if len(call.args) == 1 and not isinstance(call.args[0], (*several, ast.Starred)):
                 yield call.args[0], f"{_grouped(call.args[0], text(call.args[0]))}.detach()"
 
 
@@ -152,7 +155,7 @@ def _grouped(node: ast.AST, text: str) -> str:
 def _logged_tensor(statement: ast.stmt, source: str) -> Iterator[_Edit]:
     for log in _calls(statement, "log", "log_dict"):
         for argument in [*log.args, *(keyword.value for keyword in log.keywords)]:
-            for call in ast.walk(argument):
+            for call in argument.values if isinstance(argument, ast.Dict) else [argument]:
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "item":
                     yield call, _Rewrite(source).text(call.func.value)
                 elif isinstance(call, ast.Call) and getattr(call.func, "id", "") == "float" and len(call.args) == 1:
@@ -164,19 +167,51 @@ def _made_there(statement: ast.stmt, source: str) -> Iterator[_Edit]:
     for move in _calls(statement, "to", "cuda"):
         made = move.func.value if isinstance(move.func, ast.Attribute) else None
         if isinstance(made, ast.Call) and not any(each.arg == "device" for each in made.keywords):
-            targets = [*move.args, *(each.value for each in move.keywords if each.arg == "device")]
+            targets = [*move.args, *(each.value for each in move.keywords)]
             device = rewrite.text(targets[0]) if targets else "self.device"
-            if isinstance(made.func, ast.Attribute) and getattr(made.func.value, "id", "") == "torch":
+            one = len(targets) < 2 and (not targets or _is_device(targets[0]))
+            if one and isinstance(made.func, ast.Attribute) and ast.unparse(made.func) in _FACTORIES:
                 yield move, rewrite.call(made, add=f"device={device}")
+
+
+def _is_device(node: ast.expr) -> bool:
+    named = isinstance(node, (ast.Attribute, ast.Name)) and "device" in ast.unparse(node).rpartition(".")[2]
+    return named or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def _without_bias(statement: ast.stmt, source: str) -> Iterator[_Edit]:
     for call in _calls(statement):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         layer = name.startswith(("Conv", "LazyConv")) or name in ("Linear", "LazyLinear")
-        if layer and not any(each.arg == "bias" and ast.unparse(each.value) == "False" for each in call.keywords):
+        given = any(isinstance(each, ast.Starred) for each in call.args) or len(call.args) >= (
+            3 if "Linear" in name else 7
+        )
+        if (
+            layer
+            and not given
+            and not any(each.arg == "bias" and ast.unparse(each.value) == "False" for each in call.keywords)
+        ):
             yield call, _Rewrite(source).call(call, drop="bias", add="bias=False")
 
+
+_FACTORIES = frozenset(
+    f"torch.{name}"
+    for name in (
+        "arange",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "zeros",
+    )
+)
+"""What makes a tensor and takes ``device``."""
 
 _ONE_EACH = ("bias-before-norm",)
 """Rules whose finding is one of the calls on its line, so that it must be the only one there."""

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import Doctor
-from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, trained, trainer
+from tests.integration.doctor_runs import QUIET, SHORT, Noisy, trained, trainer
 
 pytestmark = QUIET
 
@@ -51,9 +51,9 @@ def test_what_is_safe_is_mended_and_undone(monkeypatch):
     mended = {finding.rule: finding.mended for finding in doctor.report.findings if finding.mended}
     assert "off for the rest" in mended["anomaly-mode"]
     assert "num_workers=1 from the next epoch" in mended["workers"]
-    assert "released after each optimizer step" in mended["gradients-kept"]
+    assert "gradients-kept" not in mended
     assert settings.seen[5] == (True, 0, True)
-    assert settings.seen[8] == (False, 1, False), "the second epoch"
+    assert settings.seen[8] == (False, 1, True), "the second epoch"
     assert (each.train_dataloader.num_workers, each.train_dataloader.prefetch_factor) == (0, None)
     assert not torch.is_anomaly_enabled()
     assert all(not optimizer._optimizer_step_post_hooks for optimizer in each.optimizers)
@@ -89,13 +89,3 @@ def test_what_was_mended_is_undone_after_an_error():
         each.fit(Fails())
     assert each.train_dataloader.num_workers == 0
     assert not torch.is_anomaly_enabled()
-
-
-def test_released_gradients_leave_the_numbers_as_they_are():
-    class Keeps(Noisy):
-        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-            optimizer.zero_grad(set_to_none=False)
-
-    doctor = Doctor(fix=True, **SHORT)
-    assert equal(trained(model=Keeps), trained(doctor, model=Keeps))
-    assert any(finding.mended for finding in doctor.report.findings)

@@ -65,7 +65,8 @@ def waits_for_data(facts: Facts) -> Iterator[Hit]:
     symptom="The step waits for data, though cores are free.",
     threshold="the step waits for data (see waits-for-data) and the loader has no workers, fewer than half of the "
     "cores, a prefetch_factor of 1, or more workers than cores",
-    remedy="Set num_workers and prefetch_factor by measurement: lightning_turbo.tune_workers does it.",
+    remedy="Set num_workers and prefetch_factor by measurement: lightning_turbo.tune_workers does it. An "
+    "IterableDataset has to split itself among workers, by torch.utils.data.get_worker_info().",
     card="worker-tuning",
 )
 def workers(facts: Facts) -> Iterator[Hit]:

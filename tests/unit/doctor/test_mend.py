@@ -1,16 +1,15 @@
 """Each mend: what it changes, when it holds back, and that undoing puts everything back."""
 
-import copy
 import multiprocessing
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_turbo.doctor.advice import Finding
-from lightning_turbo.doctor.facts import Facts, Unused
+from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.mend import Mends
 
 DATA = TensorDataset(torch.zeros(8, 2))
@@ -96,30 +95,19 @@ def net():
     return nn.Linear(2, 2)
 
 
-def test_gradients_are_released_and_the_numbers_stay():
-    def train(mended):
-        module = net()
-        optimizer = torch.optim.Adam(module.parameters())
-        mends = Mends(run(optimizers=[optimizer]))
-        if mended:
-            assert mends.apply([finding("gradients-kept")], Facts())[0].mended
-        for _ in range(3):
-            module(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            assert (module.weight.grad is None) is mended
-            optimizer.zero_grad(set_to_none=False)
-        mends.undo()
-        module(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        assert module.weight.grad is not None
-        return copy.deepcopy(module.state_dict())
-
-    assert all(torch.equal(a, b) for a, b in zip(train(True).values(), train(False).values(), strict=True))
+def test_gradients_that_a_loop_keeps_are_not_for_a_mend():
+    # A step with zeros differs from one without, and whether old gradients count only the loop knows.
+    optimizer = torch.optim.SGD(net().parameters(), 0.1)
+    assert Mends(run(optimizers=[optimizer])).apply([finding("gradients-kept")], Facts())[0].mended == ""
+    assert not optimizer._optimizer_step_post_hooks
 
 
-def test_gradients_that_zeros_and_none_differ_for_are_kept():
-    module = net()
-    twice = [torch.optim.SGD(module.parameters(), 0.1) for _ in range(2)]
-    assert Mends(run(optimizers=twice)).apply([finding("gradients-kept")], Facts())[0].mended == ""
-    facts = Facts(unused=(Unused(name="spare"),))
-    assert Mends(run(optimizers=twice[:1])).apply([finding("gradients-kept")], facts)[0].mended == ""
+@pytest.mark.usefixtures("forking")
+def test_an_iterable_dataset_gets_no_workers():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    loader = DataLoader(Stream())
+    assert Mends(run(loader)).apply([finding("workers")], Facts(cores=4))[0].mended == ""
+    assert loader.num_workers == 0

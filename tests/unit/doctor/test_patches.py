@@ -11,6 +11,7 @@ from lightning_turbo.doctor.patches import diff_for
 CASES = [
     ("host-sync", 'self.log("a", loss.item(), prog_bar=True)', 'self.log("a", loss, prog_bar=True)'),
     ("host-sync", 'self.log("a", float(loss))', 'self.log("a", loss)'),
+    ("host-sync", 'self.log_dict({"a": loss.item()})', 'self.log_dict({"a": loss})'),
     ("array-copy", "x = torch.tensor(x, dtype=t)", "x = torch.as_tensor(x, dtype=t)"),
     ("made-on-host", "w = torch.zeros(3, 4).to(x.device)", "w = torch.zeros(3, 4, device=x.device)"),
     ("made-on-host", "w = torch.zeros(3).cuda()", "w = torch.zeros(3, device=self.device)"),
@@ -53,6 +54,16 @@ def test_a_line_is_mended_in_a_diff(rule, line, better, tmp_path):
         ("housekeeping", "value = gc.collect()"),
         ("retained-graph", "self.outputs.append({'loss': loss})"),
         ("data-parallel", "self.net = nn.DataParallel(net)"),
+        ("retained-graph", "y, self.hidden = self.lstm(x, self.hidden)"),
+        ("retained-graph", "self.last = (loss, y)"),
+        ("retained-graph", "self.last = {'loss': loss}"),
+        ("bias-before-norm", "self.c = nn.Linear(1, 4, True)"),
+        ("bias-before-norm", "self.c = nn.Conv2d(1, 4, 3, 1, 1, 1, 1, True)"),
+        ("bias-before-norm", "self.c = nn.Linear(*sizes)"),
+        ("made-on-host", "w = torch.stack([a, b]).to(x.device)"),
+        ("made-on-host", "w = torch.zeros(3).to(x)"),
+        ("made-on-host", "w = torch.zeros(3).to(x.device, torch.float32)"),
+        ("host-sync", "self.log('p', np.exp(loss.item()))"),
     ],
 )
 def test_no_change_is_proposed_where_none_is_simple(rule, line, tmp_path):

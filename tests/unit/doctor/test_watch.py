@@ -68,6 +68,9 @@ def test_clipping_of_nothing(watch, given):
     assert seen(watch, lambda x: clip(given([torch.nn.Parameter(x), with_gradient(x)]), 1.0), torch.rand(3)) == []
     found = seen(watch, lambda x: clip(given([torch.nn.Parameter(x)]), 1.0), torch.rand(3))
     assert found == [("empty clip", "clip_grad_norm_", 1)]
+    # Frozen ones have none to clip.
+    frozen = [torch.nn.Parameter(torch.rand(3), requires_grad=False)]
+    assert seen(watch, lambda: clip(given(frozen), 1.0)) == found
 
 
 @pytest.mark.parametrize(
