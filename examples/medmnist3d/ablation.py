@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from examples.medmnist3d.data import FastVolumes, Volumes
 from examples.medmnist3d.model import VolumeClassifier
 from examples.medmnist3d.tricks import ALL, PLAIN, TRICKS, Variant
 from lightning_turbo.bench.machine import describe_machine
-from lightning_turbo.bench.progress import Progress
+from lightning_turbo.bench.progress import Progress, Work
 from lightning_turbo.demo.report import machine
 from lightning_turbo.errors import NoEffectWarning
 
@@ -56,7 +57,7 @@ class EpochClock(Callback):
         """Stop the clock after the last batch, before validation."""
         if trainer.is_last_batch:
             self.seconds.append(self._now(pl_module) - self._start)
-            self.progress.advance()
+            self.progress.advance("rounds")
 
     @staticmethod
     def _now(pl_module: LightningModule) -> float:
@@ -120,7 +121,7 @@ def run(settings: argparse.Namespace, progress: Progress, arguments: Sequence[st
         "variants": {name: {"runs": []} for name in names},
     }
     status = 0
-    progress.expect(settings.repeats * len(names) * settings.epochs)
+    progress.expect([Work(0, settings.repeats * len(names) * settings.epochs, math.inf)])
     try:
         for repeat in range(settings.repeats):
             for name in names if repeat % 2 == 0 else reversed(names):
