@@ -81,13 +81,11 @@ __all__ = [
     "TrainingEpochLoop",
     "Tuner",
     "WrappingCheckpointIO",
-    "begin_epoch_again",
     "bind_lightning",
     "bound_name",
     "callbacks_named",
     "check_binding",
     "check_lean",
-    "end_epoch_of_checkpoint",
     "given_hyperparameters",
     "is_fitting",
     "loaded_checkpoint",
@@ -97,7 +95,6 @@ __all__ = [
     "rank_zero_warn",
     "register_strategies",
     "set_sampler_epoch",
-    "take_loader_state",
     "takes_batch_index",
     "when_lightning_is_imported",
 ]
@@ -329,31 +326,6 @@ def check_lean(option: str) -> None:
             f"{option} was asked for under Lightning {version}; accepted is Lightning 2.6, whose training loop it "
             "follows line by line. Leave the option out."
         )
-
-
-def begin_epoch_again(trainer: Any) -> None:
-    """Have a Trainer that goes on from a checkpoint call ``iter()`` on its training loaders once more, as it starts."""
-    loop = trainer.fit_loop
-    if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
-        iter(loop._data_fetcher)
-
-
-def end_epoch_of_checkpoint(trainer: Any) -> None:
-    """Let no epoch be under way for a Trainer with a checkpoint of a whole one.
-
-    Lightning does so by itself, unless the run is limited by ``max_steps`` alone.
-    """
-    loop = trainer.fit_loop
-    epochs = loop.epoch_progress.current
-    if epochs.ready == epochs.started == epochs.processed:
-        loop._restarting = loop.epoch_loop.restarting = False
-
-
-def take_loader_state(trainer: Any, loader: Any) -> dict[str, Any] | None:
-    """Return what the checkpoint of a Trainer holds for the next of its training loaders, which then is not loaded."""
-    states = trainer.fit_loop._combined_loader_states_to_load
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return states.pop(0) if states and stateful else None
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from lightning_turbo._compat import (
     CombinedLoader,
     LightningModule,
     Trainer,
-    begin_epoch_again,
     check_binding,
     rank_zero_warn,
     set_sampler_epoch,
 )
+from lightning_turbo._loops import begin_epoch_again
 from lightning_turbo.data.randomness import set_shared_state, shared_state
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
@@ -80,15 +80,11 @@ class PrefetchNextEpoch(Callback):
         begin_epoch_again(trainer)
         set_shared_state(here)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What was begun is this epoch now."""
-        self._begun = []
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the next epoch if this batch is the last, and another epoch follows."""
+        self._begun = []  # it is this epoch now
         if not trainer.is_last_batch or not _goes_on(trainer):
             return
-        self._begun = []
         for loader in _able_loaders(trainer):
             set_sampler_epoch(loader, trainer.current_epoch + 1)
             self._begun.append(loader if loader.start_next_epoch() else None)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_turbo.data.producer import Producer, Record
+from lightning_turbo.data.producer import PARTED, Producer, Record
 from lightning_turbo.data.randomness import LoadWatch, moved, shared_state
 from lightning_turbo.data.resume import Place
 from lightning_turbo.errors import TurboWarning
@@ -108,9 +108,11 @@ class BackgroundIterator(Iterator[Any]):
         threads: How many threads call ``stage`` at the same time, 1 or more; items keep their order.
         stage: Called on each item in the background, for example to load what an index stands for.
         snapshot: Called after each item is taken from ``source``; ``place.state`` is what it gave for the last item
-            handed out. With one thread only.
+            handed out.
+        wanted: How many items will be asked for, if that is known. No more than these are taken ahead.
         dispose: Called once when ``source`` is done with, for example to end its worker processes.
         watch: What is known of the source's randomness; one object per loader, so that it is found out once.
+        place: Where the items that are handed out are counted.
 
     Raises:
         TypeError: If ``source`` is no iterator, or ``prefetch_batches`` or ``threads`` no integer.
@@ -130,20 +132,24 @@ class BackgroundIterator(Iterator[Any]):
         threads: int = 1,
         stage: Callable[[Any], Any] | None = None,
         snapshot: Callable[[], Any] | None = None,
+        wanted: int | None = None,
         dispose: Callable[[], None] | None = None,
         watch: LoadWatch | None = None,
+        place: Place | None = None,
     ) -> None:
         if not hasattr(source, "__next__"):
             raise TypeError(f"{source!r} is no iterator: it has no __next__. Pass iter(...) of it.")
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         self.threads = check_threads("threads", threads)
-        self.place = Place()
         self._watch = watch or LoadWatch()
+        self._wanted = wanted
+        self._taken = 0
         self._kept: deque[Record] = deque()
         self._first = True
         self._waiting = self._looking = 0.0
         self._closed = ""
         self._work = _Work(source, [] if stage is None else [stage], snapshot, dispose)
+        self.place = place or Place()
         self._finalizer = weakref.finalize(self, self._work.end)
 
     def __iter__(self) -> BackgroundIterator:
@@ -180,33 +186,36 @@ class BackgroundIterator(Iterator[Any]):
         producer = self._work.producer
         if producer is not None and producer.stopping.is_set():  # parked in the middle of an item
             producer.join()
-            self._kept.extend(producer.rest())
-            self._work.producer = None
-            self._judge(producer)
+            self._part(producer, producer.rest())
             return self._next()
         if producer is not None:
             return self._wait(producer)
         first, self._first = self._first, False
-        if not first and self._watch.known is False and self._watch.slow:
-            self._start()
+        if not first and self._start():
             return self._wait(self._work.producer)
         watched = not first and self._watch.known is None
         before = shared_state() if watched else None
         private = self._watch.private() if watched else []
         started = time.perf_counter()
         record = self._work.take()
+        self._taken += 1
         if not first:  # which may start worker processes
             self._watch.note(time.perf_counter() - started)
         if before is not None:
             self._watch.judge(moved(before, shared_state()))
             self._watch.judge_private(private)
-        if self._watch.known is False and self._watch.slow and not record.end and record.error is None:
+        if not record.last:
             self._start()  # so that the next item is made while this one is used
         return record
 
-    def _start(self) -> None:
-        threads = 1 if self._watch.alone else self.threads
-        self._work.producer = Producer(self._work.draw, self._work.finish, self.prefetch_batches, threads, self._watch)
+    def _start(self) -> bool:
+        """Begin to work ahead if there is something to gain; tell whether a thread does."""
+        left = None if self._wanted is None else self._wanted - self._taken
+        if self._watch.known is not False or not self._watch.slow or (left is not None and left < 1):
+            return False
+        work, threads = self._work, 1 if self._watch.alone else self.threads
+        work.producer = Producer(work.draw, work.finish, self.prefetch_batches, threads, self._watch, left)
+        return True
 
     def start(self) -> bool:
         """Take the first items in the background too, from now on, if the source is known to be one for a thread.
@@ -214,9 +223,7 @@ class BackgroundIterator(Iterator[Any]):
         Returns:
             Whether a thread works ahead.
         """
-        if self._work.producer is None and self._watch.known is False and self._watch.slow and not self._closed:
-            self._start()
-        return self._work.producer is not None
+        return self._work.producer is not None or (not self._closed and self._start())
 
     def finish(self) -> None:
         """Take the end of the source for handed out."""
@@ -225,7 +232,7 @@ class BackgroundIterator(Iterator[Any]):
 
     def _wait(self, producer: Any) -> Record:
         # This thread draws nothing while it waits: what moves now, the background thread moved.
-        look = producer.queue.empty() and self._looking <= LOOKING * self._waiting
+        look = not producer.ready() and self._looking <= LOOKING * self._waiting
         times = [time.perf_counter()]
         before = shared_state() if look else None
         times.append(time.perf_counter())
@@ -234,14 +241,17 @@ class BackgroundIterator(Iterator[Any]):
         names = moved(before, shared_state()) if before is not None else []
         self._waiting += times[2] - times[1]
         self._looking += time.perf_counter() - times[2] + times[1] - times[0]
+        if record is PARTED:
+            self._part(producer, [])
+            return self._next()
+        if producer.drew:
+            names = [name for name in names if name != "torch"]  # at its turn
         if (names or producer.drew) and self._judge(producer, names):
-            self.park()
+            self.park() if names else producer.take_no_more()
         return record
 
     def _judge(self, producer: Producer, names: Sequence[str] = ()) -> bool:
         """Tell whether the source draws, by what moved in a wait and by the draws that a thread met."""
-        if producer.drew:
-            names = [name for name in names if name != "torch"]
         late = bool(names) or producer.rushed or self._watch.unsure
         return self._watch.judge([*(["torch"] if producer.drew else []), *names], late=late)
 
@@ -260,9 +270,9 @@ class BackgroundIterator(Iterator[Any]):
         if self._kept:
             return True
         if self._work.producer is not None:
-            return not self._work.producer.queue.empty()
+            return self._work.producer.ready()
         # One that loads fast where it is asked for never lets anybody wait.
-        going = not (self._first or self._closed or self.place.ended)
+        going = not (self._first or self._closed or self.place.ended or self._taken == self._wanted)
         return going and self._watch.known is False and not self._watch.slow
 
     def park(self) -> bool:
@@ -274,12 +284,19 @@ class BackgroundIterator(Iterator[Any]):
         producer = self._work.producer
         if producer is None or self._work.process != os.getpid():
             return True
-        self._kept.extend(producer.halt(PATIENCE))
+        ready = producer.halt(PATIENCE)
         if producer.is_alive():
+            self._kept.extend(ready)
             return False
+        self._part(producer, ready)
+        return True
+
+    def _part(self, producer: Producer, ready: list[Record]) -> None:
+        """Take over what a thread that has ended had ready."""
+        self._kept.extend(ready)
+        self._taken += producer.taken
         self._work.producer = None
         self._judge(producer)
-        return True
 
     def close(self, because: str = "it was closed") -> None:
         """End the thread and throw away what it had ready. May be called twice.

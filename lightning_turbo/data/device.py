@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import weakref
@@ -14,6 +13,7 @@ import torch
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.resume import Place, length_of
+from lightning_turbo.data.torch_iterators import copied
 from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
 
 __all__ = ["DevicePrefetcher"]
@@ -95,7 +95,7 @@ class DevicePrefetcher:
                 source = BackgroundIterator(
                     source,
                     prefetch_batches=self.transfer.prefetch_batches,
-                    snapshot=None if position is None else functools.partial(_copied, position),
+                    snapshot=None if position is None else functools.partial(copied, position),
                     watch=self._watch,
                 )
                 position = None
@@ -194,7 +194,3 @@ class DevicePrefetcher:
 
 
 _OWN = frozenset({"_live", "_place", "_skip", "_watch", "loader", "transfer"})
-
-
-def _copied(position: Callable[[], Any]) -> Any:
-    return copy.deepcopy(position())

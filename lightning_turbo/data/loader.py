@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_turbo.data.background import BackgroundIterator, check_count, check_threads
-from lightning_turbo.data.batches import pin_batch
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.resume import START, IndexTape, Place, length_of
+from lightning_turbo.data.torch_iterators import copied, end_workers, leave, load, undivided
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["PrefetchLoader", "prefetching"]
@@ -83,6 +82,7 @@ class PrefetchLoader(DataLoader[Any]):
         self._prefetch_watch = LoadWatch()
         self._prefetch_tape: IndexTape | None = None
         self._prefetch_resume: dict[str, Any] | None = None
+        self._prefetch_wanted: Callable[[], Any] | None = None
 
     @classmethod
     def of(
@@ -135,7 +135,7 @@ class PrefetchLoader(DataLoader[Any]):
 
     @property
     def _stateful(self) -> bool:
-        """Whether the class behind this one keeps its own state, as torchdata's ``StatefulDataLoader`` does."""
+        """Whether the class behind keeps its own state, as torchdata's ``StatefulDataLoader`` does."""
         return hasattr(super(), "state_dict")
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -144,35 +144,52 @@ class PrefetchLoader(DataLoader[Any]):
             vars(self)["_prefetch_next"] = None
             return started
         self._retire()
-        resume, self._prefetch_resume = self._prefetch_resume or START, None
+        resume = self._prefetch_resume = self._resume()
         done = skip = 0 if resume.get("whole") else resume["consumed"]
         sampler = self._index_sampler
-        if isinstance(sampler, IndexTape):
+        tape = sampler if isinstance(sampler, IndexTape) else None
+        if tape is not None:
             # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
             skip = 0 if getattr(super().__iter__, "__func__", None) is DataLoader.__iter__ else done
-            sampler.rewind(resume, done - skip)
+            tape.rewind(resume, done - skip, seeded=self.persistent_workers)
         source: Any = super().__iter__()
-        threads, items, stage = 1, source, None
+        place, threads, items, stage = Place(done), 1, source, None
         if self.prefetch_threads > 1 and self._divisible(source):
-            threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(_load, source)
+            threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(load, source)
             self._prefetch_watch.owners = (self.dataset, self.collate_fn)
         iterator = BackgroundIterator(
             itertools.islice(items, skip, None) if skip else items,
             prefetch_batches=self.prefetch_batches,
             threads=threads,
             stage=stage,
-            snapshot=self._snapshot_of(source),
-            dispose=None if self.persistent_workers else functools.partial(_end_workers, source),
+            snapshot=tape.note if tape is not None and tape.own else self._snapshot_of(source),
+            wanted=self._wanted(done),
+            dispose=functools.partial(leave, None if self.persistent_workers else source, tape, place),
             watch=self._prefetch_watch,
+            place=place,
         )
-        iterator.place.consumed = done
         if self.transfer is not None:
             iterator = self.transfer.iterate(iterator)
         vars(self)["_prefetch_live"] = weakref.ref(iterator)  # Lightning records attributes that are set
         self._prefetch_place = iterator.place
-        if isinstance(sampler, IndexTape):
-            iterator.place.at_end = sampler.end
+        if tape is not None:
+            iterator.place.at_end = tape.end
+            tape.follow(place, iterator.place)
         return iterator
+
+    def _resume(self) -> dict[str, Any]:
+        """The state that the next epoch begins with: one that was loaded, until a batch was handed out after it."""
+        state, place = self._prefetch_resume or START, self._prefetch_place
+        done = 0 if state.get("whole") else state["consumed"]
+        return state if place is None or (place.consumed == done and not place.ended) else START
+
+    def _wanted(self, done: int) -> int | None:
+        """How many batches are to be taken ahead at most; ``None`` for all, and the end after them."""
+        length = float("inf") if (known := length_of(self)) is None else known
+        wanted = length if self._prefetch_wanted is None else min(length, self._prefetch_wanted())
+        # What the end of a sampler draws is put back by the tape, which a loader with a state of its own does not have.
+        followed = not self._stateful or isinstance(self.dataset, IterableDataset)
+        return None if wanted == float("inf") or (wanted == length and followed) else max(0, int(wanted) - done)
 
     def start_next_epoch(self, *stages: Callable[[Any], Any]) -> bool:
         """Begin to load the next epoch, so that its first batches are ready when ``iter()`` is called for it.
@@ -212,19 +229,12 @@ class PrefetchLoader(DataLoader[Any]):
         if not self._stateful:
             return None
         owner: Any = source if hasattr(source, "state_dict") else super()
-        return functools.partial(_copied, owner.state_dict)
+        return functools.partial(copied, owner.state_dict)
 
     def _divisible(self, source: Any) -> bool:
         """Whether several threads can load what ``source`` would; tells once why they cannot."""
-        if isinstance(self.dataset, IterableDataset):
-            why = f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
-        elif self.num_workers:
-            why = f"num_workers={self.num_workers} processes load, and a thread takes what they have ready"
-        elif not isinstance(source, _SingleProcessDataLoaderIter):
-            why = f"{type(self).__name__} does not load by torch's own iterator"
-        else:
-            return True
-        if not self._prefetch_watch.refused:
+        why = undivided(self, source)
+        if why and not self._prefetch_watch.refused:
             self._prefetch_watch.refused = True
             warnings.warn(
                 f"prefetch_threads={self.prefetch_threads} has no effect here: {why}. One thread works ahead. Leave it "
@@ -232,7 +242,7 @@ class PrefetchLoader(DataLoader[Any]):
                 NoEffectWarning,
                 stacklevel=3,
             )
-        return False
+        return not why
 
     def _current(self) -> Any:
         return self._prefetch_live() if self._prefetch_live is not None else None
@@ -243,6 +253,8 @@ class PrefetchLoader(DataLoader[Any]):
         if live is None or live.ended:
             return
         ended = live.park()
+        if ended and self._prefetch_tape is not None:
+            self._prefetch_tape.put_back(self._prefetch_tape.place)
         if self.persistent_workers:
             if not ended:
                 raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
@@ -261,14 +273,14 @@ class PrefetchLoader(DataLoader[Any]):
             if place is not None and place.state is not None and not place.ended:
                 return place.state
             return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-        if place is None:
-            return self._prefetch_resume or dict(START)
-        done, tape = place.consumed, self._prefetch_tape
+        tape, loaded = self._prefetch_tape, self._resume()
+        if place is None or (self._prefetch_next is None and loaded is not START):
+            return dict(loaded)
         return {
-            "consumed": done,
-            "order": tape.began if tape is not None and (done or self._prefetch_next is not None) else None,
-            "own": [] if tape is None else tape.own_states(),
-            "whole": place.ended or done == length_of(self),
+            "consumed": place.consumed,
+            "order": None if tape is None else tape.began,
+            "own": [] if tape is None else tape.states_now() if place.consumed else tape.start,
+            "whole": place.ended or place.consumed == length_of(self),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -314,12 +326,18 @@ class PrefetchLoader(DataLoader[Any]):
         if live is not None:
             live.close("its loader was closed")
         workers, self._iterator = self._iterator, None
-        _end_workers(workers)
+        end_workers(workers)
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
         state.update(
-            _iterator=None, _prefetch_live=None, _prefetch_next=None, _prefetch_place=None, _prefetch_tape=None
+            _iterator=None,
+            _prefetch_live=None,
+            _prefetch_next=None,
+            _prefetch_place=None,
+            _prefetch_tape=None,
+            _prefetch_resume=self._resume(),
+            _prefetch_wanted=None,
         )
         return state
 
@@ -369,24 +387,6 @@ def _blank(behind: type[DataLoader[Any]]) -> PrefetchLoader:
     """An empty loader of the class made for ``behind``, for unpickling."""
     cls = prefetching(behind)
     return cls.__new__(cls)
-
-
-def _copied(state_dict: Callable[[], Any]) -> Any:
-    """A state, cut loose from objects that go on changing."""
-    return copy.deepcopy(state_dict())
-
-
-def _load(source: Any, indices: Any) -> Any:
-    """Load one batch as torch's iterator ``source`` does; several threads may at the same time."""
-    batch = source._dataset_fetcher.fetch(indices)
-    return pin_batch(batch) if source._pin_memory else batch
-
-
-def _end_workers(source: Any) -> None:
-    """End the worker processes of a loader's iterator, if it has any."""
-    end = getattr(source, "_shutdown_workers", None)
-    if end is not None:
-        end()
 
 
 def _foreign(loader: PrefetchLoader, state: dict[str, Any]) -> str:

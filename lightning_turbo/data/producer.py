@@ -18,7 +18,7 @@ from prefetch_generator import BackgroundGenerator
 from lightning_turbo.data.randomness import LoadWatch, SharedDraws, torch_state
 from lightning_turbo.data.surroundings import Surroundings, short_switches
 
-__all__ = ["Producer", "Record"]
+__all__ = ["PARTED", "Producer", "Record"]
 
 # Seconds. How long a waiting side sleeps before it looks whether the other one is still there.
 SLICE = 0.5
@@ -40,6 +40,10 @@ class Record(NamedTuple):
     def last(self) -> bool:
         """Whether nothing is taken after it."""
         return self.end or self.error is not None
+
+
+# What a thread hands over last that took all that it was to take, and did not see the end.
+PARTED = Record()
 
 
 class _Dropped(BaseException):
@@ -113,9 +117,11 @@ class Producer(BackgroundGenerator):
         depth: How many records to keep ready.
         threads: How many threads call ``finish`` at the same time.
         watch: What is known of the loader; tells whether draws are looked for.
+        wanted: How many records to take; ``None`` for all. ``PARTED`` follows them.
 
     Attributes:
         asked: How many records were asked for.
+        taken: How many records were taken.
         asker: The turn of the thread that asks, if that works ahead itself.
         drew: Whether a draw was met.
         rushed: Whether a draw did not get its turn.
@@ -128,12 +134,14 @@ class Producer(BackgroundGenerator):
         depth: int,
         threads: int,
         watch: LoadWatch,
+        wanted: int | None = None,
     ) -> None:
         self.draw = draw
         self.finish = finish
         self.threads = threads
         self.watch = watch
-        self.asked = 0
+        self.wanted = float("inf") if wanted is None else wanted
+        self.asked = self.taken = 0
         self.asker: _Turn | None = None
         self.drew = self.rushed = self.dropped = False
         self.stopping = threading.Event()
@@ -156,21 +164,24 @@ class Producer(BackgroundGenerator):
     def _run(self) -> None:
         orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         turn = _Turn(self)
-        number, last = 0, False
+        last = False
         try:
             self.helpers.extend(_Helper(orders, _Turn(self)) for _ in range(self.threads if self.threads > 1 else 0))
             with short_switches():
                 while not self.stopping.is_set():
-                    while len(self.begun) < self.threads and not last:
-                        record = turn.make(number, self.draw)
+                    while len(self.begun) < self.threads and not last and self.taken < self.wanted:
+                        record = turn.make(self.taken, self.draw)
                         last, future = record.last, Future()
                         if self.helpers and not last:
-                            orders.put((future, number, self.finish, record))
+                            orders.put((future, self.taken, self.finish, record))
                         else:
-                            future.set_result(turn.make(number, self.finish, record))
+                            future.set_result(turn.make(self.taken, self.finish, record))
                         self.begun.append(future)
-                        number += 1
+                        self.taken += 1
                         del record, future  # else a batch would stay alive while the next is made, or an error for ever
+                    if not self.begun:
+                        self._put(PARTED)
+                        break
                     if self.deliver():
                         break
             self.left.extend(each.result() for each in self.begun)
@@ -197,6 +208,15 @@ class Producer(BackgroundGenerator):
             except queue.Full:
                 if self.stopping.is_set():
                     return False
+
+    def ready(self) -> bool:
+        """Tell whether there is a record to be had without waiting."""
+        with self.queue.mutex:
+            return bool(self.queue.queue) and self.queue.queue[0] is not PARTED
+
+    def take_no_more(self) -> None:
+        """Let the thread hand over what it has begun, each at its turn, and end."""
+        self.wanted = 0
 
     def next(self) -> Record:
         """Wait for a record, as long as the thread lives."""
@@ -255,4 +275,4 @@ class Producer(BackgroundGenerator):
             try:
                 ready.append(self.queue.get_nowait())
             except queue.Empty:
-                return ready
+                return [record for record in ready if record is not PARTED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -29,6 +30,7 @@ __all__ = [
     "set_shared_state",
     "shared_state",
     "torch_state",
+    "uncollected",
 ]
 
 _reading = threading.RLock()
@@ -70,16 +72,22 @@ def shared_state() -> dict[str, Any]:
 
 
 def torch_state() -> torch.Tensor:
-    """Return the state of torch's generator on the CPU.
+    """Return the state of torch's generator on the CPU."""
+    with uncollected():
+        return torch.get_rng_state()
 
-    The garbage collector does not run meanwhile: it may let another thread go on, which would then wait for the
-    generator and hold the interpreter's lock, for ever.
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running while states of torch's generators are read.
+
+    It may let another thread go on, which would then wait for the generator and hold the interpreter's lock, for ever.
     """
     with _reading:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return torch.get_rng_state()
+            yield
         finally:
             if collects:
                 gc.enable()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_state, shared_state
+from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_state, shared_state, uncollected
 
 __all__ = ["START", "IndexTape", "OwnGenerator", "Place", "judge_states", "length_of"]
 
@@ -31,7 +31,7 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def judge_states(states: Iterable[Any], over: bool) -> None:
+def judge_states(states: Iterable[Any], over: bool, anew: bool = False) -> None:
     """Write into states of loaders whether the epoch that they were taken in was over.
 
     By its own length a loader cannot know: an epoch may end before it, or go on after it with other loaders.
@@ -39,10 +39,13 @@ def judge_states(states: Iterable[Any], over: bool) -> None:
     Args:
         states: What ``state_dict`` of some loaders gave, of any kind; those that know of ``"whole"`` are changed.
         over: Whether the last batch of the epoch was used.
+        anew: Whether the epoch after it has loaders of its own, which nothing was drawn for.
     """
     for state in states:
         if isinstance(state, dict) and {"consumed", "whole"} <= state.keys():
             state["whole"] = over and state["consumed"] > 0  # at 0 it is the epoch after that was begun
+            if state["whole"] and anew:
+                state.update(START)
 
 
 class Place:
@@ -80,7 +83,8 @@ class IndexTape:
 
     Some samplers draw once more when they are asked for an index after their last. A loader with a length need not be
     asked for its end, but a thread that works ahead asks. So the generators of the sampler are put back then, and go on
-    from there at ``end``.
+    from there at ``end``. Where an epoch is broken off, they are put back to where the last batch that was handed out
+    left them.
 
     Args:
         sampler: A sampler or batch sampler.
@@ -88,31 +92,43 @@ class IndexTape:
         ahead: Whether it is asked ahead where a plain ``DataLoader`` would not.
 
     Attributes:
-        began: The states at the first index of the latest epoch; ``None`` before one was drawn.
+        began: The states at the first index of the latest epoch; ``None`` before that was drawn.
+        own: The generators that belong to the loader and its samplers.
+        start: Their states before anything was drawn for the latest epoch.
+        place: Where the latest iterator stands.
     """
 
     def __init__(self, sampler: Iterable[Any], generator: torch.Generator | None, ahead: bool = False) -> None:
         self.sampler = sampler
         self.began: dict[str, Any] | None = None
         self._skip: tuple[int, dict[str, Any]] | None = None
+        self._late: list[Any] | None = None
         self._indices: _Indices | None = None
-        self._own = _generators(generator, sampler)
-        self._ahead = ahead and bool(self._own)
+        self.own = _generators(generator, sampler)
+        self.start: list[Any] = []
+        self._latest: list[Any] = []
+        self.place = self._handed_out = Place()
+        self._ahead = ahead and bool(self.own)
         self._after_end: list[Any] | None = None
         owners: tuple[Any, Any] = (sampler, getattr(sampler, "sampler", None))
         self._counting = [owner for owner in owners if _has_epoch(owner)]
 
-    def rewind(self, state: dict[str, Any], skip: int) -> None:
+    def rewind(self, state: dict[str, Any], skip: int, seeded: bool) -> None:
         """Make the next epoch the one that a loader's ``state`` is of, or that after it where it is whole.
 
         Args:
             state: What ``PrefetchLoader.state_dict`` returned.
             skip: Indices to leave out at the beginning of an epoch that is not whole.
+            seeded: Whether worker processes stay for all epochs: their seed, which the loader's generator gives, was
+                drawn before that state was taken.
         """
-        if state.get("whole"):
-            self.set_own_states(state["own"])
-        elif state["order"] is not None:
+        self.began = self._late = None
+        if not state.get("whole") and state["order"] is not None:
             self._skip = (skip, state["order"])
+        elif state.get("own"):  # older versions do not have it
+            self.set_own_states(state["own"])
+            self._late = state["own"] if seeded else None
+        self.start = self.own_states()
 
     def __len__(self) -> int:
         return len(self.sampler)  # pyright: ignore[reportArgumentType] - a TypeError where the sampler has no length
@@ -123,8 +139,8 @@ class IndexTape:
 
     def own_states(self) -> list[Any]:
         """Return the states of the generators that belong to the loader and its samplers, as they are now."""
-        with _asking:
-            return [generator.get_state() for generator in self._own]
+        with _asking, uncollected():
+            return [generator.get_state() for generator in self.own]
 
     def set_own_states(self, states: list[Any]) -> None:
         """Set these generators to what ``own_states`` returned, or a version that noted torch's generators alone.
@@ -132,7 +148,7 @@ class IndexTape:
         Raises:
             ValueError: If there are not as many as the states.
         """
-        own = self._own
+        own = self.own
         if len(states) < len(own):
             own = [owned for owned in own if isinstance(owned.generator, torch.Generator)][: len(states)]
         if len(states) != len(own):
@@ -140,8 +156,30 @@ class IndexTape:
                 f"The state holds {len(states)} random generators and the loader with its samplers {len(own)}. "
                 "Load it into a loader with the same samplers."
             )
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
+        with _asking:
+            for generator, state in zip(own, states, strict=True):
+                generator.set_state(state)
+
+    def note(self) -> list[Any]:
+        """Return ``own_states``, after an index was drawn."""
+        self._latest = self.own_states()
+        return self._latest
+
+    def follow(self, place: Place, handed_out: Place) -> None:
+        """Take note where the latest iterator stands: that which draws, and what hands its batches out."""
+        self.place, self._handed_out = place, handed_out
+
+    def states_now(self) -> list[Any]:
+        """Return ``own_states`` as they are without what was drawn ahead, unless somebody else has set them since."""
+        now, place = self.own_states(), self._handed_out
+        if place.state is None or place.ended or not all(map(_equal, now, self._latest)):
+            return now
+        return place.state
+
+    def put_back(self, place: Place) -> None:
+        """Take back what was drawn ahead for an iterator that is left before its end, if it is the latest."""
+        if place is self.place and not place.ended:
+            self.set_own_states(self.states_now())
 
     def end(self) -> None:
         """Let the end of the latest epoch be asked for, as far as the random generators are concerned."""
@@ -159,6 +197,9 @@ class IndexTape:
 
     def _epoch(self) -> Iterator[Any]:
         skip, self._skip, self._after_end = self._skip, None, None
+        late, self._late = self._late, None
+        if late is not None:
+            self.set_own_states(late)
         if skip is None:
             self.began = {
                 "shared": shared_state(),
@@ -270,6 +311,10 @@ def _parts_of_an_order(value: Any) -> Iterable[Any]:
         kind.__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")) for kind in type(value).__mro__
     )
     return () if trains else parts_of(value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def _plain(state: Any) -> Any:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_turbo._compat import (
     given_hyperparameters,
     is_fitting,
 )
+from lightning_turbo._loops import batch_limits, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
 from lightning_turbo.data.resume import judge_states
@@ -168,11 +170,19 @@ class _Settings:
         transfer = self._transfer(trainer, datamodule) if trainer is not None else None
         loop = getattr(trainer, "fit_loop", None)
         if trainer is not None and loop is not None and name == "train_dataloader":
-            _judge_states(loop)
+            judge_states(loop._combined_loader_states_to_load, **epoch_of_checkpoint(trainer))
             if is_fitting(trainer) and trainer.train_dataloader is None and not loop.restarting:
                 trainer.callbacks = [_LateStates(), *trainer.callbacks]
         count = iter(range(1 << 30))
-        return _map_loaders(loaders, lambda loader: self._convert(loader, (name, next(count)), transfer))
+
+        def convert(loader: DataLoader[Any]) -> Any:
+            place = name, next(count)
+            twin = self._convert(loader, place, transfer)
+            if trainer is not None:
+                twin._prefetch_wanted = functools.partial(_wanted, weakref.ref(trainer), *place)
+            return twin
+
+        return _map_loaders(loaders, convert)
 
     def _convert(self, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
         own = isinstance(loader, PrefetchLoader)
@@ -238,23 +248,33 @@ class _Settings:
 
 
 class _LateStates(Callback):
-    """Has loaders begin as the checkpoint says that were set up before Lightning restored its loops, for one run.
+    """Has loaders begin as the checkpoint says where Lightning leaves their states where they are, for one run.
 
-    Whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them up, and Lightning then
-    leaves their states where they are.
+    So it does from a checkpoint of a whole epoch, and with loaders that were set up before it restored its loops:
+    whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them up.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         loop = trainer.fit_loop
-        if loop.restarting and loop._combined_loader_states_to_load:
-            _judge_states(loop)
+        if not loop._combined_loader_states_to_load:
+            return
+        judge_states(loop._combined_loader_states_to_load, **epoch_of_checkpoint(trainer))
+        if loop.restarting:
             loop._load_combined_loader_states()
-            iter(loop._data_fetcher)
+        else:
+            for loader in loop._combined_loader.flattened:
+                state = take_loader_state(trainer, loader)
+                if isinstance(loader, PrefetchLoader) and state is not None and state.get("whole"):
+                    loader.load_state_dict(state)
+        iter(loop._data_fetcher)
 
 
-def _judge_states(loop: Any) -> None:
-    judge_states(loop._combined_loader_states_to_load, over=loop.epoch_loop.batch_progress.is_last_batch)
+def _wanted(trainer: Callable[[], Any], name: str, index: int) -> int | float:
+    """How many batches a Trainer asks a loader for at most; infinity where it does not say."""
+    alive = trainer()
+    limits = (batch_limits(alive, name) if alive is not None and alive.state.status.value == "running" else None) or []
+    return limits[index] if index < len(limits) and limits[index] is not None else float("inf")
 
 
 def _defaults_behind(cls: type) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from typing import Any
 
 from lightning_turbo._compat import (
     GradientAccumulationScheduler,
-    end_epoch_of_checkpoint,
     is_fitting,
     set_sampler_epoch,
-    take_loader_state,
 )
+from lightning_turbo._loops import end_epoch_of_checkpoint, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.data.resume import judge_states
 
@@ -101,7 +100,7 @@ def _begin_as_restored(trainer: Any, loader: Any, first: bool) -> None:
     loop = trainer.fit_loop
     epoch = loop.epoch_progress.current.processed
     last = loop.epoch_loop.batch_progress.is_last_batch  # as the checkpoint says
-    judge_states(loop._combined_loader_states_to_load, over=last)
+    judge_states(loop._combined_loader_states_to_load, **epoch_of_checkpoint(trainer))
     if first and last:
         end_epoch_of_checkpoint(trainer)
         loop.update_restart_stage()

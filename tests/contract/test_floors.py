@@ -10,7 +10,7 @@ import lightning_turbo
 
 ROOT = Path(lightning_turbo.__file__).parent
 FLOOR_OF = {
-    "errors": 0, "_optional": 0, "_compat": 0,
+    "errors": 0, "_optional": 0, "_compat": 0, "_loops": 0,
     "amp": 1, "data": 1, "optim": 1, "nn": 1,
     "plugins": 2, "datamodules": 2, "callbacks": 2,
     "strategies": 2.5,  # they put the other adapters together
@@ -48,7 +48,7 @@ def test_imports_go_downward(path):
             if other not in FLOOR_OF or other == own or (both_at_the_top and FLOOR_OF[other] == FLOOR_OF[own]):
                 continue
             assert FLOOR_OF[other] < FLOOR_OF[own], f"{own} (floor {FLOOR_OF[own]}) imports {module}"
-            if other == "_compat":
+            if other in ("_compat", "_loops"):
                 assert FLOOR_OF[own] >= 2, f"{own} (floor 1) knows of Lightning"
         elif top in ("lightning", "pytorch_lightning", "lightning_fabric"):
             assert own in ("_compat", "doctor", "bench", "demo"), f"{path}: take {module} through _compat"

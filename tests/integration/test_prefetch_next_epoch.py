@@ -206,6 +206,21 @@ def test_an_exception_after_the_last_step_leaves_nothing(workers, kind):
     nothing_is_left()
 
 
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_before_the_first_step_leaves_nothing(kind):
+    class Fail(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                self.trainer = trainer  # as a program does that looks at it afterwards
+                raise kind
+
+    fail = Fail()
+    with pytest.raises((ValueError, SystemExit, KeyboardInterrupt)):
+        fit(Data(Numbers(96), num_workers=1), PrefetchNextEpoch(), fail)
+    assert fail.trainer.current_epoch == 1
+    nothing_is_left()
+
+
 @pytest.mark.parametrize("workers", WORKERS)
 def test_fitting_twice_with_one_loader(workers):
     loader = PrefetchLoader(Numbers(), batch_size=4, shuffle=True, **workers)

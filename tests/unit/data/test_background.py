@@ -618,6 +618,23 @@ def test_draws_now_and_then_come_where_they_would_without_a_thread(pause, depth)
     assert not threads()
 
 
+@pytest.mark.parametrize("drawing", [{9, 10}, {9, 10, 11, 12}, {9, 16}])
+@pytest.mark.parametrize("pause", [0.0, 0.005])
+@pytest.mark.parametrize("several", [1, 3])
+def test_draws_of_items_that_are_under_way_come_at_their_turn(several, pause, drawing):
+    def load(n):
+        time.sleep(0.001)
+        return n + float(torch.rand(1)) if n in drawing else n
+
+    iterator = BackgroundIterator(iter(range(40)), threads=several, stage=load, watch=slow())
+    with pytest.warns(NoEffectWarning) as told:
+        got = steps(iterator, pause=pause)
+    assert got == steps(map(load, range(40)))
+    assert len(told) == 1
+    assert "may not repeat" not in str(told[0].message)
+    wait_until(lambda: not threads())
+
+
 def test_draws_in_nested_threads_come_in_the_turn_of_the_outer_one():
     outer = BackgroundIterator(BackgroundIterator(Refills(9, 40), watch=slow()), watch=slow())
     with pytest.warns(NoEffectWarning):

@@ -1,0 +1,69 @@
+"""Where the loops of a Trainer stand, read from and written to the private places where Lightning keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_turbo._compat import is_fitting
+
+__all__ = [
+    "batch_limits",
+    "begin_epoch_again",
+    "end_epoch_of_checkpoint",
+    "epoch_of_checkpoint",
+    "take_loader_state",
+]
+
+
+def begin_epoch_again(trainer: Any) -> None:
+    """Have a Trainer that goes on from a checkpoint call ``iter()`` on its training loaders once more, as it starts."""
+    loop = trainer.fit_loop
+    if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
+        iter(loop._data_fetcher)
+
+
+def end_epoch_of_checkpoint(trainer: Any) -> None:
+    """Let no epoch be under way for a Trainer with a checkpoint of a whole one.
+
+    Lightning does so by itself, unless the run is limited by ``max_steps`` alone.
+    """
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    if epochs.ready == epochs.started == epochs.processed:
+        loop._restarting = loop.epoch_loop.restarting = False
+
+
+def take_loader_state(trainer: Any, loader: Any) -> dict[str, Any] | None:
+    """Return what the checkpoint of a Trainer holds for the next of its training loaders, which then is not loaded."""
+    states = trainer.fit_loop._combined_loader_states_to_load
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return states.pop(0) if states and stateful else None
+
+
+def epoch_of_checkpoint(trainer: Any) -> dict[str, bool]:
+    """Return what a Trainer with the loops of a checkpoint knows of the epoch that this was written in.
+
+    Returns:
+        As ``judge_states`` takes it: ``over``, whether its last batch was used, and ``anew``, whether
+        ``reload_dataloaders_every_n_epochs`` then makes new loaders for the epoch after it.
+    """
+    loop, every = trainer.fit_loop, trainer.reload_dataloaders_every_n_epochs
+    over = loop.epoch_loop.batch_progress.is_last_batch
+    return {"over": over, "anew": bool(every) and loop.epoch_progress.current.ready % every == 0}
+
+
+def batch_limits(trainer: Any, name: str) -> list[int | float] | None:
+    """Return how many batches a Trainer will ask each of its loaders for; ``None`` before it knows.
+
+    Args:
+        trainer: A Trainer that is running.
+        name: Of the method that gives the loaders, as ``"train_dataloader"``.
+    """
+    loops = {
+        "train_dataloader": trainer.fit_loop,
+        "val_dataloader": trainer.fit_loop.epoch_loop.val_loop if is_fitting(trainer) else trainer.validate_loop,
+        "test_dataloader": trainer.test_loop,
+        "predict_dataloader": trainer.predict_loop,
+    }
+    combined = loops[name]._combined_loader
+    return None if combined is None else combined.limits

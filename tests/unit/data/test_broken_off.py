@@ -1,0 +1,216 @@
+"""Epochs that are broken off, begun twice, or not begun yet: the next one is that of a plain DataLoader."""
+
+import copy
+import gc
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+
+from lightning_turbo.data import PrefetchLoader, randomness
+from lightning_turbo.data.background import BackgroundIterator
+from tests.unit.data.test_resume import saved
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    monkeypatch.setattr(randomness, "WORTH", 0.0)  # the thread begins, fast as the loader is
+
+
+class Twenty(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index
+
+
+class Lazy(Sampler):
+    """Draws one index at a time."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return (self.draw() for _ in range(20))
+
+
+def torch_lazily():
+    return {"sampler": RandomSampler(Twenty(), True, 200, torch.Generator().manual_seed(3))}
+
+
+def python_lazily():
+    own = random.Random(3)
+    return {"sampler": Lazy(lambda: own.randrange(20))}
+
+
+def numpy_lazily():
+    own = np.random.default_rng(3)
+    return {"sampler": Lazy(lambda: int(own.integers(20)))}
+
+
+def shuffled():
+    return {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+
+
+SAMPLERS = [shuffled, torch_lazily, python_lazily, numpy_lazily]
+
+
+def some(loader, batches, pause, kept=None):
+    """The first batches of an epoch, with all of it loaded ahead that can be."""
+    iterator = iter(loader)
+    if kept is not None:
+        kept.append(iterator)
+    seen = [next(iterator).tolist() for _ in range(2)]
+    time.sleep(pause)
+    return seen + [next(iterator).tolist() for _ in range(batches - 2)]
+
+
+@pytest.mark.parametrize("how", ["dropped", "kept", "closed"])
+@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
+    workers = {"num_workers": settings.get("num_workers", 0)}
+    plain = DataLoader(Twenty(), batch_size=3, **make(), **workers)
+    ours = PrefetchLoader(Twenty(), batch_size=3, **make(), **settings)
+    kept, epochs = [] if how == "kept" else None, []
+    for batches in (4, 5, 2):
+        epochs.append(some(ours, batches, 0.1, kept))
+        if how == "closed":
+            ours.close()
+        assert epochs[-1] == some(plain, batches, 0)
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+    ours.close()
+
+
+def test_a_generator_that_is_seeded_in_between_is_left_alone():
+    def orders(cls, pause):
+        own = torch.Generator()
+        loader, seen = cls(Twenty(), batch_size=3, sampler=RandomSampler(Twenty(), True, 200, own)), []
+        for epoch in range(3):
+            kept = []
+            own.manual_seed(epoch)
+            some(loader, 3, pause, kept)
+            time.sleep(pause)  # until the thread has nothing to do
+            own.manual_seed(10 + epoch)
+            seen.append(some(loader, 4, pause))
+        return seen
+
+    assert orders(PrefetchLoader, 0.05) == orders(DataLoader, 0)
+
+
+def test_an_iterator_that_is_let_go_late_moves_nothing():
+    plain, ours = (cls(Twenty(), batch_size=3, **shuffled()) for cls in (DataLoader, PrefetchLoader))
+    kept = []
+    assert some(ours, 3, 0.05, kept) == some(plain, 3, 0)
+    assert some(ours, 3, 0.05) == some(plain, 3, 0)
+    kept.clear()
+    gc.collect()
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_more_is_taken_ahead_than_is_wanted(threads):
+    taken = []
+    source = (taken.append(number) or number for number in range(20))
+    iterator = BackgroundIterator(source, prefetch_batches=8, threads=threads, stage=float, wanted=6)
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    time.sleep(0.1)
+    assert taken == [0, 1, 2, 3, 4, 5]
+    assert [next(iterator) for _ in range(3)] == [3, 4, 5]
+    time.sleep(0.05)
+    assert taken == [0, 1, 2, 3, 4, 5]
+    assert not iterator.ready()
+    assert next(iterator) == 6  # one that is asked for all the same
+    assert taken == [0, 1, 2, 3, 4, 5, 6]
+    assert list(iterator) == list(range(7, 20))
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4])
+def test_parking_keeps_the_count_of_what_is_wanted(wanted):
+    taken = []
+    source = (taken.append(number) or number for number in range(20))
+    iterator = BackgroundIterator(source, wanted=wanted)
+    for number in range(wanted):
+        assert next(iterator) == number
+        assert iterator.park()
+    time.sleep(0.05)
+    assert taken == list(range(wanted))
+    assert list(iterator) == list(range(wanted, 20))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("used", [2, 7])
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_a_second_iterator_begins_where_the_first_one_would_have(make, used, workers):
+    def build():
+        return PrefetchLoader(Twenty(), batch_size=3, drop_last=True, num_workers=workers, **make())
+
+    loader = build()
+    iterator = iter(loader)
+    seen = [next(iterator).tolist() for _ in range(min(used, len(loader)))]
+    state = saved(loader.state_dict())
+    assert state["whole"] == (len(seen) == len(loader))
+    rest = [batch.tolist() for batch in (loader if state["whole"] else iterator)]
+
+    other = build()
+    other.load_state_dict(state)
+    iter(other)  # as Lightning does when it goes on from a checkpoint
+    again = saved(other.state_dict())
+    assert [batch.tolist() for batch in other] == rest
+    following = [batch.tolist() for batch in other]
+    assert following != rest
+
+    third = build()
+    third.load_state_dict(again)
+    assert [batch.tolist() for batch in third] == rest
+    assert [batch.tolist() for batch in third] == following
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_a_state_before_the_first_batch_has_the_order_to_come(make, workers):
+    loader = PrefetchLoader(Twenty(), batch_size=3, num_workers=workers, **make())
+    list(loader)
+    iterator = iter(loader)
+    state = saved(loader.state_dict())
+    other = PrefetchLoader(Twenty(), batch_size=3, num_workers=workers, **make())
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in iterator]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_persistent_workers_have_their_seed_already(epochs):
+    def build():
+        return PrefetchLoader(Twenty(), batch_size=3, num_workers=1, persistent_workers=True, **shuffled())
+
+    loader = build()
+    for _ in range(epochs):
+        list(loader)
+    other = build()
+    other.load_state_dict(saved(loader.state_dict()))
+    for _ in range(2):
+        assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
+    loader.close()
+    other.close()
+
+
+def test_a_copy_of_a_loader_does_not_go_on():
+    loader = PrefetchLoader(Twenty(), batch_size=3, **shuffled())
+    iterator = iter(loader)
+    first = next(iterator)
+    other = PrefetchLoader(Twenty(), batch_size=3, **shuffled())
+    other.load_state_dict(saved(loader.state_dict()))
+    fresh = copy.copy(other)
+    assert len(list(fresh)) == 6  # it was to go on, and so does its copy
+    next(iter(other))
+    assert len(list(copy.copy(other))) == 7
+    assert first.shape == (3,)
