@@ -22,6 +22,7 @@ from lightning_turbo._compat import (
     check_binding,
     given_hyperparameters,
     is_fitting,
+    set_sampler_epoch,
 )
 from lightning_turbo._loops import batch_limits, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.background import check_count, check_threads
@@ -171,8 +172,8 @@ class _Settings:
         loop = getattr(trainer, "fit_loop", None)
         if trainer is not None and loop is not None and name == "train_dataloader":
             judge_states(loop._combined_loader_states_to_load, **epoch_of_checkpoint(trainer))
-            if is_fitting(trainer) and trainer.train_dataloader is None and not loop.restarting:
-                trainer.callbacks = [_LateStates(), *trainer.callbacks]
+            if is_fitting(trainer) and trainer.train_dataloader is None:
+                trainer.callbacks = [_Resumed(), *trainer.callbacks]
         count = iter(range(1 << 30))
 
         def convert(loader: DataLoader[Any]) -> Any:
@@ -247,26 +248,31 @@ class _Settings:
         return self.transfers[str(device)]
 
 
-class _LateStates(Callback):
-    """Has loaders begin as the checkpoint says where Lightning leaves their states where they are, for one run.
+class _Resumed(Callback):
+    """Has loaders begin as a checkpoint says where Lightning does not, for one run.
 
-    So it does from a checkpoint of a whole epoch, and with loaders that were set up before it restored its loops:
-    whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them up.
+    It leaves their states where they are from a checkpoint of a whole epoch, and with loaders that were set up before
+    it restored its loops: whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them
+    up. And it tells samplers their epoch after worker processes have their first indices.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         loop = trainer.fit_loop
-        if not loop._combined_loader_states_to_load:
-            return
-        judge_states(loop._combined_loader_states_to_load, **epoch_of_checkpoint(trainer))
-        if loop.restarting:
-            loop._load_combined_loader_states()
-        else:
-            for loader in loop._combined_loader.flattened:
+        loaders, epoch = loop._combined_loader.flattened, epoch_of_checkpoint(trainer)
+        again = epoch["over"] and all(isinstance(each, PrefetchLoader) and not each._stateful for each in loaders)
+        if loop._combined_loader_states_to_load:
+            judge_states(loop._combined_loader_states_to_load, **epoch)
+            if loop.restarting:
+                loop._load_combined_loader_states()
+            for loader in [] if loop.restarting else loaders:
                 state = take_loader_state(trainer, loader)
                 if isinstance(loader, PrefetchLoader) and state is not None and state.get("whole"):
                     loader.load_state_dict(state)
+        elif not again:
+            return
+        for loader in loaders:
+            set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         iter(loop._data_fetcher)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_turbo import PrefetchDataModule
 from lightning_turbo.data import randomness
@@ -154,6 +154,12 @@ class Data(PrefetchDataModule):
         return DataLoader(Numbers(4), 2)
 
 
+class Sharded(Data):
+    def train_dataloader(self):
+        sampler = DistributedSampler(range(8), 1, 0, seed=3)
+        return DataLoader(Numbers(8), 2, sampler=sampler, num_workers=self.workers)
+
+
 class Saves(Callback):
     def __init__(self, hook, path):
         def save(trainer, *_):
@@ -163,13 +169,14 @@ class Saves(Callback):
         setattr(self, hook, save)
 
 
+@pytest.mark.parametrize("data", [Data, Sharded])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("strategy", ["auto", "turbo"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_checkpoint_of_a_whole_epoch_has_the_order_of_the_next(hook, workers, strategy, tmp_path):
+def test_a_checkpoint_of_a_whole_epoch_has_the_order_of_the_next(hook, workers, strategy, data, tmp_path):
     path = tmp_path / "one.ckpt"
-    whole = fit(Model(), Data(workers), max_epochs=3, strategy=strategy, callbacks=[Saves(hook, path)])
-    rest = fit(Model(), Data(workers), path, max_epochs=3, strategy=strategy)
+    whole = fit(Model(), data(workers), max_epochs=3, strategy=strategy, callbacks=[Saves(hook, path)])
+    rest = fit(Model(), data(workers), path, max_epochs=3, strategy=strategy)
     assert rest.seen == whole.seen[4:]
     assert rest.seen[4:] != rest.seen[:4]
 
