@@ -106,20 +106,25 @@ def _add_doctor(commands: Commands) -> None:
         "SCRIPT [-- ARGUMENT ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: runs/doctor)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/doctor"), metavar="FOLDER", help="for the report (default: runs/doctor)"
+        "--fix", action="store_true", default=None, help="apply what is safe at run time and can be undone"
     )
-    parser.add_argument("--fix", action="store_true", help="apply what is safe at run time and can be undone")
-    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before the first look (default: 3)")
-    parser.add_argument("--timed", type=int, default=10, metavar="N", help="steps to time (default: 10)")
-    parser.add_argument("--watched", type=int, default=4, metavar="N", help="steps to watch from inside (default: 4)")
+    parser.add_argument("--warmup", type=int, metavar="N", help="steps before the first look (default: 3)")
+    parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
+    parser.add_argument("--watched", type=int, metavar="N", help="steps to watch from inside (default: 4)")
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python script that trains with a Trainer")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    names = ("out", "fix", "warmup", "timed", "watched")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.script is None:
+        if given:
+            options = ", ".join(f"--{name}" for name in given)
+            return _refused(f"without a script there is nothing for {options} to do; give one, or leave it out")
         from lightning_turbo.doctor import environment
 
         lines = environment.check()
@@ -130,9 +135,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from lightning_turbo.doctor import script
 
     own = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
-    steps = {name: getattr(arguments, name) for name in ("warmup", "timed", "watched")}
     try:
-        return script.run(arguments.script, own, out=arguments.out, fix=arguments.fix, **steps)
+        return script.run(arguments.script, own, **given)
     except ValueError as error:
         return _refused(str(error))
 

@@ -184,11 +184,12 @@ class PrefetchLoader(DataLoader[Any]):
         return state if place is None or (place.consumed == done and not place.ended) else START
 
     def _wanted(self, done: int) -> int | None:
-        """How many batches are to be taken ahead at most; ``None`` for all, and the end after them."""
-        length = float("inf") if (known := length_of(self)) is None else known
-        wanted = length if self._prefetch_wanted is None else min(length, self._prefetch_wanted())
+        """How many batches are to be taken ahead; ``None`` for all, and the end after them."""
         # What the end of a sampler draws is put back by the tape, which a loader with a state of its own does not have.
         followed = not self._stateful or isinstance(self.dataset, IterableDataset)
+        asked = self._prefetch_wanted and self._prefetch_wanted()
+        length = None if followed and asked is None else length_of(self)
+        wanted = min(number for number in (length, asked, float("inf")) if number is not None)
         return None if wanted == float("inf") or (wanted == length and followed) else max(0, int(wanted) - done)
 
     def start_next_epoch(self, *stages: Callable[[Any], Any]) -> bool:

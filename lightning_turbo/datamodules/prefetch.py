@@ -180,7 +180,7 @@ class _Settings:
             place = name, next(count)
             twin = self._convert(loader, place, transfer)
             if trainer is not None:
-                twin._prefetch_wanted = functools.partial(_wanted, weakref.ref(trainer), *place)
+                twin._prefetch_wanted = _Wanted(trainer, *place)
             return twin
 
         return _map_loaders(loaders, convert)
@@ -276,11 +276,26 @@ class _Resumed(Callback):
         iter(loop._data_fetcher)
 
 
-def _wanted(trainer: Callable[[], Any], name: str, index: int) -> int | float:
-    """How many batches a Trainer asks a loader for at most; infinity where it does not say."""
-    alive = trainer()
-    limits = (batch_limits(alive, name) if alive is not None and alive.state.status.value == "running" else None) or []
-    return limits[index] if index < len(limits) and limits[index] is not None else float("inf")
+class _Wanted:
+    """How many batches a Trainer asks a loader for at most; infinity where it does not say, and in another process."""
+
+    def __init__(self, trainer: Any, name: str, index: int) -> None:
+        self.trainer = weakref.ref(trainer)
+        self.name = name
+        self.index = index
+
+    def __call__(self) -> int | float:
+        trainer = self.trainer()
+        running = trainer is not None and trainer.state.status.value == "running"
+        limits = (batch_limits(trainer, self.name) if running else None) or []
+        return limits[self.index] if self.index < len(limits) else float("inf")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trainer": _nobody}
+
+
+def _nobody() -> None:
+    """What a reference to an object gives that is gone."""
 
 
 def _defaults_behind(cls: type) -> dict[str, Any]:

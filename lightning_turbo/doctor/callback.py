@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Doctor(Callback):
         superseded: Whether it left because an earlier doctor in the Trainer's list is at work.
 
     Raises:
-        TypeError: If a count of steps is no whole number.
+        TypeError: If a count of steps is no whole number, ``fix`` no bool, or ``html`` or ``json`` no path.
         ValueError: If a count of steps is too small.
 
     Warns:
@@ -65,11 +65,16 @@ class Doctor(Callback):
         timed: int = 10,
         watched: int = 4,
         fix: bool = False,
-        html: str | Path | None = None,
-        json: str | Path | None = None,
+        html: str | os.PathLike[str] | None = None,
+        json: str | os.PathLike[str] | None = None,
     ) -> None:
         check_binding("Doctor")
         self.schedule = Schedule(warmup=warmup, timed=timed, watched=watched)
+        if not isinstance(fix, bool):
+            raise TypeError(f"Doctor(fix={fix!r}): give True or False.")
+        for name, path in (("html", html), ("json", json)):
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise TypeError(f"Doctor({name}={path!r}): give the path of the file to write, or None for none.")
         self.fix = fix
         self.html, self.json = html, json
         self.report: Report | None = None
@@ -108,6 +113,13 @@ class Doctor(Callback):
         """Count the step."""
         if self._exam is not None:
             self._exam.done += 1
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Listen whether the first batch of validation asks for gradients."""
+        if self._exam is not None and batch_idx == 0:
+            self._exam.validation_gradients.start()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -18,7 +19,7 @@ from lightning_turbo.doctor.facts import Site
 if TYPE_CHECKING:
     from lightning_turbo.doctor.watch import Watch
 
-__all__ = ["CallTable"]
+__all__ = ["CallTable", "GradientCalls"]
 
 
 class CallTable:
@@ -60,6 +61,7 @@ class CallTable:
             _code(torch.amp.GradScaler.unscale_): self._unscale,
         }
         self._norm = _code(nn.utils.clip_grad_norm_)
+        self._log_dict = _code(LightningModule.log_dict)
         if not automatic:
             self._noted.update((_code(type(each).step), self._optimizer_step) for each in optimizers)
             self._noted.update((_code(type(each).step), self._scheduler_step) for each in schedulers)
@@ -107,7 +109,10 @@ class CallTable:
     def _log(self, watch: Watch, frame: FrameType) -> None:
         given = frame.f_locals
         if given["prog_bar"] and given["on_step"] is not False:
-            watch.note("log", str(given["name"]), watch.sources.site(frame.f_back))
+            caller = frame.f_back
+            if caller is not None and caller.f_code is self._log_dict:
+                caller = caller.f_back
+            watch.note("log", str(given["name"]), watch.sources.site(caller))
 
     def _clip(self, watch: Watch, frame: FrameType) -> None:
         if self._scaled:
@@ -133,6 +138,35 @@ class CallTable:
         if not self._stepped:
             name = type(frame.f_locals.get("self")).__name__
             self._early.append((f"{name}.step()", watch.sources.site(frame.f_back)))
+
+
+class GradientCalls:
+    """Listens, from ``start`` to ``stop``, whether gradients are asked for.
+
+    Attributes:
+        heard: Whether they were, at any time so far.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._codes = {_code(torch.autograd.grad), _code(torch.autograd.backward)}
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Hear one event of the interpreter."""
+        if event == "call" and frame.f_code in self._codes:
+            self.heard = True
+
+    def start(self) -> None:
+        """Begin to listen, where nobody else does."""
+        if sys.getprofile() is None:
+            sys.setprofile(self)
+
+    def stop(self) -> bool:
+        """Stop listening, and return whether it did."""
+        listened = sys.getprofile() is self
+        if listened:
+            sys.setprofile(None)
+        return listened
 
 
 def _code(function: Any) -> CodeType:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_turbo._compat import Callback, LightningModule
 from lightning_turbo.doctor import inspection
-from lightning_turbo.doctor.calls import CallTable
+from lightning_turbo.doctor.calls import CallTable, GradientCalls
 from lightning_turbo.doctor.facts import BatchTensor, Facts
 from lightning_turbo.doctor.retention import held_graphs, retained
 from lightning_turbo.doctor.schedule import Schedule
@@ -76,6 +76,7 @@ class Exam:
         self.faults: list[int] = []
         self.scales: list[float] = []
         self.anomaly = self.autograd_profiler = self.validation_graph = False
+        self.validation_gradients = GradientCalls()
         self.profiler = trainer.profiler
         self.recorder = Recorder(trainer.profiler, self._boundary, self._fetched, self.watch.pause)
         trainer.profiler = self.recorder
@@ -144,13 +145,16 @@ class Exam:
         self.used.update(id(each) for each in self.module.parameters() if each.grad is not None)
 
     def look_at_validation(self, outputs: Any) -> None:
-        """Note whether what validation returned has a graph."""
+        """Note whether what validation returned has a graph, if it was listened whether that serves gradients."""
+        if not self.validation_gradients.stop():
+            return
         values = outputs.values() if isinstance(outputs, dict) else [outputs]
         self.validation_graph |= any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in values)
 
     def stop(self) -> None:
         """Stop watching and put the Trainer's profiler back."""
         self.watch.pause()
+        self.validation_gradients.stop()
         if self._seen() > self.watch.watched:
             self.watch.end_step()
             self.held.append(held_graphs(self.module, self.callbacks))
@@ -223,7 +227,7 @@ class Exam:
             scheduled_skips=falls if moving and not follows else 0,
             loader=inspection.loader(trainer, sources),
             batch=self.batch,
-            epochs=trainer.max_epochs if (trainer.max_epochs or -1) >= 0 else None,
+            epochs=inspection.epochs(trainer, count),
             optimizers=inspection.optimizers(trainer, sources),
             unused=inspection.unused(trainer, self.used, sources) if self.stepped and watch.watched else (),
             accumulate=trainer.accumulate_grad_batches,
@@ -233,6 +237,7 @@ class Exam:
             validates=bool(trainer.val_dataloaders),
             inference_mode=trainer.validate_loop.inference_mode,
             validation_graph=self.validation_graph,
+            validation_gradients=self.validation_gradients.heard,
             schedulers=schedulers,
             optimizer_steps=inspection.optimizer_steps(trainer, count),
             sites=sites,

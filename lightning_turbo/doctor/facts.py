@@ -100,8 +100,8 @@ class Loader:
     persistent_workers: bool = False
     prefetch_factor: int | None = None
     sampler: str = ""
-    sharded: bool = False
-    """Whether each rank sees its own part of the data."""
+    sharded: bool | None = None
+    """Whether each rank sees its own part of the data; ``None`` if the loader does not tell."""
     iterable_dataset: bool = False
     dataset_set_epoch: bool = False
     """Whether the data set has a ``set_epoch`` of its own."""
@@ -126,8 +126,8 @@ class SchedulerFacts:
 
     name: str
     interval: str = "epoch"
-    per_step: bool = False
-    """Whether its lengths are meant in optimizer steps: ``OneCycleLR``, ``CyclicLR``."""
+    length: int | None = None
+    """``OneCycleLR``: the steps until its end; ``CyclicLR``: until its first turn. ``None`` for others."""
     turn: int | None = None
     """``CyclicLR``: the steps until the learning rate turns for the first time."""
     cycles_beta: bool = False
@@ -205,7 +205,9 @@ class Facts:
     validates: bool = False
     inference_mode: bool = True
     validation_graph: bool = False
-    """Whether validation built graphs."""
+    """Whether validation returned tensors with a graph."""
+    validation_gradients: bool = False
+    """Whether validation asked for gradients."""
     schedulers: tuple[SchedulerFacts, ...] = ()
     optimizer_steps: int | None = None
     """Optimizer steps of the whole run, ``None`` if it has no such end."""

@@ -23,6 +23,7 @@ __all__ = [
     "convolves",
     "cores",
     "data_parallel",
+    "epochs",
     "layers",
     "loader",
     "loss_scale",
@@ -74,9 +75,15 @@ def loader(trainer: Any, sources: Sources) -> Loader | None:
     site = site or sources.call_anywhere("DataLoader", type(each).__name__)
     dataset = getattr(each, "dataset", None)
     if not isinstance(each, DataLoader):
-        sharded = isinstance(getattr(each, "sampler", None), DistributedSampler)
-        return Loader(type=type(each).__name__, standard=False, sharded=sharded, site=site)
-    samplers = [each.sampler, each.batch_sampler, getattr(each.batch_sampler, "sampler", None)]
+        inner = next((held for held in getattr(each, "__dict__", {}).values() if isinstance(held, DataLoader)), each)
+        return Loader(
+            type=type(each).__name__,
+            standard=False,
+            sampler=_sampler(inner),
+            sharded=_sharded(inner),
+            iterable_dataset=isinstance(getattr(inner, "dataset", None), IterableDataset),
+            site=site,
+        )
     return Loader(
         type=type(each).__name__,
         standard=True,
@@ -85,17 +92,27 @@ def loader(trainer: Any, sources: Sources) -> Loader | None:
         pin_memory=each.pin_memory,
         persistent_workers=each.persistent_workers,
         prefetch_factor=each.prefetch_factor,
-        sampler=type(each.sampler).__name__,
-        sharded=any(_splits(sampler) for sampler in samplers),
+        sampler=_sampler(each),
+        sharded=_sharded(each),
         iterable_dataset=isinstance(dataset, IterableDataset),
         dataset_set_epoch=callable(getattr(dataset, "set_epoch", None)),
         site=site,
     )
 
 
-def _splits(sampler: Any) -> bool:
-    """Whether a sampler gives each rank its own part: torch's, or one that knows its rank."""
-    return isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+def _sampler(loader: Any) -> str:
+    return type(loader.sampler).__name__ if isinstance(loader, DataLoader) else ""
+
+
+def _sharded(loader: Any) -> bool | None:
+    """Whether a loader gives each rank its own part; of others than torch's plain samplers nothing is known."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    samplers = [each for each in found if each is not None]
+    if any(isinstance(each, DistributedSampler) for each in samplers):
+        return True
+    plain = samplers and all(type(each).__module__.startswith("torch.utils.data.") for each in samplers)
+    return False if plain else None
 
 
 def batch_tensors(batch: Any) -> tuple[BatchTensor, ...]:
@@ -219,12 +236,13 @@ def schedulers(trainer: Any, sources: Sources) -> tuple[SchedulerFacts, ...]:
     for config in trainer.lr_scheduler_configs:
         each: Any = config.scheduler
         cyclic = isinstance(each, torch.optim.lr_scheduler.CyclicLR)
+        turn = int(each.total_size * each.step_ratio) if cyclic else None
         found.append(
             SchedulerFacts(
                 name=type(each).__name__,
                 interval=config.interval,
-                per_step=cyclic or isinstance(each, torch.optim.lr_scheduler.OneCycleLR),
-                turn=int(each.total_size * each.step_ratio) if cyclic else None,
+                length=each.total_steps - 1 if isinstance(each, torch.optim.lr_scheduler.OneCycleLR) else turn,
+                turn=turn,
                 cycles_beta=cyclic and bool(each.cycle_momentum) and "betas" in each.optimizer.defaults,
                 site=sources.call(type(trainer.lightning_module), "configure_optimizers", type(each).__name__),
             )
@@ -239,6 +257,16 @@ def loss_scale(trainer: Any) -> float | None:
         return plugin.loss_scale
     scaler = getattr(plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+
+
+def epochs(trainer: Any, batches: int | None) -> int | None:
+    """Return the epochs that the run may last, ``None`` if it has no such end."""
+    ends = []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        ends.append(trainer.max_epochs)
+    if trainer.max_steps >= 0 and batches and trainer.lightning_module.automatic_optimization:
+        ends.append(-(-trainer.max_steps // -(-batches // trainer.accumulate_grad_batches)))
+    return min(ends, default=None)
 
 
 def optimizer_steps(trainer: Any, batches: int | None) -> int | None:

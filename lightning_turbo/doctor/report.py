@@ -39,7 +39,7 @@ class Report:
         """Return the findings that are graver than ``level``."""
         return [each for each in self.findings if LEVELS.index(each.level) < LEVELS.index(level)]
 
-    def save(self, html: str | Path | None = None, json: str | Path | None = None) -> None:
+    def save(self, html: str | os.PathLike[str] | None = None, json: str | os.PathLike[str] | None = None) -> None:
         """Write the report to files; ``None`` writes none."""
         if html is not None:
             _write(Path(html), as_html(as_json(self)))

@@ -66,7 +66,7 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
         The script's own exit status: 1 after an exception, whose traceback is printed, 130 after Ctrl-C.
 
     Raises:
-        TurboError: If there is no such script.
+        TurboError: If there is no such script, or ``out`` cannot be a folder that reports are written to.
         TypeError: If a count of steps is no whole number.
         ValueError: If a count of steps is too small.
     """
@@ -75,9 +75,12 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
         raise TurboError(f"{str(path)!r} is no file; give the path of a Python script that trains with a Trainer.")
     script, folder = script.resolve(), Path(out).resolve()
     Schedule(**{key: value for key, value in settings.items() if key != "fix"})  # refuses before the script runs
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in _reports(folder, "html") + _reports(folder, "json"):
-        old.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in _reports(folder, "html") + _reports(folder, "json"):
+            old.unlink()
+    except OSError as error:
+        raise TurboError(f"{str(out)!r} cannot be the folder of the report ({error}); give another one.") from error
     _made.clear()
     _settings.update(settings, out=folder)
     try:

@@ -1,6 +1,8 @@
 """Epochs that a Trainer breaks off, and those that it goes on with: the orders of plain loaders, bit for bit."""
 
+import copy
 import gc
+import pickle
 import shutil
 import time
 
@@ -135,6 +137,8 @@ def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
         while not iterator.ready():
             assert time.monotonic() < deadline
         assert len(first + list(iterator)) == 16
+        for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            assert len(list(copied)) == 16
     loader = data.train_dataloader()
     del data.trainer, data
     gc.collect()

@@ -141,7 +141,8 @@ def persistent_workers(facts: Facts) -> Iterator[Hit]:
 @rule(
     name="lost-sampler",
     symptom="More ranks do not train faster: every rank sees the same data.",
-    threshold="several ranks, and a training loader whose sampler does not split the data",
+    threshold="several ranks, and a DataLoader, or one within a loader of another kind, whose sampler is one of "
+    "torch's that do not split the data",
     remedy="Make the loader a plain DataLoader, or a class such as PrefetchLoader that Lightning can give its "
     "DistributedSampler, or set a DistributedSampler yourself.",
     card="background-prefetch",
@@ -149,10 +150,10 @@ def persistent_workers(facts: Facts) -> Iterator[Hit]:
 def lost_sampler(facts: Facts) -> Iterator[Hit]:
     """Every rank trains on the same batches."""
     loader = facts.loader
-    if facts.world_size > 1 and loader is not None and not loader.sharded and not loader.iterable_dataset:
+    if facts.world_size > 1 and loader is not None and loader.sharded is False and not loader.iterable_dataset:
         yield Hit(
             level="error",
-            what=f"{loader.type} with sampler {loader.sampler or 'unknown'} does not split the data over "
+            what=f"{loader.type} with sampler {loader.sampler} does not split the data over "
             f"{facts.world_size} ranks",
             site=loader.site,
             cost=f"{facts.world_size - 1} of {facts.world_size} ranks do no new work",

@@ -13,16 +13,21 @@ __all__ = ["before_optimizer", "cycled_beta", "moves_on_skip", "never_turns", "s
 @rule(
     name="stepped-per-epoch",
     symptom="The learning rate hardly moves.",
-    threshold="a schedule whose lengths are meant in steps (OneCycleLR, CyclicLR) with Lightning's interval 'epoch'",
+    threshold="a schedule whose lengths are meant in steps with Lightning's interval 'epoch', and the run has fewer "
+    "epochs than OneCycleLR needs to its end, or CyclicLR to its first turn",
     remedy="Return {'scheduler': ..., 'interval': 'step'} from configure_optimizers; cyclic_lr does it for CyclicLR.",
     card="cyclic-lr",
 )
 def stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
     """A schedule made for steps that is stepped per epoch."""
     for scheduler in facts.schedulers:
-        if facts.automatic and scheduler.per_step and scheduler.interval == "epoch":
+        if not facts.automatic or scheduler.interval != "epoch" or scheduler.length is None or facts.epochs is None:
+            continue
+        if scheduler.length > facts.epochs:
+            aim = "its end" if scheduler.turn is None else "its first turn"
             yield Hit(
-                what=f"{scheduler.name} is stepped once an epoch",
+                what=f"{scheduler.name} is stepped once an epoch: {scheduler.length} steps to {aim}, in a run of "
+                f"{facts.epochs} epoch{'s' if facts.epochs != 1 else ''}",
                 site=scheduler.site,
                 cost="the schedule is not the one you wrote",
             )
