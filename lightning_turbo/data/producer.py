@@ -255,9 +255,10 @@ class Producer(BackgroundGenerator):
         """
         self.dropped = drop
         self.stopping.set()
+        if self.inside():  # which may hold the lock of the queue
+            return []
         ready = self._drain()
-        if not self.inside():
-            self.join(patience)
+        self.join(patience)
         return ready if self.is_alive() else ready + self.rest()
 
     def inside(self) -> bool:

@@ -225,6 +225,23 @@ def test_an_iterator_that_its_own_thread_collects_ends(several):
     assert time.monotonic() - began < 5
 
 
+def test_a_thread_that_collects_its_iterator_while_it_hands_over_an_item_ends():
+    made = []
+    iterator = BackgroundIterator(counting(made), prefetch_batches=2, watch=known(False))
+    work = iterator._work
+    assert next(iterator) == 0
+    wait_until(work.producer.queue.full)
+    put = work.producer.queue._put  # called with the lock of the queue held
+
+    def collecting(item):
+        work.end()
+        put(item)
+
+    work.producer.queue._put = collecting
+    assert next(iterator) == 1
+    wait_until(lambda: not threads())
+
+
 def test_close_is_quick_repeatable_and_final():
     iterator = BackgroundIterator(counting([]), prefetch_batches=2)
     next(iterator), next(iterator)
