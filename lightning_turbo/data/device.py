@@ -101,8 +101,6 @@ class DevicePrefetcher:
                 position = None
         source.place.consumed += skip
         iterator = self.transfer.iterate(source, position)
-        if iterator is not source:
-            iterator.place.at_end, source.place.at_end = source.place.at_end, None
         self._place = iterator.place
         self._live = weakref.ref(iterator)
         return iterator

@@ -130,7 +130,7 @@ class PrefetchLoader(DataLoader[Any]):
         if self._stateful or isinstance(self.dataset, IterableDataset):
             return sampler
         if self._prefetch_tape is None or self._prefetch_tape.sampler is not sampler:
-            self._prefetch_tape = IndexTape(sampler, self.generator, ahead=not self.num_workers)
+            self._prefetch_tape = IndexTape(sampler, self.generator)
         return self._prefetch_tape
 
     @property
@@ -173,7 +173,6 @@ class PrefetchLoader(DataLoader[Any]):
         vars(self)["_prefetch_live"] = weakref.ref(iterator)  # Lightning records attributes that are set
         self._prefetch_place = iterator.place
         if tape is not None:
-            iterator.place.at_end = tape.end
             tape.follow(place, iterator.place)
         return iterator
 
@@ -185,12 +184,13 @@ class PrefetchLoader(DataLoader[Any]):
 
     def _wanted(self, done: int) -> int | None:
         """How many batches are to be taken ahead; ``None`` for all, and the end after them."""
-        # What the end of a sampler draws is put back by the tape, which a loader with a state of its own does not have.
-        followed = not self._stateful or isinstance(self.dataset, IterableDataset)
+        # Some samplers draw once more at their end, for which a plain loader with a length need not be asked.
+        mapped, tape = not isinstance(self.dataset, IterableDataset), self._prefetch_tape
+        draws = mapped and (self._stateful or (tape is not None and bool(tape.own) and not self.num_workers))
         asked = self._prefetch_wanted and self._prefetch_wanted()
-        length = None if followed and asked is None else length_of(self)
+        length = length_of(self) if draws or asked is not None else None
         wanted = min(number for number in (length, asked, float("inf")) if number is not None)
-        return None if wanted == float("inf") or (wanted == length and followed) else max(0, int(wanted) - done)
+        return None if wanted == float("inf") or (wanted == length and not draws) else max(0, int(wanted) - done)
 
     def start_next_epoch(self, *stages: Callable[[Any], Any]) -> bool:
         """Begin to load the next epoch, so that its first batches are ready when ``iter()`` is called for it.
@@ -214,7 +214,6 @@ class PrefetchLoader(DataLoader[Any]):
         live, place = self._current(), self._prefetch_place
         if live is not None and not live.ended:
             whole = mapped and place is not None and place.consumed == length_of(self)
-            live.place.at_end = None
             live.finish() if whole else live.close("the next epoch was started")
         iterator: Any = iter(self)
         if self._prefetch_tape is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ __all__ = ["START", "IndexTape", "OwnGenerator", "Place", "judge_states", "lengt
 
 # The state of a loader that has handed out nothing yet.
 START: dict[str, Any] = {"consumed": 0, "order": None, "own": [], "whole": False}
-
-# Held while the end of a sampler is asked for ahead, and its generators are put back.
-_asking = threading.RLock()
 
 
 def length_of(loader: Any) -> int | None:
@@ -54,25 +50,13 @@ class Place:
     Attributes:
         consumed: Batches handed out.
         state: What the source said of itself after the last of them; ``None`` before the first.
-        at_end: Called when the end is reached.
+        ended: Whether the end was reached.
     """
 
     def __init__(self, consumed: int = 0) -> None:
         self.consumed = consumed
         self.state: Any = None
-        self.at_end: Callable[[], None] | None = None
-        self._ended = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether the end was reached."""
-        return self._ended
-
-    @ended.setter
-    def ended(self, ended: bool) -> None:
-        first, self._ended = ended and not self._ended, ended
-        if first and self.at_end is not None:
-            self.at_end()
+        self.ended = False
 
 
 class IndexTape:
@@ -81,15 +65,12 @@ class IndexTape:
     The order of a sampler follows from the states of the random generators at the moment when its first index is
     drawn, and from its epoch if it has one. That is what is noted; the indices themselves are not kept.
 
-    Some samplers draw once more when they are asked for an index after their last. A loader with a length need not be
-    asked for its end, but a thread that works ahead asks. So the generators of the sampler are put back then, and go on
-    from there at ``end``. Where an epoch is broken off, they are put back to where the last batch that was handed out
+    Where an epoch is broken off, the generators of the sampler are put back to where the last batch that was handed out
     left them.
 
     Args:
         sampler: A sampler or batch sampler.
         generator: The loader's own random generator, if it has one.
-        ahead: Whether it is asked ahead where a plain ``DataLoader`` would not.
 
     Attributes:
         began: The states at the first index of the latest epoch; ``None`` before that was drawn.
@@ -98,7 +79,7 @@ class IndexTape:
         place: Where the latest iterator stands.
     """
 
-    def __init__(self, sampler: Iterable[Any], generator: torch.Generator | None, ahead: bool = False) -> None:
+    def __init__(self, sampler: Iterable[Any], generator: torch.Generator | None) -> None:
         self.sampler = sampler
         self.began: dict[str, Any] | None = None
         self._skip: tuple[int, dict[str, Any]] | None = None
@@ -108,8 +89,6 @@ class IndexTape:
         self.start: list[Any] = []
         self._latest: list[Any] = []
         self.place = self._handed_out = Place()
-        self._ahead = ahead and bool(self.own)
-        self._after_end: list[Any] | None = None
         owners: tuple[Any, Any] = (sampler, getattr(sampler, "sampler", None))
         self._counting = [owner for owner in owners if _has_epoch(owner)]
 
@@ -139,7 +118,7 @@ class IndexTape:
 
     def own_states(self) -> list[Any]:
         """Return the states of the generators that belong to the loader and its samplers, as they are now."""
-        with _asking, uncollected():
+        with uncollected():
             return [generator.get_state() for generator in self.own]
 
     def set_own_states(self, states: list[Any]) -> None:
@@ -156,7 +135,7 @@ class IndexTape:
                 f"The state holds {len(states)} random generators and the loader with its samplers {len(own)}. "
                 "Load it into a loader with the same samplers."
             )
-        with _asking:
+        with uncollected():
             for generator, state in zip(own, states, strict=True):
                 generator.set_state(state)
 
@@ -181,12 +160,6 @@ class IndexTape:
         if place is self.place and not place.ended:
             self.set_own_states(self.states_now())
 
-    def end(self) -> None:
-        """Let the end of the latest epoch be asked for, as far as the random generators are concerned."""
-        states, self._after_end = self._after_end, None
-        if states is not None:
-            self.set_own_states(states)
-
     def draw(self) -> None:
         """Draw the order of the latest epoch now, in this thread, instead of when its first index is asked for."""
         if self._indices is not None:
@@ -196,7 +169,7 @@ class IndexTape:
         return {**vars(self), "_indices": None}  # a trainer may keep this object in its records of a loader
 
     def _epoch(self) -> Iterator[Any]:
-        skip, self._skip, self._after_end = self._skip, None, None
+        skip, self._skip = self._skip, None
         late, self._late = self._late, None
         if late is not None:
             self.set_own_states(late)
@@ -206,7 +179,7 @@ class IndexTape:
                 "own": self.own_states(),
                 "epochs": [sampler.epoch for sampler in self._counting],
             }
-            yield from self._to_its_end(iter(self.sampler), 0)
+            yield from self.sampler
             return
         consumed, self.began = skip
         here = shared_state()
@@ -222,19 +195,6 @@ class IndexTape:
                 indices.look()  # at which the order is drawn
         finally:
             set_shared_state(here)
-        yield from self._to_its_end(indices, consumed)
-
-    def _to_its_end(self, indices: Iterator[Any], given: int) -> Iterator[Any]:
-        length = length_of(self.sampler) if self._ahead else None
-        if length is not None:
-            yield from itertools.islice(indices, max(0, length - given))
-            with _asking:
-                before = self.own_states()
-                more = list(itertools.islice(indices, 1))
-                if not more:
-                    self._after_end = self.own_states()
-                    self.set_own_states(before)
-            yield from more
         yield from indices
 
 
