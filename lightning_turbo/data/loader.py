@@ -157,6 +157,7 @@ class PrefetchLoader(DataLoader[Any]):
         if self.prefetch_threads > 1 and self._divisible(source):
             threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(load, source)
             self._prefetch_watch.owners = (self.dataset, self.collate_fn)
+        self._prefetch_watch.workers = self.num_workers > 0
         iterator = BackgroundIterator(
             itertools.islice(items, skip, None) if skip else items,
             prefetch_batches=self.prefetch_batches,

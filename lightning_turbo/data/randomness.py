@@ -150,6 +150,7 @@ class LoadWatch:
         known: ``None`` until a batch was watched, then whether it drew.
         slow: Whether batches take so long that a thread pays, ``WORTH`` on average.
         owners: Objects whose own generators are watched as well, because several threads are to use them.
+        workers: Whether worker processes load, so that nothing but a sampler draws here.
         alone: Whether those drew, so that one thread has to load alone.
         refused: Whether it was said that several threads cannot be used.
         still: How many batches a thread handed over since it last saw torch's generator move.
@@ -160,6 +161,7 @@ class LoadWatch:
         self.known: bool | None = None
         self.slow = False
         self.owners: tuple[Any, ...] = ()
+        self.workers = False
         self.alone = False
         self.refused = False
         self.still = 0
@@ -201,11 +203,14 @@ class LoadWatch:
             self.known = bool(names)
         if first:
             past = " Batches before this one were loaded in the background, so this run may not repeat." if late else ""
+            what, remedy = "Loading a batch", "Use num_workers=1 (a process has generators of its own), or draw from"
+            remedy += " a generator that belongs to the dataset."
+            if self.workers:
+                what, remedy = "Drawing the indices of a batch", "Give the sampler a generator of its own."
             warnings.warn(
-                f"Loading a batch draws from the process-wide generator of {' and '.join(names)}, which the model may "
-                "use too: in a background thread no seed would fix the result. Batches are loaded in the training "
-                "thread instead, as by a plain DataLoader, with nothing gained. Use num_workers=1 (a process has "
-                "generators of its own), or draw from a generator that belongs to the dataset." + past,
+                f"{what} draws from the process-wide generator of {' and '.join(names)}, which the model may use too: "
+                "in a background thread no seed would fix the result. Batches are loaded in the training thread "
+                f"instead, as by a plain DataLoader, with nothing gained. {remedy}{past}",
                 NoEffectWarning,
                 stacklevel=3,
             )

@@ -19,6 +19,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -380,3 +381,16 @@ def test_set_epoch_changes_the_order():
         sampler.set_epoch(epoch)
         orders.append([b.tolist() for b in loader])
     assert orders[0] != orders[1]
+
+
+def test_a_sampler_that_draws_from_shared_generators_is_named():
+    class Drawing(Sampler):
+        def __len__(self):
+            return 20
+
+        def __iter__(self):
+            return (random.randrange(20) for _ in range(20))
+
+    loader = PrefetchLoader(range(20), batch_size=2, sampler=Drawing(), num_workers=1)
+    with pytest.warns(NoEffectWarning, match="the indices .* generator of random.*Give the sampler"):
+        assert len(list(loader)) == 10
