@@ -79,14 +79,15 @@ class CallTable:
         elif event == "return":
             if frame in self._began:
                 seconds = time.perf_counter() - self._began.pop(frame)
-                watch.note(*self._timed[frame.f_code], watch.sources.site(frame.f_back), seconds)
+                if not _by_torch(frame.f_back):
+                    watch.note(*self._timed[frame.f_code], watch.sources.site(frame.f_back), seconds)
             elif (
                 frame.f_code is self._norm
                 and frame.f_locals.get("grads") == []
                 and any(parameter.requires_grad for parameter in frame.f_locals["parameters"])
             ):
                 watch.note("empty clip", frame.f_code.co_name, watch.sources.site(frame.f_back))
-        elif arg is gc.collect:
+        elif arg is gc.collect and not _by_torch(frame):
             if event == "c_call":
                 self._collecting = time.perf_counter()
             else:
@@ -167,6 +168,11 @@ class GradientCalls:
         if listened:
             sys.setprofile(None)
         return listened
+
+
+def _by_torch(frame: FrameType | None) -> bool:
+    """Whether the code of a frame is torch's: its compiler cleans up after itself."""
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 def _code(function: Any) -> CodeType:

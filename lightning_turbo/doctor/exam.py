@@ -85,7 +85,7 @@ class Exam:
         """Whether nothing in the run would behave otherwise under torch's modes; if not, note why."""
         strategy = type(self.trainer.strategy)
         modules = list(self.module.modules())
-        if any(type(each).__name__ == "OptimizedModule" for each in modules) or _frames_compiled() > self.compiled:
+        if any(map(_is_compiled, modules)) or _frames_compiled() > self.compiled:
             why = "the model is compiled"
         elif not any(base.__name__ in _PLAIN for base in strategy.__mro__):
             why = f"{strategy.__name__} may hold tensors that are no plain ones"
@@ -252,6 +252,11 @@ def _matmul_precision() -> str:
     if newer is None:
         return torch.get_float32_matmul_precision()
     return "high" if newer == "tf32" else "highest"
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module came out of ``torch.compile``, or was compiled by its own ``compile()``."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _frames_compiled() -> int:

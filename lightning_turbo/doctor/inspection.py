@@ -127,7 +127,8 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield name, value
+        if not value.is_nested:  # such a tensor has no shape
+            yield name, value
     elif isinstance(value, dict):
         for key, each in value.items():
             yield from _leaves(each, f"{name}[{key!r}]")
@@ -137,12 +138,13 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _described(name: str, tensor: torch.Tensor) -> BatchTensor:
-    size = tensor.numel() * tensor.element_size()
     narrow = None
-    if tensor.is_floating_point() and tensor.dim() >= 3 and tensor.numel() and tensor.layout == torch.strided:
-        sample = tensor.detach().flatten()[:4096].double()
-        if _are_bytes(sample) or _are_bytes(sample * 255):
-            narrow = tensor.numel()
+    with torch._C.DisableTorchFunctionSubclass():  # MONAI's tensors look at their metadata when they are cut
+        size = tensor.numel() * tensor.element_size()
+        if tensor.is_floating_point() and tensor.dim() >= 3 and tensor.numel() and tensor.layout == torch.strided:
+            sample = tensor.detach().flatten()[:4096].double()
+            if _are_bytes(sample) or _are_bytes(sample * 255):
+                narrow = tensor.numel()
     return BatchTensor(name=name, dtype=str(tensor.dtype), shape=tuple(tensor.shape), bytes=size, bytes_as_uint8=narrow)
 
 

@@ -80,7 +80,8 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
         for old in _reports(folder, "html") + _reports(folder, "json"):
             old.unlink()
     except OSError as error:
-        raise TurboError(f"{str(out)!r} cannot be the folder of the report ({error}); give another one.") from error
+        why = error.strerror or error
+        raise TurboError(f"{str(out)!r} cannot be the folder of the report ({why}); name another place.") from error
     _made.clear()
     _settings.update(settings, out=folder)
     try:
@@ -120,6 +121,8 @@ def _closing(script: Path, folder: Path, error: BaseException | None) -> str:
     pages = _reports(folder, "html")
     if pages:
         return "".join(f"lightning-turbo doctor: report in {os.path.relpath(page)}\n" for page in pages)
+    if any(doctor.report is not None for doctor in _made):
+        return f"lightning-turbo doctor: the report could not be written to {folder}; the warning above says why.\n"
     if any(doctor.superseded for doctor in _made):
         why = "its Trainer has a Doctor of its own, which reports by itself"
     elif error is not None:

@@ -126,11 +126,15 @@ def test_fast_paths_of_attention_stay_open():
     assert "fast path" in doctor.report.facts.notes[0]
 
 
-def test_a_compiled_model_is_timed_only():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_timed_only(in_place):
     class Compiled(Noisy):
         def __init__(self):
             super().__init__()
-            self.net = torch.compile(self.net, backend="eager")
+            if in_place:
+                self.net.compile(backend="eager")
+            else:
+                self.net = torch.compile(self.net, backend="eager")
 
     doctor = Doctor(**SHORT)
     trained(doctor, model=Compiled)
@@ -307,6 +311,19 @@ def test_ctrl_c_while_watching_leaves_nothing_behind(monkeypatch):
     assert torch._C._len_torch_function_stack() == 0
 
 
+def test_a_validation_that_fails_leaves_nothing_behind():
+    class Fails(Noisy):
+        def validation_step(self, batch, batch_idx):
+            raise ZeroDivisionError("mine")
+
+        def val_dataloader(self):
+            return DataLoader(self.train_dataloader().dataset, batch_size=4)
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trained(Doctor(**SHORT), model=Fails, val_check_interval=2, num_sanity_val_steps=0)
+    assert sys.getprofile() is None
+
+
 def test_validation_and_epochs_in_between_are_no_steps():
     class Validates(Noisy):
         def validation_step(self, batch, batch_idx):
@@ -349,8 +366,12 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path):
         ({"watched": 1}, ValueError, r"Doctor\(watched=1\): at least 2"),
         ({"warmup": 1.5}, TypeError, r"Doctor\(warmup=1.5\): a whole number"),
         ({"timed": True}, TypeError, r"Doctor\(timed=True\): a whole number"),
+        ({"fix": "no"}, TypeError, r"Doctor\(fix='no'\): give True or False\."),
+        ({"fix": 1}, TypeError, r"Doctor\(fix=1\)"),
+        ({"html": True}, TypeError, r"Doctor\(html=True\): give the path of the file to write, or None"),
+        ({"json": 3}, TypeError, r"Doctor\(json=3\): give the path of the file to write, or None"),
     ],
 )
-def test_wrong_counts_are_refused(given, error, message):
+def test_wrong_arguments_are_refused(given, error, message):
     with pytest.raises(error, match=message):
         Doctor(**given)

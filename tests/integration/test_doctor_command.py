@@ -187,6 +187,43 @@ def test_a_script_that_is_not_there_is_refused(tmp_path, capsys):
     assert "gone.py' is no file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["file", "file/within", "holds_a_folder"])
+def test_a_place_that_cannot_hold_the_report_is_refused_before_the_script_runs(place, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "holds_a_folder" / "doctor.html").mkdir(parents=True)
+    assert cli.main(arguments(tmp_path, options=["--out", place])) == 2
+    told = capsys.readouterr()
+    assert "arguments" not in told.out
+    assert told.err.startswith(f"lightning-turbo: error: '{place}' cannot be the folder of the report (")
+    assert len(told.err.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.filterwarnings("ignore:Doctor could not write its report")
+def test_a_report_that_cannot_be_written_is_not_taken_for_a_run_without_training(tmp_path, capsys):
+    given = arguments(tmp_path, options=["--out", "gone"])
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\nos.rmdir('gone')\nopen('gone', 'w').close()\n{script.read_text()}")
+    assert cli.main(given) == 0
+    told = capsys.readouterr().err
+    assert f"the report could not be written to {tmp_path / 'gone'}; the warning above says why" in told
+    assert "never began to train" not in told
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--fix"], "--fix"), (["--out", "here"], "--out"), (["--watched", "4", "--out", "here"], "--out, --watched")],
+)
+def test_options_for_a_script_are_refused_without_one(options, named, tmp_path, capsys):
+    assert cli.main(["doctor", *options]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        f"lightning-turbo: error: without a script there is nothing for {named} to do; give one, or leave it out\n"
+    )
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.parametrize("arguments", [["--watched", "1", "x.py"], ["--json", "x.py"]])
 def test_wrong_options_are_refused(arguments, tmp_path, capsys):
     (tmp_path / "x.py").write_text("raise SystemExit(0)")

@@ -153,8 +153,7 @@ def lost_sampler(facts: Facts) -> Iterator[Hit]:
     if facts.world_size > 1 and loader is not None and loader.sharded is False and not loader.iterable_dataset:
         yield Hit(
             level="error",
-            what=f"{loader.type} with sampler {loader.sampler} does not split the data over "
-            f"{facts.world_size} ranks",
+            what=f"{loader.type} with sampler {loader.sampler} does not split the data over {facts.world_size} ranks",
             site=loader.site,
             cost=f"{facts.world_size - 1} of {facts.world_size} ranks do no new work",
         )

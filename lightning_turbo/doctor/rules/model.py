@@ -50,8 +50,8 @@ def data_parallel(facts: Facts) -> Iterator[Hit]:
 @rule(
     name="validation-graph",
     symptom="Validation needs as much memory as training.",
-    threshold="validation returns tensors with a graph, or Trainer(inference_mode=False), and asks for no gradient; "
-    "info for the latter alone",
+    threshold="the first batch of validation returns tensors with a graph, or Trainer(inference_mode=False), and no "
+    "gradient is asked for in it; info for the latter alone",
     remedy="Take out torch.enable_grad and set_grad_enabled(True), and leave inference_mode at its default. Where "
     "validation needs gradients, as for forces, keep them and return loss.detach().",
     card="what-lightning-does-already",

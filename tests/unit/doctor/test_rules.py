@@ -42,7 +42,7 @@ def adam(**more):
 
 
 def cyclic(**more):
-    return (SchedulerFacts(name="CyclicLR", per_step=True, site=SITE, **more),)
+    return (SchedulerFacts(name="CyclicLR", site=SITE, **more),)
 
 
 # Rule -> cases of (facts, the level it has to have, or None for silence).
@@ -162,11 +162,12 @@ CASES = {
         (replace(CPU, loader=LOADER, epochs=3), None),
     ],
     "lost-sampler": [
-        (replace(CPU, world_size=2, loader=LOADER), "error"),
-        (replace(CPU, world_size=2, loader=Loader(type="Wrapper", standard=False)), "error"),
+        (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False)), "error"),
+        (replace(CPU, world_size=2, loader=Loader(type="Wrapper", standard=False, sharded=False)), "error"),
+        (replace(CPU, world_size=2, loader=Loader(type="Unknown", standard=False)), None),
         (replace(CPU, world_size=2, loader=replace(LOADER, sharded=True)), None),
-        (replace(CPU, world_size=2, loader=replace(LOADER, iterable_dataset=True)), None),
-        (replace(CPU, world_size=1, loader=LOADER), None),
+        (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False, iterable_dataset=True)), None),
+        (replace(CPU, world_size=1, loader=replace(LOADER, sharded=False)), None),
     ],
     "frozen-set-epoch": [
         (replace(CPU, loader=replace(LOADER, workers=1, persistent_workers=True, dataset_set_epoch=True)), "warning"),
@@ -242,15 +243,19 @@ CASES = {
     "data-parallel": [(replace(CPU, data_parallel=(Unused(name="net"),)), "warning"), (CPU, None)],
     "validation-graph": [
         (replace(CPU, validation_graph=True), "warning"),
+        (replace(CPU, validation_graph=True, validation_gradients=True), None),
+        (replace(CPU, validates=True, inference_mode=False, validation_gradients=True), None),
         (replace(CPU, validates=True, inference_mode=False), "info"),
         (replace(CPU, validates=True), None),
         (replace(CPU, inference_mode=False), None),
     ],
     "stepped-per-epoch": [
-        (replace(CPU, schedulers=cyclic(interval="epoch")), "warning"),
-        (replace(CPU, schedulers=cyclic(interval="step")), None),
-        (replace(CPU, automatic=False, schedulers=cyclic(interval="epoch")), None),
-        (replace(CPU, schedulers=(SchedulerFacts(name="StepLR"),)), None),
+        (replace(CPU, epochs=9, schedulers=cyclic(length=10)), "warning"),
+        (replace(CPU, epochs=10, schedulers=cyclic(length=10)), None),
+        (replace(CPU, epochs=None, schedulers=cyclic(length=10)), None),
+        (replace(CPU, epochs=9, schedulers=cyclic(length=10, interval="step")), None),
+        (replace(CPU, epochs=9, automatic=False, schedulers=cyclic(length=10)), None),
+        (replace(CPU, epochs=9, schedulers=(SchedulerFacts(name="StepLR"),)), None),
     ],
     "never-turns": [
         (replace(CPU, schedulers=cyclic(interval="step", turn=101), optimizer_steps=100), "warning"),

@@ -1,6 +1,9 @@
 """The watch: each call counts once, at its line, and nothing is computed differently."""
 
+import contextlib
+import gc
 import sys
+import types
 import warnings
 
 import numpy as np
@@ -93,6 +96,22 @@ def test_clipping_of_nothing(watch, given):
 )
 def test_what_fetches_nothing_is_not_noted(watch, function):
     assert seen(watch, function, torch.rand(3)) == []
+
+
+def tidy():
+    gc.collect(0)
+    torch.cuda.synchronize()
+
+
+def test_what_torch_does_for_itself_is_no_habit_of_the_user(watch, monkeypatch):
+    monkeypatch.setattr("torch.cuda._lazy_init", lambda: None)
+    monkeypatch.setattr("torch._C._cuda_synchronize", lambda: None, raising=False)
+    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
+    code = tidy.__code__.replace(co_filename=torch.__file__)
+    within_torch = types.FunctionType(code, {"gc": gc, "torch": torch, "__name__": "torch._dynamo.utils"})
+    assert seen(watch, within_torch) == []
+    expected = [("housekeeping", "gc.collect()", 1), ("housekeeping", "torch.cuda.synchronize()", 1)]
+    assert seen(watch, tidy) == expected
 
 
 def test_tensors_of_the_cpu_are_followed(watch):
