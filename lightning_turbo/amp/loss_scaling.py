@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import is_number, is_whole
 from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
@@ -47,13 +47,13 @@ class LossScaler:
         scale_window: int = 2000,
     ) -> None:
         for name, limit in (("min_loss_scale", min_loss_scale), ("max_loss_scale", max_loss_scale)):
-            if limit is not None and not (_is_number(limit) and math.isfinite(limit) and limit > 0.0):
+            if (limit is not None or name == "max_loss_scale") and not (is_number(limit) and limit > 0.0):
                 raise AmpUsageError(f"{name}={limit!r} is no limit; accepted is a finite number above zero.")
         if min_loss_scale is not None and min_loss_scale > max_loss_scale:
             raise AmpUsageError(
                 f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; exchange or widen them."
             )
-        if isinstance(scale_window, bool) or not isinstance(scale_window, int) or scale_window < 1:
+        if not is_whole(scale_window, 1):
             raise AmpUsageError(f"scale_window={scale_window!r} is no number of passes; accepted is an int from 1 on.")
         self.dynamic = loss_scale == "dynamic"
         self.min_loss_scale = min_loss_scale
@@ -217,10 +217,6 @@ class _Heard:
         if self.arrival is not None:
             self.arrival.synchronize()
         return int(self.view)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _numbers_of(grad: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_turbo._optional import require
-from lightning_turbo.bench.case import load_suite
+from lightning_turbo.bench.case import BenchError, load_suite
 from lightning_turbo.bench.compare import compare_results, differences
 from lightning_turbo.bench.report import load_results, suite_tables, write_report, write_results
 from lightning_turbo.bench.settings import BenchSettings
@@ -62,12 +63,14 @@ def run_bench(settings: BenchSettings, console: Any = None) -> int:
 
     Raises:
         MissingExtraError: If rich or matplotlib is not installed.
-        BenchError: If the settings choose no case.
+        BenchError: If the settings choose no case, or the seed is one that numpy does not take.
     """
     require("rich", "lightning-turbo bench")
     require("matplotlib", "lightning-turbo bench")
     from lightning_turbo.bench.runner import run_suites
 
+    if not 0 <= settings.seed < 2**32:
+        raise BenchError(f"seed={settings.seed!r}; accepted are whole numbers from 0 to 2**32 - 1. Give one of them.")
     console = _console(console)
     kept = _keep_older(settings.out)
     results = run_suites(settings, save=lambda part: write_results(part, settings.out))
@@ -132,7 +135,7 @@ def compare_files(before: Path, after: Path, *, threshold: float = 0.05, console
 
 
 def list_cases(settings: BenchSettings, console: Any = None) -> int:
-    """Print the names of the suites and cases that the settings choose.
+    """Print the names of the suites and cases that the settings choose, or of all if ``only`` matches none.
 
     Args:
         settings: What to choose.
@@ -143,12 +146,17 @@ def list_cases(settings: BenchSettings, console: Any = None) -> int:
 
     Raises:
         MissingExtraError: If rich is not installed.
+        BenchError: If ``only`` matches no case.
     """
     require("rich", "lightning-turbo bench")
     console = _console(console)
-    for name in settings.names():
-        suite = load_suite(name, settings.suites)
-        console.print(f"{name}: {suite.about}", markup=False, highlight=False)
-        for case in settings.chosen(suite):
-            console.print(f"  {case}", markup=False, highlight=False)
+    suites = [load_suite(name, settings.suites) for name in settings.names()]
+    shown = settings if any(map(settings.chosen, suites)) else replace(settings, only=())
+    for suite in suites:
+        if chosen := shown.chosen(suite):
+            console.print(f"{suite.name}: {suite.about}", markup=False, highlight=False)
+            for case in chosen:
+                console.print(f"  {case}", markup=False, highlight=False)
+    if shown is not settings:
+        raise BenchError(f"only={settings.only!r} matches none of these cases. A pattern is as in a shell: 'O1*'.")
     return 0

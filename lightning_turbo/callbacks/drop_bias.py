@@ -5,13 +5,8 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Any
 
-from lightning_turbo._compat import (
-    Callback,
-    LightningModule,
-    callbacks_named,
-    check_binding,
-    rank_zero_info,
-)
+from lightning_turbo._checks import check_switches
+from lightning_turbo._compat import Callback, LightningModule, callbacks_named, check_binding, rank_zero_info
 from lightning_turbo.nn.bias import BiasReport, drop_bias_before_norm
 
 __all__ = ["DropBiasBeforeNorm"]
@@ -29,7 +24,7 @@ class DropBiasBeforeNorm(Callback):
             be judged; only with ``network=None``.
 
     Raises:
-        TypeError: If ``network`` is no string.
+        TypeError: If ``network`` is no string, or ``use_example_input`` no bool.
         ValueError: If both arguments are given; in ``setup``, if the module has no such submodule, it cannot be
             traced, or a callback before this one averages weights.
 
@@ -51,6 +46,7 @@ class DropBiasBeforeNorm(Callback):
         check_binding("DropBiasBeforeNorm")
         if network is not None and not isinstance(network, str):
             raise TypeError(f"DropBiasBeforeNorm(network={network!r}); accepted is a path such as 'net', or None.")
+        check_switches(use_example_input=use_example_input)
         if network is not None and use_example_input:
             raise ValueError(
                 f"DropBiasBeforeNorm(network={network!r}, use_example_input=True): example_input_array is the input of "

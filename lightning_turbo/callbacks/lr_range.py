@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from lightning_turbo._checks import is_number, is_whole
 from lightning_turbo._compat import LightningDataModule, LightningModule, Trainer, Tuner, check_binding
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 
@@ -36,12 +37,13 @@ def lr_range(
         max_lr: Where it ends, above ``min_lr``.
         num_training: Number of optimizer steps, at least 5.
         mode: How the rate rises: ``"exponential"``, or ``"linear"`` as in the paper.
-        early_stop_threshold: Stop where the loss is that many times the best; ``None`` goes to the end.
+        early_stop_threshold: Stop where the loss is that many times the best, above 0; ``None`` goes to the end.
 
     Returns:
         ``base_lr`` and ``max_lr`` for ``cyclic_lr``, with the curve.
 
     Raises:
+        TypeError: If ``trainer`` is no Trainer.
         ValueError: If an argument is out of range, or the loss never fell.
 
     Note:
@@ -50,12 +52,18 @@ def lr_range(
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
     check_binding("lr_range")
-    if not 0 < min_lr < max_lr:
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"lr_range(trainer={trainer!r}); accepted is a Trainer. Make one for the test.")
+    if not (is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr):
         raise ValueError(f"lr_range(min_lr={min_lr!r}, max_lr={max_lr!r}); accepted is 0 < min_lr < max_lr. Swap them.")
-    if not isinstance(num_training, int) or num_training < 5:
+    if not is_whole(num_training, 5):
         raise ValueError(f"lr_range(num_training={num_training!r}); accepted is a whole number, at least 5. Give more.")
     if mode not in ("exponential", "linear"):
         raise ValueError(f"lr_range(mode={mode!r}); accepted are 'exponential' and 'linear'.")
+    if early_stop_threshold is not None and not (is_number(early_stop_threshold) and early_stop_threshold > 0):
+        raise ValueError(
+            f"lr_range(early_stop_threshold={early_stop_threshold!r}); accepted is a number above 0, or None."
+        )
     before = trainer.global_step
     finder = Tuner(trainer).lr_find(
         model,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_turbo._checks import is_whole
 from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_info, rank_zero_warn
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.memory_format import FORMATS, FormatTimes, measure_memory_format, set_memory_format
@@ -51,7 +52,7 @@ class MemoryFormat(Callback):
                 f"MemoryFormat(memory_format={memory_format!r}); accepted are 'measure', 'channels_last' and "
                 "'contiguous'. Take 'measure' where you do not know which is faster."
             )
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+        if not is_whole(rounds, 1):
             raise ValueError(f"MemoryFormat(rounds={rounds!r}); accepted is a whole number, at least 1. Give more.")
         self.memory_format = memory_format
         self.rounds = rounds

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_turbo._checks import is_number
 
 __all__ = ["Normalize"]
 
@@ -29,9 +32,10 @@ class Normalize:
             four or more dimensions ``(batch, channel, ...)``; a mask of that shape needs ``keys``.
 
     Raises:
-        TypeError: If ``dtype`` is no floating-point dtype.
-        ValueError: If ``mean`` and ``std`` differ in length, ``std`` or ``scale`` is not above zero, or one of the
-            two is above 1 with ``scale=255``.
+        TypeError: If ``mean`` or ``std`` holds no numbers, ``dtype`` is no floating-point dtype, ``memory_format`` no
+            memory format, or ``keys`` no sequence of names.
+        ValueError: If ``mean`` and ``std`` differ in length or are empty, a number is not finite, ``std`` or ``scale``
+            is not above zero, or one of the two is above 1 with ``scale=255``.
 
     Example:
         >>> image = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
@@ -49,11 +53,16 @@ class Normalize:
         scale: float = 255.0,
         keys: Sequence[str | int] | None = None,
     ) -> None:
-        means, stds = (torch.as_tensor(v, dtype=torch.float64).flatten().tolist() for v in (mean, std))
-        if len(means) != len(stds):
+        try:
+            means, stds = (torch.as_tensor(v, dtype=torch.float64).flatten().tolist() for v in (mean, std))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"mean={mean!r}, std={std!r}: pass a number for each channel, or one for all.") from error
+        if not means or len(means) != len(stds):
             raise ValueError(
                 f"mean has {len(means)} values and std {len(stds)}; pass one of each for every channel, or one for all."
             )
+        if not all(map(math.isfinite, (*means, *stds))) or not is_number(scale):
+            raise ValueError(f"mean={mean!r}, std={std!r}, scale={scale!r}: accepted are finite numbers. Pass those.")
         if min(stds) <= 0 or scale <= 0:
             raise ValueError(f"std={std!r} and scale={scale!r} must be above zero; the image is divided by them.")
         if scale == 255 and max(*map(abs, means), *stds) > 1:
@@ -63,6 +72,10 @@ class Normalize:
             )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype={dtype!r} is no floating-point dtype; pass for example torch.float16.")
+        if memory_format is not None and not isinstance(memory_format, torch.memory_format):
+            raise TypeError(f"memory_format={memory_format!r} is none; pass for example torch.channels_last, or None.")
+        if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
+            raise TypeError(f"keys={keys!r}: pass a sequence of names or places, for example ('image',), or None.")
         self.factor = [1 / (scale * s) for s in stds]
         self.offset = [-m / s for m, s in zip(means, stds, strict=True)]
         self.dtype = dtype

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from lightning_turbo._checks import check_functions
 from lightning_turbo.data.packing import CONTENTS, pack_folder
 
 __all__ = ["PackedDataset", "pack_folder"]
@@ -41,7 +42,7 @@ class PackedDataset(Dataset[Any]):
     Raises:
         FileNotFoundError: If a file or folder is not there.
         KeyError: If an array of ``keys`` is not there.
-        TypeError: If an array holds something that torch has no dtype for.
+        TypeError: If an array holds something that torch has no dtype for, or an argument has a wrong type.
         ValueError: If the arrays differ in length, or there are none.
 
     Example:
@@ -59,6 +60,9 @@ class PackedDataset(Dataset[Any]):
         keys: Sequence[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
+        check_functions(transform=transform)
+        if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
+            raise TypeError(f"keys={keys!r}: pass a sequence of names, for example ('images', 'labels'), or None.")
         self._source = dict(source) if isinstance(source, Mapping) else source
         self._keys = None if keys is None else tuple(keys)
         self.transform = transform
@@ -174,6 +178,8 @@ def _open_source(source: Any) -> dict[str, Callable[[], np.ndarray]]:
 def _opener(value: Any) -> Callable[[], np.ndarray]:
     if isinstance(value, np.ndarray):
         return lambda: value
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"PackedDataset got {value!r} as an array; pass a numpy array or the path of a .npy file.")
     # Copy on write, because torch warns of arrays that it may not write to. Nothing is written.
     return lambda: np.load(value, mmap_mode="c")
 

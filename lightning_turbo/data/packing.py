@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lightning_turbo._checks import check_functions, check_switches, is_whole
 from lightning_turbo._optional import require
 
 __all__ = ["CONTENTS", "pack_folder"]
@@ -49,8 +50,9 @@ def pack_folder(
         FileExistsError: If ``out`` is there and ``overwrite`` is not set, or it is not what this function writes.
         FileNotFoundError: If ``folder`` is not there or holds nothing to pack.
         MissingExtraError: If there are images and Pillow is not installed.
-        ValueError: If files differ in shape, dtype or kind, ``size`` is given for arrays, ``folder`` lies in
-            ``out``, or an ``out`` to overwrite in ``folder``.
+        TypeError: If ``overwrite`` is no bool or ``progress`` cannot be called.
+        ValueError: If ``size`` is no pair of whole numbers above 0 or given for arrays, files differ in shape, dtype or
+            kind, ``folder`` lies in ``out``, or an ``out`` to overwrite in ``folder``.
 
     Example:
         >>> import tempfile
@@ -61,6 +63,10 @@ def pack_folder(
         >>> pack_folder(root / "scans", root / "packed")["samples"]
         3
     """
+    check_switches(overwrite=overwrite)
+    check_functions(progress=progress)
+    if size is not None and not (isinstance(size, Sequence) and len(size) == 2 and all(is_whole(n, 1) for n in size)):
+        raise ValueError(f"size={size!r}; accepted is (height, width) in pixels, each at least 1, or None.")
     source, target = Path(folder), Path(out)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{str(target)!r} is there already. Pass another folder, or overwrite=True.")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
+from lightning_turbo._checks import check_functions, is_number, is_whole
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.randomness import generators_in, set_shared_state, shared_state
@@ -75,8 +76,7 @@ class WorkerTuning:
         for row in self.rows:
             mark = " <-" if _settings(row) == self.settings else ""
             shown = f"{row.seconds * 1e3:10.3f}" if row.batches else f"{row.note:>10}"
-            factor = "-" if row.prefetch_factor is None else str(row.prefetch_factor)
-            pinned = "yes" if row.pin_memory else "no"
+            factor, pinned = row.prefetch_factor or "-", "yes" if row.pin_memory else "no"
             lines.append(f"{row.num_workers:7}  {factor:>8}  {pinned:>6}  {row.batches:7}  {shown}{mark}")
         return "\n".join(lines)
 
@@ -104,7 +104,7 @@ def tune_workers(
         step: Called on each batch, for example a training step, so that loading is measured with it: in turns, or
             beside it where ``make_loader`` returns a ``PrefetchLoader``. Called once more, not timed, on the first
             batch of each setting. Without it, loading alone is measured.
-        seconds: Time for everything together, above zero.
+        seconds: Time for everything together, finite and above zero.
         max_workers: The most workers to try, 0 or more; by default the number of CPU cores that this process may use.
         prefetch_factors: What to try, each 1 or more, smallest first.
         tolerance: How much slower than the best a smaller setting may be, 0 or more; 0.05 is 5 %.
@@ -116,7 +116,7 @@ def tune_workers(
         The choice; its ``settings`` are keyword arguments for a ``DataLoader``.
 
     Raises:
-        TypeError: If ``make_loader`` or ``step`` cannot be called.
+        TypeError: If ``make_loader``, ``step`` or ``show`` cannot be called.
         ValueError: If a number is out of range.
         RuntimeError: If no setting gave a batch in time; its text says what happened with each.
 
@@ -133,7 +133,7 @@ def tune_workers(
         >>> tune_workers(make_loader, seconds=1.0, max_workers=0, show=None).settings["num_workers"]
         0
     """
-    _check(make_loader, step, seconds, max_workers, prefetch_factors, tolerance)
+    _check(make_loader, step, show, seconds, max_workers, prefetch_factors, tolerance)
     if cache is not None and (known := _read(Path(cache))) is not None:
         if show is not None:
             show(str(known))
@@ -386,15 +386,15 @@ def _read(path: Path) -> WorkerTuning | None:
         return None
 
 
-def _check(make_loader: Any, step: Any, seconds: Any, max_workers: Any, prefetch_factors: Any, tolerance: Any) -> None:
-    for name, value in (("make_loader", make_loader), ("step", step)):
-        if not callable(value) and not (name == "step" and value is None):
-            raise TypeError(f"{name}={value!r} cannot be called; pass a function.")
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds!r} is not above zero; pass the time to spend, in seconds.")
-    if max_workers is not None and max_workers < 0:
-        raise ValueError(f"max_workers={max_workers!r} is negative; pass 0 or more.")
-    if not prefetch_factors or min(prefetch_factors) < 1:
-        raise ValueError(f"prefetch_factors={prefetch_factors!r} must hold numbers of 1 or more.")
-    if tolerance < 0:
-        raise ValueError(f"tolerance={tolerance!r} is negative; pass 0 or more, for example 0.05.")
+def _check(make_loader: Any, step: Any, show: Any, seconds: Any, most: Any, factors: Any, tolerance: Any) -> None:
+    check_functions(step=step, show=show)
+    if not callable(make_loader):
+        raise TypeError(f"make_loader={make_loader!r} cannot be called; pass a function.")
+    if not is_number(seconds) or seconds <= 0:
+        raise ValueError(f"seconds={seconds!r}: pass the time to spend, a finite number above zero.")
+    if most is not None and not is_whole(most, 0):
+        raise ValueError(f"max_workers={most!r}: pass a whole number, 0 or more, or None.")
+    if not isinstance(factors, Sequence) or not factors or not all(is_whole(n, 1) for n in factors):
+        raise ValueError(f"prefetch_factors={factors!r} must hold whole numbers of 1 or more.")
+    if not is_number(tolerance) or tolerance < 0:
+        raise ValueError(f"tolerance={tolerance!r}: pass a finite number, 0 or more, for example 0.05.")

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from lightning_turbo import _optional
 from lightning_turbo._compat import LightningDataModule, MisconfigurationException, check_binding
 from lightning_turbo.data.dali import DALILoader, FileRecipe, ImageFolder
 
 __all__ = ["DALIDataModule"]
 
-Source = str | os.PathLike[str] | FileRecipe | Callable[..., Any] | DALILoader | Any
+# jsonargparse takes the first that fits, and would take anything for an os.PathLike: Any stands for that.
+Source = FileRecipe | DALILoader | DataLoader[Any] | Callable[..., Any] | str | Any
 
 # Lightning's stages, and the loaders that each of them uses.
 LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -49,6 +52,7 @@ class DALIDataModule(LightningDataModule):
 
     Raises:
         MissingExtraError: If DALI is not installed.
+        TypeError: If a source is none of these, ``images`` is no mapping, or an argument of a loader has a wrong type.
         ValueError: If no source is given, or the arguments of a loader are wrong.
 
     Example:
@@ -77,6 +81,8 @@ class DALIDataModule(LightningDataModule):
             raise ValueError("DALIDataModule without a source: give at least one of train, val, test and predict.")
         if device not in (None, "cpu"):
             raise ValueError(f"device={device!r}: accepted are None, which follows the Trainer, and 'cpu'.")
+        if images is not None and not isinstance(images, Mapping):
+            raise TypeError(f"images={images!r}: give further arguments of ImageFolder as a dictionary, or None.")
         self._device = device
         self.loaders: dict[str, Any] = {}
         for name, source in sources.items():
@@ -86,6 +92,13 @@ class DALIDataModule(LightningDataModule):
             if isinstance(source, FileRecipe) or (callable(source) and getattr(source, "_is_pipeline_def", False)):
                 how = last_batch if name == "train" else "partial"
                 source = DALILoader(source, batch_size, last_batch=how, **options)
+            not_made = isinstance(source, Mapping) and "class_path" in source  # what jsonargparse leaves of an error
+            if source is not None and (not_made or not hasattr(source, "__iter__")):
+                raise TypeError(
+                    f"{name}={source!r} is no source of batches: give a folder, a ready pipeline such as ImageFolder, "
+                    "a function decorated with nvidia.dali.pipeline_def, or a loader. In a file, correct class_path "
+                    "and init_args."
+                )
             self.loaders[name] = source
             hook = f"{name}_dataloader"
             if source is None and getattr(type(self), hook) is getattr(DALIDataModule, hook):

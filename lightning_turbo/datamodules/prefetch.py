@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_turbo._checks import check_functions, check_switches
 from lightning_turbo._compat import (
     Callback,
     CombinedLoader,
@@ -145,10 +146,8 @@ class _Settings:
     ) -> None:
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         self.prefetch_threads = check_threads("prefetch_threads", prefetch_threads)
-        if not isinstance(device_prefetch, bool):
-            raise TypeError(f"device_prefetch={device_prefetch!r} is no bool; pass True or False.")
-        if device_transform is not None and not callable(device_transform):
-            raise TypeError(f"device_transform={device_transform!r} cannot be called; pass a function of the batch.")
+        check_switches(device_prefetch=device_prefetch)
+        check_functions(device_transform=device_transform)
         if pin_memory is not None and not isinstance(pin_memory, bool):
             raise TypeError(f"pin_memory={pin_memory!r} is no bool; pass True, False, or None for the loaders' own.")
         if isinstance(num_workers, str) and num_workers != "auto":

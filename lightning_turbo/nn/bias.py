@@ -69,7 +69,7 @@ def drop_bias_before_norm(
         Which biases were dropped and which were kept, and why.
 
     Raises:
-        TypeError: If ``module`` is no module, or ``example_inputs`` no tuple.
+        TypeError: If ``module`` or ``within`` is no module, or ``example_inputs`` no tuple.
         ValueError: If the module's own ``forward`` cannot be traced in some mode, or ``within`` does not hold it.
 
     Warns:
@@ -88,14 +88,16 @@ def drop_bias_before_norm(
 
     Source: Ioffe and Szegedy, Batch Normalization, 2015, section 3.2.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r}; accepted is a torch.nn.Module. Pass the network.")
+    within = module if within is None else within
+    for name, part in (("module", module), ("within", within)):
+        if not isinstance(part, nn.Module):
+            raise TypeError(f"{name}={part!r}; accepted is a torch.nn.Module. Pass the network.")
     if example_inputs is not None and not isinstance(example_inputs, (tuple, list)):
         raise TypeError(
             f"example_inputs is a {type(example_inputs).__name__}; accepted is a tuple of positional inputs. "
             "Pass (batch,)."
         )
-    if within is not None and all(part is not module for part in within.modules()):
+    if all(part is not module for part in within.modules()):
         raise ValueError(
             f"within={type(within).__name__} does not hold module={type(module).__name__}. Pass its owner."
         )
@@ -127,7 +129,7 @@ def drop_bias_before_norm(
             report.kept[name] = reason
         else:
             cancelled[name] = norm_name
-    report.kept.update(_out_of_step(module if within is None else within, module, cancelled))
+    report.kept.update(_out_of_step(within, module, cancelled))
     removed = 0
     for name, norm_name in cancelled.items():
         if name not in report.kept:
@@ -275,9 +277,7 @@ def _features_unknown(
         return None
     if (known := shapes.get(node.name)) is not None:
         return None if known == 2 else f"its output has {known} dimensions"
-    if _flat(node, names):
-        return None
-    return "its output may have more than two dimensions; give example_inputs"
+    return None if _flat(node, names) else "its output may have more than two dimensions; give example_inputs"
 
 
 def _flat(node: fx.Node, names: dict[str, nn.Module]) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_turbo._checks import check_functions, is_number, is_whole
+
 __all__ = ["FORMATS", "FormatTimes", "MemoryFormatName", "measure_memory_format", "set_memory_format"]
 
 MemoryFormatName = Literal["contiguous", "channels_last"]
@@ -32,6 +34,7 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
         The number of weights of four or five dimensions.
 
     Raises:
+        TypeError: If ``module`` is no module.
         ValueError: If the format is neither.
 
     Example:
@@ -41,6 +44,7 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
         >>> net.weight.is_contiguous(memory_format=torch.channels_last)
         True
     """
+    _check_module(module)
     if memory_format not in FORMATS:
         raise ValueError(f"memory_format={memory_format!r}; accepted are 'contiguous' and 'channels_last'.")
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.ndim in (4, 5)]
@@ -65,7 +69,7 @@ def measure_memory_format(
     inputs: Sequence[Any],
     *,
     step: Callable[[nn.Module, Sequence[Any]], Tensor] | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | int | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     rounds: int = 3,
     steps: int = 2,
@@ -81,7 +85,7 @@ def measure_memory_format(
         inputs: Positional inputs of a real size, on the device where it is measured.
         step: ``(network, inputs) -> loss`` or any tensor; ``None`` runs the network on the inputs and sums what
             floating-point tensors it returns.
-        device: Where to measure; ``None`` is where the network is.
+        device: Where to measure, for example ``"cpu"``; ``None`` is where the network is.
         context: Makes the context of each forward pass, for example one of ``torch.autocast``.
         rounds: How often the two formats take turns, at least 1; the median counts.
         steps: Steps of each turn, at least 1.
@@ -91,7 +95,9 @@ def measure_memory_format(
         The faster format, and the seconds per step of each.
 
     Raises:
-        ValueError: If a number is out of range or the network has no weights of four or five dimensions.
+        TypeError: If ``module`` is no module, ``inputs`` no tuple, or ``step`` or ``context`` cannot be called.
+        ValueError: If a number is out of range, the device is none, or the network has no weights of four or five
+            dimensions.
 
     Note:
         Holds a second copy of the network for the time of the measurement, and synchronises the device once a turn.
@@ -101,10 +107,16 @@ def measure_memory_format(
         >>> found.best in found.seconds
         True
     """
+    _check_module(module)
+    check_functions(step=step, context=context)
+    if step is None and not isinstance(inputs, (tuple, list)):
+        raise TypeError(
+            f"inputs is a {type(inputs).__name__}; accepted is a tuple of positional inputs. Pass (batch,)."
+        )
     for name, value in (("rounds", rounds), ("steps", steps)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_whole(value, 1):
             raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 1. Give a number of steps.")
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+    if not is_number(margin) or not 0 <= margin < 1:
         raise ValueError(f"margin={margin!r}; accepted is a share from 0 to below 1, for example 0.02.")
     if not any(parameter.ndim in (4, 5) for parameter in module.parameters()):
         raise ValueError(
@@ -112,7 +124,10 @@ def measure_memory_format(
             "layers. Leave the memory format alone."
         )
     step = _sum_of_outputs if step is None else step
-    device = next(module.parameters()).device if device is None else device
+    try:
+        device = torch.device(next(module.parameters()).device if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device that torch knows; pass 'cpu', 'cuda' or 'cuda:N'.") from error
     turns: dict[MemoryFormatName, list[float]] = {name: [] for name in FORMATS}
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -130,6 +145,11 @@ def measure_memory_format(
     seconds: dict[MemoryFormatName, float] = {name: statistics.median(turns[name]) for name in FORMATS}
     wins = seconds["channels_last"] < (1 - margin) * seconds["contiguous"]
     return FormatTimes("channels_last" if wins else "contiguous", seconds)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r}; accepted is a torch.nn.Module. Pass the network.")
 
 
 def _run(

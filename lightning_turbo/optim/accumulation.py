@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import is_number, is_whole
+
 __all__ = ["AccumulationWindow", "checked_weight", "gather_for_checkpoint", "rank_and_size", "scale_gradients"]
 
 
@@ -24,6 +26,9 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
         parameters: Parameters of any shape; those without a gradient are passed over.
         factor: Dimensionless factor, a number or a tensor without dimensions; not read on the host.
 
+    Raises:
+        ValueError: If ``factor`` is neither a tensor nor a finite number.
+
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> weight.sum().backward()
@@ -31,6 +36,10 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
         >>> weight.grad.tolist()
         [0.5, 0.5]
     """
+    if not isinstance(factor, Tensor) and not is_number(factor):
+        raise ValueError(
+            f"factor={factor!r}; accepted is a finite number, or a tensor. Give what window.factor returns."
+        )
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -78,7 +87,7 @@ class AccumulationWindow:
     """
 
     def __init__(self, unit: float = 1.0) -> None:
-        if not isinstance(unit, numbers.Real) or not math.isfinite(unit) or unit <= 0:
+        if not is_number(unit) or unit <= 0:
             raise ValueError(
                 f"unit={unit!r}; accepted is a finite number above 0. Give the size of an ordinary weight."
             )
@@ -99,9 +108,11 @@ class AccumulationWindow:
                 none; a tensor is not read on the host.
 
         Raises:
-            TypeError: If ``weight`` is no number.
+            TypeError: If ``loss`` is no tensor or ``weight`` no number.
             ValueError: If ``weight`` is negative or not finite, or a tensor of several elements.
         """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss={loss!r} is no tensor. Give the loss that backward is called on.")
         self.count += 1
         if weight is None:
             return
@@ -115,27 +126,35 @@ class AccumulationWindow:
         """Return what the window's gradients have to be multiplied by.
 
         Args:
-            divisor: By what every loss was divided, the usual length of a window.
-            total: Sum of the weights over all ranks; ``None`` takes this rank's own.
-            ranks: Over how many ranks the gradients are averaged.
+            divisor: By what every loss was divided, the usual length of a window; at least 1.
+            total: Sum of the weights over all ranks, as a weight of ``add``; ``None`` takes this rank's own.
+            ranks: Over how many ranks the gradients are averaged, at least 1.
 
         Returns:
-            The factor; 1.0 for a full window without weights, 0 where all weights are 0.
+            The factor; 1.0 for a full window without weights, 0 where all weights are 0, NaN for a tensor that is NaN.
+
+        Raises:
+            TypeError: If ``total`` is no number.
+            ValueError: If a number is out of range, or ``total`` a tensor of several elements.
         """
-        total = self.total if total is None else total
+        for name, value in (("divisor", divisor), ("ranks", ranks)):
+            if not is_whole(value, 1):
+                raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 1. Give how many there are.")
+        total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
         whole = divisor * ranks * self.unit
         if isinstance(total, Tensor):
-            return torch.where(total > 0, whole / total, torch.zeros_like(total))
+            return torch.where(total == 0, 0.0, whole / total)
         return whole / total if total > 0 else 0.0
 
 
-def checked_weight(weight: Any) -> float | Tensor:
+def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
     """Return a weight as a Python number or as a tensor without dimensions, and refuse anything else.
 
     Args:
         weight: A number, or a tensor of one element, whose value is not looked at.
+        name: What messages call it.
 
     Raises:
         TypeError: If it is neither.
@@ -144,20 +163,18 @@ def checked_weight(weight: Any) -> float | Tensor:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(
-                f"weight is a tensor of shape {tuple(weight.shape)}; accepted is one number for a batch. "
+                f"{name} is a tensor of shape {tuple(weight.shape)}; accepted is one number for a batch. "
                 "Sum over the samples, for example mask.sum()."
             )
         wide = torch.float32 if weight.device.type == "mps" else torch.float64
         return weight.detach().reshape(()).to(wide)
     if not isinstance(weight, numbers.Real):
         raise TypeError(
-            f"weight={weight!r}; accepted is a number or a tensor of one element. Return the batch's number of "
-            "samples or tokens."
+            f"{name}={weight!r}; accepted is a number or a tensor of one element. Give a number of samples or tokens."
         )
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(
-            f"weight={weight!r}; accepted is a finite number that is not negative. Return the batch's number of "
-            "samples or tokens."
+            f"{name}={weight!r}; accepted is a finite number that is not negative. Give a number of samples or tokens."
         )
     return float(weight)
 

@@ -6,12 +6,13 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR
 
+from lightning_turbo._checks import check_functions, is_number, is_whole
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["CyclicSchedule", "RunLength", "cyclic_lr"]
@@ -64,6 +65,9 @@ class CyclicSchedule(CyclicLR):
                     f"base_lr={a!r} is above max_lr={b!r} in parameter group {index}; accepted is "
                     "base_lr <= max_lr. Swap the two."
                 )
+        check_functions(scale_fn=scale_fn)
+        if trainer is not None and not all(hasattr(trainer, each) for each in RunLength.__annotations__):
+            raise TypeError(f"trainer={trainer!r}; accepted is a Trainer, or None. Pass self.trainer.")
         self._up, self._down, self._unit = _cycle(steps_up, steps_down, epochs_up, epochs_down)
         if steps_per_epoch is not None:
             _whole("steps_per_epoch", steps_per_epoch)
@@ -74,11 +78,9 @@ class CyclicSchedule(CyclicLR):
             )
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}; accepted are {', '.join(map(repr, MODES))}, or a scale_fn.")
-        if scale_fn is not None and not callable(scale_fn):
-            raise TypeError(f"scale_fn={scale_fn!r}; accepted is a function of one number. Pass a callable or None.")
         if scale_mode not in ("cycle", "iterations"):
             raise ValueError(f"scale_mode={scale_mode!r}; accepted are 'cycle' and 'iterations'.")
-        if not _is_number(gamma) or not 0 < gamma <= 1:
+        if not is_number(gamma) or not 0 < gamma <= 1:
             raise ValueError(f"gamma={gamma!r}; accepted is a number above 0 and at most 1, the decay of 'exp_range'.")
         self._still = _without_momentum(optimizer, momentum)
         cycled = momentum is not None and len(self._still) < len(groups)
@@ -293,6 +295,8 @@ def cyclic_lr(
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name={name!r}; accepted is a name for the logs, or None. Give a text.")
     schedule = CyclicSchedule(
         optimizer,
         base_lr,
@@ -313,19 +317,15 @@ def cyclic_lr(
     return config if name is None else {**config, "name": name}
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(float(value))
-
-
 def _whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value, 1):
         raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 1. Give a number of optimizer steps.")
 
 
 def _rates(name: str, value: Any, groups: int) -> list[float]:
     """Return one learning rate for each parameter group."""
     values = [value] * groups if isinstance(value, numbers.Real) else value
-    if not isinstance(values, Sequence) or isinstance(values, str) or not all(_is_number(v) and v >= 0 for v in values):
+    if not isinstance(values, Sequence) or isinstance(values, str) or not all(is_number(v) and v >= 0 for v in values):
         raise ValueError(
             f"{name}={value!r}; accepted is a finite number that is not negative, or one for each parameter group."
         )
@@ -360,7 +360,7 @@ def _cycle(
 
 def _epochs(name: str, value: float | None, default: float | None = None) -> float:
     value = default if value is None else value
-    if not _is_number(value) or value <= 0:
+    if not is_number(value) or value <= 0:
         raise ValueError(f"{name}={value!r}; accepted is a number of epochs above 0. Fractions are allowed.")
     return float(value)
 
@@ -372,7 +372,7 @@ def _without_momentum(optimizer: Optimizer, momentum: Any) -> dict[int, float]:
     if (
         not isinstance(momentum, Sequence)
         or len(momentum) != 2
-        or not all(_is_number(value) and 0 <= value < 1 for value in momentum)
+        or not all(is_number(value) and 0 <= value < 1 for value in momentum)
         or momentum[0] > momentum[1]
     ):
         raise ValueError(

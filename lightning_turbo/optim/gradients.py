@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import check_functions
+
 __all__ = ["GradientRelease", "ReleaseState", "release_after_steps", "release_gradients"]
 
 
@@ -53,7 +55,7 @@ class GradientRelease:
         unless: Asked after each step; where it says ``True`` the gradients stay.
 
     Raises:
-        TypeError: If ``optimizer`` is no optimizer.
+        TypeError: If ``optimizer`` is no optimizer, or ``unless`` cannot be called.
 
     Note:
         The step hook reads and writes references only: no device work, no synchronisation.
@@ -81,6 +83,7 @@ class GradientRelease:
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={optimizer!r}: accepted is a torch.optim.Optimizer. Pass the optimizer itself.")
+        check_functions(unless=unless)
         self.optimizer = optimizer
         self.state = ReleaseState.WATCHING
         self._given = parameters is not None

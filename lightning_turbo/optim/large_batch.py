@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_turbo._checks import is_number, is_whole
+
 __all__ = ["LearningRateWarmup", "every_schedule", "lr_factor", "scale_learning_rates"]
 
 Rule = Literal["linear", "sqrt"] | None
@@ -39,7 +41,7 @@ def lr_factor(rule: Rule, batch_size: int, base_batch_size: int) -> float:
     Source: Goyal et al., Accurate, Large Minibatch SGD, 2017; Krizhevsky, One Weird Trick, 2014 (square root).
     """
     for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_whole(size, 1):
             raise ValueError(f"{name}={size!r}; accepted is a whole number, at least 1. Give a number of samples.")
     if rule is None:
         return 1.0
@@ -71,7 +73,7 @@ def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[A
         >>> optimizer.param_groups[0]["lr"]
         2.0
     """
-    if not math.isfinite(factor) or factor <= 0:
+    if not is_number(factor) or factor <= 0:
         raise ValueError(f"factor={factor!r}; accepted is a finite number above 0. Check the batch sizes.")
     done: set[Tensor] = set()
 
@@ -122,9 +124,13 @@ class LearningRateWarmup:
 
     Args:
         optimizer: The optimizer to warm up.
-        factor: By how much its learning rate was raised; at least 1 for a warm-up.
+        factor: By how much its learning rate was raised, finite and above 0; at least 1 for a warm-up.
         steps: Length of the warm-up in optimizer steps; 0 does nothing.
-        done: Steps already made, for a run that goes on.
+        done: Steps already made, for a run that goes on; at least 0.
+
+    Raises:
+        TypeError: If ``optimizer`` is no optimizer.
+        ValueError: If a number is out of range.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
@@ -136,6 +142,15 @@ class LearningRateWarmup:
     """
 
     def __init__(self, optimizer: Optimizer, factor: float, steps: int, done: int = 0) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer={optimizer!r}: accepted is a torch.optim.Optimizer. Pass the optimizer itself.")
+        if not is_number(factor) or factor <= 0:
+            raise ValueError(
+                f"factor={factor!r}; accepted is a finite number above 0. Give what the rate was raised by."
+            )
+        for name, value in (("steps", steps), ("done", done)):
+            if not is_whole(value, 0):
+                raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 0. Give optimizer steps.")
         self.optimizer, self.factor, self.steps, self.done = optimizer, factor, steps, done
         self._set: list[Any] | None = None
         self._handles = [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_turbo._checks import check_switches, is_number
 from lightning_turbo._optional import require
 from lightning_turbo.errors import MissingExtraError
 
@@ -40,11 +42,15 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
     Returns:
         The weights, and the biases and norms.
 
+    Raises:
+        TypeError: If ``module`` is no module.
+
     Example:
         >>> weights, rest = split_parameters(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
         >>> len(weights), len(rest)
         (1, 3)
     """
+    _check_module(module, "split_parameters")
     normed = {id(p) for part in module.modules() if isinstance(part, NORMS) for p in part.parameters(recurse=False)}
     weights: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
@@ -82,6 +88,7 @@ def lars(
 
     Raises:
         MissingExtraError: If the package pytorch_optimizer is absent.
+        TypeError: If ``module`` is no module, or ``nesterov`` no bool.
         ValueError: If a number is out of range, the module has nothing to train, or a normalization layer has
             parameters of two or more dimensions, to which the package would apply the trust ratio.
 
@@ -95,6 +102,7 @@ def lars(
 
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017.
     """
+    check_switches(nesterov=nesterov)
     _check(lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
     _below_one(momentum=momentum)
     weights, rest = _split(module, "lars")
@@ -145,6 +153,7 @@ def lamb(
 
     Raises:
         MissingExtraError: If the package pytorch_optimizer, or for ``fused=True`` NVIDIA's apex, is absent.
+        TypeError: If ``module`` is no module, ``betas`` no pair, or ``fused`` no bool.
         ValueError: If a number is out of range, the module has nothing to train, or ``fused=True`` comes with
             ``weight_decay=0``, where FusedLAMB would drop the trust ratio of every weight.
 
@@ -155,9 +164,12 @@ def lamb(
 
     Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
     """
+    check_switches(fused=fused)
     _check(lr=lr, eps=eps, weight_decay=weight_decay)
     if max_grad_norm is not None:
         _check(max_grad_norm=max_grad_norm)
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise TypeError(f"betas={betas!r}; accepted is a pair of numbers from 0 to below 1, for example (0.9, 0.999).")
     _below_one(beta1=betas[0], beta2=betas[1])
     weights, rest = _split(module, "lamb")
     groups: list[dict[str, Any]] = [
@@ -209,11 +221,15 @@ def _no_apex() -> MissingExtraError:
     )
 
 
-def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _check_module(module: Any, used_by: str) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"{used_by}: module={module!r}; accepted is a torch.nn.Module. Pass self in configure_optimizers."
         )
+
+
+def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    _check_module(module, used_by)
     weights, rest = split_parameters(module)
     if not weights and not rest:
         raise ValueError(
@@ -225,7 +241,7 @@ def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn
 def _check(**numbers: float) -> None:
     for name, value in numbers.items():
         zero = name == "weight_decay"
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if not is_number(value) or value < 0:
             raise ValueError(f"{name}={value!r}; accepted is a finite number {'not below' if zero else 'above'} 0.")
         if value == 0 and not zero:
             raise ValueError(f"{name}={value!r}; accepted is a finite number above 0. Give a larger one.")
@@ -233,5 +249,5 @@ def _check(**numbers: float) -> None:
 
 def _below_one(**numbers: float) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        if not is_number(value) or not 0 <= value < 1:
             raise ValueError(f"{name}={value!r}; accepted is a number from 0 to below 1, for example 0.9.")

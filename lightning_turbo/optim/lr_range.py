@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_turbo._checks import is_number
+
 __all__ = ["LRRange", "propose_lr_range"]
 
 
@@ -44,7 +46,7 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
-    if not 0 < begin < end <= 1:
+    if not (is_number(begin) and is_number(end) and 0 < begin < end <= 1):
         raise ValueError(f"begin={begin!r} and end={end!r}; accepted is 0 < begin < end <= 1, for example 0.1 and 0.9.")
     if len(lrs) != len(losses):
         raise ValueError(f"{len(lrs)} learning rates with {len(losses)} losses; accepted is one loss for each rate.")

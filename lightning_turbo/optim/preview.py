@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_turbo._checks import is_whole
 from lightning_turbo._optional import require
 from lightning_turbo.optim.cyclic import CyclicSchedule
 
@@ -50,11 +51,11 @@ def preview(
         >>> preview(0.0, 1.0, steps=5, steps_up=2).lr
         [[0.0, 0.5, 1.0, 0.5, 0.0]]
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_whole(steps, 1):
         raise ValueError(f"steps={steps!r}; accepted is a whole number, at least 1. Give the steps to look at.")
     if path is not None:
         require("matplotlib", "preview(path=...)")
-    groups = max((len(rate) for rate in (base_lr, max_lr) if isinstance(rate, Sequence)), default=1)
+    groups = max([1, *(len(rate) for rate in (base_lr, max_lr) if isinstance(rate, Sequence))])
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.0, momentum=0.9)
     schedule = CyclicSchedule(optimizer, base_lr, max_lr, **cycle)
     rows = []

@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_turbo._compat import (
-    LightningModule,
-    Precision,
-    check_binding,
-    loaded_checkpoint,
-    rank_zero_warn,
-)
+from lightning_turbo._checks import check_switches
+from lightning_turbo._compat import LightningModule, Precision, check_binding, loaded_checkpoint, rank_zero_warn
 from lightning_turbo.amp import functions
 from lightning_turbo.amp.collectives import on_dense
 from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
@@ -81,7 +76,7 @@ class ApexAMP(Precision):
 
     Raises:
         AmpUsageError: If the level, an override or a limit is refused (a ``ValueError`` and a ``RuntimeError``).
-        TypeError: If a dtype is none.
+        TypeError: If a dtype is none, or ``exact_masters``, ``cast_cache`` or ``log_scale`` no bool.
         LightningMismatchError: If the program uses the other import name of Lightning.
 
     Note:
@@ -119,6 +114,7 @@ class ApexAMP(Precision):
         log_scale: bool = False,
         backend: str = "native",
     ) -> None:
+        check_switches(exact_masters=exact_masters, cast_cache=cast_cache, log_scale=log_scale)
         if not is_native(backend):
             take_over(self, locals())
             return

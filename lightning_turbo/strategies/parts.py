@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 
+from lightning_turbo._checks import check_switches, is_whole
 from lightning_turbo._compat import (
     LightningDataModule,
     LightningModule,
@@ -66,19 +67,16 @@ class TurboParts:
         lean_logging: bool,
         sigterm_every: int = 1,
     ) -> None:
-        switches = {
-            "device_prefetch": device_prefetch,
-            "release_gradients": release_gradients,
-            "lean_step": lean_step,
-            "lean_logging": lean_logging,
-        }
-        for name, value in switches.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is no bool; accepted are True and False.")
+        check_switches(
+            device_prefetch=device_prefetch,
+            release_gradients=release_gradients,
+            lean_step=lean_step,
+            lean_logging=lean_logging,
+        )
         if cudnn_benchmark is not None and not isinstance(cudnn_benchmark, bool):
             raise TypeError(f"cudnn_benchmark={cudnn_benchmark!r} is no bool; accepted are True, False and None.")
         for name, count in (("prefetch_batches", prefetch_batches), ("sigterm_every", sigterm_every)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            if not is_whole(count, 1):
                 raise ValueError(f"{name}={count!r}; accepted is a whole number from 1 on.")
         if memory_format not in (None, "measure", *FORMATS):
             raise ValueError(

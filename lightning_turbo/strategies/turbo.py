@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_turbo._checks import check_switches
 from lightning_turbo._compat import (
     CheckpointIO,
     DDPStrategy,
     MisconfigurationException,
+    Precision,
     SingleDeviceStrategy,
     Strategy,
     check_binding,
@@ -126,7 +128,7 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
         device: torch.device | str | int | None = None,
         accelerator: Any = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Any = None,
+        precision_plugin: Precision | None = None,
         *,
         device_prefetch: bool = True,
         prefetch_batches: int = 2,
@@ -254,9 +256,7 @@ class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
                 f"grad_compression={grad_compression!r}; accepted are None, 'bf16' and 'fp16'. Take 'fp16' where NCCL "
                 "or the device has no bfloat16, None for exact gradients."
             )
-        for name, value in (("static_graph", static_graph), ("sync_batchnorm", sync_batchnorm)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is no bool; accepted are True and False.")
+        check_switches(static_graph=static_graph, sync_batchnorm=sync_batchnorm)
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
         if grad_compression is not None and self._ddp_comm_hook is not None:
             raise ValueError(

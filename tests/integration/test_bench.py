@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_turbo.bench.command import run_bench
+from lightning_turbo.bench.case import BenchError
+from lightning_turbo.bench.command import list_cases, run_bench
 from lightning_turbo.bench.runner import run_suites
 from lightning_turbo.bench.settings import BenchSettings
 from lightning_turbo.cli import main
@@ -122,6 +123,22 @@ def gone(pid, within=30.0):
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not alive(pid)
+
+
+def test_a_list_of_no_case_shows_what_is_there(toy, capsys):
+    with pytest.raises(BenchError, match=r"only=\('nothing',\) matches none of these cases"):
+        list_cases(BenchSettings(**toy, only=("nothing",)))
+    everything = capsys.readouterr().out
+    assert list_cases(BenchSettings(**toy)) == 0
+    assert capsys.readouterr().out == everything
+    assert "  busy\n" in everything
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_numpy_does_not_take_is_refused_before_any_case(toy, seed):
+    with pytest.raises(BenchError, match=rf"seed={seed}; accepted are whole numbers from 0 to 2\*\*32 - 1"):
+        run_bench(BenchSettings(**toy, seed=seed))
+    assert not toy["out"].exists()
 
 
 def test_one_bad_case_stops_nothing_else(toy, tmp_path, capsys):

@@ -222,8 +222,17 @@ def test_a_file_names_what_dali_takes():
         last = "drop" if name == "train" else "partial"
         agrees(loader, {"batch_size": 2, "last_batch": last, **options, "pipeline.size": 8})
 
-    settings = {"batch_size": 2, "last_batch": "fill", **options}
     recipe = named("data.dali.ImageFolder", root="photos", train=True, **images)
+    loader = named("DALILoader", pipeline=recipe, batch_size=3, device="cpu", seed=7)
+    rows = {"class_path": "torch.utils.data.DataLoader", "init_args": {"dataset": [1, 2], "batch_size": 1}}
+    ready = {"train": loader, "val": recipe, "test": rows, "predict": "photos"}
+    loaders = load(trainer=TRAINER, data=named("DALIDataModule", **ready, batch_size=2)).datamodule.loaders
+    agrees(loaders["train"], {"batch_size": 3, "seed": 7, "pipeline.size": 8})
+    agrees(loaders["val"], {"batch_size": 2, "pipeline.size": 8})
+    assert type(loaders["test"]) is DataLoader
+    agrees(loaders["predict"], {"batch_size": 2, "pipeline.labels": None})
+
+    settings = {"batch_size": 2, "last_batch": "fill", **options}
     file = {"loader": named("DALILoader", pipeline=recipe, device="cpu", rank=1, world_size=2, **settings)}
     loader = load(Given, trainer=TRAINER, data=file).datamodule.loader
     agrees(loader, {**settings, "device": torch.device("cpu"), "_rank": 1, "_world_size": 2, "pipeline.train": True})

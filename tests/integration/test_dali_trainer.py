@@ -379,6 +379,12 @@ def test_wrong_arguments_are_refused(photos, monkeypatch):
         DALIDataModule("nowhere", batch_size=4)
     with pytest.raises(TypeError, match="nonsense"):
         DALIDataModule(photos, batch_size=4, nonsense=1)
+    with pytest.raises(TypeError, match="val=3 is no source of batches: give a folder, a ready pipeline"):
+        DALIDataModule(photos, 3, batch_size=4)
+    with pytest.raises(TypeError, match=r"is no source of batches: .* In a file, correct class_path and init_args"):
+        DALIDataModule({"class_path": "lightning_turbo.Nothing"}, batch_size=4)
+    with pytest.raises(TypeError, match="images=8: give further arguments of ImageFolder as a dictionary"):
+        DALIDataModule(photos, batch_size=4, images=8)
     with pytest.raises(ValueError, match=r"DALIDataModule.setup needs a Trainer"):
         data(photos).setup("fit")
     monkeypatch.setattr(_optional, "installed_version", lambda name: None)

@@ -406,7 +406,7 @@ def test_auto_workers(capsys):
         ({"prefetch_threads": 0}, ValueError, r"prefetch_threads=0 is out of range; pass the number of threads"),
         ({"prefetch_threads": True}, TypeError, r"prefetch_threads=True is no integer"),
         ({"device_prefetch": object()}, TypeError, r"device_prefetch=<object object at .*> is no bool"),
-        ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda' is no bool; pass True or False"),
+        ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda' is no bool; accepted are True and False"),
         ({"device_transform": 1}, TypeError, r"device_transform=1 cannot be called"),
         ({"num_workers": -1}, ValueError, r"num_workers=-1 is negative"),
         ({"num_workers": "many"}, ValueError, r"num_workers='many' is unknown; pass a number of processes or 'auto'"),

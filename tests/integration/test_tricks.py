@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import warnings
 
 import pytest
@@ -183,6 +184,9 @@ def test_a_constant_loss_comes_out_constant():
     ("arguments", "message"),
     [
         ({"min_lr": 1.0, "max_lr": 0.1}, r"min_lr=1.0, max_lr=0.1\); accepted is 0 < min_lr < max_lr"),
+        ({"min_lr": None}, r"min_lr=None, max_lr=1.0\); accepted is 0 < min_lr < max_lr"),
+        ({"max_lr": math.inf}, r"max_lr=inf\); accepted is 0 < min_lr < max_lr"),
+        ({"early_stop_threshold": "x"}, r"early_stop_threshold='x'\); accepted is a number above 0, or None"),
         ({"num_training": 2}, r"num_training=2\); accepted is a whole number, at least 5"),
         ({"mode": "cubic"}, r"mode='cubic'\); accepted are 'exponential' and 'linear'"),
     ],
@@ -190,6 +194,11 @@ def test_a_constant_loss_comes_out_constant():
 def test_lr_range_refuses_the_impossible(arguments, message):
     with pytest.raises(ValueError, match=message):
         lr_range(Trainer(**FLAGS), Net(), **arguments)
+
+
+def test_lr_range_needs_a_trainer():
+    with pytest.raises(TypeError, match=r"lr_range\(trainer=None\); accepted is a Trainer"):
+        lr_range(None, Net())
 
 
 @pytest.mark.filterwarnings("ignore:.*fast_dev_run.*")
@@ -545,6 +554,8 @@ def test_example_inputs_are_used_if_asked():
 def test_what_the_bias_callback_refuses():
     with pytest.raises(TypeError, match=r"network=3\); accepted is a path"):
         DropBiasBeforeNorm(3)
+    with pytest.raises(TypeError, match="use_example_input='yes' is no bool; accepted are True and False"):
+        DropBiasBeforeNorm(use_example_input="yes")
     with pytest.raises(ValueError, match="accepted is one of the two"):
         DropBiasBeforeNorm("net", use_example_input=True)
     with pytest.raises(ValueError, match=r"network='nets'\): Net has no such submodule"):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import check_switches, is_number, is_whole
 from lightning_turbo.data.dali.recipe import FileRecipe, check_dtype
 from lightning_turbo.data.normalize import Normalize
 
@@ -53,6 +54,7 @@ class ImageFolder(FileRecipe):
 
     Raises:
         FileNotFoundError: If ``root`` is no folder.
+        TypeError: If a switch is no bool.
         ValueError: If there is no class, a class without an image, or an argument out of its range.
 
     Note:
@@ -80,14 +82,15 @@ class ImageFolder(FileRecipe):
         labelled: bool = True,
         index: bool = False,
     ) -> None:
-        resize = round(size * 256 / 224) if resize is None else resize
-        if size < 1 or resize < size:
+        check_switches(train=train, channels_last=channels_last, mirror=mirror, labelled=labelled)
+        resize = round(size * 256 / 224) if resize is None and is_whole(size, 1) else resize
+        if not is_whole(size, 1) or not is_whole(resize, size):
             raise ValueError(f"size={size!r}, resize={resize!r}: size must be at least 1 and resize at least size.")
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        if not (_numbers(mean, 3) and _numbers(std, 3) and min(std) > 0):
             raise ValueError(f"mean={mean!r}, std={std!r}: give three numbers each, and std above zero.")
-        if not 0 < area[0] <= area[1] <= 1:
+        if not (_numbers(area, 2) and 0 < area[0] <= area[1] <= 1):
             raise ValueError(f"area={area!r}: give two rising fractions of the image, above 0 and up to 1.")
-        if not 0 < ratio[0] <= ratio[1]:
+        if not (_numbers(ratio, 2) and 0 < ratio[0] <= ratio[1]):
             raise ValueError(f"ratio={ratio!r}: give two rising numbers above 0.")
         self.root, self.train, self.size, self.resize = Path(root), train, size, resize
         self.dtype = check_dtype(dtype, ("float32", "float16", "uint8"))
@@ -154,6 +157,11 @@ class ImageFolder(FileRecipe):
             dtype: Floating-point type of the result.
         """
         return Normalize(self.mean, self.std, dtype=dtype)
+
+
+def _numbers(values: Any, count: int) -> bool:
+    """Tell whether values are so many finite numbers."""
+    return isinstance(values, (Sequence, np.ndarray)) and len(values) == count and all(map(is_number, values))
 
 
 def _found(root: Path, labelled: bool) -> tuple[tuple[str, ...], list[str], list[int] | None]:

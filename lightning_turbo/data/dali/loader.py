@@ -325,7 +325,7 @@ def _cores(ranks_here: int | None = None) -> int:
 def _checked_names(outputs: Sequence[str] | None, pipeline: FileRecipe | Callable[..., Any]) -> tuple[str, ...] | None:
     if outputs is None:
         return None
-    names = tuple(outputs)
+    names = tuple(outputs) if isinstance(outputs, Sequence) else ()
     if isinstance(outputs, str) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"outputs={outputs!r}: give the names of the outputs as a sequence of strings.")
     if len(set(names)) < len(names):

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import check_switches
+
 __all__ = ["DTYPES", "FileRecipe", "check_dtype"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "uint8": torch.uint8}
@@ -40,6 +42,10 @@ class FileRecipe(ABC):
         shuffle: Whether each epoch has a new order.
         index: Whether the last output is the number of the file in ``files``, int64 of shape (batch,).
 
+    Raises:
+        TypeError: If ``shuffle`` or ``index`` is no bool.
+        ValueError: If there are no files, or not as many labels.
+
     Attributes:
         files: Paths, in the order that ``index`` counts.
         labels: int64 of shape (files,), or ``None``.
@@ -49,7 +55,12 @@ class FileRecipe(ABC):
     branches = False
 
     def __init__(self, files: Sequence[str], labels: Sequence[int] | None, *, shuffle: bool, index: bool) -> None:
-        self.files = tuple(files)
+        check_switches(shuffle=shuffle, index=index)
+        self.files = () if isinstance(files, str) else tuple(files)
+        if not self.files:
+            raise ValueError(f"files={files!r}: give a sequence of paths, at least one.")
+        if labels is not None and len(labels) != len(self.files):
+            raise ValueError(f"{len(labels)} labels for {len(self.files)} files: give one for each file, or None.")
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
         self.shuffle = shuffle
         self.index = index

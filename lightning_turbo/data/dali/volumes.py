@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import check_switches, is_number
 from lightning_turbo.data.dali.recipe import FileRecipe, check_dtype
 
 __all__ = ["VolumeFiles"]
@@ -51,6 +53,7 @@ class VolumeFiles(FileRecipe):
 
     Raises:
         FileNotFoundError: If the list or a volume is missing.
+        TypeError: If a switch is no bool.
         ValueError: If a line of the list, a volume's format or shape, or an argument is not as described.
 
     Note:
@@ -73,13 +76,14 @@ class VolumeFiles(FileRecipe):
         shuffle: bool | None = None,
         index: bool = False,
     ) -> None:
-        if intensity < 0 or intensity >= 1:
+        check_switches(train=train, flips=flips, turns=turns, channels_last=channels_last)
+        if not is_number(intensity) or not 0 <= intensity < 1:
             raise ValueError(f"intensity={intensity!r}: give a number from 0 to below 1.")
-        if normalize not in ("volume", None) and (
-            isinstance(normalize, str) or len(normalize) != 2 or normalize[1] <= 0
-        ):
+        pair = isinstance(normalize, Sequence) and len(normalize) == 2 and all(map(is_number, normalize))
+        if normalize not in ("volume", None) and not (pair and normalize[1] > 0):
             raise ValueError(f"normalize={normalize!r}: accepted are 'volume', (mean, std) with std above 0, and None.")
-        if crop is not None and (len(crop) != 3 or min(crop) < 1):
+        whole = isinstance(crop, (Sequence, np.ndarray)) and all(isinstance(n, Integral) and n >= 1 for n in crop)
+        if crop is not None and not (whole and len(crop) == 3):
             raise ValueError(f"crop={crop!r}: give depth, height and width, each at least 1.")
         self.train, self.crop, self.normalize = train, crop, normalize
         self.flips, self.turns, self.intensity = flips and train, turns and train, intensity if train else 0.0

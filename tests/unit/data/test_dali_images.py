@@ -1,5 +1,7 @@
 """ImageFolder: what it finds, what it makes of an image, and what it refuses."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -186,11 +188,23 @@ def make_empty(tmp_path):
         ({"std": (0.1, 0.0, 0.1)}, "std above zero"),
         ({"area": (0.5, 0.1)}, "give two rising fractions"),
         ({"ratio": (0, 1)}, "give two rising numbers above 0"),
+        ({"size": None}, "size=None, resize=None: size must be at least 1"),
+        ({"size": 8, "resize": math.nan}, "size=8, resize=nan: .* resize at least size"),
+        ({"mean": (0.5, 0.5, math.nan)}, "give three numbers each"),
+        ({"std": 0.2}, "give three numbers each"),
+        ({"area": None}, "give two rising fractions"),
+        ({"ratio": (1, math.inf)}, "give two rising numbers above 0"),
     ],
 )
 def test_wrong_arguments_are_refused(photos, wrong, message):
     with pytest.raises(ValueError, match=message):
         ImageFolder(photos, train=True, **wrong)
+
+
+@pytest.mark.parametrize("switch", ["train", "channels_last", "mirror", "shuffle", "labelled", "index"])
+def test_a_switch_is_a_bool(photos, switch):
+    with pytest.raises(TypeError, match=f"{switch}='no' is no bool; accepted are True and False"):
+        ImageFolder(photos, **{"train": True, switch: "no"})
 
 
 @pytest.mark.parametrize("spoil", ["cut", "text", "gone"])

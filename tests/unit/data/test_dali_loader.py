@@ -267,6 +267,19 @@ class Raw(FileRecipe):
         return dali.fn.stack(dali.fn.cast(encoded[0], dtype=dali.types.FLOAT), number)
 
 
+@pytest.mark.parametrize(
+    ("files", "labels", "message"),
+    [
+        ([], None, r"files=\[\]: give a sequence of paths, at least one"),
+        ("a.jpg", None, "files='a.jpg': give a sequence of paths"),
+        (["a.jpg", "b.jpg"], [1], "1 labels for 2 files: give one for each file, or None"),
+    ],
+)
+def test_a_recipe_needs_files_and_their_labels(files, labels, message):
+    with pytest.raises(ValueError, match=message):
+        Raw(files, labels, shuffle=True, index=True)
+
+
 def test_a_recipe_of_ones_own(photos):
     files = sorted(str(path) for path in photos.rglob("*.jpg"))
     loader = make(Raw(files, None, shuffle=True, index=True), 4)
@@ -291,6 +304,7 @@ def test_a_recipe_of_ones_own(photos):
         ({"last_batch": "keep"}, ValueError, "last_batch='keep'"),
         ({"device": "tpu"}, ValueError, "device='tpu' is no device"),
         ({"device": "meta"}, ValueError, "DALI fills the memory of 'cpu' and 'cuda' only"),
+        ({"outputs": 3}, TypeError, "outputs=3: give the names of the outputs as a sequence"),
         ({"outputs": "image"}, TypeError, "give the names of the outputs as a sequence"),
         ({"outputs": ("a", 3, "b")}, TypeError, "sequence of strings"),
         ({"outputs": ("a", "a", "b")}, ValueError, "give each output a name of its own"),

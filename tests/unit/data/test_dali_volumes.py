@@ -1,6 +1,7 @@
 """VolumeFiles: real volumes against numpy, augmentation that is only what it says, and what is refused."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -204,6 +205,10 @@ def test_a_volume_that_is_cut_short_is_named(volumes, tmp_path):
     [
         ({"intensity": 1.0}, "intensity=1.0: give a number from 0 to below 1"),
         ({"intensity": -0.1}, "give a number from 0 to below 1"),
+        ({"intensity": math.nan}, "intensity=nan: give a number from 0 to below 1"),
+        ({"normalize": 3}, "normalize=3: accepted are 'volume'"),
+        ({"normalize": (math.nan, 1.0)}, "accepted are 'volume'"),
+        ({"crop": 4}, "crop=4: give depth, height and width"),
         ({"normalize": "all"}, "accepted are 'volume'"),
         ({"normalize": (0.0, 0.0)}, "with std above 0"),
         ({"crop": (4, 4)}, "give depth, height and width"),
@@ -215,3 +220,9 @@ def test_a_volume_that_is_cut_short_is_named(volumes, tmp_path):
 def test_wrong_arguments_are_refused(volumes, wrong, message):
     with pytest.raises(ValueError, match=message):
         VolumeFiles(volumes, train=True, **wrong)
+
+
+@pytest.mark.parametrize("switch", ["train", "flips", "turns", "channels_last", "shuffle", "index"])
+def test_a_switch_is_a_bool(volumes, switch):
+    with pytest.raises(TypeError, match=f"{switch}='no' is no bool; accepted are True and False"):
+        VolumeFiles(volumes, **{"train": True, switch: "no"})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import random
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
@@ -414,6 +415,15 @@ def test_normalize_touches_images_alone():
         ),
         ((0.5, 64), ValueError, r"mean=0.5, std=64 with scale=255.0"),
         ((-1.5, 1.0), ValueError, r"mean=-1.5, std=1.0 with scale=255.0"),
+        ((math.nan, 1.0), ValueError, r"mean=nan, std=1.0, scale=255.0: accepted are finite numbers"),
+        (([0.1, math.inf], [1.0, 1.0]), ValueError, r"mean=\[0.1, inf\].*: accepted are finite numbers"),
+        ((0.1, torch.tensor([math.nan])), ValueError, r"std=tensor\(\[nan\]\).*: accepted are finite numbers"),
+        ((0.1, 1.0, {"scale": math.nan}), ValueError, r"scale=nan: accepted are finite numbers"),
+        ((0.1, 1.0, {"scale": None}), ValueError, r"scale=None: accepted are finite numbers"),
+        (([], []), ValueError, "mean has 0 values and std 0; pass one of each for every channel"),
+        ((None, 1.0), TypeError, "mean=None, std=1.0: pass a number for each channel, or one for all"),
+        ((0.1, 1.0, {"memory_format": "nhwc"}), TypeError, "memory_format='nhwc' is none; pass for example"),
+        ((0.1, 1.0, {"keys": "image"}), TypeError, "keys='image': pass a sequence of names or places"),
         ((0.1, 1.0, {"dtype": torch.int8}), TypeError, "torch.int8 is no floating-point dtype"),
     ],
 )

@@ -123,6 +123,12 @@ def test_bad_sources(tmp_path, arrays):
         PackedDataset({"text": np.array(["a", "b"])})
     with pytest.raises(TypeError, match="PackedDataset got 3; pass a folder"):
         PackedDataset(3)
+    with pytest.raises(TypeError, match="PackedDataset got 3 as an array; pass a numpy array or the path"):
+        PackedDataset({"x": 3})
+    with pytest.raises(TypeError, match="transform=3 cannot be called; accepted is a function, or None"):
+        PackedDataset(arrays, keys=["test_images"], transform=3)
+    with pytest.raises(TypeError, match="keys='test_images': pass a sequence of names"):
+        PackedDataset(arrays, keys="test_images")
     with pytest.raises(FileNotFoundError, match=r"holds no packed.json, so it is no packed folder"):
         PackedDataset(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -195,6 +201,14 @@ def test_what_cannot_be_packed_leaves_nothing(tmp_path, images):
     assert len(PackedDataset(out)) == 3
 
 
+@pytest.mark.parametrize("size", [224, (8,), (0, 8), (8, 8.0), "88"])
+def test_what_is_no_size_is_refused(images, tmp_path, size):
+    with pytest.raises(ValueError, match=r"accepted is \(height, width\) in pixels, each at least 1, or None"):
+        pack_folder(images, tmp_path / "out", size=size)
+    with pytest.raises(TypeError, match="progress=3 cannot be called; accepted is a function, or None"):
+        pack_folder(images, tmp_path / "out", progress=3)
+
+
 def test_nothing_but_a_packed_dataset_is_overwritten(tmp_path):
     scans = tmp_path / "project" / "scans"
     scans.mkdir(parents=True)
@@ -212,6 +226,8 @@ def test_nothing_but_a_packed_dataset_is_overwritten(tmp_path):
         with pytest.raises(FileExistsError, match="holds more than a packed dataset, so that it is not replaced"):
             pack_folder(scans, out, overwrite=True)
     (other / "notes").rmdir()
+    with pytest.raises(TypeError, match="overwrite='no' is no bool; accepted are True and False"):
+        pack_folder(scans, other, overwrite="no")
     pack_folder(scans, other, overwrite=True)
     assert (scans / "1.npy").exists()
     assert (tmp_path / "thesis.txt").read_text() == "all of it"

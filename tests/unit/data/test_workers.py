@@ -1,6 +1,7 @@
 """tune_workers: the choice, the time budget, and that nothing is left."""
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -305,10 +306,17 @@ def test_the_answer_is_kept_in_a_file(tmp_path):
     [
         ({"make_loader": 3}, TypeError, "make_loader=3 cannot be called"),
         ({"step": 3}, TypeError, "step=3 cannot be called"),
-        ({"seconds": 0}, ValueError, "seconds=0 is not above zero"),
-        ({"max_workers": -1}, ValueError, "max_workers=-1 is negative"),
-        ({"prefetch_factors": []}, ValueError, "must hold numbers of 1 or more"),
-        ({"tolerance": -0.1}, ValueError, "tolerance=-0.1 is negative"),
+        ({"show": 3}, TypeError, "show=3 cannot be called"),
+        ({"seconds": 0}, ValueError, "seconds=0: pass the time to spend, a finite number above zero"),
+        ({"seconds": None}, ValueError, "seconds=None: pass the time to spend"),
+        ({"seconds": math.inf}, ValueError, "seconds=inf: pass the time to spend"),
+        ({"max_workers": -1}, ValueError, "max_workers=-1: pass a whole number, 0 or more"),
+        ({"max_workers": math.nan}, ValueError, "max_workers=nan: pass a whole number"),
+        ({"max_workers": 0.5}, ValueError, "max_workers=0.5: pass a whole number"),
+        ({"prefetch_factors": []}, ValueError, "must hold whole numbers of 1 or more"),
+        ({"prefetch_factors": 2}, ValueError, "prefetch_factors=2 must hold whole numbers of 1 or more"),
+        ({"tolerance": -0.1}, ValueError, "tolerance=-0.1: pass a finite number, 0 or more"),
+        ({"tolerance": math.nan}, ValueError, "tolerance=nan: pass a finite number"),
     ],
 )
 def test_bad_arguments(arguments, error, message):

@@ -545,6 +545,8 @@ def test_the_network_as_it_was_written_loads_what_is_saved(copied):
 def test_a_module_is_needed():
     with pytest.raises(TypeError, match=r"module=3; accepted is a torch.nn.Module"):
         drop_bias_before_norm(3)
+    with pytest.raises(TypeError, match=r"within=3; accepted is a torch.nn.Module"):
+        drop_bias_before_norm(nn.Linear(2, 2), within=3)
 
 
 def test_a_part_that_cannot_be_traced_is_named():

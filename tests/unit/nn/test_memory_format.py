@@ -103,6 +103,8 @@ def test_outputs_of_any_shape_and_own_steps():
     ("arguments", "message"),
     [
         ({"rounds": 0}, "rounds=0; accepted is a whole number"),
+        ({"device": "gpu"}, "device='gpu' is no device that torch knows; pass 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": 0.5}, "device=0.5 is no device that torch knows"),
         ({"steps": 1.5}, "steps=1.5; accepted is a whole number"),
         ({"margin": 1.0}, "margin=1.0; accepted is a share"),
         ({"module": nn.Linear(2, 2)}, "Linear has no weights of four or five dimensions"),
@@ -114,6 +116,28 @@ def test_impossible_values_are_refused(arguments, message):
         measure_memory_format(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"module": None}, "module=None; accepted is a torch.nn.Module"),
+        ({"step": 3}, "step=3 cannot be called; accepted is a function, or None"),
+        ({"context": 3}, "context=3 cannot be called"),
+        ({"inputs": torch.randn(1, 3, 8, 8)}, "inputs is a Tensor; accepted is a tuple of positional inputs"),
+    ],
+)
+def test_wrong_types_are_refused(arguments, message):
+    arguments = {"module": nn.Conv2d(3, 4, 3), "inputs": [torch.randn(1, 3, 8, 8)], **arguments}
+    with pytest.raises(TypeError, match=message):
+        measure_memory_format(**arguments)
+
+
+def test_the_device_may_be_a_name():
+    found = measure_memory_format(nn.Conv2d(3, 4, 3), [torch.randn(1, 3, 8, 8)], device="cpu", rounds=1, steps=1)
+    assert min(found.seconds.values()) > 0
+
+
 def test_an_unknown_format_is_refused():
+    with pytest.raises(TypeError, match=r"module=None; accepted is a torch.nn.Module"):
+        set_memory_format(None, "channels_last")
     with pytest.raises(ValueError, match="memory_format='nhwc'; accepted are 'contiguous' and 'channels_last'"):
         set_memory_format(nn.Conv2d(3, 4, 3), "nhwc")

@@ -302,8 +302,12 @@ def test_impossible_values_are_refused(arguments, message):
 def test_wrong_types_are_refused():
     with pytest.raises(TypeError, match=r"optimizer=3: accepted is a torch.optim.Optimizer"):
         cyclic_lr(3, 0.1, 1.0, steps_up=4)
-    with pytest.raises(TypeError, match=r"scale_fn=0\.5; accepted is a function of one number"):
+    with pytest.raises(TypeError, match=r"scale_fn=0\.5 cannot be called; accepted is a function"):
         cyclic_lr(sgd(), 0.1, 1.0, steps_up=4, scale_fn=0.5)
+    with pytest.raises(TypeError, match=r"trainer=3; accepted is a Trainer, or None. Pass self.trainer"):
+        cyclic_lr(sgd(), 0.1, 1.0, steps_up=4, trainer=3)
+    with pytest.raises(TypeError, match=r"name=3; accepted is a name for the logs, or None"):
+        cyclic_lr(sgd(), 0.1, 1.0, steps_up=4, name=3)
 
 
 def test_preview_is_what_training_does(tmp_path):
@@ -318,6 +322,8 @@ def test_preview_is_what_training_does(tmp_path):
 
 
 def test_preview_refuses_no_steps_and_a_missing_matplotlib(monkeypatch):
+    with pytest.raises(ValueError, match=r"base_lr=\(\) has 0 values, but the optimizer has 1 parameter groups"):
+        preview((), 1.0, steps=5, steps_up=2)
     with pytest.raises(ValueError, match="steps=0; accepted is a whole number"):
         preview(0.0, 1.0, steps=0, steps_up=2)
     monkeypatch.setattr("lightning_turbo._optional.installed", lambda module: False)
@@ -346,3 +352,5 @@ def test_a_curve_without_a_fall_is_refused(lrs, losses, message):
         propose_lr_range(lrs, losses)
     with pytest.raises(ValueError, match=r"begin=0.9 and end=0.1; accepted is 0 < begin < end <= 1"):
         propose_lr_range(lrs, losses, begin=0.9, end=0.1)
+    with pytest.raises(ValueError, match=r"begin=None and end=0.9; accepted is 0 < begin < end <= 1"):
+        propose_lr_range(lrs, losses, begin=None)

@@ -106,3 +106,5 @@ def test_release_and_refusal():
     assert weight.grad is None
     with pytest.raises(TypeError, match=r"optimizer=\[\]: accepted is a torch.optim.Optimizer"):
         GradientRelease([])
+    with pytest.raises(TypeError, match="unless=True cannot be called; accepted is a function, or None"):
+        GradientRelease(torch.optim.SGD([weight], lr=0.1), unless=True)

@@ -11,6 +11,10 @@ from torch.optim import lr_scheduler as s
 from lightning_turbo.optim import LearningRateWarmup, cyclic_lr, lr_factor, scale_learning_rates
 
 
+def sgd():
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
 def test_the_rules():
     assert lr_factor("linear", 1024, 256) == 4.0
     assert lr_factor("sqrt", 1024, 256) == 2.0
@@ -30,10 +34,27 @@ def test_impossible_rules_are_refused(arguments, message):
         lr_factor(*arguments)
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf])
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, None, "2"])
 def test_impossible_factors_are_refused(factor):
     with pytest.raises(ValueError, match="accepted is a finite number above 0"):
         scale_learning_rates([], [], factor)
+    with pytest.raises(ValueError, match="accepted is a finite number above 0"):
+        LearningRateWarmup(sgd(), factor, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"factor": math.nan}, ValueError, "factor=nan; accepted is a finite number above 0"),
+        ({"steps": math.nan}, ValueError, "steps=nan; accepted is a whole number, at least 0"),
+        ({"steps": -1}, ValueError, "steps=-1; accepted"),
+        ({"done": math.inf}, ValueError, "done=inf; accepted is a whole number, at least 0"),
+        ({"optimizer": None}, TypeError, "optimizer=None: accepted is a torch.optim.Optimizer"),
+    ],
+)
+def test_an_impossible_warm_up_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        LearningRateWarmup(**{"optimizer": sgd(), "factor": 2.0, "steps": 3, **arguments})
 
 
 # Each builds a schedule whose rates are all `k` times as large.

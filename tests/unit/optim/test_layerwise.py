@@ -159,6 +159,11 @@ def test_a_missing_package_is_named(monkeypatch, make):
         (lars, {"lr": 0.1, "weight_decay": -1}, ValueError, "weight_decay=-1; accepted is a finite number not below 0"),
         (lars, {"lr": 0.1, "momentum": 1.0}, ValueError, "momentum=1.0; accepted is a number from 0 to below 1"),
         (lars, {"lr": 0.1, "trust_coefficient": 0.0}, ValueError, "trust_coefficient=0.0; accepted is"),
+        (lars, {"lr": 0.1, "nesterov": None}, TypeError, "nesterov=None is no bool; accepted are True and False"),
+        (lamb, {"lr": 0.1, "fused": "yes"}, TypeError, "fused='yes' is no bool"),
+        (lamb, {"lr": 0.1, "fused": 0}, TypeError, "fused=0 is no bool"),
+        (lamb, {"lr": 0.1, "betas": None}, TypeError, "betas=None; accepted is a pair of numbers from 0 to below 1"),
+        (lamb, {"lr": 0.1, "betas": (0.9,)}, TypeError, r"betas=\(0.9,\); accepted is a pair"),
         (lamb, {"lr": "1"}, ValueError, "lr='1'; accepted is a finite number above 0"),
         (lamb, {"lr": 0.1, "betas": (0.9, 1.0)}, ValueError, "beta2=1.0; accepted"),
         (lamb, {"lr": 0.1, "eps": 0.0}, ValueError, "eps=0.0; accepted is a finite number above 0"),
@@ -176,3 +181,5 @@ def test_a_module_is_needed(make):
         make(3, lr=0.1)
     with pytest.raises(ValueError, match=f"{make.__name__}: ReLU has no parameter that requires a gradient"):
         make(nn.ReLU(), lr=0.1)
+    with pytest.raises(TypeError, match=r"split_parameters: module=3; accepted is a torch.nn.Module"):
+        split_parameters(3)

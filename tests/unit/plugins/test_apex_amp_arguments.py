@@ -36,6 +36,11 @@ from lightning_turbo.errors import AmpUsageError
     ("O1", {"num_losses": 0}, ValueError, "num_losses=0 is no number of losses"),
     ("O1", {"cast_lists": "mine"}, ValueError, "cast_lists='mine' is unknown"),
     ("O1", {"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips=0; accepted is an int from 1 on"),
+    ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale=None is no limit; accepted is a finite number above"),
+    ("O2", {"exact_masters": None}, TypeError, "exact_masters=None is no bool; accepted are True and False"),
+    ("O1", {"cast_cache": "yes"}, TypeError, "cast_cache='yes' is no bool"),
+    ("O1", {"log_scale": 1}, TypeError, "log_scale=1 is no bool"),
+    ("O1", {"log_scale": 1, "backend": "apex"}, TypeError, "log_scale=1 is no bool"),
     ("O1", {"max_consecutive_skips": "many"}, TypeError, "max_consecutive_skips='many' is no int"),
 ])  # fmt: skip
 def test_refused_in_words(level, settings, error, text):
