@@ -196,8 +196,8 @@ class HalfWeights:
             module._buffers[name] = half
             if new is not own and new.shape == own.shape:  # assigned, not changed in place
                 own.copy_(new)
-            if own._version != version:
-                half.copy_(own)
+            # What was written through ``.data`` counts too, but is no change for autograd.
+            (half if own._version != version else half.data).copy_(own)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Put masters in the place of half weights in an optimizer, and follow what it does to them.

@@ -107,7 +107,7 @@ class Session:
         if weights is None or not (self._before or self._callers):
             return
         weights.take_changes(self._before.pop(id(optimizer), {}))
-        self._apart.difference_update(weight for weight, _ in weights.pairs(optimizer))
+        self._apart.difference_update(w for w, m in weights.pairs(optimizer) if m.grad is not None)
         if not self._apart:
             for caller in self._callers:
                 caller.handle.remove()
@@ -147,6 +147,7 @@ class Session:
         amp_step.__dict__.update(getattr(step, "__dict__", {}))  # a scheduler made before has marked its own wrapper
 
         def amp_zero_grad(self: Optimizer, set_to_none: bool | None = None) -> None:
+            engine.forget_overflow(self)
             pairs = [] if engine.weights is None else engine.weights.pairs(self)
             if not pairs:
                 zero_grad(*(() if set_to_none is None else (set_to_none,)))

@@ -157,6 +157,7 @@ class ExactAccumulation(Callback):
             return
         total = self._window.total
         own = {
+            "scale": _scale_of(trainer),
             "count": self._window.count,
             "total": total.item() if isinstance(total, Tensor) else total,
             "gradients": [
@@ -185,10 +186,11 @@ class ExactAccumulation(Callback):
             )
             return
         window = windows[trainer.global_rank]
+        factor = _scale_of(trainer) / window["scale"] if "scale" in window else 1.0  # older versions do not have it
         self._window.count, self._window.total = window["count"], window["total"]
         for group, gradients in zip(parameters, window["gradients"], strict=True):
             for parameter, gradient in zip(group, gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype) * factor
 
     def _warn_if_idle(self, trainer: Any) -> None:
         length, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
@@ -203,6 +205,13 @@ class ExactAccumulation(Callback):
                 f"epoch and {trainer.world_size} rank(s), every window is full. Remove it, or give weight.",
                 category=NoEffectWarning,
             )
+
+
+def _scale_of(trainer: Any) -> float:
+    """Return what the gradients of a Trainer are multiplied by, with the loss."""
+    plugin = trainer.precision_plugin
+    scaler = getattr(plugin, "scaler", None)  # Lightning's
+    return float(getattr(plugin, "loss_scale", 1.0) if scaler is None else scaler.get_scale())
 
 
 def _parameters(trainer: Trainer) -> list[list[Tensor]]:

@@ -139,11 +139,11 @@ class CyclicSchedule(CyclicLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the marks by which a custom ``scale_fn`` is known again."""
-        state = super().state_dict()
-        for name in ("_trainer", "_found_inf", "_still"):
-            state.pop(name, None)
+        state, left_out = super().state_dict(), ("_trainer", "_found_inf", "_still")
+        if self._found_inf is not None and self._found_inf.item():
+            state["_steps_made"] = max(0, self._steps_made - 1)  # the last one was skipped
         state["_scale_fn_mark"] = self._mark()
-        return state
+        return {name: value for name, value in state.items() if name not in left_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state; the dictionary stays as it is.

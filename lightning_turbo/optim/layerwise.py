@@ -119,6 +119,7 @@ def lars(
         [group for group in groups if group["params"]],
         lr=lr,
         momentum=momentum,
+        weight_decay=weight_decay,  # of groups that are added later
         trust_coefficient=trust_coefficient,
         nesterov=nesterov,
     )
@@ -185,7 +186,8 @@ def lamb(
             )
         limit = math.inf if max_grad_norm is None else max_grad_norm
         plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
-        return _fused_lamb()(plain, lr=lr, betas=betas, eps=eps, max_grad_norm=limit)
+        settings = {"weight_decay": weight_decay, "max_grad_norm": limit}
+        return _fused_lamb()(plain, lr=lr, betas=betas, eps=eps, **settings)
     require("pytorch_optimizer", "lamb")
     from pytorch_optimizer import Lamb
 
@@ -194,6 +196,7 @@ def lamb(
         lr=lr,
         betas=betas,
         eps=eps,
+        weight_decay=weight_decay,  # of groups that are added later
         weight_decouple=False,  # the decay is part of the step that the trust ratio scales, as in the paper
         pre_norm=max_grad_norm is not None,
         max_grad_norm=max_grad_norm or 0.0,

@@ -125,6 +125,30 @@ def test_a_moving_average_is_that_of_what_the_optimizer_updates(level, ours):
     assert net.losses == alone.losses
 
 
+@pytest.mark.parametrize("validate", [0, 2])
+@pytest.mark.parametrize("level", [None, "O0", "O2"])
+def test_a_moving_average_has_buffers_too(level, validate):
+    class Normed(Net):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.Sequential(nn.BatchNorm2d(1, affine=False), nn.Conv2d(1, 1, 1))  # half precision at O2
+
+        def training_step(self, batch, index):
+            normed = self.norm(batch[0] * (index + 1))
+            means.append(self.norm[0].running_mean.detach().float().clone())
+            dtypes.add(self.norm[0].running_mean.dtype)
+            return super().training_step((normed, batch[1]), index)
+
+    means, dtypes, net = [], set(), Normed()
+    fit(net, averaging.WeightAveraging(avg_fn=get_ema_avg_fn(0.7)), level=level, limit_val_batches=validate)
+    expected = means[0]
+    for mean in means[1:]:
+        expected = 0.7 * expected + 0.3 * mean
+    assert dtypes == {torch.bfloat16 if level == "O2" else torch.float32}
+    assert torch.allclose(net.norm[0].running_mean, expected, rtol=0.02, atol=1e-3)
+    assert not torch.allclose(expected, means[-1], rtol=0.05)
+
+
 @pytest.mark.parametrize("ours", OURS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_stochastic_weight_averaging_is_the_mean_of_what_the_optimizer_updates(level, ours):

@@ -1,5 +1,6 @@
 """ExactAccumulation under a real Trainer, against the gradients of big batches."""
 
+import itertools
 import multiprocessing
 import os
 
@@ -197,6 +198,32 @@ def test_save_load_go_on_equals_never_having_stopped(stop, weight):
     resumed = run([ExactAccumulation(weight)], ckpt_path="stopped.ckpt")
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+SCALES = {
+    "32": list,
+    "O1": lambda: [ApexAMP("O1", dtype=torch.float16, loss_scale=128.0)],
+    "O2": lambda: [ApexAMP("O2", dtype=torch.float16, max_loss_scale=1024.0)],
+    "16-mixed": lambda: [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint at .* holds no loss scaler's state")
+@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations(SCALES, 2)))
+def test_a_window_goes_on_at_another_scale(saved, loaded):
+    def run(precision, callbacks, **settings):
+        model = Net(lr=1.0)
+        plugins = SCALES[precision]()
+        trainer = Trainer(**FLAGS, max_epochs=1, accumulate_grad_batches=4, callbacks=callbacks, plugins=plugins)
+        trainer.fit(model, StatefulDataLoader(Points(15), batch_size=3), **settings)
+        return model
+
+    whole = run("32", [ExactAccumulation()])
+    run(saved, [ExactAccumulation(), StopAt(3)])
+    resumed = run(loaded, [ExactAccumulation()], ckpt_path="stopped.ckpt")
+    start, end, again = (torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (Net(), whole, resumed))
+    assert torch.allclose(end, again, rtol=0.02, atol=0.01)
+    assert (end - start).abs().max() > 0.15
 
 
 def test_a_window_of_other_ranks_is_said_to_be_lost():

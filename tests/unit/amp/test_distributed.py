@@ -67,6 +67,25 @@ def seeded_apart(rank, level, before):
     return start, seen, hooks
 
 
+def stepped_early(rank):
+    """Trains two layers at O2 from seeds per rank; the second steps once before it had a pass of its own."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    amp.initialize(model, optimizers, opt_level="O2", dtype=torch.bfloat16, loss_scale=8.0, verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    for i in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with amp.scale_loss(wrapped(torch.randn(3, 4)).float().square().mean(), optimizers[: i + 1]) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    masters = [p.detach().clone() for optimizer in optimizers for p in amp.master_params(optimizer)]
+    amp.shutdown()
+    return masters
+
+
 def work(rank, folder, port):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -82,6 +101,7 @@ def work(rank, folder, port):
         except AmpUsageError as error:
             result[level + " wrapped"] = str(error)
     result["apart"] = {level: seeded_apart(rank, level, DistributedDataParallel) for level in LEVELS}
+    result["early"] = stepped_early(rank)
     torch.save(result, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -112,6 +132,11 @@ def test_ranks_with_seeds_of_their_own_begin_with_the_first_ones_weights(ranks, 
         # The decoder has not stepped after the first pass, and the first rank's masters are exact.
         assert all(torch.equal(a, b) for a, b in zip(second[0][0][2:], start[2:], strict=True))
         assert hooks == [1, 1]  # of O2's casts alone
+
+
+def test_a_step_without_gradients_keeps_no_weights_apart(ranks):
+    _, first, second = ranks
+    assert all(torch.equal(a, b) for a, b in zip(first["early"], second["early"], strict=True))
 
 
 def test_two_ranks_wrapped_after_initialize_train_as_one(ranks):

@@ -637,3 +637,27 @@ def test_spectral_norm_under_apex_lists():
     model(torch.ones(2, 4)).float().mean().backward()
     assert model.parametrizations.weight.original.grad.abs().sum() > 0
     assert torch.vdot(torch.ones(2), torch.ones(2, dtype=torch.float16)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_an_overflow_whose_gradients_are_dropped_skips_no_later_step(level, batches):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, dtype=torch.float16, max_loss_scale=128.0, verbosity=0)
+    moved = []
+    for number in range(4):
+        optimizer.zero_grad()
+        for k in range(batches):
+            loss = net(torch.randn(4, 4)).float().square().mean() * (float("inf") if number == 1 else 1.0)
+            with amp.scale_loss(loss, optimizer, delay_unscale=k < batches - 1) as scaled:
+                scaled.backward()
+        norm = nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1.0)
+        if not torch.isfinite(norm):  # as many loops do
+            moved.append(None)
+            continue
+        before = [p.detach().clone() for p in amp.master_params(optimizer)]
+        optimizer.step()
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True)))
+    assert moved == [True, None, True, True]

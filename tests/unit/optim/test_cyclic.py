@@ -354,3 +354,23 @@ def test_a_curve_without_a_fall_is_refused(lrs, losses, message):
         propose_lr_range(lrs, losses, begin=0.9, end=0.1)
     with pytest.raises(ValueError, match=r"begin=None and end=0.9; accepted is 0 < begin < end <= 1"):
         propose_lr_range(lrs, losses, begin=None)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_checkpoint_between_a_skipped_step_and_its_schedule_does_not_run_ahead():
+    def make():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.Adam([weight], lr=0.1, fused=True)
+        return weight, optimizer, cyclic_lr(optimizer, 0.0, 1.0, steps_up=4)["scheduler"]
+
+    weight, optimizer, schedule = make()
+    for skipped in (False, True):
+        weight.grad = torch.ones(1)
+        optimizer.found_inf = torch.tensor(float(skipped))  # as a loss scaler tells a fused optimizer
+        optimizer.step()
+        state = schedule.state_dict()
+        schedule.step()
+        _, _, resumed = make()
+        resumed.load_state_dict(state)
+        resumed.step()
+        assert resumed.last_epoch == schedule.last_epoch == 1

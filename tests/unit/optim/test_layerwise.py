@@ -120,7 +120,7 @@ def test_save_load_go_on_equals_never_having_stopped(make):
 
 
 class FakeLAMB(torch.optim.SGD):
-    def __init__(self, params, lr, betas, eps, max_grad_norm):
+    def __init__(self, params, lr, betas, eps, weight_decay, max_grad_norm):
         super().__init__(params, lr=lr)
         self.given = (betas, eps, max_grad_norm)
 
@@ -183,3 +183,11 @@ def test_a_module_is_needed(make):
         make(nn.ReLU(), lr=0.1)
     with pytest.raises(TypeError, match=r"split_parameters: module=3; accepted is a torch.nn.Module"):
         split_parameters(3)
+
+
+@pytest.mark.parametrize("make", [lars, lamb])
+def test_a_group_that_is_added_later_has_the_same_weight_decay(make):
+    net = nn.Linear(4, 2)
+    optimizer = make(nn.Linear(2, 1), lr=0.1, weight_decay=0.05)
+    optimizer.add_param_group({"params": [net.weight]})
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0, 0.05]
