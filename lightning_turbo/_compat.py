@@ -89,6 +89,7 @@ __all__ = [
     "given_hyperparameters",
     "is_fitting",
     "loaded_checkpoint",
+    "loss_scale",
     "lower_found_batch_size",
     "move_data_to_device",
     "rank_zero_info",
@@ -309,6 +310,15 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
 def is_fitting(trainer: Any) -> bool:
     """Whether a Trainer is in ``fit``, not in validate, test or predict."""
     return trainer.state.fn is not None and trainer.state.fn.value == "fit"
+
+
+def loss_scale(trainer: Any) -> float | None:
+    """Return the loss scale of a Trainer's precision plugin, ``None`` if it has none; waits for the device."""
+    plugin = trainer.precision_plugin
+    if hasattr(plugin, "loss_scale"):  # ApexAMP
+        return plugin.loss_scale
+    scaler = getattr(plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
 
 def check_lean(option: str) -> None:

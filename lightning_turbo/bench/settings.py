@@ -64,6 +64,8 @@ class BenchSettings:
             if value is not None and value < least:
                 none = "" if name == "processes" else ", or None"
                 raise BenchError(f"{name}={value!r}; accepted are whole numbers from {least} on{none}. Raise it.")
+        if not 0 <= self.seed < 2**32:  # as numpy takes them
+            raise BenchError(f"seed={self.seed!r}; accepted are whole numbers from 0 to 2**32 - 1. Give one of them.")
         if self.minutes is not None and not self.minutes > 0:
             raise BenchError(f"minutes={self.minutes!r}; accepted are numbers above 0, or None. Raise it.")
         if self.out.exists() and not self.out.is_dir():

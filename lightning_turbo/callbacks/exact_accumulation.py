@@ -17,6 +17,7 @@ from lightning_turbo._compat import (
     MisconfigurationException,
     Trainer,
     check_binding,
+    loss_scale,
     rank_zero_warn,
 )
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -157,7 +158,7 @@ class ExactAccumulation(Callback):
             return
         total = self._window.total
         own = {
-            "scale": _scale_of(trainer),
+            "scale": loss_scale(trainer) or 1.0,
             "count": self._window.count,
             "total": total.item() if isinstance(total, Tensor) else total,
             "gradients": [
@@ -186,7 +187,8 @@ class ExactAccumulation(Callback):
             )
             return
         window = windows[trainer.global_rank]
-        factor = _scale_of(trainer) / window["scale"] if "scale" in window else 1.0  # older versions do not have it
+        scale = loss_scale(trainer) or 1.0
+        factor = scale / window.get("scale", scale)  # older versions do not have it
         self._window.count, self._window.total = window["count"], window["total"]
         for group, gradients in zip(parameters, window["gradients"], strict=True):
             for parameter, gradient in zip(group, gradients, strict=True):
@@ -205,13 +207,6 @@ class ExactAccumulation(Callback):
                 f"epoch and {trainer.world_size} rank(s), every window is full. Remove it, or give weight.",
                 category=NoEffectWarning,
             )
-
-
-def _scale_of(trainer: Any) -> float:
-    """Return what the gradients of a Trainer are multiplied by, with the loss."""
-    plugin = trainer.precision_plugin
-    scaler = getattr(plugin, "scaler", None)  # Lightning's
-    return float(getattr(plugin, "loss_scale", 1.0) if scaler is None else scaler.get_scale())
 
 
 def _parameters(trainer: Trainer) -> list[list[Tensor]]:

@@ -142,7 +142,7 @@ class BackgroundIterator(Iterator[Any]):
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         self.threads = check_threads("threads", threads)
         self._watch = watch or LoadWatch()
-        self._wanted = wanted
+        self._wanted = float("inf") if wanted is None else wanted
         self._taken = 0
         self._kept: deque[Record] = deque()
         self._first = True
@@ -210,10 +210,10 @@ class BackgroundIterator(Iterator[Any]):
 
     def _start(self) -> bool:
         """Begin to work ahead if there is something to gain; tell whether a thread does."""
-        left = None if self._wanted is None else self._wanted - self._taken
-        if self._watch.known is not False or not self._watch.slow or (left is not None and left < 1):
+        if self._watch.known is not False or not self._watch.slow or self._taken >= self._wanted:
             return False
         work, threads = self._work, 1 if self._watch.alone else self.threads
+        left = self._wanted - self._taken
         work.producer = Producer(work.draw, work.finish, self.prefetch_batches, threads, self._watch, left)
         return True
 
@@ -272,7 +272,7 @@ class BackgroundIterator(Iterator[Any]):
         if self._work.producer is not None:
             return self._work.producer.ready()
         # One that loads fast where it is asked for never lets anybody wait.
-        going = not (self._first or self._closed or self.place.ended or self._taken == self._wanted)
+        going = not (self._first or self._closed or self.place.ended or self._taken >= self._wanted)
         return going and self._watch.known is False and not self._watch.slow
 
     def park(self) -> bool:

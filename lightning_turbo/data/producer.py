@@ -117,7 +117,7 @@ class Producer(BackgroundGenerator):
         depth: How many records to keep ready.
         threads: How many threads call ``finish`` at the same time.
         watch: What is known of the loader; tells whether draws are looked for.
-        wanted: How many records to take; ``None`` for all. ``PARTED`` follows them.
+        wanted: How many records to take, infinity for all. ``PARTED`` follows them.
 
     Attributes:
         asked: How many records were asked for.
@@ -134,13 +134,13 @@ class Producer(BackgroundGenerator):
         depth: int,
         threads: int,
         watch: LoadWatch,
-        wanted: int | None = None,
+        wanted: float,
     ) -> None:
         self.draw = draw
         self.finish = finish
         self.threads = threads
         self.watch = watch
-        self.wanted = float("inf") if wanted is None else wanted
+        self.wanted = wanted
         self.asked = self.taken = 0
         self.asker: _Turn | None = None
         self.drew = self.rushed = self.dropped = False

@@ -203,8 +203,11 @@ class LoadWatch:
             self.known = bool(names)
         if first:
             past = " Batches before this one were loaded in the background, so this run may not repeat." if late else ""
-            what, remedy = "Loading a batch", "Use num_workers=1 (a process has generators of its own), or draw from"
-            remedy += " a generator that belongs to the dataset."
+            what = "Loading a batch"
+            remedy = (
+                "Use num_workers=1 (a process has generators of its own), or draw from a generator that belongs to the "
+                "dataset."
+            )
             if self.workers:
                 what, remedy = "Drawing the indices of a batch", "Give the sampler a generator of its own."
             warnings.warn(

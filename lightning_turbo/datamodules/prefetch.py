@@ -279,22 +279,18 @@ class _Wanted:
     """How many batches a Trainer asks a loader for at most; infinity where it does not say, and in another process."""
 
     def __init__(self, trainer: Any, name: str, index: int) -> None:
-        self.trainer = weakref.ref(trainer)
+        self.trainer: weakref.ref[Any] | None = weakref.ref(trainer)
         self.name = name
         self.index = index
 
     def __call__(self) -> int | float:
-        trainer = self.trainer()
+        trainer = None if self.trainer is None else self.trainer()
         running = trainer is not None and trainer.state.status.value == "running"
         limits = (batch_limits(trainer, self.name) if running else None) or []
         return limits[self.index] if self.index < len(limits) else float("inf")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "trainer": _nobody}
-
-
-def _nobody() -> None:
-    """What a reference to an object gives that is gone."""
+        return {**vars(self), "trainer": None}
 
 
 def _defaults_behind(cls: type) -> dict[str, Any]:

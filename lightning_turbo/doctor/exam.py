@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._compat import Callback, LightningModule
+from lightning_turbo._compat import Callback, LightningModule, loss_scale
 from lightning_turbo.doctor import inspection
 from lightning_turbo.doctor.calls import CallTable, GradientCalls
 from lightning_turbo.doctor.facts import BatchTensor, Facts
@@ -125,7 +125,7 @@ class Exam:
             self.begun = True
             self.watch.inside = self._may_look_inside()
         if 0 <= self._seen() < self.schedule.watched:
-            scale = inspection.loss_scale(self.trainer)
+            scale = loss_scale(self.trainer)
             if scale is not None:
                 self.scales.append(scale)
             self.anomaly = torch.is_anomaly_enabled()

@@ -15,7 +15,6 @@ from lightning_turbo.doctor.facts import BatchTensor, Call, Layer, Loader, Optim
 from lightning_turbo.doctor.machine import huge_pages
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.watch import Watch
-from lightning_turbo.plugins.apex_amp import ApexAMP
 
 __all__ = [
     "batch_tensors",
@@ -26,7 +25,6 @@ __all__ = [
     "epochs",
     "layers",
     "loader",
-    "loss_scale",
     "optimizer_steps",
     "optimizers",
     "page_faults",
@@ -250,15 +248,6 @@ def schedulers(trainer: Any, sources: Sources) -> tuple[SchedulerFacts, ...]:
             )
         )
     return tuple(found)
-
-
-def loss_scale(trainer: Any) -> float | None:
-    """Return the loss scale of the precision plugin, ``None`` if it has none."""
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, ApexAMP):
-        return plugin.loss_scale
-    scaler = getattr(plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
 
 def epochs(trainer: Any, batches: int | None) -> int | None:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_turbo._checks import check_switches, is_number, is_whole
-from lightning_turbo.data.dali.recipe import FileRecipe, check_dtype
+from lightning_turbo._checks import check_switches, is_whole
+from lightning_turbo.data.dali.recipe import FileRecipe, are_numbers, check_dtype
 from lightning_turbo.data.normalize import Normalize
 
 __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "ImageFolder"]
@@ -86,11 +86,11 @@ class ImageFolder(FileRecipe):
         resize = round(size * 256 / 224) if resize is None and is_whole(size, 1) else resize
         if not is_whole(size, 1) or not is_whole(resize, size):
             raise ValueError(f"size={size!r}, resize={resize!r}: size must be at least 1 and resize at least size.")
-        if not (_numbers(mean, 3) and _numbers(std, 3) and min(std) > 0):
+        if not (are_numbers(mean, 3) and are_numbers(std, 3) and min(std) > 0):
             raise ValueError(f"mean={mean!r}, std={std!r}: give three numbers each, and std above zero.")
-        if not (_numbers(area, 2) and 0 < area[0] <= area[1] <= 1):
+        if not (are_numbers(area, 2) and 0 < area[0] <= area[1] <= 1):
             raise ValueError(f"area={area!r}: give two rising fractions of the image, above 0 and up to 1.")
-        if not (_numbers(ratio, 2) and 0 < ratio[0] <= ratio[1]):
+        if not (are_numbers(ratio, 2) and 0 < ratio[0] <= ratio[1]):
             raise ValueError(f"ratio={ratio!r}: give two rising numbers above 0.")
         self.root, self.train, self.size, self.resize = Path(root), train, size, resize
         self.dtype = check_dtype(dtype, ("float32", "float16", "uint8"))
@@ -157,11 +157,6 @@ class ImageFolder(FileRecipe):
             dtype: Floating-point type of the result.
         """
         return Normalize(self.mean, self.std, dtype=dtype)
-
-
-def _numbers(values: Any, count: int) -> bool:
-    """Tell whether values are so many finite numbers."""
-    return isinstance(values, (Sequence, np.ndarray)) and len(values) == count and all(map(is_number, values))
 
 
 def _found(root: Path, labelled: bool) -> tuple[tuple[str, ...], list[str], list[int] | None]:

@@ -10,11 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_turbo._checks import check_switches
+from lightning_turbo._checks import check_switches, is_number
 
-__all__ = ["DTYPES", "FileRecipe", "check_dtype"]
+__all__ = ["DTYPES", "FileRecipe", "are_numbers", "check_dtype"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "uint8": torch.uint8}
+
+
+def are_numbers(values: Any, count: int) -> bool:
+    """Tell whether values are so many finite numbers."""
+    return isinstance(values, (Sequence, np.ndarray)) and len(values) == count and all(map(is_number, values))
 
 
 def check_dtype(dtype: torch.dtype | str, accepted: Sequence[str]) -> str:

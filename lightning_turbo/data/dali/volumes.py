@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_turbo._checks import check_switches, is_number
-from lightning_turbo.data.dali.recipe import FileRecipe, check_dtype
+from lightning_turbo._checks import check_switches, is_number, is_whole
+from lightning_turbo.data.dali.recipe import FileRecipe, are_numbers, check_dtype
 
 __all__ = ["VolumeFiles"]
 
@@ -79,11 +78,9 @@ class VolumeFiles(FileRecipe):
         check_switches(train=train, flips=flips, turns=turns, channels_last=channels_last)
         if not is_number(intensity) or not 0 <= intensity < 1:
             raise ValueError(f"intensity={intensity!r}: give a number from 0 to below 1.")
-        pair = isinstance(normalize, Sequence) and len(normalize) == 2 and all(map(is_number, normalize))
-        if normalize not in ("volume", None) and not (pair and normalize[1] > 0):
+        if normalize not in ("volume", None) and not (are_numbers(normalize, 2) and normalize[1] > 0):
             raise ValueError(f"normalize={normalize!r}: accepted are 'volume', (mean, std) with std above 0, and None.")
-        whole = isinstance(crop, (Sequence, np.ndarray)) and all(isinstance(n, Integral) and n >= 1 for n in crop)
-        if crop is not None and not (whole and len(crop) == 3):
+        if crop is not None and not (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)):
             raise ValueError(f"crop={crop!r}: give depth, height and width, each at least 1.")
         self.train, self.crop, self.normalize = train, crop, normalize
         self.flips, self.turns, self.intensity = flips and train, turns and train, intensity if train else 0.0
