@@ -117,7 +117,7 @@ class ExactAccumulation(Callback):
         if self.weight is not None:
             self._batch_weight = checked_weight(self.weight(batch))
             if self._unit is None:
-                self._unit = trainer.strategy.broadcast(_power_of_two(self._batch_weight))
+                self._unit = trainer.strategy.broadcast(_unit(self._batch_weight))
                 self._window.unit = self._unit
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -213,7 +213,7 @@ def _parameters(trainer: Trainer) -> list[list[Tensor]]:
     return [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in trainer.optimizers]
 
 
-def _power_of_two(weight: float | Tensor) -> float:
-    """Return the power of two next to a weight, by which the others are divided without rounding."""
+def _unit(weight: float | Tensor) -> float:
+    """Return the size of an ordinary weight, from the first one."""
     value = float(weight)
-    return 2.0 ** round(math.log2(value)) if math.isfinite(value) and value > 0 else 1.0
+    return value if math.isfinite(value) and value > 0 else 1.0

@@ -49,16 +49,15 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
             gradient.mul_(factor)
     # On CUDA one kernel serves many gradients, if they and the factor have one dtype.
     for (device, dtype), alike in groups.items():
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        if isinstance(factor, Tensor):
-            own = factor.to(device, wide)
-        else:
-            own = torch.full((), factor, dtype=wide, device=device)
-        if wide is dtype:
+        half = dtype in (torch.float16, torch.bfloat16)
+        own = factor.to(device, torch.float32 if half else dtype) if isinstance(factor, Tensor) else factor
+        if not half:
             torch._foreach_mul_(alike, own)
-        else:
-            for gradient in alike:
-                torch.mul(gradient, own.expand_as(gradient), out=gradient)
+            continue
+        if not isinstance(own, Tensor):
+            own = torch.full((), own, dtype=torch.float32, device=device)
+        for gradient in alike:
+            torch.mul(gradient, own.expand_as(gradient), out=gradient)
 
 
 class AccumulationWindow:
@@ -69,7 +68,7 @@ class AccumulationWindow:
     ``N * unit / sum(w)``, so that the result is the mean over all samples or tokens.
 
     Args:
-        unit: Size of an ordinary weight. A power of two keeps the scaled losses in range without rounding.
+        unit: Size of an ordinary weight. It keeps the scaled losses in range; batches of this weight are not touched.
 
     Raises:
         ValueError: If ``unit`` is not a finite number above zero.
@@ -119,7 +118,7 @@ class AccumulationWindow:
         weight = checked_weight(weight)
         self.total = weight if self.total is None else self.total + weight
         share = weight / self.unit
-        if loss.requires_grad:
+        if loss.requires_grad and (isinstance(share, Tensor) or share != 1.0):
             loss.register_hook(lambda gradient: (gradient * share).to(gradient.dtype))
 
     def factor(self, divisor: int, total: float | Tensor | None = None, ranks: int = 1) -> float | Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_turbo._compat import (
     AutomaticOptimization,
+    LightningModule,
     MixedPrecision,
     Precision,
     Strategy,
@@ -27,6 +28,7 @@ from lightning_turbo.strategies.lean_loop import LeanEpochLoop, LeanSignalConnec
 __all__ = ["LeanStrategy", "install"]
 
 _BEFORE_BACKWARD, _AFTER_BACKWARD = ("pre_backward",), ("post_backward",)
+_CLIP = "clip_gradients", "configure_gradient_clipping"
 _AROUND_STEP = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients")
 
 
@@ -120,10 +122,21 @@ class LeanStrategy(Strategy):
         trainer = module.trainer
         call_callbacks(trainer, module, "on_before_optimizer_step", optimizer)
         call_hook(module, module, "on_before_optimizer_step", optimizer)
-        if module.automatic_optimization:
+        if module.automatic_optimization and not self._clips_nothing(module):
             clip = {
                 "gradient_clip_val": trainer.gradient_clip_val,
                 "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
             }
             call_hook(module, module, "configure_gradient_clipping", optimizer, **clip)
         return result
+
+    def _clips_nothing(self, module: Any) -> bool:
+        """Whether no clipping was asked for, and nobody overrides what Lightning calls even then."""
+        trainer = module.trainer
+        return (
+            trainer.gradient_clip_val is None
+            and trainer.gradient_clip_algorithm is None
+            and inherits(type(module), LightningModule, _CLIP)
+            and vars(module).keys().isdisjoint(_CLIP)
+            and _is_plain(self.precision_plugin, _CLIP[:1])
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_turbo._compat import LoggerConnector, ResultCollection, ResultMetric
@@ -11,15 +12,31 @@ from lightning_turbo._compat import LoggerConnector, ResultCollection, ResultMet
 __all__ = ["LeanLoggerConnector", "LeanMetric", "LeanResults"]
 
 
+_KEPT = (torch.float32, torch.float64)  # dtypes that Lightning does not convert
+
+
 class LeanMetric(ResultMetric):
     """A logged value; it is not moved to where it is."""
+
+    settings: dict[str, Any] | None = None
+    device_of_all: torch.device | None = None
+
+    def forward(self, value: Any, batch_size: int) -> None:
+        """Take a value; one that is for its step alone has nothing to be added to."""
+        meta = self.meta
+        if meta.on_epoch or not self.is_tensor or value.requires_grad or value.dtype not in _KEPT:
+            super().forward(value, batch_size)
+            return
+        self._computed = None
+        self._update_count += 1
+        self.value = self._forward_cache = meta.sync(value.clone())
 
     def to(self, *args: Any, **kwargs: Any) -> LeanMetric:
         """Move to a device."""
         device = args[0] if len(args) == 1 and not kwargs else None
-        if device is None or not self.is_tensor or vars(self).get("_device_of_all") != device:
+        if device is None or not self.is_tensor or self.device_of_all != device:
             super().to(*args, **kwargs)
-            self._device_of_all = device
+            self.device_of_all = device
         return self
 
 
@@ -37,6 +54,22 @@ class LeanResults(ResultCollection):
 
     def __setitem__(self, key: str, metric: Any) -> None:
         super().__setitem__(key, LeanMetric(metric.meta, metric.is_tensor))
+
+    @torch.compiler.disable
+    def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
+        """Take a value; settings that are those of the last time are not looked at again."""
+        key = f"{fx}.{name}"
+        metric: Any = self.get(key) if self.dataloader_idx is None else None
+        if metric is None or metric.settings != settings or type(value) is not Tensor or value.requires_grad:
+            stock: Any = super()
+            stock.log(fx, name, value, batch_size=batch_size, **settings)
+            if self.dataloader_idx is None:
+                self[key].settings = settings
+            return
+        if metric.device_of_all != value.device:
+            metric.to(value.device)
+        metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
+        metric.has_reset = False
 
     def metrics(self, on_step: bool) -> Any:
         """Return the values by their readers: callbacks, loggers, progress bar."""
@@ -65,6 +98,15 @@ class LeanLoggerConnector(LoggerConnector):
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
+
+    def on_batch_end(self) -> None:
+        """Pass the values of the batch on to their readers, and let go of it."""
+        results: Any = self.trainer._results
+        metrics = results.metrics(True)
+        self._progress_bar_metrics.update(metrics["pbar"])
+        self._callback_metrics.update(metrics["callback"])
+        self._logged_metrics.update(metrics["log"])
+        results.batch = results.batch_size = None
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

@@ -18,18 +18,21 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tqdm import tqdm
 
 from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboDDPStrategy, TurboStrategy
 from lightning_turbo.errors import LightningMismatchError
+from lightning_turbo.strategies.lean_logging import LeanResults
 from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`.*"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
+    pytest.mark.filterwarnings("ignore:.*the value needs to be floating.*"),
 ]
 if not pl.__version__.startswith("2.6."):
     pytest.skip("the lean parts are for Lightning 2.6", allow_module_level=True)  # FOLLOWED cannot be named there
@@ -88,7 +91,15 @@ class Net(pl.LightningModule):
             self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
             self.log("largest", next(self.parameters()).max(), reduce_fx="max", on_step=False, on_epoch=True)
             self.log("index", float(index), prog_bar=True)
+            self.log("step only", loss, on_step=True, on_epoch=False, batch_size=index + 1)
+            self.log("half", loss.half(), on_step=index >= 0)
+            self.log("whole", torch.tensor(index))
+            self.log("graph", loss, enable_graph=True, on_step=True, on_epoch=index >= 0)
         return {"loss": loss, "extra": index} if self.as_dict else loss
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.logs:
+            self.log("step only", float(index))  # the name of another hook's value
 
     def validation_step(self, batch, index):
         self.log("val", self.loss(batch))
@@ -355,6 +366,58 @@ def is_stock(trainer):
     )
 
 
+@pytest.mark.parametrize("levels", [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor(2.0, dtype=torch.float64), torch.tensor(2.0).half()])
+def test_a_metric_that_took_a_value_is_in_the_state_that_lightnings_is_in(levels, value):
+    metrics = []
+    for results in (_ResultCollection(True), LeanResults(_ResultCollection(True))):
+        for _ in range(3):  # the first makes it
+            results.log("training_step", "value", value, on_step=levels[0], on_epoch=levels[1])
+        state = dict(vars(results["training_step.value"]))
+        metrics.append({name: kept for name, kept in state.items() if not callable(kept)})
+    ours = {name: metrics[1].pop(name) for name in ("settings", "device_of_all")}
+    assert ours["settings"] is not None
+    assert ours["device_of_all"] == value.device
+    assert len(metrics[0]) > 20
+    assert {"_update_count": 3, "_computed": None}.items() <= metrics[1].items()
+    assert same(metrics[0].pop("meta"), metrics[1].pop("meta"))
+    assert same(metrics[0], metrics[1])
+
+
+@pytest.mark.parametrize("strategy", [TurboStrategy, lean])
+def test_a_name_that_is_logged_in_another_way_is_refused(strategy):
+    class Changes(Net):
+        def training_step(self, batch, index):
+            self.log("value", 1.0, on_epoch=index == 3, reduce_fx=("mean", torch.mean)[index == 1])
+            return super().training_step(batch, index)
+
+    with pytest.raises(MisconfigurationException, match=r"self.log\(value, ...\)` twice in `training_step` with diff"):
+        fit(strategy(), make=Changes)
+
+
+@pytest.mark.parametrize("where", ["class", "instance", "plugin"])
+def test_clipping_that_somebody_overrides_is_called_without_a_limit_too(where):
+    called = []
+
+    class Clips(Net):
+        def configure_gradient_clipping(self, *args, **kwargs):
+            called.append(kwargs)
+
+    class Plugin(Precision):
+        def clip_gradients(self, *args, **kwargs):
+            called.append(kwargs)
+
+    def make():
+        model = Clips() if where == "class" else Net()
+        if where == "instance":
+            model.configure_gradient_clipping = lambda *args, **kwargs: called.append(kwargs)
+        return model
+
+    plugins = [Plugin()] if where == "plugin" else []
+    trainer, *_ = fit(lean(), make=make, hooks=(), plugins=plugins, max_epochs=1)
+    assert len(called) == trainer.global_step > 5
+
+
 def test_everything_is_put_back_after_a_run_and_after_an_error():
     trainer, *_ = fit(lean())
     assert is_stock(trainer)
@@ -459,14 +522,16 @@ FOLLOWED = [
     Precision._wrap_closure, Precision._after_closure, Precision._clip_gradients, call._call_callback_hooks,
     call._call_lightning_module_hook, call._call_strategy_hook, pl.LightningModule._call_batch_hook,
     pl.LightningModule._apply_batch_transfer_handler, _ResultCollection.metrics, _ResultCollection.log,
-    _ResultMetric.to, _LoggerConnector.on_batch_start, _LoggerConnector.on_batch_end,
+    _ResultCollection.update_metrics, _ResultMetric.to, _ResultMetric.update, _ResultMetric.forward,
+    pl.LightningModule.clip_gradients, pl.LightningModule.configure_gradient_clipping,
+    Precision.clip_gradients, _LoggerConnector.on_batch_start, _LoggerConnector.on_batch_end,
     _LoggerConnector.update_train_step_metrics,
 ]  # fmt: skip
 
 
 def test_lightning_is_still_the_one_that_was_followed():
     text = "".join(inspect.getsource(part) for part in FOLLOWED).replace("pytorch_lightning", "lightning.pytorch")
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "f44482397e842054"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "b89b65523ffa76eb"
 
 
 @pytest.mark.distributed

@@ -122,6 +122,15 @@ def test_a_full_window_is_left_bit_for_bit():
     assert AccumulationWindow().factor(4) == 1.0
 
 
+def test_a_batch_of_ordinary_weight_goes_back_untouched():
+    touched = []
+    for weight in (37, 36):
+        loss = torch.ones((), requires_grad=True) * 1
+        AccumulationWindow(unit=37.0).add(loss, weight)
+        touched.append(bool(loss._backward_hooks))
+    assert touched == [False, True]
+
+
 @pytest.mark.parametrize("zero", [0, torch.tensor(0.0)])
 def test_a_window_of_no_weight_gives_no_step(zero):
     weight = nn.Parameter(torch.ones(()))
