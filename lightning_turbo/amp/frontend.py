@@ -204,6 +204,10 @@ def scale_loss(
         AmpUsageError: If a later ``initialize`` with ``enabled=False`` left an optimizer of O2 without gradients.
         TypeError: If ``optimizers`` is neither an optimizer nor a list of them.
 
+    Warns:
+        TurboWarning: If gradients of passes under DistributedDataParallel's ``no_sync``, without ``delay_unscale``,
+            would not be averaged over the ranks.
+
     Note:
         With a dynamic scale the exit fetches the overflow flag to the host, as apex's does.
     """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_turbo.amp.collectives import on_dense
 from lightning_turbo.amp.engine import AmpEngine
-from lightning_turbo.errors import AmpUsageError
+from lightning_turbo.errors import AmpUsageError, TurboWarning
 
 __all__ = ["Session"]
 
@@ -30,7 +33,7 @@ class Session:
     """
 
     def __init__(
-        self, engine: AmpEngine, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], verbosity: int
+        self, engine: AmpEngine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], verbosity: int
     ) -> None:
         self.engine = engine
         self.verbosity = verbosity
@@ -42,6 +45,9 @@ class Session:
         # Before their optimizer's first step: weights whose masters may differ between the ranks of a DDP.
         self._apart: set[Tensor] = set()
         self._callers: list[_Caller] = []
+        self._models = [weakref.ref(model) for model in models]
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
+        self._local: set[int] = set()  # optimizers with unscaled gradients of passes under no_sync
         if engine.weights is not None:
             for optimizer in optimizers:
                 pairs = engine.weights.pairs(optimizer)
@@ -71,6 +77,9 @@ class Session:
         waiting = any(id(optimizer) in self._scaled for optimizer in optimizers)
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         kept = {} if waiting or delay_unscale else engine.stash(optimizers, of_buckets=ranks)
+        local = ranks and self._is_local()
+        if not local and not self._local.isdisjoint(map(id, optimizers)) and any(g is not None for g in kept.values()):
+            self._warn_of_local()
         with contextlib.nullcontext() if engine.boundary is None else engine.boundary.inside():
             yield
         if delay_unscale:
@@ -80,6 +89,29 @@ class Session:
             engine.share_overflow(optimizers, loss_id)  # apex skips the steps of all
             self._stepped.difference_update(map(id, optimizers))
             self._scaled.difference_update(map(id, optimizers))
+            self._local.update(map(id, optimizers) if local else ())
+
+    def _is_local(self) -> bool:
+        """Whether the models are in a DistributedDataParallel of several ranks that is under ``no_sync``."""
+        if torch.distributed.get_world_size() == 1:
+            return False
+        if self._wrappers is None:  # a model is not told what wraps it
+            models = {model() for model in self._models}
+            found = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+            self._wrappers = [weakref.ref(ddp) for ddp in found if not models.isdisjoint(ddp.module.modules())]
+        wrappers = [ddp for reference in self._wrappers if (ddp := reference()) is not None]
+        return bool(wrappers) and not any(ddp.require_backward_grad_sync for ddp in wrappers)
+
+    def _warn_of_local(self) -> None:
+        self._local.clear()
+        if torch.distributed.get_rank() == 0:
+            warnings.warn(
+                "scale_loss: gradients of passes under no_sync() were unscaled one by one, and "
+                "DistributedDataParallel does not average them in the pass that follows: the ranks will train apart. "
+                "Pass delay_unscale=True in all passes of a window but the last, which then unscales and averages all.",
+                TurboWarning,
+                stacklevel=7,  # above the contexts of scale_loss
+            )
 
     def _settle_masters(self, optimizers: Iterable[Optimizer]) -> None:
         """At the first backward pass let masters follow weights that the program has set since ``initialize``.
@@ -139,6 +171,7 @@ class Session:
             engine.forget_overflow(self)  # one step is skipped, as in apex
             engine.forget_casts()
             session._stepped.add(id(self))
+            session._local.discard(id(self))
             for master in session._no_longer_needed(self):
                 master.grad = None
             self._opt_called = True  # type: ignore[attr-defined]  # for schedulers: a skipped step is none forgotten
@@ -148,6 +181,7 @@ class Session:
 
         def amp_zero_grad(self: Optimizer, set_to_none: bool | None = None) -> None:
             engine.forget_overflow(self)
+            session._local.discard(id(self))
             pairs = [] if engine.weights is None else engine.weights.pairs(self)
             if not pairs:
                 zero_grad(*(() if set_to_none is None else (set_to_none,)))

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo import amp
-from lightning_turbo.errors import AmpUsageError
+from lightning_turbo.errors import AmpUsageError, TurboWarning
 
 pytestmark = pytest.mark.distributed
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -86,6 +87,28 @@ def stepped_early(rank):
     return masters
 
 
+def accumulated(rank, level, delayed, released=False):
+    """Two passes under ``no_sync`` and one that DDP synchronises; returns the gradients and the warnings."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, dtype=torch.float16, verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(3):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * i + rank))
+            with contextlib.nullcontext() if i == 2 else wrapped.no_sync():
+                loss = wrapped(x).float().square().mean() / 3
+                with amp.scale_loss(loss, optimizer, delay_unscale=delayed and i < 2) as scaled:
+                    scaled.backward()
+            if released and i < 2:
+                optimizer.zero_grad(set_to_none=True)
+    gradients = [p.grad.clone() for p in amp.master_params(optimizer)]
+    amp.shutdown()
+    said = [(str(w.message), w.filename) for w in caught if issubclass(w.category, TurboWarning)]
+    return gradients, said
+
+
 def work(rank, folder, port):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -102,6 +125,11 @@ def work(rank, folder, port):
             result[level + " wrapped"] = str(error)
     result["apart"] = {level: seeded_apart(rank, level, DistributedDataParallel) for level in LEVELS}
     result["early"] = stepped_early(rank)
+    for level in LEVELS:
+        result["accumulated", level] = [
+            accumulated(rank, level, delayed, released)
+            for delayed, released in ((True, False), (False, False), (False, True))
+        ]
     torch.save(result, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -132,6 +160,28 @@ def test_ranks_with_seeds_of_their_own_begin_with_the_first_ones_weights(ranks, 
         # The decoder has not stepped after the first pass, and the first rank's masters are exact.
         assert all(torch.equal(a, b) for a, b in zip(second[0][0][2:], start[2:], strict=True))
         assert hooks == [1, 1]  # of O2's casts alone
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_ddp_leaves_apart_are_told_of(ranks, level):
+    delayed, undelayed, released = zip(*(results["accumulated", level] for results in ranks[1:]), strict=True)
+    alike = [
+        all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        for (first, _), (second, _) in (delayed, undelayed, released)
+    ]
+    assert alike == [True, False, True]
+    said = [[len(texts) for _, texts in how] for how in (delayed, undelayed, released)]
+    assert said == [[0, 0], [1, 0], [0, 0]]  # by the first rank
+    text, file = undelayed[0][1][0]
+    assert "Pass delay_unscale=True in all passes of a window but the last" in text
+    assert file == __file__
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_levels_without_scaling_need_no_delay(ranks, level):
+    for first, second in zip(*(results["accumulated", level] for results in ranks[1:]), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+        assert first[1] == second[1] == []
 
 
 def test_a_step_without_gradients_keeps_no_weights_apart(ranks):
