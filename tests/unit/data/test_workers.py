@@ -234,7 +234,7 @@ def test_workers_that_cannot_be_started_are_told():
         warnings.simplefilter("ignore", UserWarning)
         tuning = tune_workers(make_loader, seconds=1, max_workers=1, show=None)
     assert tuning.num_workers == 0
-    assert "pickle" in tuning.rows[1].note
+    assert "local object 'test_workers_that" in tuning.rows[1].note
     assert nothing_is_left()
 
 
