@@ -79,7 +79,7 @@ def lightning(
         quiet: Whether logger, checkpoints, bar and summary are off.
         fused: Whether the optimizer is fused.
         amp: Arguments of ``ApexAMP``, or ``None`` for none.
-        callback: Name of one of our callbacks to add.
+        callback: Name of one of our callbacks to add; after a comma, in which way.
         turbo: Arguments of ``TurboStrategy``, or ``None`` for Lightning's own strategy.
         schedule: ``"torch"`` or ``"ours"`` cycles the learning rate step by step.
         data: ``"datamodule"`` takes a ``DataLoader`` through a ``LightningDataModule``, ``"prefetch"`` through a
@@ -153,18 +153,18 @@ def _datamodule(loader: Endless, data: str, epochs: bool) -> LightningDataModule
 
 
 def _callback(name: str) -> Callback:
-    """One of our callbacks, with the arguments under which it does its work all the time.
+    """One of our callbacks, with arguments under which it works.
 
-    But for the Doctor, which takes itself out during the warm-up: its row shows that it leaves nothing behind.
+    The Doctor takes itself out during the warm-up: its row shows that it leaves nothing behind.
     """
     import lightning_turbo
 
     weights = itertools.cycle((BATCH, BATCH // 2))  # unequal, so that every window's gradients are corrected
     arguments: dict[str, dict[str, Any]] = {
-        "ExactAccumulation": {"weight": lambda batch: next(weights)},
+        "ExactAccumulation, uneven batches": {"weight": lambda batch: next(weights)},
         "EffectiveBatchSize": {"target": WINDOW * BATCH, "batch_size": BATCH, "warmup_steps": 10**6},
     }
-    return getattr(lightning_turbo, name)(**arguments.get(name, {}))
+    return getattr(lightning_turbo, name.partition(",")[0])(**arguments.get(name, {}))
 
 
 def register(suite: Suite) -> None:
@@ -193,7 +193,9 @@ def register(suite: Suite) -> None:
         add(name, {"callback": name}, stock, ours=True)
     window = {"accumulate_grad_batches": WINDOW}
     add(accumulating, window, base=accumulating)
-    add("ExactAccumulation", {"callback": "ExactAccumulation", **window}, base=accumulating, ours=True)
+    exact = "ExactAccumulation", "ExactAccumulation, uneven batches"
+    for name in exact:
+        add(name, {"callback": name, **window}, base=accumulating, ours=True)
     add("EffectiveBatchSize", {"callback": "EffectiveBatchSize"}, base=accumulating, ours=True)
     add("Lightning, CyclicLR", {"schedule": "torch"}, stock)
     add("cyclic_lr", {"schedule": "ours"}, "Lightning, CyclicLR", ours=True)
@@ -211,7 +213,7 @@ def register(suite: Suite) -> None:
         Aim("ApexAMP O0", stock, 1.05),
         Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
         *(Aim(name, stock, 1.05) for name in ("GradToNone", "Doctor", "strategy turbo")),
-        *(Aim(name, accumulating, 1.05) for name in ("ExactAccumulation", "EffectiveBatchSize")),
+        *(Aim(name, accumulating, 1.05) for name in (*exact, "EffectiveBatchSize")),
         Aim("PrefetchNextEpoch", epochs, 1.05),
         Aim("cyclic_lr", "Lightning, CyclicLR", 1.05),
         Aim("PrefetchDataModule", "LightningDataModule", 1.05),

@@ -27,7 +27,9 @@ def measured(name):
             return case.run(Meter(lambda event: next(orders), warmup=4), **case.config)
 
 
-@pytest.mark.parametrize("name", ["GradToNone", "Doctor", "EffectiveBatchSize", "PrefetchNextEpoch"])
+@pytest.mark.parametrize(
+    "name", ["GradToNone", "Doctor", "ExactAccumulation", "EffectiveBatchSize", "PrefetchNextEpoch"]
+)
 def test_no_callback_says_that_it_changes_nothing(name):
     assert measured(name)["loss"] > 0
 
@@ -35,7 +37,7 @@ def test_no_callback_says_that_it_changes_nothing(name):
 def test_the_gradients_of_every_window_are_corrected(monkeypatch):
     corrected = MagicMock()
     monkeypatch.setattr(exact_accumulation, "scale_gradients", corrected)
-    measured("ExactAccumulation")
+    measured("ExactAccumulation, uneven batches")
     assert corrected.call_count == STEPS // WINDOW
     assert all(call.args[1] != 1.0 for call in corrected.call_args_list)
 
