@@ -50,14 +50,16 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
     # On CUDA one kernel serves many gradients, if they and the factor have one dtype.
     for (device, dtype), alike in groups.items():
         half = dtype in (torch.float16, torch.bfloat16)
-        own = factor.to(device, torch.float32 if half else dtype) if isinstance(factor, Tensor) else factor
+        own: Any = factor
+        if isinstance(factor, Tensor):
+            own = factor.to(device, torch.float32 if half else dtype)
+        elif half:
+            own = torch.full((), factor, dtype=torch.float32, device=device)
         if not half:
             torch._foreach_mul_(alike, own)
-            continue
-        if not isinstance(own, Tensor):
-            own = torch.full((), own, dtype=torch.float32, device=device)
-        for gradient in alike:
-            torch.mul(gradient, own.expand_as(gradient), out=gradient)
+        else:
+            for gradient in alike:
+                torch.mul(gradient, own.expand_as(gradient), out=gradient)
 
 
 class AccumulationWindow:

@@ -11,12 +11,16 @@ from lightning_turbo._compat import LoggerConnector, ResultCollection, ResultMet
 
 __all__ = ["LeanLoggerConnector", "LeanMetric", "LeanResults"]
 
-
 _KEPT = (torch.float32, torch.float64)  # dtypes that Lightning does not convert
 
 
 class LeanMetric(ResultMetric):
-    """A logged value; it is not moved to where it is."""
+    """A logged value; it is not moved to where it is.
+
+    Attributes:
+        settings: The arguments of ``self.log`` that it was last described with.
+        device_of_all: Where its tensors are, once they were moved.
+    """
 
     settings: dict[str, Any] | None = None
     device_of_all: torch.device | None = None
@@ -66,8 +70,7 @@ class LeanResults(ResultCollection):
             if self.dataloader_idx is None:
                 self[key].settings = settings
             return
-        if metric.device_of_all != value.device:
-            metric.to(value.device)
+        metric.to(value.device)
         metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
         metric.has_reset = False
 
