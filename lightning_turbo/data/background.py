@@ -72,12 +72,15 @@ class _Work:
         """End the thread and let go of the source. Harmless when called twice or in a forked child."""
         if self.process != os.getpid():
             return
-        producer, self.producer = self.producer, None
-        source, self.source = self.source, iter(())
-        dispose, self.stages, self.snapshot, self.dispose = self.dispose, [], None, None
+        producer, source = self.producer, self.source
+        self.source, self.stages, self.snapshot = iter(()), [], None
         if producer is not None:
             producer.halt(patience, drop=True)
-            if producer.is_alive() and not producer.inside():
+            if producer.is_alive():  # it does the rest when it ends
+                producer.then = self.let_go
+            if producer.inside():
+                return
+            if producer.is_alive():
                 warnings.warn(
                     f"A prefetching thread is still inside the next() of {type(source).__name__}, or at work on what "
                     f"that gave, after {patience:g} s; it ends after that item.",
@@ -85,8 +88,20 @@ class _Work:
                     stacklevel=2,
                 )
                 return
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Do what is to be done once nobody is in the source any more."""
+        dispose, self.dispose, self.producer = self.dispose, None, None
         if dispose is not None:
             dispose()
+
+    def wait(self) -> bool:
+        """Wait for a thread that was told to end, perhaps by the garbage collector; tell whether it has ended."""
+        producer = self.producer
+        if producer is not None and not producer.inside():
+            producer.join(PATIENCE)
+        return producer is None or not producer.is_alive()
 
 
 class BackgroundIterator(Iterator[Any]):
@@ -148,9 +163,9 @@ class BackgroundIterator(Iterator[Any]):
         self._first = True
         self._waiting = self._looking = 0.0
         self._closed = ""
-        self._work = _Work(source, [] if stage is None else [stage], snapshot, dispose)
+        self.work = _Work(source, [] if stage is None else [stage], snapshot, dispose)
         self.place = place or Place()
-        self._finalizer = weakref.finalize(self, self._work.end)
+        self._finalizer = weakref.finalize(self, self.work.end)
 
     def __iter__(self) -> BackgroundIterator:
         return self
@@ -160,7 +175,7 @@ class BackgroundIterator(Iterator[Any]):
             raise RuntimeError(f"This iterator cannot go on: {self._closed}.")
         if self.place.ended:
             raise StopIteration
-        if self._work.process != os.getpid():
+        if self.work.process != os.getpid():
             raise RuntimeError(
                 "A prefetching iterator does not work in a forked child of the process that made it. "
                 "Call iter() on the loader in the child."
@@ -183,7 +198,7 @@ class BackgroundIterator(Iterator[Any]):
     def _next(self) -> Record:
         if self._kept:
             return self._kept.popleft()
-        producer = self._work.producer
+        producer = self.work.producer
         if producer is not None and producer.stopping.is_set():  # parked in the middle of an item
             producer.join()
             self._part(producer, producer.rest())
@@ -192,12 +207,12 @@ class BackgroundIterator(Iterator[Any]):
             return self._wait(producer)
         first, self._first = self._first, False
         if not first and self._start():
-            return self._wait(self._work.producer)
+            return self._wait(self.work.producer)
         watched = not first and self._watch.known is None
         before = shared_state() if watched else None
         private = self._watch.private() if watched else []
         started = time.perf_counter()
-        record = self._work.take()
+        record = self.work.take()
         self._taken += 1
         if not first:  # which may start worker processes
             self._watch.note(time.perf_counter() - started)
@@ -212,7 +227,7 @@ class BackgroundIterator(Iterator[Any]):
         """Begin to work ahead if there is something to gain; tell whether a thread does."""
         if self._watch.known is not False or not self._watch.slow or self._taken >= self._wanted:
             return False
-        work, threads = self._work, 1 if self._watch.alone else self.threads
+        work, threads = self.work, 1 if self._watch.alone else self.threads
         left = self._wanted - self._taken
         work.producer = Producer(work.draw, work.finish, self.prefetch_batches, threads, self._watch, left)
         return True
@@ -223,7 +238,7 @@ class BackgroundIterator(Iterator[Any]):
         Returns:
             Whether a thread works ahead.
         """
-        return self._work.producer is not None or (not self._closed and self._start())
+        return self.work.producer is not None or (not self._closed and self._start())
 
     def finish(self) -> None:
         """Take the end of the source for handed out."""
@@ -262,15 +277,15 @@ class BackgroundIterator(Iterator[Any]):
 
     def add_stage(self, stage: Callable[[Any], Any]) -> None:
         """Call ``stage`` on each item in the background, after those that are there. Before the first item only."""
-        if stage not in self._work.stages:
-            self._work.stages.append(stage)
+        if stage not in self.work.stages:
+            self.work.stages.append(stage)
 
     def ready(self) -> bool:
         """Tell whether the next item can be had without waiting for the source."""
         if self._kept:
             return True
-        if self._work.producer is not None:
-            return self._work.producer.ready()
+        if self.work.producer is not None:
+            return self.work.producer.ready()
         # One that loads fast where it is asked for never lets anybody wait.
         going = not (self._first or self._closed or self.place.ended or self._taken >= self._wanted)
         return going and self._watch.known is False and not self._watch.slow
@@ -281,8 +296,8 @@ class BackgroundIterator(Iterator[Any]):
         Returns:
             Whether the thread has ended.
         """
-        producer = self._work.producer
-        if producer is None or self._work.process != os.getpid():
+        producer = self.work.producer
+        if producer is None or self.work.process != os.getpid():
             return True
         ready = producer.halt(PATIENCE)
         if producer.is_alive():
@@ -295,7 +310,7 @@ class BackgroundIterator(Iterator[Any]):
         """Take over what a thread that has ended had ready."""
         self._kept.extend(ready)
         self._taken += producer.taken
-        self._work.producer = None
+        self.work.producer = None
         self._judge(producer)
 
     def close(self, because: str = "it was closed") -> None:

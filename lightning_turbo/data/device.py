@@ -13,7 +13,7 @@ import torch
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.resume import Place, length_of
-from lightning_turbo.data.torch_iterators import copied
+from lightning_turbo.data.torch_iterators import copied, guarded
 from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
 
 __all__ = ["DevicePrefetcher"]
@@ -80,7 +80,7 @@ class DevicePrefetcher:
         if live is not None:
             live.park()
         skip, self._skip = self._skip, 0
-        source: Any = iter(self.loader)
+        source: Any = guarded(iter(self.loader))
         position = getattr(self.loader, "state_dict", None)
         plain = self.transfer.transform is None and self.transfer.transfer is None
         if plain and (isinstance(source, DeviceIterator) or (self.transfer.idle and position is not None)):

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo.data.background import BackgroundIterator, check_count, check_threads
 from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import START, IndexTape, Place, length_of
-from lightning_turbo.data.torch_iterators import copied, end_workers, leave, load, undivided
+from lightning_turbo.data.resume import START, IndexTape, Place, foreign, length_of
+from lightning_turbo.data.torch_iterators import copied, end_workers, guarded, leave, load, undivided
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["PrefetchLoader", "prefetching"]
@@ -77,6 +77,7 @@ class PrefetchLoader(DataLoader[Any]):
 
     def _begin_prefetching(self) -> None:
         self._prefetch_live: weakref.ref[Any] | None = None
+        self._prefetch_work: Any = None
         self._prefetch_next: Any = None
         self._prefetch_place: Place | None = None
         self._prefetch_watch = LoadWatch()
@@ -139,6 +140,8 @@ class PrefetchLoader(DataLoader[Any]):
         return hasattr(super(), "state_dict")
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._prefetch_next is not None and self.persistent_workers and self._iterator is None:
+            self.load_state_dict(self.state_dict())  # somebody else ended its workers
         if self._prefetch_next is not None:
             started = self._prefetch_next
             vars(self)["_prefetch_next"] = None
@@ -152,13 +155,13 @@ class PrefetchLoader(DataLoader[Any]):
             # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
             skip = 0 if getattr(super().__iter__, "__func__", None) is DataLoader.__iter__ else done
             tape.rewind(resume, done - skip, seeded=self.persistent_workers)
-        source: Any = super().__iter__()
+        source: Any = guarded(super().__iter__())
         place, threads, items, stage = Place(done), 1, source, None
         if self.prefetch_threads > 1 and self._divisible(source):
             threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(load, source)
             self._prefetch_watch.owners = (self.dataset, self.collate_fn)
         self._prefetch_watch.workers = self.num_workers > 0
-        iterator = BackgroundIterator(
+        iterator: Any = BackgroundIterator(
             itertools.islice(items, skip, None) if skip else items,
             prefetch_batches=self.prefetch_batches,
             threads=threads,
@@ -169,6 +172,7 @@ class PrefetchLoader(DataLoader[Any]):
             watch=self._prefetch_watch,
             place=place,
         )
+        vars(self)["_prefetch_work"] = iterator.work
         if self.transfer is not None:
             iterator = self.transfer.iterate(iterator)
         vars(self)["_prefetch_live"] = weakref.ref(iterator)  # Lightning records attributes that are set
@@ -250,16 +254,16 @@ class PrefetchLoader(DataLoader[Any]):
 
     def _retire(self) -> None:
         """End the thread of the iterator before this one."""
-        live = self._current()
-        if live is None or live.ended:
-            return
-        ended = live.park()
-        if ended and self._prefetch_tape is not None:
-            self._prefetch_tape.put_back(self._prefetch_tape.place)
+        live, work, tape = self._current(), self._prefetch_work, self._prefetch_tape
+        if live is not None and live.ended:
+            live = None
         if self.persistent_workers:
-            if not ended:
+            if live is not None:
+                live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
+            if work is not None and not work.wait():
                 raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
-            live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
+        elif live is not None and live.park() and tape is not None:
+            tape.put_back(tape.place)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest iterator stands, counted in batches that were handed out.
@@ -303,13 +307,13 @@ class PrefetchLoader(DataLoader[Any]):
         counted = {"consumed", "order"} <= state_dict.keys()
         if self._stateful:
             if counted:
-                raise ValueError(_foreign(self, state_dict))
+                raise ValueError(foreign(self, state_dict))
             self.close()
             self._prefetch_place = None
             super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
             return
         if not counted:
-            raise ValueError(_foreign(self, state_dict))
+            raise ValueError(foreign(self, state_dict))
         if self.num_workers and not self.in_order and state_dict["consumed"] and not state_dict.get("whole"):
             warnings.warn(
                 "in_order=False hands out batches as they are ready, and a count does not tell which were used: some "
@@ -334,6 +338,7 @@ class PrefetchLoader(DataLoader[Any]):
         state.update(
             _iterator=None,
             _prefetch_live=None,
+            _prefetch_work=None,
             _prefetch_next=None,
             _prefetch_place=None,
             _prefetch_tape=None,
@@ -388,13 +393,6 @@ def _blank(behind: type[DataLoader[Any]]) -> PrefetchLoader:
     """An empty loader of the class made for ``behind``, for unpickling."""
     cls = prefetching(behind)
     return cls.__new__(cls)
-
-
-def _foreign(loader: PrefetchLoader, state: dict[str, Any]) -> str:
-    return (
-        f"A state with the keys {sorted(state)} does not belong to {type(loader).__name__}. Load the state that the "
-        "same class of loader gave; a StatefulDataLoader's state belongs to PrefetchLoader.of(StatefulDataLoader(...))."
-    )
 
 
 PrefetchLoader.__init__.__signature__ = _signature(DataLoader)

@@ -18,7 +18,7 @@ from prefetch_generator import BackgroundGenerator
 from lightning_turbo.data.randomness import LoadWatch, SharedDraws, torch_state
 from lightning_turbo.data.surroundings import Surroundings, short_switches
 
-__all__ = ["PARTED", "Producer", "Record"]
+__all__ = ["PARTED", "Dropped", "Producer", "Record", "dropped"]
 
 # Seconds. How long a waiting side sleeps before it looks whether the other one is still there.
 SLICE = 0.5
@@ -46,8 +46,14 @@ class Record(NamedTuple):
 PARTED = Record()
 
 
-class _Dropped(BaseException):
+class Dropped(BaseException):
     """Ends an item that nobody will ask for."""
+
+
+def dropped() -> bool:
+    """Tell whether this is a thread that works ahead on what nobody will ask for."""
+    turn = getattr(_here, "turn", None)
+    return turn is not None and turn.producer.dropped
 
 
 class _Turn:
@@ -80,7 +86,7 @@ class _Turn:
         while producer.asked <= self.number and not producer.stopping.is_set() and time.monotonic() < end:
             time.sleep(1e-3)
         if producer.dropped:
-            raise _Dropped
+            raise Dropped
         producer.drew = True
         if producer.asked <= self.number:
             producer.rushed = True
@@ -125,6 +131,7 @@ class Producer(BackgroundGenerator):
         asker: The turn of the thread that asks, if that works ahead itself.
         drew: Whether a draw was met.
         rushed: Whether a draw did not get its turn.
+        then: What to do when the thread ends.
     """
 
     def __init__(
@@ -144,6 +151,7 @@ class Producer(BackgroundGenerator):
         self.asked = self.taken = 0
         self.asker: _Turn | None = None
         self.drew = self.rushed = self.dropped = False
+        self.then: Callable[[], None] | None = None
         self.stopping = threading.Event()
         self.surroundings = Surroundings()
         self.helpers: list[_Helper] = []
@@ -191,6 +199,8 @@ class Producer(BackgroundGenerator):
                 orders.put(None)
             for helper in self.helpers:
                 helper.join()
+            if self.then is not None:
+                self.then()
 
     def deliver(self) -> bool:
         """Hand over the item that was begun first; tell whether nothing follows it. For the thread itself."""

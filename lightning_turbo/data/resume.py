@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_state, shared_state, uncollected
 
-__all__ = ["START", "IndexTape", "OwnGenerator", "Place", "judge_states", "length_of"]
+__all__ = ["START", "IndexTape", "OwnGenerator", "Place", "foreign", "judge_states", "length_of"]
 
 # The state of a loader that has handed out nothing yet.
 START: dict[str, Any] = {"consumed": 0, "order": None, "own": [], "whole": False}
@@ -25,6 +25,14 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError, ValueError):
         return None
+
+
+def foreign(loader: Any, state: dict[str, Any]) -> str:
+    """Return what to tell somebody who loads a state that is not of this kind of loader."""
+    return (
+        f"A state with the keys {sorted(state)} does not belong to {type(loader).__name__}. Load the state that the "
+        "same class of loader gave; a StatefulDataLoader's state belongs to PrefetchLoader.of(StatefulDataLoader(...))."
+    )
 
 
 def judge_states(states: Iterable[Any], over: bool, anew: bool = False) -> None:

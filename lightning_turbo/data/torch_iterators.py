@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +13,13 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_turbo.data.batches import pin_batch
+from lightning_turbo.data.producer import Dropped, dropped
 from lightning_turbo.data.resume import IndexTape, Place
 
-__all__ = ["copied", "end_workers", "leave", "load", "undivided"]
+__all__ = ["copied", "end_workers", "guarded", "leave", "load", "undivided"]
+
+# Seconds. How long a wait for a worker process goes on before it is asked whether there is still a reason to.
+SLICE = 0.1
 
 
 def load(source: Any, indices: Any) -> Any:
@@ -30,6 +37,53 @@ def undivided(loader: Any, source: Any) -> str:
     if not isinstance(source, _SingleProcessDataLoaderIter):
         return f"{type(loader).__name__} does not load by torch's own iterator"
     return ""
+
+
+def guarded(source: Any) -> Any:
+    """Return the iterator ``source``, made safe where one thread waits for worker processes that another one ends.
+
+    A Trainer does so with persistent ones. Left to itself the wait would go on for ever, or the epoch end before its
+    time without a word; here that is an error. A thread whose batch nobody will ask for waits no longer.
+    """
+    if hasattr(source, "_try_get_data"):
+        reference = weakref.ref(source)
+        source._next_data = functools.partial(_next_data, reference)
+        source._try_get_data = functools.partial(_try_get_data, reference)
+    return source
+
+
+def _next_data(reference: Callable[[], Any]) -> Any:
+    source = reference()
+    try:
+        return type(source)._next_data(source)
+    except StopIteration:
+        if source._persistent_workers:  # others are ended at the end
+            _check_workers(source)
+        raise
+
+
+def _try_get_data(reference: Callable[[], Any], timeout: float = 5.0) -> tuple[bool, Any]:
+    source, end = reference(), time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        try:
+            got = type(source)._try_get_data(source, max(0.0, min(left, SLICE)))
+        except Exception:  # what a worker process sends it also has to hand over
+            _check_workers(source)
+            raise
+        if got[0] or left <= SLICE:
+            return got
+        _check_workers(source)
+        if dropped() and source._tasks_outstanding:  # without them it is being set up for its next epoch
+            raise Dropped
+
+
+def _check_workers(source: Any) -> None:
+    if source._shutdown:
+        raise RuntimeError(
+            "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used "
+            "it. Call iter() on the loader again."
+        )
 
 
 def end_workers(source: Any) -> None:

@@ -264,7 +264,7 @@ def test_an_epoch_that_is_begun_early_has_the_same_batches_and_pinned_ones(worke
                         assert time.monotonic() < deadline
                         time.sleep(0.01)
                     if workers == 0:
-                        assert begun._work.producer.queue.queue[0].item[0].is_pinned()
+                        assert begun.work.producer.queue.queue[0].item[0].is_pinned()
         device.close()
         return seen
 

@@ -228,7 +228,7 @@ def test_an_iterator_that_its_own_thread_collects_ends(several):
 def test_a_thread_that_collects_its_iterator_while_it_hands_over_an_item_ends():
     made = []
     iterator = BackgroundIterator(counting(made), prefetch_batches=2, watch=known(False))
-    work = iterator._work
+    work = iterator.work
     assert next(iterator) == 0
     wait_until(work.producer.queue.full)
     put = work.producer.queue._put  # called with the lock of the queue held
@@ -691,7 +691,7 @@ def test_own_generators_and_layers_that_are_not_training_wait_for_nothing():
 
     iterator = BackgroundIterator(source(), prefetch_batches=4, watch=known(False))
     assert next(iterator) == 0
-    wait_until(lambda: iterator._work.producer.queue.full())  # nobody asks
+    wait_until(lambda: iterator.work.producer.queue.full())  # nobody asks
     assert list(iterator) == list(range(1, 30))
 
 
@@ -702,7 +702,7 @@ def waiting_to_draw():
     assert [next(iterator) for _ in range(2)]
     wait_until(lambda: len(source.who) == 4)
     time.sleep(0.02)
-    assert not iterator._work.producer.drew
+    assert not iterator.work.producer.drew
     return iterator
 
 
@@ -740,7 +740,7 @@ def test_a_draw_does_not_wait_for_ever(monkeypatch):
 
     iterator = BackgroundIterator(source(), watch=known(False))
     got = [next(iterator), next(iterator)]
-    wait_until(lambda: lock.locked() or iterator._work.producer.rushed)
+    wait_until(lambda: lock.locked() or iterator.work.producer.rushed)
     with lock:  # as a dataset may be asked for something beside the loading
         pass
     with pytest.warns(NoEffectWarning, match="may not repeat"):

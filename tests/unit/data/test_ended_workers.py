@@ -1,0 +1,147 @@
+"""Worker processes that end while the thread waits for them: nothing hangs, and no epoch is short without a word."""
+
+import gc
+import itertools
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
+from lightning_turbo.data.background import PATIENCE
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+WORKERS = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+
+
+class Slow(Dataset):
+    """The thread is always waiting for it: it wants more batches ahead than there are in the time of a test."""
+
+    def __init__(self, length=200, seconds=0.05, stuck_at=None):
+        self.length, self.seconds, self.stuck_at = length, seconds, stuck_at
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(120 if index == self.stuck_at else self.seconds)
+        return index
+
+
+class SlowStream(IterableDataset):
+    def __iter__(self):
+        for n in range(100):
+            time.sleep(0.05)
+            yield n
+
+
+def as_a_trainer_does(loader):
+    loader._iterator._shutdown_workers()
+    loader._iterator = None
+
+
+def nothing_is_left():
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() or [t for t in threading.enumerate() if "prefetch" in t.name]:
+        assert time.monotonic() < deadline, (multiprocessing.active_children(), threading.enumerate())
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("dataset", [Slow, SlowStream])
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: DevicePrefetcher(loader, "cpu")])
+def test_workers_that_somebody_else_ends_are_an_error_and_no_hang(dataset, wrap):
+    loader = PrefetchLoader(dataset(), batch_size=2, **WORKERS)
+    iterator = iter(wrap(loader))
+    got = [next(iterator).tolist() for _ in range(3)]
+    as_a_trainer_does(loader)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
+        got.extend(batch.tolist() for batch in iterator)
+    loader.close()
+    assert time.monotonic() - began < PATIENCE / 2
+    nothing_is_left()
+    again = iter(loader)
+    assert [next(again).tolist() for _ in got] == got
+    loader.close()
+    nothing_is_left()
+
+
+def test_workers_of_a_stateful_loader_that_end():
+    loader = PrefetchLoader.of(StatefulDataLoader(Slow(), batch_size=2, num_workers=2, persistent_workers=True))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    as_a_trainer_does(loader)
+    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
+        list(iterator)
+    loader.close()
+    nothing_is_left()
+
+
+def test_the_end_of_an_epoch_stays_its_end():
+    loader = PrefetchLoader(Slow(8, 0.01), batch_size=2, **WORKERS)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 4
+    as_a_trainer_does(loader)
+    assert list(iterator) == []
+    assert len(list(loader)) == 4
+    loader.close()
+    nothing_is_left()
+
+
+def test_an_epoch_that_was_begun_early_is_begun_again_in_the_same_order():
+    def epochs(end):
+        torch.manual_seed(0)
+        loader = PrefetchLoader(Slow(24, 0.05), batch_size=4, shuffle=True, **WORKERS)
+        first = list(itertools.chain(*(batch.tolist() for batch in loader)))
+        assert loader.start_next_epoch()
+        if end:
+            as_a_trainer_does(loader)
+        second = list(itertools.chain(*(batch.tolist() for batch in loader)))
+        loader.close()
+        nothing_is_left()
+        return first, second
+
+    assert epochs(end=True) == epochs(end=False)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_closing_does_not_wait_for_a_batch_that_nobody_wants(persistent):
+    loader = PrefetchLoader(Slow(stuck_at=5), batch_size=1, **{**WORKERS, "persistent_workers": persistent})
+    iterator = iter(loader)
+    assert [next(iterator).item() for _ in range(5)] == list(range(5))
+    began = time.monotonic()
+    iterator.close()
+    assert time.monotonic() - began < PATIENCE  # torch gives each worker 5 s
+    loader.close()
+    nothing_is_left()
+
+
+def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
+    loader = PrefetchLoader(Slow(40), batch_size=2, **WORKERS)
+    holder = [iter(loader)]
+    next(holder[0]), next(holder[0])
+    source, go_on, collected = loader._iterator, threading.Event(), threading.Event()
+    wait = source._try_get_data
+
+    def collecting(*timeout):
+        if holder and "prefetch" in threading.current_thread().name:
+            holder.clear()  # the last reference, in the thread that waits for the workers
+            collected.set()
+            go_on.wait(10)
+        return wait(*timeout)
+
+    source._try_get_data = collecting
+    assert collected.wait(10)
+    threading.Timer(0.5, go_on.set).start()
+    assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 40, 2)]
+    loader.close()
+    nothing_is_left()
