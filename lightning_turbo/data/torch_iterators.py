@@ -56,10 +56,9 @@ def _next_data(reference: Callable[[], Any]) -> Any:
     source = reference()
     try:
         return type(source)._next_data(source)
-    except StopIteration:
-        if source._persistent_workers:  # others are ended at the end
+    finally:
+        if source._persistent_workers:  # others are ended at the end; without them, batches are left out
             _check_workers(source)
-        raise
 
 
 def _try_get_data(reference: Callable[[], Any], timeout: float = 5.0) -> tuple[bool, Any]:
@@ -68,14 +67,27 @@ def _try_get_data(reference: Callable[[], Any], timeout: float = 5.0) -> tuple[b
         left = end - time.monotonic()
         try:
             got = type(source)._try_get_data(source, max(0.0, min(left, SLICE)))
-        except Exception:  # what a worker process sends it also has to hand over
+        except (OSError, EOFError) as error:  # what a worker process sends it also has to hand over
             _check_workers(source)
-            raise
+            dead = _wait_for_death(source._workers)
+            if not dead:
+                raise
+            raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
         if got[0] or left <= SLICE:
             return got
         _check_workers(source)
         if dropped() and source._tasks_outstanding:  # without them it is being set up for its next epoch
             raise Dropped
+
+
+def _wait_for_death(workers: Any, patience: float = 1.0) -> str:
+    """Return the pids of those that have died, as soon as there are any: a killed process closes its files first."""
+    end = time.monotonic() + patience
+    while True:
+        dead = [str(worker.pid) for worker in workers if not worker.is_alive()]
+        if dead or time.monotonic() >= end:
+            return ", ".join(dead)
+        time.sleep(0.01)
 
 
 def _check_workers(source: Any) -> None:
