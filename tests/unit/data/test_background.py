@@ -518,7 +518,16 @@ def known(value):
     return watch
 
 
-def test_the_switch_interval_is_shortened_and_put_back():
+@pytest.fixture
+def switch_interval():
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("seconds", [0.005, 0.0001])
+def test_the_switch_interval_is_shortened_and_put_back(switch_interval, seconds):
+    sys.setswitchinterval(seconds)
     before = sys.getswitchinterval()
     iterators = [BackgroundIterator(counting([]), watch=known(False)) for _ in range(2)]
     for iterator in iterators:
@@ -531,17 +540,14 @@ def test_the_switch_interval_is_shortened_and_put_back():
     assert sys.getswitchinterval() == before
 
 
-def test_a_switch_interval_that_the_program_sets_is_left_alone():
+def test_a_switch_interval_that_the_program_sets_is_left_alone(switch_interval):
     before = sys.getswitchinterval()
     iterator = BackgroundIterator(counting([]), watch=known(False))
     next(iterator)
     wait_until(lambda: sys.getswitchinterval() != before)
-    try:
-        sys.setswitchinterval(0.002)
-        iterator.close()
-        assert sys.getswitchinterval() == pytest.approx(0.002)
-    finally:
-        sys.setswitchinterval(before)
+    sys.setswitchinterval(0.002)
+    iterator.close()
+    assert sys.getswitchinterval() == pytest.approx(0.002)
 
 
 @pytest.mark.parametrize("draw", ["torch", "random", "numpy.random"])
