@@ -73,12 +73,15 @@ class DevicePrefetcher:
         self._watch = LoadWatch()
         self._live: weakref.ref[Any] | None = None
         self._place: Place | None = None
+        self._work: Any = None
         self._skip = 0
 
     def __iter__(self) -> Iterator[Any]:
         live = self._current()
         if live is not None:
             live.park()
+        elif self._work is not None:
+            self._work.wait()
         skip, self._skip = self._skip, 0
         source: Any = guarded(iter(self.loader))
         position = getattr(self.loader, "state_dict", None)
@@ -99,6 +102,7 @@ class DevicePrefetcher:
                     watch=self._watch,
                 )
                 position = None
+                self._work = source.work
         source.place.consumed += skip
         iterator = self.transfer.iterate(source, position)
         self._place = iterator.place
@@ -188,7 +192,7 @@ class DevicePrefetcher:
         return self._live() if self._live is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_live": None, "_place": None, "_watch": LoadWatch()}
+        return {**vars(self), "_live": None, "_place": None, "_work": None, "_watch": LoadWatch()}
 
 
-_OWN = frozenset({"_live", "_place", "_skip", "_watch", "loader", "transfer"})
+_OWN = frozenset({"_live", "_place", "_skip", "_watch", "_work", "loader", "transfer"})

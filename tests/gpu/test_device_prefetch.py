@@ -3,6 +3,7 @@
 import functools
 import gc
 import multiprocessing
+import threading
 import time
 import warnings
 
@@ -269,3 +270,32 @@ def test_an_epoch_that_is_begun_early_has_the_same_batches_and_pinned_ones(worke
         return seen
 
     assert epochs(early=True) == epochs(early=False)
+
+
+def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
+    """With persistent workers both read from the same queue; a batch that the old thread takes would be lost."""
+
+    class Slow(Numbered):
+        def __getitem__(self, index):
+            time.sleep(0.05)
+            return super().__getitem__(index)
+
+    loader = DataLoader(Slow(40, 16), batch_size=2, num_workers=2, persistent_workers=True)
+    prefetcher = DevicePrefetcher(loader, DEVICE, prefetch_batches=40)
+    holder = [iter(prefetcher)]
+    next(holder[0]), next(holder[0])
+    source, go_on, collected = loader._iterator, threading.Event(), threading.Event()
+    wait = source._try_get_data
+
+    def collecting(*timeout):
+        if holder and "prefetch" in threading.current_thread().name:
+            holder.clear()  # the last reference, in the thread that waits for the workers
+            collected.set()
+            go_on.wait(10)
+        return wait(*timeout)
+
+    source._try_get_data = collecting
+    assert collected.wait(10)
+    threading.Timer(0.5, go_on.set).start()
+    assert [index.tolist() for _, index in prefetcher] == [[n, n + 1] for n in range(0, 40, 2)]
+    loader._iterator._shutdown_workers()
