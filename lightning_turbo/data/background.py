@@ -76,17 +76,15 @@ class _Work:
         self.source, self.stages, self.snapshot = iter(()), [], None
         if producer is not None:
             producer.halt(patience, drop=True)
-            if producer.is_alive():  # it does the rest when it ends
-                producer.then = self.let_go
-            if producer.inside():
-                return
             if producer.is_alive():
-                warnings.warn(
-                    f"A prefetching thread is still inside the next() of {type(source).__name__}, or at work on what "
-                    f"that gave, after {patience:g} s; it ends after that item.",
-                    TurboWarning,
-                    stacklevel=2,
-                )
+                producer.then = self.let_go  # it does the rest when it ends
+                if not producer.inside():
+                    warnings.warn(
+                        f"A prefetching thread is still inside the next() of {type(source).__name__}, or at work on "
+                        f"what that gave, after {patience:g} s; it ends after that item.",
+                        TurboWarning,
+                        stacklevel=2,
+                    )
                 return
         self.let_go()
 

@@ -18,7 +18,7 @@ from prefetch_generator import BackgroundGenerator
 from lightning_turbo.data.randomness import LoadWatch, SharedDraws, torch_state
 from lightning_turbo.data.surroundings import Surroundings, short_switches
 
-__all__ = ["PARTED", "Dropped", "Producer", "Record", "dropped"]
+__all__ = ["PARTED", "Producer", "Record", "give_up"]
 
 # Seconds. How long a waiting side sleeps before it looks whether the other one is still there.
 SLICE = 0.5
@@ -46,14 +46,15 @@ class Record(NamedTuple):
 PARTED = Record()
 
 
-class Dropped(BaseException):
+class _Dropped(BaseException):
     """Ends an item that nobody will ask for."""
 
 
-def dropped() -> bool:
-    """Tell whether this is a thread that works ahead on what nobody will ask for."""
+def give_up() -> None:
+    """End the item at hand, if this is a thread that works ahead and nobody will ask for it."""
     turn = getattr(_here, "turn", None)
-    return turn is not None and turn.producer.dropped
+    if turn is not None and turn.producer.dropped:
+        raise _Dropped
 
 
 class _Turn:
@@ -85,8 +86,7 @@ class _Turn:
         end = time.monotonic() + PATIENCE
         while producer.asked <= self.number and not producer.stopping.is_set() and time.monotonic() < end:
             time.sleep(1e-3)
-        if producer.dropped:
-            raise Dropped
+        give_up()
         producer.drew = True
         if producer.asked <= self.number:
             producer.rushed = True

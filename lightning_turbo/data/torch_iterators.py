@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_turbo.data.batches import pin_batch
-from lightning_turbo.data.producer import Dropped, dropped
+from lightning_turbo.data.producer import give_up
 from lightning_turbo.data.resume import IndexTape, Place
 
 __all__ = ["copied", "end_workers", "guarded", "leave", "load", "undivided"]
@@ -76,8 +76,8 @@ def _try_get_data(reference: Callable[[], Any], timeout: float = 5.0) -> tuple[b
         if got[0] or left <= SLICE:
             return got
         _check_workers(source)
-        if dropped() and source._tasks_outstanding:  # without them it is being set up for its next epoch
-            raise Dropped
+        if source._tasks_outstanding:  # without them it is being set up for its next epoch
+            give_up()
 
 
 def _wait_for_death(workers: Any, patience: float = 1.0) -> str:

@@ -3,7 +3,6 @@
 import functools
 import gc
 import multiprocessing
-import threading
 import time
 import warnings
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
 from lightning_turbo._compat import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_turbo.data.transfer import DeviceIterator, DeviceTransfer
+from tests.collecting import collect_in_its_thread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(170)]
 
@@ -284,18 +284,6 @@ def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
     prefetcher = DevicePrefetcher(loader, DEVICE, prefetch_batches=40)
     holder = [iter(prefetcher)]
     next(holder[0]), next(holder[0])
-    source, go_on, collected = loader._iterator, threading.Event(), threading.Event()
-    wait = source._try_get_data
-
-    def collecting(*timeout):
-        if holder and "prefetch" in threading.current_thread().name:
-            holder.clear()  # the last reference, in the thread that waits for the workers
-            collected.set()
-            go_on.wait(10)
-        return wait(*timeout)
-
-    source._try_get_data = collecting
-    assert collected.wait(10)
-    threading.Timer(0.5, go_on.set).start()
+    collect_in_its_thread(holder, loader._iterator)
     assert [index.tolist() for _, index in prefetcher] == [[n, n + 1] for n in range(0, 40, 2)]
     loader._iterator._shutdown_workers()

@@ -48,20 +48,20 @@ def test_the_time_of_a_round_is_that_of_its_steps():
     meter = Meter(runner, warmup=1)
     while meter.step():
         time.sleep(0.02)
-    assert 0.06 <= runner.events[1]["seconds"] < 2
+    assert 0.06 <= runner.events[1]["seconds"] < 0.2
 
 
 def test_the_time_in_which_the_case_waits_for_its_turn_is_not_measured():
     class Slow(Runner):
         def __call__(self, event):
-            time.sleep(0.5)
+            time.sleep(0.1)
             return super().__call__(event)
 
     runner = Slow(round_of(2), round_of(2), END)
     meter = Meter(runner, warmup=1)
     while meter.step():
         pass
-    assert all(event["seconds"] < 0.4 for event in runner.events[1:])
+    assert all(event["seconds"] < 0.05 for event in runner.events[1:])
 
 
 def test_after_the_end_every_further_step_says_so():

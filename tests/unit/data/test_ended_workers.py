@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
 from lightning_turbo.data.background import PATIENCE
 from lightning_turbo.data.torch_iterators import guarded
+from tests.collecting import collect_in_its_thread
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -130,19 +131,7 @@ def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
     loader = PrefetchLoader(Slow(40), batch_size=2, **WORKERS)
     holder = [iter(loader)]
     next(holder[0]), next(holder[0])
-    source, go_on, collected = loader._iterator, threading.Event(), threading.Event()
-    wait = source._try_get_data
-
-    def collecting(*timeout):
-        if holder and "prefetch" in threading.current_thread().name:
-            holder.clear()  # the last reference, in the thread that waits for the workers
-            collected.set()
-            go_on.wait(10)
-        return wait(*timeout)
-
-    source._try_get_data = collecting
-    assert collected.wait(10)
-    threading.Timer(0.5, go_on.set).start()
+    collect_in_its_thread(holder, loader._iterator)
     assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 40, 2)]
     loader.close()
     nothing_is_left()

@@ -196,8 +196,8 @@ def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epo
         time.sleep(0.01)
     left = in_use()
     assert all(now <= limit for now, limit in zip(left, most, strict=True)), (before, left)
-    # 200 epochs would leak 200 times the batches in flight, 1 MiB each; what malloc keeps for threads is 40 at times.
-    assert resident() - memory < 100 * 2**20
+    # 200 epochs would leak 200 times the batches in flight; 30 MiB is noise.
+    assert resident() - memory < 30 * 2**20
     loader.close()
 
 

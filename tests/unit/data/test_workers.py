@@ -25,9 +25,6 @@ pytestmark = [
 ]
 
 
-BUSY = 2.0  # seconds that a machine which is busy with other things may take more
-
-
 class Waits(Dataset):
     def __init__(self, seconds, length=4000):
         self.seconds, self.length = seconds, length
@@ -122,14 +119,15 @@ def test_a_loader_that_hangs_is_left_in_time_and_its_workers_are_ended(cls, step
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"got no batch from any setting \(.*too late.*\)"):
         tune_workers(maker(Hangs(), cls), seconds=1.5, max_workers=1, show=None, step=step)
-    assert time.monotonic() - started < 1.5 + BUSY
+    # The budget, and a second for a machine that is busy with other things.
+    assert time.monotonic() - started < 2.5
     assert nothing_is_left()
 
 
 def test_the_budget_holds():
     started = time.monotonic()
     tune_workers(maker(Waits(0.02)), seconds=2, max_workers=2, show=None)
-    assert time.monotonic() - started < 2 + BUSY
+    assert time.monotonic() - started < 3  # a second for a busy machine
     assert nothing_is_left()
 
 
@@ -204,7 +202,7 @@ def test_workers_that_start_too_slowly_leave_what_is_left_to_0_workers(method, c
 
     started = time.monotonic()
     tuning = tune_workers(make_loader, seconds=0.5, max_workers=2, show=None)  # none imports torch so fast
-    assert time.monotonic() - started < 0.5 + BUSY
+    assert time.monotonic() - started < 2
     assert tuning.num_workers == 0
     assert [row.note for row in tuning.rows] == ["", *["too late to start"] * 2]
     assert nothing_is_left()
@@ -292,7 +290,7 @@ def test_the_answer_is_kept_in_a_file(tmp_path):
     first = tune_workers(maker(range(10**6)), seconds=0.5, max_workers=0, cache=path, show=None)
     started = time.monotonic()
     again = tune_workers(maker(Hangs()), seconds=30, cache=path, show=None)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 1
     assert again.cached
     assert (again.settings, again.rows) == (first.settings, first.rows)
     stored = json.loads(path.read_text())
