@@ -93,8 +93,6 @@ class Loader:
     type: str
     standard: bool
     """Whether it is a ``torch.utils.data.DataLoader``."""
-    own_type: bool = False
-    """Whether it is a class of the user's own."""
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False

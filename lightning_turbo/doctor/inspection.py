@@ -85,7 +85,6 @@ def loader(trainer: Any, sources: Sources) -> Loader | None:
     return Loader(
         type=type(each).__name__,
         standard=True,
-        own_type=type(each) is not DataLoader,
         workers=each.num_workers,
         pin_memory=each.pin_memory,
         persistent_workers=each.persistent_workers,

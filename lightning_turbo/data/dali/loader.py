@@ -127,7 +127,6 @@ class DALILoader:
         self._rank, self._world_size = rank, world_size
         self._options = {"arguments": dict(arguments or {}), "reader": reader, "batches": batches}
         self._stream: FileStream | DefinitionStream | None = None
-        self._built_with: tuple[Any, ...] = ()
         self.epoch = 0
         self._batch = 0
         self._begun = False
