@@ -97,6 +97,7 @@ def to_torch_adam(optimizer: Any) -> Any:
     """Return the state of apex's FusedAdam as ``torch.optim.AdamW(fused=True)`` and ``Adam(fused=True)`` read it.
 
     apex counts the steps of a whole group, torch those of each parameter; and torch marks the groups that are fused.
+    Of what apex's FP16_Optimizer wrote around an optimizer's state, that state is taken.
 
     Args:
         optimizer: What ``optimizer.state_dict()`` returned, under apex or not; never changed.
@@ -110,6 +111,8 @@ def to_torch_adam(optimizer: Any) -> Any:
         >>> to_torch_adam({"state": {0: moments}, "param_groups": [group]})["state"][0]["step"]
         tensor(3.)
     """
+    if isinstance(optimizer, Mapping) and "fp32_from_fp16" in optimizer:  # FP16_Optimizer's
+        optimizer = optimizer["optimizer_state_dict"]
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
         return optimizer
     state, groups = dict(optimizer["state"]), []
@@ -213,6 +216,11 @@ def _read(path: Path, trust: bool) -> dict[str, Any]:
         raise CheckpointError(
             f"{str(path)!r} holds objects beside tensors and plain data. If you trust whoever wrote it, pass "
             f"trust=True (on the command line --trust), which runs the code in it. torch says: {objects[0]}"
+        ) from error
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{str(path)!r} holds objects of {error.name!r}, which is not installed here. Load it where it is, "
+            "and save the states of model, optimizer and amp anew without them."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError, IndexError, TypeError) as error:
         raise _broken(path, error) from error

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import types
 from collections import OrderedDict
 
 import pytest
@@ -423,6 +424,31 @@ def test_other_states_are_left_as_they_are():
     assert to_torch_adam(own)["state"] == own["state"]
     for odd in (None, [1], {"G": apex}, {"state": {}}):
         assert to_torch_adam(odd) is odd
+
+
+def test_what_fp16_optimizer_wrote_around_a_state_is_taken_off(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    masters = [[weight.detach() for weight in model.parameters()]]
+    apex = {"overflow": False, "optimizer_state_dict": optimizer.state_dict(), "fp32_from_fp16": masters}
+    torch.save({"model": model.state_dict(), "optimizer": apex, "amp": APEX_STATE}, tmp_path / "old.pt")
+    new = torch.load(convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt"), weights_only=True)
+    second = torch.optim.SGD(network().parameters(), lr=0.1, momentum=0.9)
+    second.load_state_dict(new["optimizer_states"][0])
+    for ours, theirs in zip(optimizer.state.values(), second.state.values(), strict=True):
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
+
+
+def test_objects_of_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    module = types.ModuleType("gone_with_apex")
+    module.Scaler = type("Scaler", (), {"__module__": "gone_with_apex"})
+    monkeypatch.setitem(sys.modules, "gone_with_apex", module)
+    torch.save({"model": network().state_dict(), "optimizer": {}, "amp": module.Scaler()}, tmp_path / "old.pt")
+    monkeypatch.delitem(sys.modules, "gone_with_apex")
+    with pytest.raises(CheckpointError, match="objects of 'gone_with_apex', which is not installed here"):
+        convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", trust=True)
 
 
 class AdamNet(Net):
