@@ -151,7 +151,10 @@ class BackgroundIterator(Iterator[Any]):
         place: Place | None = None,
     ) -> None:
         if not hasattr(source, "__next__"):
-            raise TypeError(f"{source!r} is no iterator: it has no __next__. Pass iter(...) of it.")
+            raise TypeError(
+                f"{source!r} is no iterator: it has no __next__. Pass iter(...) of it; for a DataLoader take "
+                "PrefetchLoader.of(loader), which can be iterated again."
+            )
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         self.threads = check_threads("threads", threads)
         self._watch = watch or LoadWatch()

@@ -16,6 +16,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_turbo.data import background, producer, randomness, surroundings
 from lightning_turbo.data.background import BackgroundIterator
@@ -819,6 +820,8 @@ def test_a_depth_of_another_type_is_refused(value):
 def test_no_iterator_is_refused():
     with pytest.raises(TypeError, match=r"\[1, 2\] is no iterator: it has no __next__"):
         BackgroundIterator([1, 2])
+    with pytest.raises(TypeError, match=r"for a DataLoader take PrefetchLoader.of\(loader\)"):
+        BackgroundIterator(DataLoader([1, 2]))
 
 
 def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
