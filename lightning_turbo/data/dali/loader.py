@@ -108,7 +108,8 @@ class DALILoader:
             if not getattr(pipeline, "_is_pipeline_def", False):
                 raise TypeError(
                     f"pipeline={pipeline!r}: give a ready pipeline such as ImageFolder(...), or a function decorated "
-                    "with nvidia.dali.pipeline_def, not called."
+                    "with nvidia.dali.pipeline_def, not called. Of a class of Pipeline its define_graph becomes that "
+                    "function; iterators of nvidia.dali.plugin.pytorch fall away."
                 )
             if unknown := set(arguments or ()) - set(inspect.signature(pipeline).parameters):
                 raise TypeError(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali import Pipeline, fn, pipeline_def, types
 
 from lightning_turbo import DALILoader
 from tests.dali_samples import make_photos
@@ -301,3 +301,12 @@ def test_a_state_without_a_checkpoint_is_refused_in_mid_epoch(files):
     with pytest.raises(ValueError, match="batch=1 of epoch 0 has no checkpoint of the pipeline"):
         next(iter(loader))
     loader.close()
+
+
+def test_what_becomes_of_a_class_of_pipeline_is_said():
+    class Hybrid(Pipeline):
+        pass
+
+    for wrong in (Hybrid, Hybrid(4, 1, None)):
+        with pytest.raises(TypeError, match="its define_graph becomes that function"):
+            DALILoader(wrong, 4)
