@@ -133,6 +133,8 @@ class HalfWeights:
         passing = list(dict.fromkeys(weight for _, _, weight in places if weight not in self._masters))
         with torch.inference_mode(False):  # a validation may be running
             self._masters.update((weight, Parameter(weight.detach().float())) for weight in passing)
+            for weight in {weight for _, _, weight in places if not weight.requires_grad}.difference(passing):
+                self._masters[weight].data = float_value(weight, self._masters[weight])  # moved by an average, say
         on = [(weight, master) for weight, master in self._masters.items() if master.requires_grad]
         for weight, master in on:
             master.requires_grad_(weight.requires_grad)
@@ -265,11 +267,13 @@ class HalfWeights:
             yield
             return
         self._in_method = True
+        state = optimizer.state  # without frozen weights that it never updated, which an average may have moved
+        pairs = [(w, m) for w, m in self.pairs(optimizer) if w.requires_grad or m.grad is not None or m in state]
         try:
             yield
         finally:
             self._in_method = False
-            self._round(self.pairs(optimizer))
+            self._round(pairs)
 
     def attach_group(self, group: dict[str, Any]) -> None:
         """Put masters in the place of half weights in a parameter group, in place.

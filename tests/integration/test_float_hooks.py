@@ -1,6 +1,7 @@
 """What a user's hooks and switches see and do while O2's optimizers hold float32 masters."""
 
 import contextlib
+import itertools
 
 import lightning.pytorch as pl
 import pytest
@@ -195,6 +196,37 @@ def test_frozen_weights_are_left_alone_by_weight_decay():
     fit(module, "O2", accumulate_grad_batches=2)
     assert torch.equal(module.first.weight, before)
     assert not module.first.weight.requires_grad
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_momentum_encoder_moves_outside_of_float_weights_too(hooks, exact):
+    class Byol(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.online, self.target = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+
+        def training_step(self, batch, index):
+            return (self.online(batch) - self.target(batch)).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+        def on_before_zero_grad(self, optimizer):
+            for mine, theirs in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                mine.data = (mine.data + theirs.data) / 2
+
+        def on_train_batch_end(self, outputs, batch, index):
+            moved.append(self.target.weight.float().clone())
+
+    class Hooked(Byol):
+        def on_after_backward(self):
+            assert self.target.weight.dtype is torch.float32
+
+    moved = []
+    fit(Hooked() if hooks else Byol(), "O2", exact=exact)
+    assert len(moved) == 12
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(moved))
 
 
 def test_a_momentum_encoder_moves_by_less_than_half_precision_shows():

@@ -211,6 +211,34 @@ def test_weights_set_after_initialize_are_kept(change, exact, before_backward):
     assert all((p == 0.5).all() for p in (*model.parameters(), *amp.master_params(optimizer)))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_frozen_network_that_the_program_moves_stays_where_it_is_put(level, kind):
+    online, target = net(), net().requires_grad_(False)
+    optimizer = kind([*online.parameters(), *target.parameters()], lr=0.05)  # of both, as BYOL's scripts have it
+    init([online, target], optimizer, level)
+    for _ in range(2):
+        backward(online(torch.ones(2, 4)).square().mean(), optimizer)
+        for param in target.parameters():
+            param.data = param.data * 0 + 2  # as a moving average assigns its own
+        optimizer.step()
+    assert all(bool((param == 2).all()) for param in target.parameters())
+    assert all(bool((value == 2).all()) for value in target.state_dict().values())
+
+
+def test_a_network_that_is_frozen_before_its_step_takes_the_step():
+    model, other = net(), net()
+    optimizer, reference = sgd(model), sgd(other)
+    init(model, optimizer, "O2", loss_scale=1.0)
+    for each, which in ((model, optimizer), (other, reference)):
+        loss = each(torch.ones(2, 4)).square().mean()
+        backward(loss, which) if each is model else loss.backward()
+        each.requires_grad_(False)
+        which.step()
+    assert torch.allclose(model[0].weight.float(), other[0].weight, atol=1e-3)
+    assert not torch.allclose(other[0].weight, net()[0].weight, atol=1e-3)
+
+
 def test_what_is_not_set_stays_exact():
     model = net()
     start = weights(model)
