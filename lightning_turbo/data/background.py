@@ -73,7 +73,7 @@ class _Work:
         if self.process != os.getpid():
             return
         producer, source = self.producer, self.source
-        self.source, self.stages, self.snapshot = iter(()), [], None
+        self.source, self.stages = iter(()), []
         if producer is not None:
             producer.halt(patience, drop=True)
             if producer.is_alive():
@@ -90,7 +90,7 @@ class _Work:
 
     def let_go(self) -> None:
         """Do what is to be done once nobody is in the source any more."""
-        dispose, self.dispose, self.producer = self.dispose, None, None
+        dispose, self.dispose, self.snapshot, self.producer = self.dispose, None, None, None
         if dispose is not None:
             dispose()
 

@@ -91,6 +91,22 @@ def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
     ours.close()
 
 
+class Slow(Twenty):
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return index
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_a_batch_that_is_under_way_when_the_epoch_is_broken_off(make, threads):
+    plain = DataLoader(Twenty(), batch_size=3, **make())
+    ours = PrefetchLoader(Slow(), batch_size=3, prefetch_threads=threads, **make())
+    for batches in (6, 3, 2):
+        assert some(ours, batches, 0.01) == some(plain, batches, 0)
+    ours.close()
+
+
 def test_a_generator_that_is_seeded_in_between_is_left_alone():
     def orders(cls, pause):
         own = torch.Generator()
