@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import pickle
 import random
 import sys
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 _reading = threading.RLock()
+if hasattr(os, "register_at_fork"):  # else a worker process might begin with the lock held, and without a collector
+    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
 
 # Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
 # 0.1 to 0.4 ms.

@@ -5,6 +5,7 @@ import contextvars
 import functools
 import gc
 import multiprocessing
+import os
 import random
 import sys
 import threading
@@ -860,3 +861,26 @@ def test_no_thread_asks_for_the_state_of_torchs_generator_and_nothing_is_collect
     assert len(asked) >= 40
     assert set(asked) == {(threading.current_thread(), False)}
     assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_lock_held():
+    inside, release = threading.Event(), threading.Event()
+
+    def read():
+        with randomness.uncollected():
+            inside.set()
+            release.wait(0.2)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if not child:
+        os._exit(not (gc.isenabled() and randomness._reading.acquire(timeout=1.0)))
+    release.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
+    assert randomness._reading.acquire(timeout=1.0)
+    randomness._reading.release()
