@@ -205,7 +205,7 @@ class Producer(BackgroundGenerator):
     def deliver(self) -> bool:
         """Hand over the item that was begun first; tell whether nothing follows it. For the thread itself."""
         record = self.begun.popleft().result()
-        if not self._put(record):
+        if self.left or not self._put(record):  # nothing overtakes what found no room
             self.left.append(record)
         return record.last
 

@@ -667,6 +667,40 @@ def test_draws_in_nested_threads_come_in_the_turn_of_the_outer_one():
     wait_until(lambda: not threads())
 
 
+def test_parking_keeps_the_order_of_what_found_no_room(monkeypatch):
+    full, drained = threading.Event(), threading.Event()
+    put, drain = producer.Producer._put, producer.Producer._drain
+
+    def put_slowly(self, record):
+        there_was_room = put(self, record)
+        if not there_was_room:
+            full.set()
+            drained.wait(5)
+        return there_was_room
+
+    def drain_late(self):
+        full.wait(5)
+        ready = drain(self)
+        drained.set()
+        return ready
+
+    def source():
+        for n in range(30):
+            if n == 12:
+                torch.rand(1)  # before which the thread hands over what it has begun
+            yield n
+
+    monkeypatch.setattr(producer, "SLICE", 0.01)
+    monkeypatch.setattr(producer.Producer, "_put", put_slowly)
+    monkeypatch.setattr(producer.Producer, "_drain", drain_late)
+    iterator = BackgroundIterator(source(), prefetch_batches=6, threads=4, stage=float, watch=slow())
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    wait_until(lambda: iterator.work.producer.queue.full())
+    with pytest.warns(NoEffectWarning, match="may not repeat"):
+        assert iterator.park()
+    assert list(iterator) == list(range(3, 30))
+
+
 @pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("where", ["source", "stage"])
 def test_draws_among_several_threads_come_in_the_turn_of_their_item(several, where):
