@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import Place, length_of
+from lightning_turbo.data.resume import IndexTape, Place, length_of
 from lightning_turbo.data.torch_iterators import copied, guarded
 from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
 
@@ -74,19 +77,23 @@ class DevicePrefetcher:
         self._live: weakref.ref[Any] | None = None
         self._place: Place | None = None
         self._work: Any = None
+        self._tape: IndexTape | None = None
         self._skip = 0
 
     def __iter__(self) -> Iterator[Any]:
         live = self._current()
         if live is not None:
-            live.park()
+            if live.park() and self._tape is not None:
+                self._tape.put_back(self._tape.place)
         elif self._work is not None:
             self._work.wait()
         skip, self._skip = self._skip, 0
-        source: Any = guarded(iter(self.loader))
+        with self._lent():
+            source: Any = guarded(iter(self.loader))
         position = getattr(self.loader, "state_dict", None)
         plain = self.transfer.transform is None and self.transfer.transfer is None
-        if plain and (isinstance(source, DeviceIterator) or (self.transfer.idle and position is not None)):
+        ours = isinstance(source, DeviceIterator) and source.transfer is self.transfer
+        if ours or (plain and (isinstance(source, DeviceIterator) or (self.transfer.idle and position is not None))):
             self._live = self._place = None
             return source  # the loader does it all
         if skip:
@@ -95,19 +102,53 @@ class DevicePrefetcher:
             if self.transfer.device.type == "cpu" or isinstance(source, DeviceIterator):
                 source = Foreground(source)
             else:
-                source = BackgroundIterator(
-                    source,
-                    prefetch_batches=self.transfer.prefetch_batches,
-                    snapshot=None if position is None else functools.partial(copied, position),
-                    watch=self._watch,
-                )
+                source = self._ahead(source, skip, position)
                 position = None
-                self._work = source.work
         source.place.consumed += skip
         iterator = self.transfer.iterate(source, position)
+        if self._tape is not None:
+            self._tape.follow(source.place, iterator.place)
         self._place = iterator.place
         self._live = weakref.ref(iterator)
         return iterator
+
+    @contextlib.contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Let a loader with prefetching use this object's transfer, which then tells it what is handed out."""
+        lends = isinstance(self.loader, PrefetchLoader) and self.loader.transfer is None
+        if lends:
+            vars(self.loader)["transfer"] = self.transfer
+        try:
+            yield
+        finally:
+            if lends:
+                vars(self.loader)["transfer"] = None
+
+    def _ahead(self, source: Any, skip: int, position: Callable[[], Any] | None) -> BackgroundIterator:
+        """Return what takes the batches of ``source`` ahead, and no random numbers that a plain loop would not."""
+        loader: Any = self.loader
+        tape, place = None, Place()
+        mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if mapped and position is None:
+            tape, sampler = self._tape, cast(Any, loader)._index_sampler
+            if tape is None or tape.sampler is not sampler:
+                tape = IndexTape(sampler, loader.generator)
+        self._tape = tape = tape if tape is not None and tape.own else None
+        # Some samplers draw once more at their end, for which a loader with a length need not be asked.
+        draws = mapped and (position is not None or (tape is not None and not loader.num_workers))
+        length = length_of(loader) if draws else None
+        snapshot = None if position is None else functools.partial(copied, position)
+        ahead = BackgroundIterator(
+            source,
+            prefetch_batches=self.transfer.prefetch_batches,
+            snapshot=snapshot if tape is None else tape.note,
+            wanted=None if length is None else max(0, length - skip),
+            dispose=None if tape is None else functools.partial(tape.put_back, place),
+            watch=self._watch,
+            place=place,
+        )
+        self._work = ahead.work
+        return ahead
 
     def start_next_epoch(self) -> bool:
         """Begin to load the next epoch, see ``PrefetchLoader.start_next_epoch``; other loaders cannot.
@@ -116,7 +157,8 @@ class DevicePrefetcher:
             Whether it was begun.
         """
         start = getattr(self.loader, "start_next_epoch", None)
-        begun = start is not None and start(*self.transfer.stages)
+        with self._lent():
+            begun = start is not None and start()
         if begun:
             self._place = None  # from here on the loader knows where it stands
         return begun
@@ -192,7 +234,7 @@ class DevicePrefetcher:
         return self._live() if self._live is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_live": None, "_place": None, "_work": None, "_watch": LoadWatch()}
+        return {**vars(self), "_live": None, "_place": None, "_work": None, "_tape": None, "_watch": LoadWatch()}
 
 
-_OWN = frozenset({"_live", "_place", "_skip", "_watch", "_work", "loader", "transfer"})
+_OWN = frozenset({"_live", "_place", "_skip", "_tape", "_watch", "_work", "loader", "transfer"})

@@ -168,6 +168,21 @@ def test_a_break_and_the_next_epoch():
     prefetcher.close()
 
 
+@pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 2}], ids=str)
+@pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
+def test_a_generator_of_the_loaders_own_gives_the_orders_that_it_gives_without(make, limits):
+    def orders(strategy):
+        module = Module()
+        loader = make(Numbered(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+        Trainer(
+            accelerator="gpu", devices=1, max_epochs=3, strategy=strategy, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, **limits,
+        ).fit(module, loader)  # fmt: skip
+        return module.seen
+
+    assert orders("turbo") == orders("auto")
+
+
 def test_resuming_counts_batches_that_were_used():
     prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8, shuffle=True), DEVICE)
     iterator = iter(prefetcher)
@@ -265,7 +280,7 @@ def test_an_epoch_that_is_begun_early_has_the_same_batches_and_pinned_ones(worke
                         assert time.monotonic() < deadline
                         time.sleep(0.01)
                     if workers == 0:
-                        assert begun.work.producer.queue.queue[0].item[0].is_pinned()
+                        assert begun.source.work.producer.queue.queue[0].item[0].is_pinned()
         device.close()
         return seen
 

@@ -6,12 +6,14 @@ that a stream has read which the allocator was not told of.
 """
 
 import contextlib
+import time
 from collections import Counter
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_turbo.data import DevicePrefetcher
+from lightning_turbo.data import DevicePrefetcher, PrefetchLoader, randomness
 from lightning_turbo.data.transfer import DeviceTransfer
 
 DEVICE = torch.device("cuda", 0)
@@ -215,3 +217,46 @@ def test_what_is_looked_for_is_found(cuda):
         del batch
     prefetcher.close()
     assert set(cuda.faults) == {"read before it was written", "given back while a stream may read it"}
+
+
+def on_host(items):
+    return torch.tensor(items, dtype=torch.float32).as_subclass(OnHost)
+
+
+class OneByOne:
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __len__(self):
+        return 21
+
+    def __iter__(self):
+        return (int(torch.randint(0, 21, (1,), generator=self.generator)) for _ in range(21))
+
+
+SAMPLERS = {
+    "shuffled": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "one by one": lambda: {"sampler": OneByOne()},
+}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("used", [5, 7])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
+def test_the_orders_of_epochs_are_those_of_a_plain_loader(cuda, monkeypatch, make, sampler, used, kept):
+    """Broken off after 5 of 7 batches, or not asked for their end, as by a Trainer."""
+    monkeypatch.setattr(randomness, "WORTH", 0.0)
+    plain = DataLoader(range(21), batch_size=3, **SAMPLERS[sampler]())
+    loader = make(range(21), batch_size=3, collate_fn=on_host, **SAMPLERS[sampler]())
+    prefetcher = DevicePrefetcher(loader, DEVICE, min_bytes=0)
+    iterators = []
+    for _ in range(3):
+        ours, theirs = iter(prefetcher), iter(plain)
+        for _ in range(used):
+            assert next(ours).read().tolist() == next(theirs).tolist()
+            time.sleep(0.005)
+        iterators += [ours] * kept
+        del ours
+    prefetcher.close()
+    assert cuda.faults == []
