@@ -35,8 +35,6 @@ __all__ = [
 ]
 
 _reading = threading.RLock()
-if hasattr(os, "register_at_fork"):  # else a worker process might begin with the lock held, and without a collector
-    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
 
 # Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
 # 0.1 to 0.4 ms.
@@ -80,12 +78,20 @@ def torch_state() -> torch.Tensor:
         return torch.get_rng_state()
 
 
+@functools.cache
+def _guard_forks() -> None:
+    """Let no worker process begin with the lock held and without a collector."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+
+
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Keep the garbage collector from running while states of torch's generators are read.
 
     It may let another thread go on, which would then wait for the generator and hold the interpreter's lock, for ever.
     """
+    _guard_forks()
     with _reading:
         collects = gc.isenabled()
         gc.disable()
