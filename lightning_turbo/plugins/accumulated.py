@@ -87,8 +87,11 @@ def _of_this_rank(saved: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor
         category=TurboWarning,
     )
     return [
-        {i: torch.stack([rank[n][i] for rank in saved if i in rank[n]]).sum(0) / len(saved) for i in first}
-        for n, first in enumerate(saved[0])
+        {
+            i: torch.stack([rank[i] for rank in ranks if i in rank]).sum(0) / len(ranks)
+            for i in dict.fromkeys(i for rank in ranks for i in rank)
+        }
+        for ranks in zip(*saved, strict=True)
     ]
 
 

@@ -7,6 +7,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader
+from lightning_turbo.amp.engine import AmpEngine
+from lightning_turbo.errors import TurboWarning
+from lightning_turbo.plugins.accumulated import Waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -101,6 +104,16 @@ def test_gradients_that_wait_are_saved_and_no_others_of_toggled_optimizers(toggl
     assert len(stepped) == (0 if toggles else 2)
     if toggles:
         assert "accumulated_gradients" not in torch.load(tmp_path / "done", weights_only=False)["ApexAMP"]
+
+
+def test_a_window_of_two_ranks_goes_on_in_one_from_the_mean():
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    saved = [[{"0": torch.tensor([[2.0]])}], [{"0": torch.tensor([[4.0]]), "1": torch.tensor([6.0])}]]
+    with pytest.warns(TurboWarning, match="by 2 ranks; this run has 1. Each goes on from the mean of the gradients"):
+        waiting = Waiting({"accumulated_gradients": saved, "loss_scaler0": {"loss_scale": 1.0}})
+    assert list(waiting.put_back(AmpEngine("O1", device_type="cpu"), [optimizer], scaled=True)) == [optimizer]
+    assert [net.weight.grad.item(), net.bias.grad.item()] == [3.0, 3.0]  # without a gradient, a rank adds nothing
 
 
 class Automatic(pl.LightningModule):
