@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import threading
 import time
 
 import numpy as np
@@ -130,6 +131,30 @@ def test_an_iterator_that_is_let_go_late_moves_nothing():
     assert some(ours, 3, 0.05) == some(plain, 3, 0)
     kept.clear()
     gc.collect()
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads, how):
+    own, drawing, go_on = random.Random(3), threading.Event(), threading.Event()
+
+    def draw():
+        index = own.randrange(20)
+        if "prefetch" in threading.current_thread().name:
+            drawing.set()
+            go_on.wait(10)
+        return index
+
+    plain = DataLoader(Twenty(), batch_size=1, **python_lazily())
+    ours = PrefetchLoader(Twenty(), batch_size=1, prefetch_threads=threads, sampler=Lazy(draw))
+    kept = []
+    assert some(ours, 2, 0, kept) == some(plain, 2, 0)
+    assert drawing.wait(10)
+    threading.Timer(0.2, go_on.set).start()
+    if how == "closed":
+        ours.close()
+    kept.clear()
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
 
 
