@@ -262,6 +262,8 @@ class PrefetchLoader(DataLoader[Any]):
                 live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
             if work is not None and not work.wait():
                 raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
+        elif live is None and work is not None and tape is not None and tape.own:
+            work.wait()  # for what was drawn ahead to go back
         elif live is not None and live.park() and tape is not None:
             tape.put_back(tape.place)
 

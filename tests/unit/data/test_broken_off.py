@@ -158,6 +158,28 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
 
 
+@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator_and_puts_back(settings):
+    own, given, collected, holder = random.Random(3), threading.Event(), threading.Event(), []
+
+    def draw():
+        index = own.randrange(20)
+        if "prefetch" in threading.current_thread().name and not collected.is_set():
+            given.wait(10)
+            holder.clear()
+            collected.set()
+            time.sleep(0.3)
+        return index
+
+    workers = {"num_workers": settings.get("num_workers", 0)}
+    plain = DataLoader(Twenty(), batch_size=1, **python_lazily(), **workers)
+    ours = PrefetchLoader(Twenty(), batch_size=1, sampler=Lazy(draw), **settings)
+    assert some(ours, 2, 0, holder) == some(plain, 2, 0)
+    given.set()
+    assert collected.wait(10)
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_more_is_taken_ahead_than_is_wanted(threads):
     taken = []
