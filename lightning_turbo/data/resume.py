@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ class IndexTape:
         self.own = _generators(generator, sampler)
         self.start: list[Any] = []
         self._latest: list[Any] = []
+        self._drawing = False  # whether an index was begun that is not noted yet, perhaps in another thread
         self.place = self._handed_out = Place()
         owners: tuple[Any, Any] = (sampler, getattr(sampler, "sampler", None))
         self._counting = [owner for owner in owners if _has_epoch(owner)]
@@ -121,8 +122,11 @@ class IndexTape:
         return len(self.sampler)  # pyright: ignore[reportArgumentType] - a TypeError where the sampler has no length
 
     def __iter__(self) -> Iterator[Any]:
-        self._indices = _Indices(self._epoch())
+        self._indices = _Indices(self._epoch(), self._begin)
         return self._indices
+
+    def _begin(self) -> None:
+        self._drawing = True
 
     def own_states(self) -> list[Any]:
         """Return the states of the generators that belong to the loader and its samplers, as they are now."""
@@ -150,6 +154,7 @@ class IndexTape:
     def note(self) -> list[Any]:
         """Return ``own_states``, after an index was drawn."""
         self._latest = self.own_states()
+        self._drawing = False
         return self._latest
 
     def follow(self, place: Place, handed_out: Place) -> None:
@@ -158,10 +163,12 @@ class IndexTape:
 
     def states_now(self) -> list[Any]:
         """Return ``own_states`` as they are without what was drawn ahead, unless somebody else has set them since."""
-        now, place = self.own_states(), self._handed_out
-        if place.state is None or place.ended or not all(map(_equal, now, self._latest)):
+        latest, place = self._latest, self._handed_out
+        now = self.own_states()
+        if place.state is None or place.ended:
             return now
-        return place.state
+        drawn = self._drawing or self._latest is not latest  # by a thread at this moment
+        return place.state if drawn or all(map(_equal, now, latest)) else now
 
     def put_back(self, place: Place) -> None:
         """Take back what was drawn ahead for an iterator that is left before its end, if it is the latest."""
@@ -188,6 +195,7 @@ class IndexTape:
                 "epochs": [sampler.epoch for sampler in self._counting],
             }
             yield from self.sampler
+            self.note()
             return
         consumed, self.began = skip
         here = shared_state()
@@ -204,17 +212,22 @@ class IndexTape:
         finally:
             set_shared_state(here)
         yield from indices
+        self.note()
 
 
 class _Indices(Iterator[Any]):
     """An iterator whose next item can be made ahead of its turn."""
 
-    def __init__(self, source: Iterator[Any]) -> None:
+    def __init__(self, source: Iterator[Any], begin: Callable[[], None] = lambda: None) -> None:
         self._source = source
+        self._begin = begin
         self._ahead: list[Any] = []
 
     def __next__(self) -> Any:
-        return self._ahead.pop() if self._ahead else next(self._source)
+        if self._ahead:
+            return self._ahead.pop()
+        self._begin()
+        return next(self._source)
 
     def look(self) -> None:
         """Make the next item, if there is one."""

@@ -180,6 +180,28 @@ def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator_and_pu
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
 
 
+@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+def test_a_state_that_is_asked_for_while_an_index_is_drawn_is_that_of_the_last_batch(settings):
+    own, drawing, go_on = random.Random(3), threading.Event(), threading.Event()
+
+    def draw():
+        index = own.randrange(20)
+        if "prefetch" in threading.current_thread().name:
+            drawing.set()
+            go_on.wait(10)
+        return index
+
+    ours = PrefetchLoader(Twenty(), batch_size=1, sampler=Lazy(draw), **settings)
+    iterator = iter(ours)
+    next(iterator), next(iterator)
+    before = ours._prefetch_place.state
+    assert drawing.wait(10)
+    state = ours.state_dict()
+    go_on.set()
+    assert state["own"] == before
+    ours.close()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_more_is_taken_ahead_than_is_wanted(threads):
     taken = []
