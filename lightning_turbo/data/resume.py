@@ -111,6 +111,7 @@ class IndexTape:
                 drawn before that state was taken.
         """
         self.began = self._late = None
+        self.follow(Place(), Place())  # the iterator before, if it is let go of only now, takes nothing back
         if not state.get("whole") and state["order"] is not None:
             self._skip = (skip, state["order"])
         elif state.get("own"):  # older versions do not have it

@@ -202,6 +202,23 @@ def test_a_state_that_is_asked_for_while_an_index_is_drawn_is_that_of_the_last_b
     ours.close()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_that_is_let_go_while_the_next_epoch_begins_moves_nothing(workers):
+    own, kept, holder = random.Random(3), [], []
+
+    def draw():
+        index = own.randrange(20)
+        holder.clear()
+        return index
+
+    plain = DataLoader(Twenty(), batch_size=1, num_workers=workers, **python_lazily())
+    ours = PrefetchLoader(Twenty(), batch_size=1, num_workers=workers, sampler=Lazy(draw))
+    assert some(ours, 3, 0.05, kept) == some(plain, 3, 0)
+    kept[0].park()  # so that no thread draws
+    holder.append(kept.pop())
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_more_is_taken_ahead_than_is_wanted(threads):
     taken = []
