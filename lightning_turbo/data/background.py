@@ -47,9 +47,8 @@ class _Work:
     def draw(self) -> Record:
         """Take one item from the source; never raises. One thread at a time."""
         try:
-            snapshot = self.snapshot  # first: end() may take it away while an item is made, which has to be noted
             item = next(self.source)
-            return Record(item, snapshot() if snapshot is not None else None)
+            return Record(item, self.snapshot() if self.snapshot is not None else None)
         except StopIteration:
             return Record(end=True)
         except BaseException as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -72,6 +74,7 @@ def short_switches() -> Iterator[None]:
     A value that the program itself sets in the meantime is left alone.
     """
     global _holders, _found
+    _guard_forks()
     with _lock:
         if _holders == 0:
             _found = sys.getswitchinterval()
@@ -82,7 +85,28 @@ def short_switches() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _holders -= 1
-            ours = abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 1e-9
-            if _holders == 0 and ours:
-                sys.setswitchinterval(_found + 5e-7)  # Python cuts it off to whole microseconds
+            _holders = max(0, _holders - 1)  # a thread that forked goes on in the child, where nobody is inside
+            if _holders == 0:
+                _put_back()
+
+
+def _put_back() -> None:
+    """Set the interval that was found, unless the program has set another."""
+    if abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 1e-9:
+        sys.setswitchinterval(_found + 5e-7)  # Python cuts it off to whole microseconds
+
+
+def _leave_behind() -> None:
+    """In a forked process, which has none of the threads that are inside."""
+    global _holders
+    if _holders:
+        _holders = 0
+        _put_back()
+    _lock.release()
+
+
+@functools.cache
+def _guard_forks() -> None:
+    """Give forked processes the program's interval, and the lock free."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_leave_behind)

@@ -898,6 +898,7 @@ def test_no_thread_asks_for_the_state_of_torchs_generator_and_nothing_is_collect
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_lock_held():
     inside, release = threading.Event(), threading.Event()
 
