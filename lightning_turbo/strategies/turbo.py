@@ -25,6 +25,7 @@ from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.agreement import check_agreement
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
+from lightning_turbo.strategies.rank_states import keep_states_of_ranks, take_states_of_rank
 from lightning_turbo.strategies.restart import accumulate_as_scheduled, count_next_epoch, set_up_again, set_up_loader
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]
@@ -306,6 +307,17 @@ class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
         super().configure_ddp()
         if self.grad_compression is not None and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, _COMPRESS[self.grad_compression])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Write a checkpoint, with the states of the loaders of all ranks."""
+        keep_states_of_ranks(self.lightning_module, checkpoint)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint, with the states of this rank's loaders."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        take_states_of_rank(self.lightning_module, checkpoint)
+        return checkpoint
 
     def on_train_start(self) -> None:
         """As in ``TurboStrategy``, with all that accumulates gradients known.

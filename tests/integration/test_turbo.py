@@ -338,6 +338,11 @@ def test_two_ranks_under_turbo_ddp_equal_ddp(tmp_path):
     run_ranks(WORKER, folder)
     runs = {path.name: torch.load(path, weights_only=True) for path in folder.iterdir()}
     assert [runs.pop(f"formats.{rank}") for rank in (0, 1)] == [[True, True]] * 2  # as rank 0 measured
+    for rank in (0, 1):
+        straight, in_epoch, at_its_end = runs.pop(f"orders.{rank}")
+        assert len(straight) == 24
+        assert in_epoch == straight[8:], rank
+        assert at_its_end == straight[12:], rank
     for rank in (0, 1):  # from a checkpoint of a whole epoch
         again, workers = runs.pop(f"again.{rank}"), runs[f"workers.{rank}"]
         assert again["seen"] == workers["seen"][6:]

@@ -11,7 +11,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_turbo import ApexAMP, EffectiveBatchSize, MemoryFormat, TurboDDPStrategy
+from lightning_turbo import (
+    ApexAMP,
+    EffectiveBatchSize,
+    MemoryFormat,
+    PrefetchLoader,
+    PrefetchNextEpoch,
+    TurboDDPStrategy,
+)
 from lightning_turbo.callbacks import memory_format
 from lightning_turbo.nn.memory_format import FormatTimes
 from tests.versions import unpickling
@@ -69,6 +76,7 @@ def main():
         result = {"module": model.state_dict(), "seen": model.seen, "ddp": model.ddp, "steps": trainer.global_step}
         torch.save(result, folder / f"{name}.{rank}")
     go_on(data, folder, rank)
+    torch.save(own_orders(data, folder.parent, rank), folder / f"orders.{rank}")
     torch.save(formats(rank), folder / f"formats.{rank}")
 
 
@@ -85,6 +93,24 @@ def go_on(data, folder, rank):
         ckpt = folder.parent / "epoch=0.ckpt" if name == "again" else None
         trainer.fit(model, loader, ckpt_path=ckpt, **unpickling(True))
         torch.save({"module": model.state_dict(), "seen": model.seen}, folder / f"{name}.{rank}")
+
+
+def own_orders(data, folder, rank):
+    """Return the batches of each rank's own order, and of runs from checkpoints in and at the end of an epoch."""
+    seen = []
+    for step in (None, 8, 12):
+        model = Net()
+        generator = torch.Generator().manual_seed(rank + 10 * (step or 0))
+        saves = ModelCheckpoint(folder, filename="own-{step}", every_n_train_steps=4, save_top_k=-1)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy="turbo_ddp", max_epochs=2, use_distributed_sampler=False,
+            callbacks=[saves, PrefetchNextEpoch()], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        loader = PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator)
+        ckpt = step and folder / f"own-step={step}.ckpt"
+        trainer.fit(model, loader, ckpt_path=ckpt, **unpickling(True if ckpt else None))
+        seen.append(model.seen)
+    return seen
 
 
 class Images(pl.LightningModule):
