@@ -188,13 +188,15 @@ def gather_for_checkpoint(own: Any) -> list[Any]:
 
     Note:
         A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
+        A group of gloo's is used as it is: one made anew would wait half an hour for a rank that has died.
     """
     rank, size = rank_and_size()
     everything = [own] * size
     if size > 1:
-        group: Any = torch.distributed.new_group(backend="gloo")
-        torch.distributed.gather_object(own, everything if rank == 0 else None, group=group)
-        torch.distributed.destroy_process_group(group)
+        made = None if torch.distributed.get_backend() == "gloo" else torch.distributed.new_group(backend="gloo")
+        torch.distributed.gather_object(own, everything if rank == 0 else None, group=made)
+        if made is not None:
+            torch.distributed.destroy_process_group(made)
     return everything
 
 
