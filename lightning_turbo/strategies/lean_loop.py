@@ -213,11 +213,20 @@ class LeanEpochLoop(TrainingEpochLoop):
         # Lightning raises it for this rank alone, at the end of the method; here the others are asked first.
         with contextlib.suppress(SIGTERMException):
             super().on_advance_end(data_fetcher)
-        if self.batch_progress.total.ready % self._sigterm_every == 0 or self._num_ready_batches_reached():
+        batches = self.batch_progress.total.ready
+        if batches % self._sigterm_every == 0 or self._num_ready_batches_reached():
             signals = self.trainer._signal_connector
-            told = torch.tensor(int(signals.received_sigterm), device=self.trainer.strategy.root_device)
+            # With the most and the fewest batches of a rank: one that ended before the others asks out of turn.
+            told = torch.tensor([signals.received_sigterm, batches, -batches], device=self.trainer.strategy.root_device)
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-            signals.received_sigterm = bool(told.item())
+            received, *most = told.tolist()
+            if most != [batches, -batches]:
+                raise RuntimeError(
+                    f"The ranks are not at the same batch: this one is at batch {batches} of its run, and another has "
+                    "ended its epoch before or after it. Accepted are training loaders that give every rank the same "
+                    "number of batches. Set limit_train_batches to what the shortest of them gives, or drop the rest."
+                )
+            signals.received_sigterm = bool(received)
             if signals.received_sigterm and not self._is_training_done:
                 raise SIGTERMException
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_turbo import TurboDDPStrategy
 
@@ -54,6 +54,38 @@ def main():
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         state = {"module": model.state_dict(), "metrics": metrics, "batches": model.batches, "ended": ended}
         torch.save(state, folder / f"{name}.{rank}")
+    torch.save(uneven(rank), folder / f"uneven.{rank}")
+
+
+class Alone(Net):
+    """Ranks that do not wait for each other in a batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.batches += 1
+
+
+class Uneven(IterableDataset):
+    """Two batches on the first rank and three on the second; none of them knows."""
+
+    def __init__(self, rank):
+        self.batches = 2 + rank
+
+    def __iter__(self):
+        return iter(torch.ones(self.batches, 6))
+
+
+def uneven(rank):
+    """Return what a rank is told whose epoch is longer or shorter than the other's."""
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=TurboDDPStrategy(lean_step=True, sigterm_every=3), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(Alone(), DataLoader(Uneven(rank), batch_size=1))
+    except RuntimeError as error:
+        return str(error)
 
 
 if __name__ == "__main__":

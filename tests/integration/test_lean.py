@@ -544,3 +544,5 @@ def test_two_ranks_compute_the_same_and_stop_after_the_same_batch(tmp_path):
         # Rank 1 was told to end in batch 2; the ranks agree after batch 4.
         assert runs[f"killed.{rank}"]["batches"] == 4
         assert runs[f"killed.{rank}"]["ended"]
+        # One rank is at its end, the other at its third batch; neither was told to end.
+        assert f"this one is at batch {2 + rank} of its run" in runs[f"uneven.{rank}"]
