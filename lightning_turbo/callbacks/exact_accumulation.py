@@ -25,6 +25,7 @@ from lightning_turbo.optim.accumulation import (
     AccumulationWindow,
     checked_weight,
     gather_for_checkpoint,
+    mark_as_used,
     scale_gradients,
 )
 
@@ -193,6 +194,7 @@ class ExactAccumulation(Callback):
         for group, gradients in zip(parameters, window["gradients"], strict=True):
             for parameter, gradient in zip(group, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype) * factor
+            mark_as_used(trainer.model, group)
 
     def _warn_if_idle(self, trainer: Any) -> None:
         length, batches = trainer.accumulate_grad_batches, trainer.num_training_batches

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo._checks import is_number, is_whole
 
-__all__ = ["AccumulationWindow", "checked_weight", "gather_for_checkpoint", "rank_and_size", "scale_gradients"]
+__all__ = [
+    "AccumulationWindow",
+    "checked_weight",
+    "gather_for_checkpoint",
+    "mark_as_used",
+    "rank_and_size",
+    "scale_gradients",
+]
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
@@ -198,6 +206,20 @@ def gather_for_checkpoint(own: Any) -> list[Any]:
         if made is not None:
             torch.distributed.destroy_process_group(made)
     return everything
+
+
+def mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
+    """Have a DistributedDataParallel average gradients that it did not see come, as those from a checkpoint.
+
+    With ``find_unused_parameters`` it leaves out parameters that no backward pass has used since it averaged last.
+
+    Args:
+        model: A module; nothing is done if it averages all gradients, or none.
+        parameters: Parameters; those without a gradient are passed over.
+    """
+    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
+        used = [p for p in parameters if p.requires_grad and p.grad is not None and p.grad.layout is torch.strided]
+        torch.autograd.backward(used, [torch.zeros_like(p) for p in used])
 
 
 def rank_and_size() -> tuple[int, int]:

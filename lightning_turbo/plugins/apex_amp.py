@@ -372,7 +372,7 @@ class ApexAMP(Precision):
         self._unstepped.update(self._waiting.put_back(self._engine, self._optimizers, scaled=self._is_automatic))
         self._waiting = None
         if self._ranks is not None:
-            self._ranks.gathered = True
+            self._ranks.go_on(p for optimizer in self._optimizers for p in self.main_params(optimizer))
 
     def _read_foreign_state(self, module: Any) -> None:
         """Take over scaler state that another precision plugin wrote into the checkpoint."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo.amp.collectives import on_dense
 from lightning_turbo.amp.half_weights import HalfWeights
+from lightning_turbo.optim.accumulation import mark_as_used
 
 __all__ = ["RankGradients"]
 
@@ -28,6 +31,11 @@ class RankGradients:
         self.weights = weights
         self.gathered = False
         """Whether there are gradients of this rank alone."""
+
+    def go_on(self, parameters: Iterable[Tensor]) -> None:
+        """Go on with gradients of this rank alone, from a checkpoint."""
+        self.gathered = True
+        mark_as_used(self.ddp, parameters)
 
     def before_backward(self, kept: dict[Tensor, Tensor | None] | None) -> None:
         """Put zeros where DDP expects a gradient, as the parameter was used since the last synchronisation.

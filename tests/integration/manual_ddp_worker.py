@@ -9,9 +9,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from lightning_turbo import ApexAMP, TurboDDPStrategy
+from lightning_turbo import ApexAMP, PrefetchLoader, TurboDDPStrategy
+from tests.versions import unpickling
 
 
 class Net(pl.LightningModule):
@@ -87,6 +88,17 @@ class Unused(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05, weight_decay=0.5)
 
 
+class SaveOpenWindow(pl.Callback):
+    """Saves after the first batch of the last epoch's last window, the only one that uses every part."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if self.path and (trainer.current_epoch, index) == (1, 3):
+            trainer.save_checkpoint(self.path)
+
+
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -98,13 +110,20 @@ def main():
         plugins = [] if level == "none" else [ApexAMP(level, **settings)]
         model = {"two": TwoLosses, "sync": Accumulating, "spike": Spiking, "unused": Unused}[kind]()
         sampler = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)
-        loader = DataLoader(data, 8, sampler=sampler, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))
-        pl.Trainer(
-            accelerator="cpu", devices=2, max_epochs=2, plugins=plugins, use_distributed_sampler=False,
-            strategy=TurboDDPStrategy() if strategy == "turbo" else strategy,
-            accumulate_grad_batches=3 if kind == "unused" else 1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        ).fit(model, loader)  # fmt: skip
+        collate = {"collate_fn": lambda rows: torch.stack([row[0] for row in rows])}
+        open_window = folder / f"{case}.ckpt" if kind == "unused" and plugins else None
+        for ckpt in (None, open_window) if open_window else (None,):
+            straight, model = model, type(model)()
+            loader = PrefetchLoader(data, 8, sampler=sampler, **collate)
+            pl.Trainer(
+                accelerator="cpu", devices=2, max_epochs=2, plugins=plugins, use_distributed_sampler=False,
+                strategy=TurboDDPStrategy() if strategy == "turbo" else strategy, callbacks=SaveOpenWindow(open_window),
+                accumulate_grad_batches=3 if kind == "unused" else 1, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            ).fit(model, loader, ckpt_path=ckpt, **unpickling(True if ckpt else None))  # fmt: skip
+            if ckpt:
+                pairs = zip(straight.parameters(), model.parameters(), strict=True)
+                assert all(torch.equal(one, other) for one, other in pairs), case
         start, weights = (
             {name: param.detach() for name, param in m.named_parameters()} for m in (type(model)(), model)
         )
