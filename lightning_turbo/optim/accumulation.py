@@ -201,7 +201,8 @@ def gather_for_checkpoint(own: Any) -> list[Any]:
     rank, size = rank_and_size()
     everything = [own] * size
     if size > 1:
-        made = None if torch.distributed.get_backend() == "gloo" else torch.distributed.new_group(backend="gloo")
+        gloo = torch.distributed.get_backend() == "gloo"
+        made: Any = None if gloo else torch.distributed.new_group(backend="gloo")
         torch.distributed.gather_object(own, everything if rank == 0 else None, group=made)
         if made is not None:
             torch.distributed.destroy_process_group(made)
