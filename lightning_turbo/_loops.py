@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lightning_turbo._compat import is_fitting
@@ -40,16 +41,24 @@ def take_loader_state(trainer: Any, loader: Any) -> dict[str, Any] | None:
     return states.pop(0) if states and stateful else None
 
 
-def epoch_of_checkpoint(trainer: Any) -> dict[str, bool]:
+def epoch_of_checkpoint(trainer: Any) -> dict[str, Any]:
     """Return what a Trainer with the loops of a checkpoint knows of the epoch that this was written in.
 
     Returns:
-        As ``judge_states`` takes it: ``over``, whether its last batch was used, and ``anew``, whether
-        ``reload_dataloaders_every_n_epochs`` then makes new loaders for the epoch after it.
+        As ``judge_states`` takes it: ``over``, whether its last batch was used, ``anew``, whether
+        ``reload_dataloaders_every_n_epochs`` then makes new loaders for the epoch after it, and ``used``, how many
+        batches were used; ``None`` where steps take their batches themselves.
     """
     loop, every = trainer.fit_loop, trainer.reload_dataloaders_every_n_epochs
-    over = loop.epoch_loop.batch_progress.is_last_batch
-    return {"over": over, "anew": bool(every) and loop.epoch_progress.current.ready % every == 0}
+    progress = loop.epoch_loop.batch_progress
+    batch = progress.current
+    within_step = not batch.ready == batch.started == batch.processed  # that step is made again
+    themselves = "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+    return {
+        "over": progress.is_last_batch and not within_step,
+        "anew": bool(every) and loop.epoch_progress.current.ready % every == 0,
+        "used": None if themselves else batch.completed if within_step else batch.processed,
+    }
 
 
 def batch_limits(trainer: Any, name: str) -> list[int | float] | None:

@@ -6,6 +6,7 @@
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,13 @@ def run_ranks(worker, *words, ranks=2, timeout=170, **variables):
         finally:
             end(job)
     assert job.returncode == 0, said[-3000:]
+
+
+def free_port():
+    """Return a port that nobody listens on, as a string."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
 
 
 def end(job):

@@ -20,14 +20,9 @@ from lightning_turbo._compat import (
     loss_scale,
     rank_zero_warn,
 )
+from lightning_turbo._ranks import gather_for_checkpoint
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from lightning_turbo.optim.accumulation import (
-    AccumulationWindow,
-    checked_weight,
-    gather_for_checkpoint,
-    mark_as_used,
-    scale_gradients,
-)
+from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, mark_as_used, scale_gradients
 
 __all__ = ["ExactAccumulation"]
 
@@ -167,7 +162,7 @@ class ExactAccumulation(Callback):
                 for parameters in _parameters(trainer)
             ],
         }
-        checkpoint[KEY] = gather_for_checkpoint(own)
+        checkpoint[KEY] = gather_for_checkpoint(own, "accumulation window", trainer.fit_loop.total_batch_idx)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep an unfinished window for the start of training."""

@@ -35,21 +35,27 @@ def foreign(loader: Any, state: dict[str, Any]) -> str:
     )
 
 
-def judge_states(states: Iterable[Any], over: bool, anew: bool = False) -> None:
-    """Write into states of loaders whether the epoch that they were taken in was over.
+def judge_states(states: Iterable[Any], over: bool, anew: bool = False, used: int | None = None) -> None:
+    """Write into states of loaders what was used in the epoch that they were taken in, and whether it was over.
 
-    By its own length a loader cannot know: an epoch may end before it, or go on after it with other loaders.
+    Loaders know neither: batches may be handed out and not used, an epoch may end before a loader, or go on after it
+    with others.
 
     Args:
-        states: What ``state_dict`` of some loaders gave, of any kind; those that know of ``"whole"`` are changed.
+        states: What ``state_dict`` of the loaders of a run gave, of any kind; those that know of ``"whole"`` are
+            changed. To do it twice changes nothing more.
         over: Whether the last batch of the epoch was used.
         anew: Whether the epoch after it has loaders of its own, which nothing was drawn for.
+        used: Batches that were used of those that all loaders together gave; ``None`` for all that were handed out.
     """
-    for state in states:
-        if isinstance(state, dict) and {"consumed", "whole"} <= state.keys():
-            state["whole"] = over and state["consumed"] > 0  # at 0 it is the epoch after that was begun
-            if state["whole"] and anew:
-                state.update(START)
+    counted = [state for state in states if isinstance(state, dict) and {"consumed", "whole"} <= state.keys()]
+    unused = max((state["consumed"] for state in counted), default=0) - (used or 0)  # of the loader that gave most
+    for state in counted:
+        if used is not None and unused > 0:
+            state["consumed"] = max(0, state["consumed"] - unused)
+        state["whole"] = over and state["consumed"] > 0  # at 0 it is the epoch after that was begun
+        if state["whole"] and anew:
+            state.update(START)
 
 
 class Place:

@@ -17,9 +17,7 @@ from lightning_turbo._checks import is_number, is_whole
 __all__ = [
     "AccumulationWindow",
     "checked_weight",
-    "gather_for_checkpoint",
     "mark_as_used",
-    "rank_and_size",
     "scale_gradients",
 ]
 
@@ -188,27 +186,6 @@ def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
     return float(weight)
 
 
-def gather_for_checkpoint(own: Any) -> list[Any]:
-    """Return what every rank has on rank 0, which writes checkpoints; on others what they have, for each rank.
-
-    Args:
-        own: What this rank has; tensors on the host.
-
-    Note:
-        A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
-        A group of gloo's is used as it is: one made anew would wait half an hour for a rank that has died.
-    """
-    rank, size = rank_and_size()
-    everything = [own] * size
-    if size > 1:
-        gloo = torch.distributed.get_backend() == "gloo"
-        made: Any = None if gloo else torch.distributed.new_group(backend="gloo")
-        torch.distributed.gather_object(own, everything if rank == 0 else None, group=made)
-        if made is not None:
-            torch.distributed.destroy_process_group(made)
-    return everything
-
-
 def mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
     """Have a DistributedDataParallel average gradients that it did not see come, as those from a checkpoint.
 
@@ -221,10 +198,3 @@ def mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
     if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
         used = [p for p in parameters if p.requires_grad and p.grad is not None and p.grad.layout is torch.strided]
         torch.autograd.backward(used, [torch.zeros_like(p) for p in used])
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return the number of this process and how many there are; 0 and 1 without torch.distributed."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_turbo._compat import rank_zero_warn
+from lightning_turbo._ranks import gather_for_checkpoint, rank_and_size
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.errors import TurboWarning
-from lightning_turbo.optim.accumulation import gather_for_checkpoint, rank_and_size
 
 __all__ = ["Waiting", "open_window"]
 
@@ -20,7 +20,7 @@ __all__ = ["Waiting", "open_window"]
 def open_window(
     engine: AmpEngine, optimizers: Sequence[Optimizer], unstepped: Collection[Optimizer], *, scaled: bool
 ) -> dict[str, Any]:
-    """Return what a checkpoint needs for gradients that wait for their step, see ``gather_for_checkpoint``.
+    """Return what a checkpoint needs for gradients that wait for their step, a collective call with several ranks.
 
     Ranks differ in the middle of a window, because DDP averages only at its end.
 
@@ -41,10 +41,9 @@ def open_window(
         else {}
         for optimizer in optimizers
     ]
-    state: dict[str, Any] = {"accumulated_gradients": gather_for_checkpoint(own)}
-    if not scaled:
-        state["noted"] = gather_for_checkpoint(engine.noted(optimizers))
-    return state
+    ranks = gather_for_checkpoint((own, [] if scaled else engine.noted(optimizers)), "accumulated gradients")
+    gradients, noted = map(list, zip(*ranks, strict=True))
+    return {"accumulated_gradients": gradients} | ({} if scaled else {"noted": noted})
 
 
 class Waiting:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+from lightning_turbo._ranks import gather_for_checkpoint, rank_and_size
 from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
-from lightning_turbo.optim.accumulation import gather_for_checkpoint, rank_and_size
 
 __all__ = ["keep_states_of_ranks", "take_states_of_rank"]
 
@@ -24,7 +24,7 @@ def keep_states_of_ranks(module: Any, checkpoint: dict[str, Any]) -> None:
     """
     own = [place[name] for place, name in _places(module, checkpoint)]
     if own and rank_and_size()[1] > 1:
-        ranks = gather_for_checkpoint(own)
+        ranks = gather_for_checkpoint(own, "loaders' states", module.trainer.fit_loop.total_batch_idx)
         if len({pickle.dumps(states) for states in ranks}) > 1:
             checkpoint[KEY] = ranks
 

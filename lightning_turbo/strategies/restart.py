@@ -99,9 +99,9 @@ def set_up_again(module: Any) -> None:
 def _begin_as_restored(trainer: Any, loader: Any, first: bool) -> None:
     loop = trainer.fit_loop
     epoch = loop.epoch_progress.current.processed
-    last = loop.epoch_loop.batch_progress.is_last_batch  # as the checkpoint says
-    judge_states(loop._combined_loader_states_to_load, **epoch_of_checkpoint(trainer))
-    if first and last:
+    ended = epoch_of_checkpoint(trainer)
+    judge_states(loop._combined_loader_states_to_load, **ended)
+    if first and ended["over"]:
         end_epoch_of_checkpoint(trainer)
         loop.update_restart_stage()
         epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed

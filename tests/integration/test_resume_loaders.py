@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from tests.versions import BEGINS_ONCE, unpickling
@@ -156,3 +156,47 @@ def test_a_sampler_with_an_epoch_whose_loader_is_set_up_early(tmp_path):
 
     model = early("configure_optimizers")
     check(make, LightningDataModule, tmp_path / "c", 4, strategy="turbo", model=model)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+IN_A_STEP = {
+    "one": lambda cls: loader(8, 1, cls),
+    "workers": lambda cls: cls(range(8), 2, shuffle=True, num_workers=1, generator=torch.Generator().manual_seed(1)),
+    "two": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
+    "without length": lambda cls: cls(Stream(), 2),
+}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("batches", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("make", IN_A_STEP.values(), ids=IN_A_STEP)
+def test_a_batch_whose_step_was_not_finished_comes_again(make, batches, strategy, tmp_path):
+    base, cls = (PrefetchDataModule, DataLoader) if strategy == "auto" else (LightningDataModule, PrefetchLoader)
+    check(lambda: make(cls), base, tmp_path / "c", batches, "on_train_batch_start", strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("batches", [1, 3, 6])
+def test_a_batch_that_lightning_has_fetched_ahead_comes_again(batches, strategy, tmp_path):
+    base, cls = (PrefetchDataModule, DataLoader) if strategy == "auto" else (LightningDataModule, PrefetchLoader)
+    check(lambda: cls(Stream(), 2), base, tmp_path / "c", batches, strategy=strategy)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_step_that_takes_its_batches_itself_goes_on_after_them(tmp_path):
+    class Takes(Model):
+        def training_step(self, dataloader_iter):
+            for _ in range(2):
+                batch, *_ = next(dataloader_iter)
+                self.seen.append(batch.tolist())
+            return self.weight.square()
+
+    path, seen = tmp_path / "c", []
+    for ckpt in (None, path):
+        saves = [] if ckpt else [Save(path, 3, "on_train_batch_end")]
+        seen.append(run(lambda: loader(16, 1), PrefetchDataModule, ckpt, *saves, model=Takes, max_epochs=1))
+    assert seen[1] == seen[0][6:]

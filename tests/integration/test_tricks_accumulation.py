@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP, ExactAccumulation
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
@@ -364,14 +365,6 @@ def joint_batches(weighted):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     return list(model.parameters())
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 @pytest.mark.distributed

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_turbo import _optional
+from lightning_turbo._ranks import gather_for_checkpoint
 from lightning_turbo.data.dali.definition import DefinitionStream
 from lightning_turbo.data.dali.engine import Settings, check_device, check_driver, dali
 from lightning_turbo.data.dali.files import FileStream
@@ -271,7 +272,7 @@ class DALILoader:
             return dict(self._loaded)
         pipelines = {}
         if isinstance(stream, DefinitionStream):
-            pipelines = _gathered(stream.settings, stream.snapshot() if stream is self._running else None)
+            pipelines = _gathered(stream.settings, stream.snapshot() if stream is self._running else None, self._batch)
         return {
             "epoch": self.epoch, "batch": self._batch, "seed": self.seed, **self._sizes(stream), "pipelines": pipelines,
         }  # fmt: skip
@@ -306,14 +307,13 @@ class DALILoader:
         return {**self.__dict__, "_stream": None, "_running": None, "_turn": None}
 
 
-def _gathered(settings: Settings, own: dict[str, Any] | None) -> dict[int, Any]:
+def _gathered(settings: Settings, own: dict[str, Any] | None, batch: int) -> dict[int, Any]:
     """The snapshots of all ranks by rank, as far as torch.distributed joins them."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not ready or torch.distributed.get_world_size() != settings.world_size or settings.world_size == 1:
         return {settings.rank: own}
-    snapshots: list[Any] = [None] * settings.world_size
-    torch.distributed.all_gather_object(snapshots, own)
-    return dict(enumerate(snapshots))
+    ranks = gather_for_checkpoint(own, "DALI pipelines' states", batch)
+    return dict(enumerate(ranks)) if len(ranks) > 1 else {settings.rank: own}
 
 
 def _cores(ranks_here: int | None = None) -> int:
