@@ -39,7 +39,7 @@ def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> C
         trainer: With its strategy set up; no loop runs yet.
         step: Call the hooks of a training step directly.
         logging: Keep logged values where they are until somebody reads them.
-        sigterm_every: Batches between two agreements of the ranks on SIGTERM; 1 leaves it to Lightning.
+        sigterm_every: Batches between two agreements of the ranks on signals; 1 leaves them to Lightning.
 
     Returns:
         What puts everything back; to be called once.

@@ -206,7 +206,7 @@ class LeanEpochLoop(TrainingEpochLoop):
             super()._broadcast_sigterm_tensor()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Validate where it is due; with ``sigterm_every`` above 1, all ranks stop after the same batch."""
+        """Validate where it is due; with ``sigterm_every`` above 1, all ranks heed signals after the same batch."""
         if self._sigterm_every == 1 or self.trainer.world_size == 1:
             super().on_advance_end(data_fetcher)
             return
@@ -215,37 +215,52 @@ class LeanEpochLoop(TrainingEpochLoop):
             super().on_advance_end(data_fetcher)
         batches = self.batch_progress.total.ready
         if batches % self._sigterm_every == 0 or self._num_ready_batches_reached():
-            signals = self.trainer._signal_connector
+            signals: Any = self.trainer._signal_connector
             # With the most and the fewest batches of a rank: one that ended before the others asks out of turn.
-            told = torch.tensor([signals.received_sigterm, batches, -batches], device=self.trainer.strategy.root_device)
+            own = [signals.received_sigterm, signals.received_requeue, batches, -batches]
+            told = torch.tensor(own, device=self.trainer.strategy.root_device)
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-            received, *most = told.tolist()
+            received, requeue, *most = told.tolist()
             if most != [batches, -batches]:
                 raise RuntimeError(
                     f"The ranks are not at the same batch: this one is at batch {batches} of its run, and another has "
                     "ended its epoch before or after it. Accepted are training loaders that give every rank the same "
                     "number of batches. Set limit_train_batches to what the shortest of them gives, or drop the rest."
                 )
+            if requeue:
+                signals.save_and_requeue(requeue)
             signals.received_sigterm = bool(received)
             if signals.received_sigterm and not self._is_training_done:
                 raise SIGTERMException
 
 
 class LeanSignalConnector(SignalConnector):
-    """Notes a SIGTERM and passes it on; Lightning's also talks to the other ranks, from inside the signal's handler.
+    """Notes signals for the ranks to agree on; Lightning's talks to the other ranks from inside the signal's handler.
 
     Args:
         stock: Lightning's, whose state is shared.
+
+    Attributes:
+        received_requeue: The number of Slurm's signal that a job is to be saved and queued again; 0 without.
     """
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
+        self.received_requeue = 0
 
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
         launcher = self.trainer.strategy.launcher
         if not self.received_sigterm and launcher is not None:
             launcher.kill(signum)
         self.received_sigterm = True
+
+    def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:
+        self.received_requeue = int(signum)
+
+    def save_and_requeue(self, signum: int) -> None:
+        """Do what Lightning does on that signal; on all ranks at once."""
+        self.received_requeue = 0
+        super()._slurm_sigusr_handler_fn(signum, None)  # pyright: ignore[reportArgumentType] - it takes no frame
 
 
 def _nothing() -> None:

@@ -46,7 +46,7 @@ class TurboParts:
         release_gradients: Set gradients to None right after each optimizer step.
         lean_step: Run the training step with direct calls of its hooks.
         lean_logging: Keep logged values where they are until somebody reads them.
-        sigterm_every: Batches between two agreements of the ranks on SIGTERM, 1 or more; 1 is Lightning's way.
+        sigterm_every: Batches between two agreements of the ranks on signals, 1 or more; 1 is Lightning's way.
 
     Raises:
         ValueError: If a setting is not one of those.

@@ -199,7 +199,7 @@ class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
     | ``static_graph`` | ``False`` | for models whose graph never changes; torch checks it once |
     | ``grad_compression`` | ``None`` | ``"bf16"`` (CUDA) or ``"fp16"``: half the bytes, rounded |
     | ``sync_batchnorm`` | ``False`` | batch norm over all ranks (CUDA) |
-    | ``sigterm_every`` | 1 | batches between two agreements of the ranks on SIGTERM, a wait for all of them |
+    | ``sigterm_every`` | 1 | batches between two agreements of the ranks on signals, a wait for all of them |
 
     Args:
         *args: As in Lightning's ``DDPStrategy``.
@@ -216,8 +216,9 @@ class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
             accumulated gradients.
         grad_compression: See above. Not together with ``ddp_comm_hook``.
         sync_batchnorm: See above.
-        sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop after the same batch. Set
-            aside where the Trainer's loop or automatic optimization is not Lightning's own.
+        sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop at SIGTERM, or save and queue
+            the job again at Slurm's signal, after the same batch. Set aside where the Trainer's loop or automatic
+            optimization is not Lightning's own.
         **kwargs: As in Lightning's ``DDPStrategy``; ``checkpoint_io`` as in ``TurboStrategy``.
 
     Raises:

@@ -9,9 +9,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader
+from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader, TurboDDPStrategy
 
 RANK = int(os.environ["SLURM_PROCID"])
 
@@ -21,35 +21,42 @@ class Net(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-        self.told, self.seen = told, []
+        self.told, self.seen, self.tests = told, [], 0
 
     def training_step(self, batch, index):
-        if self.told and (self.current_epoch, index) == (1, 5):
+        if (self.current_epoch, index) == self.told:
             os.kill(os.getpid(), signal.SIGUSR1)
         self.seen.append(batch[1].tolist())
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 3)
+
+    def validation_step(self, batch, index):
+        self.tests += not self.trainer.sanity_checking
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def main(folder, told):
+def main(folder, told, **settings):
     """Train three epochs of ten batches in windows of four; every rank has its own order."""
     model = Net(told)
     data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40))
-    generator = torch.Generator().manual_seed(RANK + 10 * told)
+    generator = torch.Generator().manual_seed(RANK + (0 if told else 10))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="turbo_ddp", max_epochs=3, default_root_dir=folder, logger=False,
+        accelerator="cpu", devices=2, strategy=TurboDDPStrategy(**settings), max_epochs=3, default_root_dir=folder,
         accumulate_grad_batches=4, use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, plugins=[ApexAMP("O2", dtype=torch.bfloat16)], callbacks=[ExactAccumulation()],
+        enable_checkpointing=False, logger=False, plugins=[ApexAMP("O2", dtype=torch.bfloat16)],
+        callbacks=[ExactAccumulation()],
     )  # fmt: skip
-    trainer.fit(model, PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator))
-    result = {"module": model.state_dict(), "seen": model.seen, "steps": trainer.global_step}
+    trainer.fit(model, PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator), DataLoader(data, 40))
+    result = {"module": model.state_dict(), "seen": model.seen, "steps": trainer.global_step, "tests": model.tests}
     torch.save(result, folder / f"{'told' if told else 'again'}.{RANK}")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]), sys.argv[2] == "told")
+    # At which batch of the second epoch which ranks are told, and how often they ask one another.
+    word, batch, ranks, every = sys.argv[2:]
+    told = ((1, int(batch)) if str(RANK) in ranks else (-1, 0)) if word == "told" else None
+    main(Path(sys.argv[1]), told, **({} if every == "1" else {"sigterm_every": int(every)}))
     torch.distributed.destroy_process_group()

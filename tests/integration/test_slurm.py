@@ -1,4 +1,4 @@
-"""Slurm announces the end of a job: Lightning saves in the middle of a step, and the next job equals one long one."""
+"""Slurm announces the end of a job: Lightning saves in the middle of it, and the next job equals one long one."""
 
 import os
 import subprocess
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.ranks import ENVIRONMENT, end, free_port
+from tests.versions import KNOWS_WEIGHTS_ONLY
 
+LEAN = pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="sigterm_every needs Lightning 2.6")
 WORKER = Path(__file__).with_name("slurm_worker.py")
 SLURM = {
     "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
@@ -17,7 +19,7 @@ SLURM = {
 }  # fmt: skip
 
 
-def srun(folder, word):
+def srun(folder, *words):
     """Run two ranks as srun would, to their end."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
@@ -25,8 +27,8 @@ def srun(folder, word):
     with open(folder / "output", "wb") as output:
         jobs = [
             subprocess.Popen(
-                [sys.executable, WORKER, folder, word], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**variables, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+                [sys.executable, WORKER, folder, *map(str, words)], stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**variables, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
             )
             for rank in ("0", "1")
         ]  # fmt: skip
@@ -39,16 +41,24 @@ def srun(folder, word):
 
 
 @pytest.mark.distributed
-def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(tmp_path):
+@pytest.mark.parametrize(
+    ("batch", "ranks", "every", "saved"),
+    [
+        (5, "01", 1, 15),  # in the step
+        pytest.param(5, "1", 4, 16, marks=LEAN),  # after the batch at which the ranks ask one another
+        pytest.param(9, "0", 16, 20, marks=LEAN),  # after the validation of the epoch
+    ],
+)
+def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(batch, ranks, every, saved, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/asked"\n')
     (tmp_path / "scontrol").chmod(0o755)
-    srun(tmp_path, "told")  # it trains on to its end, as it would have without the signal
+    srun(tmp_path, "told", batch, ranks, every)  # it trains on to its end, as it would have without the signal
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
-    srun(tmp_path, "again")
+    srun(tmp_path, "again", batch, ranks, every)
     for rank in (0, 1):
         told, again = (torch.load(tmp_path / f"{name}.{rank}") for name in ("told", "again"))
         assert told["steps"] == again["steps"] == 9
-        assert len(told["seen"]) == 30
-        assert again["seen"] == told["seen"][15:]
+        assert (len(told["seen"]), told["tests"], again["tests"]) == (30, 3, 2 if saved < 20 else 1)
+        assert again["seen"] == told["seen"][saved:]
         assert all(torch.equal(again["module"][name], value) for name, value in told["module"].items())
