@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import IndexTape, Place, length_of
+from lightning_turbo.data.resume import IndexTape, Place, length_of, warn_of_gaps
 from lightning_turbo.data.torch_iterators import copied, guarded
 from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
 
@@ -196,7 +196,8 @@ class DevicePrefetcher:
             return own() if place is None or place.state is None or place.ended else place.state
         if place is None:
             return {"consumed": self._skip, "whole": False}
-        return {"consumed": place.consumed, "whole": place.ended or place.consumed == length_of(self)}
+        length = length_of(self)
+        return {"consumed": place.consumed, "whole": place.ended or place.consumed == length, "length": length}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
@@ -204,12 +205,16 @@ class DevicePrefetcher:
         Args:
             state_dict: What ``state_dict`` returned for a loader of the same kind. A loader without state of its own
                 is run through what was consumed.
+
+        Warns:
+            TurboWarning: As ``PrefetchLoader.load_state_dict``.
         """
         self._end("its DevicePrefetcher was set to another place")
         own = getattr(self.loader, "load_state_dict", None)
         if own is not None:
             own(state_dict)
         else:
+            warn_of_gaps(self.loader, state_dict)
             self._skip = 0 if state_dict.get("whole") else int(state_dict["consumed"])
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo.data.background import BackgroundIterator, check_count, check_threads
 from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import START, IndexTape, Place, foreign, length_of
+from lightning_turbo.data.resume import START, IndexTape, Place, foreign, length_of, warn_of_gaps
 from lightning_turbo.data.torch_iterators import copied, end_workers, guarded, leave, load, undivided
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["PrefetchLoader", "prefetching"]
 
@@ -288,6 +288,7 @@ class PrefetchLoader(DataLoader[Any]):
             "order": None if tape is None else tape.began,
             "own": [] if tape is None else tape.states_now() if place.consumed else tape.start,
             "whole": place.ended or place.consumed == length_of(self),
+            "length": length_of(self),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -303,8 +304,8 @@ class PrefetchLoader(DataLoader[Any]):
             ValueError: If it is the state of another kind of loader.
 
         Warns:
-            TurboWarning: If worker processes hand out batches as they are ready (``in_order=False``) and the state is
-                of the middle of an epoch.
+            TurboWarning: If the state is of the middle of an epoch, and the loader has another length now, or worker
+                processes hand out batches as they are ready (``in_order=False``).
         """
         counted = {"consumed", "order"} <= state_dict.keys()
         if self._stateful:
@@ -316,13 +317,7 @@ class PrefetchLoader(DataLoader[Any]):
             return
         if not counted:
             raise ValueError(foreign(self, state_dict))
-        if self.num_workers and not self.in_order and state_dict["consumed"] and not state_dict.get("whole"):
-            warnings.warn(
-                "in_order=False hands out batches as they are ready, and a count does not tell which were used: some "
-                "of this epoch are missed, as many come twice. Leave in_order=False out to go on exactly.",
-                TurboWarning,
-                stacklevel=2,
-            )
+        warn_of_gaps(self, state_dict)
         self.close()
         self._prefetch_place, self._prefetch_resume = None, dict(state_dict)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_state, shared_state, uncollected
+from lightning_turbo.errors import TurboWarning
 
-__all__ = ["START", "IndexTape", "OwnGenerator", "Place", "foreign", "judge_states", "length_of"]
+__all__ = ["START", "IndexTape", "OwnGenerator", "Place", "foreign", "judge_states", "length_of", "warn_of_gaps"]
 
 # The state of a loader that has handed out nothing yet.
 START: dict[str, Any] = {"consumed": 0, "order": None, "own": [], "whole": False}
@@ -56,6 +58,33 @@ def judge_states(states: Iterable[Any], over: bool, anew: bool = False, used: in
         state["whole"] = over and state["consumed"] > 0  # at 0 it is the epoch after that was begun
         if state["whole"] and anew:
             state.update(START)
+
+
+def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
+    """Warn of a state whose count of batches does not tell which samples of the epoch were used.
+
+    Args:
+        loader: The loader that goes on from it.
+        state: What ``state_dict`` of a loader gave that counts.
+    """
+    if not state["consumed"] or state.get("whole"):
+        return
+    before, now = state.get("length"), length_of(loader)
+    why = []
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        why.append("in_order=False hands out batches as they are ready. Leave in_order=False out to go on exactly.")
+    if before is not None and before != now:
+        why.append(
+            f"The loader had {before} batches then and has {'no length' if now is None else now} now. Go on with the "
+            "same dataset, batch_size and number of ranks, or from a checkpoint of a whole epoch."
+        )
+    for reason in why:
+        warnings.warn(
+            f"{state['consumed']} batches of this epoch were used, and that does not tell which: some are missed, or "
+            f"come twice. {reason}",
+            TurboWarning,
+            stacklevel=3,
+        )
 
 
 class Place:

@@ -265,11 +265,11 @@ def test_a_loader_without_state_is_counted():
     loader = on_device_of_a_plain_loader(batch_size=3)
     iterator = iter(loader)
     next(iterator), next(iterator)
-    assert loader.state_dict() == {"consumed": 2, "whole": False}
+    assert loader.state_dict() == {"consumed": 2, "whole": False, "length": 7}
     other = on_device_of_a_plain_loader(batch_size=3)
     other.load_state_dict({"consumed": 2})
     assert [b.tolist() for b in other] == [b.tolist() for b in iterator]
-    assert other.state_dict() == {"consumed": 7, "whole": True}
+    assert other.state_dict() == {"consumed": 7, "whole": True, "length": 7}
     again = on_device_of_a_plain_loader(batch_size=3)
     again.load_state_dict(other.state_dict())
     assert len(list(again)) == 7
@@ -606,6 +606,18 @@ def test_batches_out_of_order_cannot_be_counted_which_is_said():
         loader.load_state_dict({"consumed": 2, "order": None, "own": [], "whole": False})
     loader.load_state_dict({"consumed": 7, "order": None, "own": [], "whole": True})  # a warning would be an error
     plain(**{**settings, "num_workers": 0}).load_state_dict({"consumed": 2, "order": None})
+
+
+@pytest.mark.parametrize("build", [plain, on_device_of_a_plain_loader])
+def test_a_loader_of_another_length_cannot_go_on_exactly_which_is_said(build):
+    loader = build(batch_size=3)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    with pytest.warns(TurboWarning, match="The loader had 7 batches then and has 4 now. Go on with the same dataset"):
+        build(batch_size=5).load_state_dict(loader.state_dict())
+    list(iterator)
+    build(batch_size=5).load_state_dict(loader.state_dict())  # a whole epoch; a warning would be an error
+    build(batch_size=3).load_state_dict({"consumed": 2, "order": None})  # of an older version
 
 
 class Closable:
