@@ -15,9 +15,13 @@ from lightning_turbo.errors import TurboWarning
 __all__ = ["gather_for_checkpoint", "rank_and_size"]
 
 PATIENCE = 10.0  # seconds that a rank waits for others that may never come
-TRANSFER = 300.0  # seconds for what they send then
 SIGNAL_HANDLER = "_slurm_sigusr_handler_fn"  # Lightning's, which writes a checkpoint wherever a signal finds the rank
+TRANSFER = 300.0  # seconds for what they send then
 _missed = -PATIENCE
+_group: Any = None
+# Groups are never let go of: to end one may wait for ever, for a thread of gloo's that waits for Python's lock to let
+# go of a tensor (seen with torch 2.6).
+_groups: list[Any] = []
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -46,7 +50,7 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None) -> list
 
     Note:
         A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
-        Its groups are made anew, because in that of the run another collective may be under way.
+        Its group is its own, because in that of the run another collective may be under way.
     """
     global _missed
     rank, size = rank_and_size()
@@ -56,15 +60,12 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None) -> list
     why = "which did not come a moment ago"
     if not may_be_alone or time.monotonic() - _missed > PATIENCE:
         try:
+            group = _meet(PATIENCE if may_be_alone else None)
             places: list[Any] = [None] * size
-            group = _group(PATIENCE if may_be_alone else None)
             torch.distributed.all_gather_object(places, (name, place), group=group)
-            torch.distributed.destroy_process_group(group)
             if all(other == places[0] for other in places):
                 ranks = [own] * size
-                group = _group(TRANSFER if may_be_alone else None)
                 torch.distributed.gather_object(own, ranks if rank == 0 else None, group=group)
-                torch.distributed.destroy_process_group(group)
                 return ranks
             why = "which are at other batches"
         except RuntimeError:
@@ -82,8 +83,39 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None) -> list
     return [own]
 
 
-def _group(limit: float | None) -> Any:
-    return torch.distributed.new_group(backend="gloo", timeout=None if limit is None else timedelta(seconds=limit))
+def _meet(limit: float | None) -> Any:
+    """Return a group of gloo's when all ranks are here; one that they did not come to is not used again.
+
+    Args:
+        limit: Seconds to wait for the others; ``None`` for as long as torch does.
+
+    Raises:
+        RuntimeError: If they did not come.
+    """
+    global _group
+    group, _group = _group, None
+    fresh = group is None or not _is_known(group)
+    if fresh:
+        group = _new_group(limit)
+    torch.distributed.monitored_barrier(group, timeout=None if limit is None else timedelta(seconds=limit))
+    if fresh and limit is not None:
+        return _new_group(TRANSFER)
+    _group = group
+    return group
+
+
+def _new_group(limit: float | None) -> Any:
+    group = torch.distributed.new_group(backend="gloo", timeout=None if limit is None else timedelta(seconds=limit))
+    _groups.append(group)
+    return group
+
+
+def _is_known(group: Any) -> bool:
+    """Whether the process groups have not been destroyed since this one was made."""
+    try:
+        return torch.distributed.get_rank(group) >= 0
+    except ValueError:
+        return False
 
 
 def _may_be_alone() -> bool:
