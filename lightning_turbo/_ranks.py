@@ -15,8 +15,8 @@ from lightning_turbo.errors import TurboWarning
 __all__ = ["gather_for_checkpoint", "rank_and_size"]
 
 PATIENCE = 10.0  # seconds that a rank waits for others that may never come
+TRANSFER = 300.0  # seconds for what they send if they have come
 SIGNAL_HANDLER = "_slurm_sigusr_handler_fn"  # Lightning's, which writes a checkpoint wherever a signal finds the rank
-TRANSFER = 300.0  # seconds for what they send then
 _missed = -PATIENCE
 _group: Any = None
 # Groups are never let go of: to end one may wait for ever, for a thread of gloo's that waits for Python's lock to let
