@@ -52,8 +52,9 @@ def epoch_of_checkpoint(trainer: Any) -> dict[str, Any]:
     loop, every = trainer.fit_loop, trainer.reload_dataloaders_every_n_epochs
     progress = loop.epoch_loop.batch_progress
     batch = progress.current
-    within_step = not batch.ready == batch.started == batch.processed  # that step is made again
-    themselves = "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+    within_step = batch.ready != batch.processed  # that step is made again
+    step = getattr(trainer.lightning_module, "training_step", None)
+    themselves = step is not None and "dataloader_iter" in inspect.signature(step).parameters
     return {
         "over": progress.is_last_batch and not within_step,
         "anew": bool(every) and loop.epoch_progress.current.ready % every == 0,

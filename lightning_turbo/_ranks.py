@@ -17,7 +17,7 @@ __all__ = ["gather_for_checkpoint", "rank_and_size"]
 PATIENCE = 10.0  # seconds that a rank waits for others that may never come
 TRANSFER = 300.0  # seconds for what they send if they have come
 SIGNAL_HANDLER = "_slurm_sigusr_handler_fn"  # Lightning's, which writes a checkpoint wherever a signal finds the rank
-_missed = -PATIENCE
+_missed = float("-inf")
 _group: Any = None
 # Groups are never let go of: to end one may wait for ever, for a thread of gloo's that waits for Python's lock to let
 # go of a tensor (seen with torch 2.6).
@@ -31,7 +31,7 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def gather_for_checkpoint(own: Any, name: str, place: int | None = None) -> list[Any]:
+def gather_for_checkpoint(own: Any, name: str, place: int | None = None, *, to_all: bool = False) -> list[Any]:
     """Return what every rank has on rank 0, which writes checkpoints; on others what they have, for each rank.
 
     A rank that an error or a signal has brought here may be alone: the others have died, or wait for it in the middle
@@ -40,7 +40,9 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None) -> list
     Args:
         own: What this rank has; tensors on the host.
         name: What it is, in a few words.
-        place: The batch of the run at which this rank stands, if known; ranks at different ones have nothing in common.
+        place: The batch at which this rank stands, if known; ranks that were stopped at different ones have nothing in
+            common.
+        to_all: Return what every rank has on all of them.
 
     Returns:
         One entry for each rank; only ``own`` if not all of them are at this place.
@@ -62,10 +64,13 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None) -> list
         try:
             group = _meet(PATIENCE if may_be_alone else None)
             places: list[Any] = [None] * size
-            torch.distributed.all_gather_object(places, (name, place), group=group)
+            torch.distributed.all_gather_object(places, (name, place if may_be_alone else None), group=group)
             if all(other == places[0] for other in places):
                 ranks = [own] * size
-                torch.distributed.gather_object(own, ranks if rank == 0 else None, group=group)
+                if to_all:
+                    torch.distributed.all_gather_object(ranks, own, group=group)
+                else:
+                    torch.distributed.gather_object(own, ranks if rank == 0 else None, group=group)
                 return ranks
             why = "which are at other batches"
         except RuntimeError:

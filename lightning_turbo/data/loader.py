@@ -283,12 +283,13 @@ class PrefetchLoader(DataLoader[Any]):
         tape, loaded = self._prefetch_tape, self._resume()
         if place is None or (self._prefetch_next is None and loaded is not START):
             return dict(loaded)
+        length = length_of(self)
         return {
             "consumed": place.consumed,
             "order": None if tape is None else tape.began,
             "own": [] if tape is None else tape.states_now() if place.consumed else tape.start,
-            "whole": place.ended or place.consumed == length_of(self),
-            "length": length_of(self),
+            "whole": place.ended or place.consumed == length,
+            "length": length,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -51,10 +51,10 @@ def judge_states(states: Iterable[Any], over: bool, anew: bool = False, used: in
         used: Batches that were used of those that all loaders together gave; ``None`` for all that were handed out.
     """
     counted = [state for state in states if isinstance(state, dict) and {"consumed", "whole"} <= state.keys()]
-    unused = max((state["consumed"] for state in counted), default=0) - (used or 0)  # of the loader that gave most
+    most = max((state["consumed"] for state in counted), default=0)
+    unused = 0 if used is None else max(0, most - used)
     for state in counted:
-        if used is not None and unused > 0:
-            state["consumed"] = max(0, state["consumed"] - unused)
+        state["consumed"] = max(0, state["consumed"] - unused)
         state["whole"] = over and state["consumed"] > 0  # at 0 it is the epoch after that was begun
         if state["whole"] and anew:
             state.update(START)

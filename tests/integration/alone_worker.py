@@ -98,6 +98,22 @@ def together(folder):
     torch.save({**result, "warnings": said}, folder / f"from_alone.{RANK}")
 
 
+def places(folder):
+    """At different batches, as ranks with loaders of different lengths are when an epoch of one has ended."""
+    torch.distributed.init_process_group("gloo")
+    ordinary = _ranks.gather_for_checkpoint(RANK, "number", place=RANK)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            raise RuntimeError("an error on both ranks")
+        except RuntimeError:
+            stopped = _ranks.gather_for_checkpoint(RANK, "number", place=RANK)
+            same = _ranks.gather_for_checkpoint(RANK, "number", place=3, to_all=True)
+    said = [str(warning.message) for warning in caught]
+    torch.save({"ordinary": ordinary, "stopped": stopped, "same": same, "said": said}, folder / f"places.{RANK}")
+    torch.distributed.barrier()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"alone": alone, "together": together}[sys.argv[1]](Path(sys.argv[2]))
+    {"alone": alone, "together": together, "places": places}[sys.argv[1]](Path(sys.argv[2]))

@@ -34,6 +34,18 @@ def test_a_stopped_run_leaves_its_checkpoint(tmp_path):
         assert bool(from_alone["warnings"]) == (rank == 0)
 
 
+@pytest.mark.distributed
+def test_ranks_at_different_batches_have_nothing_in_common_where_they_were_stopped(tmp_path):
+    run_ranks(WORKER, "places", tmp_path)
+    zero, one = (torch.load(tmp_path / f"places.{rank}") for rank in (0, 1))
+    assert (zero["ordinary"], one["ordinary"]) == ([0, 1], [1, 1])  # only rank 0 writes
+    assert (zero["stopped"], one["stopped"]) == ([0], [1])
+    assert zero["same"] == one["same"] == [0, 1]
+    assert len(zero["said"]) == 1
+    assert "which are at other batches" in zero["said"][0]
+    assert not one["said"]
+
+
 def test_a_checkpoint_from_a_signal_handler_may_be_of_one_rank_alone():
     assert not _ranks._may_be_alone()
     handler = inspect.getsource(signal_connector)

@@ -50,7 +50,9 @@ def plain(make, modes=("partial", "fill", "drop")):
     batches = iter(loader)
     next(batches)
     next(batches)
-    state = shared(loader.state_dict())
+    own = loader.state_dict()
+    state = shared(own)
+    result["same"] = own == state
     result["rest"], result["after"] = trace(batches), trace(loader)
     loader.close()
     other = make(seed=1)
@@ -167,6 +169,7 @@ def test_lengths_agree_and_shards_cover_the_data(ranks, kind, mode, length):
 @pytest.mark.parametrize("kind", ["ready", "written"])
 def test_resumed_from_the_state_of_rank_0_each_rank_goes_on_with_its_own(ranks, kind):
     for rank in ranks:
+        assert rank[kind]["same"]
         assert len(rank[kind]["rest"]) == 2
         assert rank[kind]["resumed"] == rank[kind]["rest"]
         assert rank[kind]["resumed after"] == rank[kind]["after"]

@@ -279,6 +279,12 @@ def test_other_iterables_are_handed_on():
     assert Other().train_dataloader() == [range(3), 3]
 
 
+def test_loaders_are_there_before_the_trainer_has_a_model():
+    datamodule = Mine()
+    datamodule.trainer = trainer()
+    assert isinstance(datamodule.train_dataloader(), PrefetchLoader)
+
+
 def test_loaders_that_are_not_defined_stay_undefined():
     class TrainOnly(PrefetchDataModule):
         def train_dataloader(self):

@@ -186,6 +186,19 @@ def test_a_batch_that_lightning_has_fetched_ahead_comes_again(batches, strategy,
     check(lambda: cls(Stream(), 2), base, tmp_path / "c", batches, strategy=strategy)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+def test_an_epoch_that_a_hook_ended_is_over(strategy, tmp_path):
+    class Ends(Model):
+        def on_train_batch_start(self, batch, index):
+            return -1 if index == 2 else None
+
+    base, cls = (PrefetchDataModule, DataLoader) if strategy == "auto" else (LightningDataModule, PrefetchLoader)
+    seen = check(
+        lambda: loader(8, 1, cls), base, tmp_path / "c", 2, "on_train_epoch_end", strategy=strategy, model=Ends
+    )
+    assert len(seen) == 6
+
+
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 def test_a_step_that_takes_its_batches_itself_goes_on_after_them(tmp_path):
     class Takes(Model):

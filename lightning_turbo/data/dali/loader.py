@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_turbo import _optional
-from lightning_turbo._ranks import gather_for_checkpoint
+from lightning_turbo._ranks import gather_for_checkpoint, rank_and_size
 from lightning_turbo.data.dali.definition import DefinitionStream
 from lightning_turbo.data.dali.engine import Settings, check_device, check_driver, dali
 from lightning_turbo.data.dali.files import FileStream
@@ -237,8 +237,7 @@ class DALILoader:
         """The stream for this rank, made anew if rank, number of ranks or device have changed."""
         rank, world_size, device_id = self._rank, self._world_size, None
         if rank is None or world_size is None:
-            ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-            rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
+            rank, world_size = rank_and_size()
         if self.device.type == "cuda":
             device_id = torch.cuda.current_device() if self.device.index is None else self.device.index
         settings = Settings(
@@ -309,10 +308,9 @@ class DALILoader:
 
 def _gathered(settings: Settings, own: dict[str, Any] | None, batch: int) -> dict[int, Any]:
     """The snapshots of all ranks by rank, as far as torch.distributed joins them."""
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not ready or torch.distributed.get_world_size() != settings.world_size or settings.world_size == 1:
+    if rank_and_size()[1] != settings.world_size:
         return {settings.rank: own}
-    ranks = gather_for_checkpoint(own, "DALI pipelines' states", batch)
+    ranks = gather_for_checkpoint(own, "DALI pipelines' states", batch, to_all=True)
     return dict(enumerate(ranks)) if len(ranks) > 1 else {settings.rank: own}
 
 
