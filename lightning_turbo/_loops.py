@@ -10,6 +10,7 @@ from lightning_turbo._compat import is_fitting
 __all__ = [
     "batch_limits",
     "begin_epoch_again",
+    "count_as_one_run",
     "end_epoch_of_checkpoint",
     "epoch_of_checkpoint",
     "take_loader_state",
@@ -21,6 +22,35 @@ def begin_epoch_again(trainer: Any) -> None:
     loop = trainer.fit_loop
     if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
         iter(loop._data_fetcher)
+
+
+def count_as_one_run(trainer: Any) -> None:
+    """Let a run that goes on from a checkpoint count its epochs and batches as one that never stopped.
+
+    From a checkpoint that was written with an epoch's last batch, Lightning marks that epoch as complete and then runs
+    the next one as if it were the rest of it: without ``on_train_epoch_start``, and without counting it. A checkpoint
+    in the middle of that epoch says that no epoch is under way, and a run that goes on from it trains too many batches.
+    One that was written in ``on_train_epoch_start`` holds the progress of the epoch before, and the new one is taken
+    for done but for a batch. One from within a step has that batch counted, which is counted again; a second
+    checkpoint then tells nothing of the place that it was written at.
+
+    Args:
+        trainer: A Trainer with its ``fit_loop`` reset, which has not run yet.
+    """
+    loop = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress
+    if loop.restarted_mid_epoch and epochs.completed == epochs.ready:
+        loop.reset_restart_stage()
+        if trainer.num_training_batches == float("inf"):  # from which Lightning sees that all were done
+            loop.epoch_loop._batches_that_stepped += not loop.epoch_loop._should_accumulate()
+            loop.epoch_loop.restarting = False
+    if loop.restarted_on_epoch_start:
+        loop.epoch_loop.restarting = False
+        loop.epoch_progress.current.ready = loop.epoch_progress.current.started + 1  # it is not counted again
+    if loop.epoch_loop.restarting and batches.current.ready != batches.current.processed:
+        batches.total.ready = batches.total.started = batches.total.processed
+        if not loop.epoch_loop._should_accumulate():
+            loop.epoch_loop._batches_that_stepped -= 1  # Lightning adds one for the step, as if it were finished
 
 
 def end_epoch_of_checkpoint(trainer: Any) -> None:

@@ -192,8 +192,7 @@ class BackgroundIterator(Iterator[Any]):
             self.place.ended = True
             self._finalizer()
             raise StopIteration
-        self.place.consumed += 1
-        self.place.state = record.state
+        self.place.hand_out(record.state)
         return record.item
 
     def _next(self) -> Record:

@@ -9,14 +9,15 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo.data.background import BackgroundIterator, check_count, check_threads
 from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import START, IndexTape, Place, foreign, length_of, warn_of_gaps
-from lightning_turbo.data.torch_iterators import copied, end_workers, guarded, leave, load, undivided
+from lightning_turbo.data.resume import START, TRACE, IndexTape, Place, foreign, length_of, warn_of_gaps
+from lightning_turbo.data.torch_iterators import end_workers, guarded, leave, load, undivided
+from lightning_turbo.data.trace import begin_epoch, begun, noted, traced
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["PrefetchLoader", "prefetching"]
@@ -135,6 +136,11 @@ class PrefetchLoader(DataLoader[Any]):
         return self._prefetch_tape
 
     @property
+    def rewinds(self) -> bool:
+        """Whether a second ``iter()`` goes on from a loaded state too; not with a stream that keeps its own state."""
+        return not (self._stateful and isinstance(self.dataset, IterableDataset))
+
+    @property
     def _stateful(self) -> bool:
         """Whether the class behind keeps its own state, as torchdata's ``StatefulDataLoader`` does."""
         return hasattr(super(), "state_dict")
@@ -148,15 +154,23 @@ class PrefetchLoader(DataLoader[Any]):
             return started
         self._retire()
         resume = self._prefetch_resume = self._resume()
-        done = skip = 0 if resume.get("whole") else resume["consumed"]
+        behind, count, start = cast(Any, super()), resume.get(TRACE, resume), None
+        done = skip = 0 if count.get("whole") else count["consumed"]
         sampler = self._index_sampler
         tape = sampler if isinstance(sampler, IndexTape) else None
         if tape is not None:
             # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
             skip = 0 if getattr(super().__iter__, "__func__", None) is DataLoader.__iter__ else done
             tape.rewind(resume, done - skip, seeded=self.persistent_workers)
-        source: Any = guarded(super().__iter__())
-        place, threads, items, stage = Place(done), 1, source, None
+        if self._stateful:
+            source, start = begin_epoch(self, behind, resume, self._prefetch_place)
+            snapshot = functools.partial(noted, getattr(source, "state_dict", behind.state_dict), self)
+            skip = 0
+            start = snapshot() if start is None and hasattr(source, "state_dict") else start
+        else:
+            source, snapshot = behind.__iter__(), tape.note if tape is not None and tape.own else None
+        source = guarded(source)
+        place, threads, items, stage = Place(done, start), 1, source, None
         if self.prefetch_threads > 1 and self._divisible(source):
             threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(load, source)
             self._prefetch_watch.owners = (self.dataset, self.collate_fn)
@@ -166,7 +180,7 @@ class PrefetchLoader(DataLoader[Any]):
             prefetch_batches=self.prefetch_batches,
             threads=threads,
             stage=stage,
-            snapshot=tape.note if tape is not None and tape.own else self._snapshot_of(source),
+            snapshot=snapshot,
             wanted=self._wanted(done),
             dispose=functools.partial(leave, None if self.persistent_workers else source, tape, place),
             watch=self._prefetch_watch,
@@ -183,9 +197,8 @@ class PrefetchLoader(DataLoader[Any]):
 
     def _resume(self) -> dict[str, Any]:
         """The state that the next epoch begins with: one that was loaded, until a batch was handed out after it."""
-        state, place = self._prefetch_resume or START, self._prefetch_place
-        done = 0 if state.get("whole") else state["consumed"]
-        return state if place is None or (place.consumed == done and not place.ended) else START
+        state, place = self._prefetch_resume, self._prefetch_place
+        return START if state is None or (place is not None and not place.untouched) else state
 
     def _wanted(self, done: int) -> int | None:
         """How many batches are to be taken ahead; ``None`` for all, and the end after them."""
@@ -229,13 +242,6 @@ class PrefetchLoader(DataLoader[Any]):
         vars(self)["_prefetch_next"] = iterator
         return True
 
-    def _snapshot_of(self, source: Any) -> Callable[[], Any] | None:
-        """What tells the state of the class behind this one after a batch: its iterator, or the loader itself."""
-        if not self._stateful:
-            return None
-        owner: Any = source if hasattr(source, "state_dict") else super()
-        return functools.partial(copied, owner.state_dict)
-
     def _divisible(self, source: Any) -> bool:
         """Whether several threads can load what ``source`` would; tells once why they cannot."""
         why = undivided(self, source)
@@ -275,12 +281,10 @@ class PrefetchLoader(DataLoader[Any]):
         after it, of those that belong to the loader and its samplers, and whether the epoch is over by this loader's
         own length. Random numbers that worker processes draw for augmentation are not part of it.
         """
-        place = self._prefetch_place
+        tape, place, loaded = self._prefetch_tape, self._prefetch_place, self._resume()
         if self._stateful:
-            if place is not None and place.state is not None and not place.ended:
-                return place.state
-            return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-        tape, loaded = self._prefetch_tape, self._resume()
+            state = (None if loaded is START else loaded) if place is None else None if place.ended else place.state
+            return traced(cast(Any, super()).state_dict() if state is None else state, place)
         if place is None or (self._prefetch_next is None and loaded is not START):
             return dict(loaded)
         length = length_of(self)
@@ -309,18 +313,13 @@ class PrefetchLoader(DataLoader[Any]):
                 processes hand out batches as they are ready (``in_order=False``).
         """
         counted = {"consumed", "order"} <= state_dict.keys()
-        if self._stateful:
-            if counted:
-                raise ValueError(foreign(self, state_dict))
-            self.close()
-            self._prefetch_place = None
-            super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        if not counted:
+        if counted == self._stateful:
             raise ValueError(foreign(self, state_dict))
-        warn_of_gaps(self, state_dict)
+        if not self._stateful:
+            warn_of_gaps(self, state_dict)
         self.close()
-        self._prefetch_place, self._prefetch_resume = None, dict(state_dict)
+        self._prefetch_place = None
+        self._prefetch_resume = begun(state_dict) if self._stateful else dict(state_dict)
 
     def close(self) -> None:
         """End the current iterator, its thread and all worker processes, persistent ones too. May be called twice."""

@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,10 +16,17 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_state, shared_state, uncollected
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["START", "IndexTape", "OwnGenerator", "Place", "foreign", "judge_states", "length_of", "warn_of_gaps"]
+__all__ = [
+    "START", "TRACE", "IndexTape", "OwnGenerator", "Place", "foreign", "has_epoch", "is_whole", "judge_states",
+    "length_of", "warn_of_gaps",
+]  # fmt: skip
 
 # The state of a loader that has handed out nothing yet.
 START: dict[str, Any] = {"consumed": 0, "order": None, "own": [], "whole": False}
+# Where a state that another class made of itself holds how many batches it is of, see ``trace.py``.
+TRACE = "lightning_turbo"
+# The states of a batch that was fetched ahead, of one whose step was not finished, and of the place before them.
+KEPT = 3
 
 
 def length_of(loader: Any) -> int | None:
@@ -44,20 +52,31 @@ def judge_states(states: Iterable[Any], over: bool, anew: bool = False, used: in
     with others.
 
     Args:
-        states: What ``state_dict`` of the loaders of a run gave, of any kind; those that know of ``"whole"`` are
-            changed. To do it twice changes nothing more.
+        states: What ``state_dict`` of the loaders of a run gave, of any kind; those that count and those that are
+            ``traced`` are changed. To do it twice changes nothing more.
         over: Whether the last batch of the epoch was used.
         anew: Whether the epoch after it has loaders of its own, which nothing was drawn for.
         used: Batches that were used of those that all loaders together gave; ``None`` for all that were handed out.
     """
-    counted = [state for state in states if isinstance(state, dict) and {"consumed", "whole"} <= state.keys()]
-    most = max((state["consumed"] for state in counted), default=0)
+    pairs = [(state, state.get(TRACE, state)) for state in states if isinstance(state, dict)]
+    pairs = [(state, count) for state, count in pairs if {"consumed", "whole"} <= count.keys()]
+    most = max((count["consumed"] for _, count in pairs), default=0)
     unused = 0 if used is None else max(0, most - used)
-    for state in counted:
-        state["consumed"] = max(0, state["consumed"] - unused)
-        state["whole"] = over and state["consumed"] > 0  # at 0 it is the epoch after that was begun
-        if state["whole"] and anew:
-            state.update(START)
+    for state, count in pairs:
+        count["consumed"] = max(0, count["consumed"] - unused)
+        count["whole"] = over and count["consumed"] > 0  # at 0 it is the epoch after that was begun
+        before = None if count["whole"] else count.get("earlier", {}).get(count["consumed"])
+        if before is not None:
+            state.clear()
+            state.update({**before, TRACE: {**count, "ended": False, "earlier": {}, **before[TRACE]}})
+        if count["whole"] and anew:
+            state.clear()
+            state.update(START if count is state else {})
+
+
+def is_whole(state: Any) -> bool:
+    """Whether the state of a loader is known to be of an epoch that was over."""
+    return isinstance(state, dict) and bool(state.get(TRACE, state).get("whole"))
 
 
 def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
@@ -90,16 +109,35 @@ def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
 class Place:
     """How far an iterator got. Its loader keeps it, so that it can be asked after the iterator was dropped.
 
+    Args:
+        consumed: Batches handed out before.
+        state: What the source says of itself now, if it does before its first batch.
+
     Attributes:
         consumed: Batches handed out.
-        state: What the source said of itself after the last of them; ``None`` before the first.
+        states: What the source said of itself after the last of them, the latest at the end.
         ended: Whether the end was reached.
     """
 
-    def __init__(self, consumed: int = 0) -> None:
-        self.consumed = consumed
-        self.state: Any = None
+    def __init__(self, consumed: int = 0, state: Any = None) -> None:
+        self.consumed = self._begun = consumed
+        self.states: deque[Any] = deque([] if state is None else [state], maxlen=KEPT)
         self.ended = False
+
+    @property
+    def state(self) -> Any:
+        """The latest of the states; ``None`` if there is none."""
+        return self.states[-1] if self.states else None
+
+    @property
+    def untouched(self) -> bool:
+        """Whether neither a batch nor the end was handed out."""
+        return self.consumed == self._begun and not self.ended
+
+    def hand_out(self, state: Any) -> None:
+        """Count a batch, and take what the source said of itself after it."""
+        self.consumed += 1
+        self.states.append(state)
 
 
 class IndexTape:
@@ -134,7 +172,7 @@ class IndexTape:
         self._drawing = False  # whether an index was begun that is not noted yet, perhaps in another thread
         self.place = self._handed_out = Place()
         owners: tuple[Any, Any] = (sampler, getattr(sampler, "sampler", None))
-        self._counting = [owner for owner in owners if _has_epoch(owner)]
+        self._counting = [owner for owner in owners if has_epoch(owner)]
 
     def rewind(self, state: dict[str, Any], skip: int, seeded: bool) -> None:
         """Make the next epoch the one that a loader's ``state`` is of, or that after it where it is whole.
@@ -271,7 +309,7 @@ class _Indices(Iterator[Any]):
             self._ahead.extend(itertools.islice(self._source, 1))
 
 
-def _has_epoch(sampler: Any) -> bool:
+def has_epoch(sampler: Any) -> bool:
     """Whether a sampler's order follows from the number of an epoch, as ``DistributedSampler``'s does."""
     return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
 

@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
     batch: Any
     finished: bool
     event: Any
-    position: Any
+    state: Any
 
 
 class DeviceTransfer:
@@ -92,16 +92,16 @@ class DeviceTransfer:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
-    def send(self, batch: Any, position: Any) -> _Entry:
+    def send(self, batch: Any, state: Any) -> _Entry:
         """Start what can be done for a batch ahead of its use.
 
         A transform that draws random numbers waits for the batch's turn, so that its draws come between those of the
         model's steps where they would come without prefetching.
         """
         if self._draws is not False and self.transfer is not None:
-            return _Entry(batch, False, None, position)
+            return _Entry(batch, False, None, state)
         batch, event = self._on_side(batch, self._move if self._draws is not False else self._all)
-        return _Entry(batch, self._draws is False, event, position)
+        return _Entry(batch, self._draws is False, event, state)
 
     def receive(self, entry: _Entry) -> Any:
         """Finish a batch and make the current stream wait for it."""
@@ -176,7 +176,7 @@ class DeviceIterator(Iterator[Any]):
     def __init__(self, source: Any, transfer: DeviceTransfer, position: Callable[[], Any] | None) -> None:
         self.source = source
         self.transfer = transfer
-        self.place = Place(source.place.consumed)
+        self.place = Place(source.place.consumed, source.place.state)
         self._position = position
         self._sent: deque[_Entry | BaseException | None] = deque()  # None: the end
         stream = transfer.stream()
@@ -201,7 +201,7 @@ class DeviceIterator(Iterator[Any]):
             finally:
                 del entry
         batch = self.transfer.receive(entry)
-        self.place.consumed, self.place.state = entry.position
+        self.place.hand_out(entry.state)
         if self.transfer.stream() is not None:
             while len(self._sent) < self.transfer.prefetch_batches and self.source.ready() and not self._over():
                 self._send()
@@ -219,9 +219,8 @@ class DeviceIterator(Iterator[Any]):
         """Take a batch from the source, waiting for it if need be; its end or an error is kept for its turn."""
         try:
             batch = next(self.source)
-            place = self.source.place
-            state = self._position() if self._position is not None else place.state
-            self._sent.append(self.transfer.send(batch, (place.consumed, state)))
+            state = self._position() if self._position is not None else self.source.place.state
+            self._sent.append(self.transfer.send(batch, state))
         except StopIteration:
             self._sent.append(None)  # the exception knows its callers, who know this iterator
         except BaseException as error:

@@ -25,10 +25,10 @@ from lightning_turbo._compat import (
     is_fitting,
     set_sampler_epoch,
 )
-from lightning_turbo._loops import batch_limits, epoch_of_checkpoint, take_loader_state
+from lightning_turbo._loops import batch_limits, count_as_one_run, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
-from lightning_turbo.data.resume import judge_states
+from lightning_turbo.data.resume import is_whole, judge_states
 from lightning_turbo.data.transfer import DeviceTransfer
 from lightning_turbo.data.workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
@@ -258,15 +258,16 @@ class _Resumed(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         loop = trainer.fit_loop
+        count_as_one_run(trainer)
         loaders, epoch = loop._combined_loader.flattened, epoch_of_checkpoint(trainer)
-        again = epoch["over"] and all(isinstance(each, PrefetchLoader) and not each._stateful for each in loaders)
+        again = epoch["over"] and all(isinstance(each, PrefetchLoader) and each.rewinds for each in loaders)
         if loop._combined_loader_states_to_load:
             judge_states(loop._combined_loader_states_to_load, **epoch)
             if loop.restarting:
                 loop._load_combined_loader_states()
             for loader in [] if loop.restarting else loaders:
                 state = take_loader_state(trainer, loader)
-                if isinstance(loader, PrefetchLoader) and state is not None and state.get("whole"):
+                if isinstance(loader, PrefetchLoader) and state is not None and is_whole(state):
                     loader.load_state_dict(state)
         elif not again:
             return

@@ -21,6 +21,7 @@ from lightning_turbo._compat import (
 )
 from lightning_turbo.callbacks.grad_to_none import release_in
 from lightning_turbo.callbacks.memory_format import MemoryFormat
+from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.memory_format import FORMATS
@@ -145,7 +146,9 @@ class TurboParts:
 
     def loader(self, strategy: Strategy, loader: Any) -> Any:
         """Return the loader with the next batches on the device, or as it is where that has no use."""
-        if not self.device_prefetch or strategy.root_device.type != "cuda" or isinstance(loader, DevicePrefetcher):
+        # DALI keeps batches ahead itself; its state takes a collective call, which a batch must not wait for.
+        ahead = isinstance(loader, (DevicePrefetcher, DALILoader))
+        if not self.device_prefetch or strategy.root_device.type != "cuda" or ahead:
             return loader
         hooks = _transfer_hooks(strategy.lightning_module)
         if hooks:

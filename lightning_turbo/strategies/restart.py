@@ -12,25 +12,10 @@ from lightning_turbo._compat import (
 )
 from lightning_turbo._loops import end_epoch_of_checkpoint, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.device import DevicePrefetcher
-from lightning_turbo.data.resume import judge_states
+from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.resume import is_whole, judge_states
 
-__all__ = ["accumulate_as_scheduled", "count_next_epoch", "set_up_again", "set_up_loader"]
-
-
-def count_next_epoch(module: Any) -> None:
-    """Let the epoch that begins be counted as begun; to be called when training starts, with its state restored.
-
-    From a checkpoint that was written with an epoch's last batch, Lightning marks that epoch as complete and then runs
-    the next one as if it were the rest of it: without ``on_train_epoch_start``, and without counting it. A checkpoint
-    in the middle of that epoch says that no epoch is under way, and a run that goes on from it trains too many batches.
-
-    Args:
-        module: The LightningModule of a Trainer whose ``fit_loop`` was reset and has not run yet.
-    """
-    loop = module.trainer.fit_loop
-    epochs = loop.epoch_progress.total
-    if loop.restarted_mid_epoch and epochs.completed == epochs.ready:
-        loop.reset_restart_stage()
+__all__ = ["accumulate_as_scheduled", "set_up_again", "set_up_loader"]
 
 
 def accumulate_as_scheduled(module: Any) -> None:
@@ -59,7 +44,8 @@ def set_up_loader(module: Any, loader: Any) -> Any:
     of a ``DistributedSampler`` are of epoch 0, whatever epoch a run goes on with. And from a checkpoint of an epoch's
     last step Lightning has loaders go on at their end: a ``StatefulDataLoader`` skips the next epoch. So it does, and
     counts an epoch twice, from one of a whole epoch if ``max_steps`` alone ends the run. Here that loader begins anew
-    then, and all others get their state, as they can tell that its epoch is over.
+    then, if there is no ``PrefetchLoader`` around it, and all others get their state, as they can tell that its epoch
+    is over.
 
     Args:
         module: The LightningModule of a Trainer that sets up its loaders; for others than training loaders nothing is
@@ -107,6 +93,7 @@ def _begin_as_restored(trainer: Any, loader: Any, first: bool) -> None:
         epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed
         state = take_loader_state(trainer, loader)
         behind = loader.loader if isinstance(loader, DevicePrefetcher) else loader
-        if state is not None and (hasattr(behind, "set_epoch") or not isinstance(behind, _stateful_dataloader())):
+        knows = (isinstance(behind, PrefetchLoader) and is_whole(state)) or hasattr(behind, "set_epoch")
+        if state is not None and (knows or not isinstance(behind, _stateful_dataloader())):
             loader.load_state_dict(state)
     set_sampler_epoch(loader, epoch)

@@ -21,12 +21,13 @@ from lightning_turbo._compat import (
     is_fitting,
     rank_zero_info,
 )
+from lightning_turbo._loops import count_as_one_run
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.agreement import check_agreement
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
 from lightning_turbo.strategies.rank_states import keep_states_of_ranks, take_states_of_rank
-from lightning_turbo.strategies.restart import accumulate_as_scheduled, count_next_epoch, set_up_again, set_up_loader
+from lightning_turbo.strategies.restart import accumulate_as_scheduled, set_up_again, set_up_loader
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]
 
@@ -62,8 +63,9 @@ class _TurboStrategy(Strategy):
 
     def on_train_start(self) -> None:
         """Go on from a checkpoint with the epoch counted, and the batches accumulated, as if nothing had happened."""
-        count_next_epoch(self.lightning_module)
-        accumulate_as_scheduled(self.lightning_module)
+        module: Any = self.lightning_module
+        count_as_one_run(module.trainer)
+        accumulate_as_scheduled(module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keep the next batches on the device, and begin with the epoch that the run goes on with."""

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
+from lightning_turbo.data.loader import prefetching
 from tests.versions import BEGINS_ONCE, unpickling
 
 pytestmark = [
@@ -186,6 +188,7 @@ def test_a_batch_that_lightning_has_fetched_ahead_comes_again(batches, strategy,
     check(lambda: cls(Stream(), 2), base, tmp_path / "c", batches, strategy=strategy)
 
 
+@BEGINS_ONCE
 @pytest.mark.parametrize("strategy", ["auto", "turbo"])
 def test_an_epoch_that_a_hook_ended_is_over(strategy, tmp_path):
     class Ends(Model):
@@ -197,6 +200,117 @@ def test_an_epoch_that_a_hook_ended_is_over(strategy, tmp_path):
         lambda: loader(8, 1, cls), base, tmp_path / "c", 2, "on_train_epoch_end", strategy=strategy, model=Ends
     )
     assert len(seen) == 6
+
+
+class Own(IterableDataset):
+    """Keeps its place itself, and draws from a generator of its own."""
+
+    def __init__(self):
+        self.at, self.loaded, self.rng = 0, False, torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        self.at, self.loaded = self.at if self.loaded else 0, False
+        while self.at < 8:
+            self.at += 1
+            yield torch.randint(1000, (), generator=self.rng)
+
+    def state_dict(self):
+        return {"at": self.at, "rng": self.rng.get_state()}
+
+    def load_state_dict(self, state):
+        self.at, self.loaded = state["at"], True
+        self.rng.set_state(state["rng"])
+
+
+def shuffled(cls, **settings):
+    return cls(range(8), 2, shuffle=True, generator=torch.Generator().manual_seed(1), **settings)
+
+
+WITH_STATES = {
+    "shuffled": shuffled,
+    "workers": lambda cls: shuffled(cls, num_workers=1),
+    "counting": lambda cls: cls(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1),
+    "two": lambda cls: CombinedLoader({"a": shuffled(cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
+    "stream": lambda cls: cls(Stream(), 2),
+    "own": lambda cls: cls(Own(), 2),
+    "single": lambda cls: cls(Own(), 8),
+}
+MARKS = {"own": BEGINS_ONCE, "single": BEGINS_ONCE}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("stops", [
+    [(1, "on_train_batch_end")],
+    [(3, "on_train_batch_start")],
+    [(4, "on_train_batch_start"), (6, "on_train_batch_end")],
+    [(4, "on_train_batch_end"), (4, "on_train_batch_start"), (5, "on_before_backward")],
+    pytest.param([(4, "on_train_epoch_end"), (8, "on_train_epoch_start")], marks=BEGINS_ONCE),
+], ids=lambda stops: "-".join(f"{hook[9:]}{batches}" for batches, hook in stops))  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=MARKS.get(name, ())) for name, make in WITH_STATES.items()]
+)
+def test_loaders_with_a_state_of_their_own(make, stops, strategy, tmp_path):
+    """However often a run is stopped, and in whatever hook, it sees what one sees that is not."""
+    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    base, of = (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
+    epochs = {"max_epochs": 12 if make is WITH_STATES["single"] else 3, "strategy": strategy}
+    straight = run(lambda: make(of), base, None, **epochs)
+    seen, path = [], None
+    for number, (batches, hook) in enumerate(stops):
+        began, there = len(seen), tmp_path / str(number)
+        seen += run(lambda: make(of), base, path, Save(there, batches, hook), **epochs)[: batches - began]
+        path = there
+    assert seen + run(lambda: make(of), base, path, **epochs) == straight
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("batches", [2, 4, 6])
+def test_a_loader_with_a_state_of_its_own_that_is_set_up_early(batches, strategy, tmp_path):
+    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    base, of = (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
+    model = early("configure_optimizers")
+    check(lambda: shuffled(of), base, tmp_path / "c", batches, strategy=strategy, model=model)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize(("batches", "hook"), [
+    (2, "on_train_batch_start"), (2, "on_before_backward"), (4, "on_train_epoch_start"), (8, "on_train_epoch_start"),
+    (8, "on_before_backward"),
+])  # fmt: skip
+def test_steps_are_counted_and_validated_as_in_one_run(batches, hook, strategy, tmp_path):
+    class Logged(Model):
+        def training_step(self, batch, batch_idx):
+            self.log("made", float(self.global_step))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(("validated", self.global_step))
+
+    class Rows(DummyLogger):
+        def log_metrics(self, metrics, step):
+            rows.append((step, metrics.get("made"), metrics["epoch"]))
+
+    def go(path, *callbacks):
+        rows.clear()
+        model = Logged()
+        trainer = Trainer(
+            accelerator="cpu", logger=Rows(), enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=list(callbacks), max_epochs=3, strategy=strategy,
+            log_every_n_steps=1, num_sanity_val_steps=0, val_check_interval=3, check_val_every_n_epoch=None,
+        )  # fmt: skip
+        made = loader(8, 1, PrefetchLoader if strategy == "turbo" else DataLoader)
+        base = LightningDataModule if strategy == "turbo" else PrefetchDataModule
+        data = type("Data", (base,), {"train_dataloader": lambda _: made, "val_dataloader": lambda _: [0]})
+        trainer.fit(model, datamodule=data(), ckpt_path=path, **unpickling(True if path else None))
+        return model.seen, list(rows)
+
+    rows = []
+    path = tmp_path / "c"
+    seen, logged = go(None, Save(path, batches, hook))
+    again, logged_again = go(path)
+    assert again == seen[-len(again) :]
+    assert len([step for step in again if isinstance(step, dict)]) == 12 - batches
+    assert logged_again == logged[batches:]
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo import TurboStrategy
+from lightning_turbo import DALILoader, TurboStrategy
 from lightning_turbo.data.batches import pin_batch
 from lightning_turbo.strategies import parts as module
 
@@ -103,3 +103,8 @@ def test_nobody_is_asked_for_what_the_prefetching_thread_does(said, monkeypatch)
     assert prefetcher.transfer.stages == [pin_batch]
     assert said == []
     parts.give_back()
+
+
+def test_dali_s_loaders_are_not_wrapped():
+    loader = DALILoader.__new__(DALILoader)  # DALI need not be there
+    assert TurboStrategy().parts.loader(CUDA, loader) is loader
