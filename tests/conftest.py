@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_turbo.data import randomness
 
@@ -78,6 +79,7 @@ def _leaves_nothing_behind():
     threads = set(threading.enumerate())
     yield
     after = _globals()
+    _put_back_loaders()
     # Lightning, scikit-learn and older torch set these for the whole process on first use and leave them.
     lasting = (
         "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
@@ -103,6 +105,18 @@ def _leaves_nothing_behind():
             break
         time.sleep(0.01)
     assert not changed, f"the test left changed: {changed}"
+
+
+def _put_back_loaders():
+    """Lightning has loaders note what is set on them, for ever where a ``*_dataloader`` method raised."""
+    kinds = [DataLoader, BatchSampler]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        for name in ("__init__", "__setattr__", "__delattr__"):
+            if f"__old{name}" in vars(kind):
+                setattr(kind, name, vars(kind)[f"__old{name}"])
+                delattr(kind, f"__old{name}")
 
 
 def _lasting(thread):

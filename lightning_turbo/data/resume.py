@@ -17,7 +17,7 @@ from lightning_turbo.data.randomness import generators_in, parts_of, set_shared_
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "START", "TRACE", "IndexTape", "OwnGenerator", "Place", "foreign", "has_epoch", "is_whole", "judge_states",
+    "START", "TRACE", "IndexTape", "OwnGenerator", "Place", "foreign", "has_epoch", "is_between_epochs", "judge_states",
     "length_of", "warn_of_gaps",
 ]  # fmt: skip
 
@@ -74,9 +74,10 @@ def judge_states(states: Iterable[Any], over: bool, anew: bool = False, used: in
             state.update(START if count is state else {})
 
 
-def is_whole(state: Any) -> bool:
-    """Whether the state of a loader is known to be of an epoch that was over."""
-    return isinstance(state, dict) and bool(state.get(TRACE, state).get("whole"))
+def is_between_epochs(state: Any) -> bool:
+    """Whether the state of a loader is known to be of the end of an epoch, or of its beginning."""
+    count = state.get(TRACE, state) if isinstance(state, dict) else {}
+    return bool(count.get("whole")) or count.get("consumed") == 0
 
 
 def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:

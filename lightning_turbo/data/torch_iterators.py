@@ -16,7 +16,7 @@ from lightning_turbo.data.batches import pin_batch
 from lightning_turbo.data.producer import give_up
 from lightning_turbo.data.resume import IndexTape, Place
 
-__all__ = ["copied", "end_workers", "guarded", "leave", "load", "undivided"]
+__all__ = ["copied", "count_once", "end_workers", "guarded", "leave", "load", "undivided"]
 
 # Seconds. How long a wait for a worker process goes on before it is asked whether there is still a reason to.
 SLICE = 0.1
@@ -115,3 +115,22 @@ def leave(source: Any, tape: IndexTape | None, place: Place) -> None:
 def copied(state_dict: Callable[[], Any]) -> Any:
     """Return a state, cut loose from objects that go on changing."""
     return copy.deepcopy(state_dict())
+
+
+def count_once(source: Any, state: dict[str, Any]) -> None:
+    """Have an iterator of torchdata's count what it runs through as it goes on; it does so twice.
+
+    From the state that it would give then, nothing could go on: it tells of twice as many batches.
+
+    Args:
+        source: The iterator.
+        state: What it was made from.
+    """
+    snapshot = state.get("_snapshot")
+    begun = state.get("_num_yielded") if snapshot is None else snapshot["_snapshot_step"]
+    if begun is None or not hasattr(source, "_num_yielded"):
+        return
+    surplus = source._num_yielded - begun - state.get("_steps_since_snapshot", 0)
+    source._num_yielded -= surplus
+    if snapshot is not None and source._snapshot["_snapshot_step"] != begun:
+        source._snapshot["_snapshot_step"] -= surplus

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_turbo.data.resume import START, TRACE, Place, has_epoch
-from lightning_turbo.data.torch_iterators import copied
+from lightning_turbo.data.torch_iterators import copied, count_once, end_workers
 
 __all__ = ["begin_epoch", "begun", "noted", "traced"]
 
@@ -38,32 +38,25 @@ def traced(state: Any, place: Place | None) -> Any:
     trace = state.get(TRACE, {}) if isinstance(state, dict) else {}
     if place is None or not isinstance(place.state, dict) or "over" in trace:
         return {**state, TRACE: dict(trace)} if trace else state
-    earlier = dict(zip(itertools.count(place.consumed, -1), reversed(place.states)))
+    earlier = _by_batches(place)
     if not place.ended:
         del earlier[place.consumed]
     return _with_trace(state, **trace, consumed=place.consumed, ended=place.ended, earlier=earlier)
 
 
 def begun(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that an epoch begins with after a ``traced`` one was loaded.
-
-    Only who has run to the end of an epoch begins the next as it would have. So after an epoch that was over it is the
-    one from which a single ``next`` leads there: to the last batch, or to the end if that was handed out.
-    """
+    """Return the state that an epoch begins with after a ``traced`` one was loaded."""
     trace = state.get(TRACE, {})
-    if not trace.get("whole"):
-        return _with_trace(state, **{**trace, "earlier": {}})
-    before = trace["earlier"].get(trace["consumed"] - (not trace["ended"]))
-    if before is None or "over" in before[TRACE]:  # that one is of the epoch before
-        before = state
-    return _with_trace(before, over=True, **{name: before[TRACE][name] for name in ("generator", "epochs")})
+    if trace.get("whole"):
+        return _after(state, trace["earlier"], trace["consumed"], trace["ended"])
+    return _with_trace(state, **{**trace, "earlier": {}})
 
 
 def begin_epoch(loader: Any, behind: Any, loaded: dict[str, Any], place: Place | None) -> tuple[Any, Any]:
     """Begin an epoch of a class with a state of its own.
 
     Args:
-        loader: The loader, whose ``state_dict`` is ``traced``.
+        loader: The loader.
         behind: The class, as ``super()``.
         loaded: What ``begun`` returned for a state that was loaded, or ``START``.
         place: Where the iterator before stands, if there is one.
@@ -72,10 +65,9 @@ def begin_epoch(loader: Any, behind: Any, loaded: dict[str, Any], place: Place |
         The iterator, and the state that its epoch begins with, if that is known.
     """
     if loaded is START:
-        last = {} if place is None or place.untouched else loader.state_dict()
-        if not isinstance(last, dict) or TRACE not in last:
+        if place is None or place.untouched or not isinstance(place.state, dict):
             return behind.__iter__(), None
-        start = begun({**last, TRACE: {**last[TRACE], "whole": True}})
+        start = _after(place.state, _by_batches(place), place.consumed, place.ended)
         start[TRACE]["next"] = _epochs(loader)
         return behind.__iter__(), start
     trace, theirs = loaded[TRACE], {name: value for name, value in loaded.items() if name != TRACE}
@@ -84,13 +76,32 @@ def begin_epoch(loader: Any, behind: Any, loaded: dict[str, Any], place: Place |
     if theirs:
         behind.load_state_dict(theirs)
     source = behind.__iter__()
+    count_once(source, theirs)
     if trace["generator"] is not None and loader.generator is not None:
         loader.generator.set_state(trace["generator"])
     if trace["over"]:
         next(source, None)
+        if not loader.persistent_workers:
+            end_workers(source)
         _set_epochs(loader, after)
         source, loaded = behind.__iter__(), {**loaded, TRACE: {**trace, "next": after}}
     return source, loaded
+
+
+def _by_batches(place: Place) -> dict[int, Any]:
+    return dict(zip(itertools.count(place.consumed, -1), reversed(place.states)))
+
+
+def _after(state: dict[str, Any], earlier: dict[int, Any], consumed: int, ended: bool) -> dict[str, Any]:
+    """Return what an epoch begins with after one that was over.
+
+    Only who has run to the end of an epoch begins the next as it would have. So that is the state from which a single
+    ``next`` leads there: to the last batch, or to the end if that was handed out.
+    """
+    before = earlier.get(consumed - (not ended))
+    if before is None or "over" in before[TRACE]:  # that one is of the epoch before
+        before = state
+    return _with_trace(before, over=True, **{name: before[TRACE][name] for name in ("generator", "epochs")})
 
 
 def _epochs(loader: Any) -> list[int]:

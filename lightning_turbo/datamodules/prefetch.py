@@ -28,7 +28,7 @@ from lightning_turbo._compat import (
 from lightning_turbo._loops import batch_limits, count_as_one_run, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
-from lightning_turbo.data.resume import is_whole, judge_states
+from lightning_turbo.data.resume import is_between_epochs, judge_states
 from lightning_turbo.data.transfer import DeviceTransfer
 from lightning_turbo.data.workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
@@ -267,7 +267,7 @@ class _Resumed(Callback):
                 loop._load_combined_loader_states()
             for loader in [] if loop.restarting else loaders:
                 state = take_loader_state(trainer, loader)
-                if isinstance(loader, PrefetchLoader) and state is not None and is_whole(state):
+                if isinstance(loader, PrefetchLoader) and is_between_epochs(state):
                     loader.load_state_dict(state)
         elif not again:
             return

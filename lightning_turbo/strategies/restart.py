@@ -13,7 +13,7 @@ from lightning_turbo._compat import (
 from lightning_turbo._loops import end_epoch_of_checkpoint, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import is_whole, judge_states
+from lightning_turbo.data.resume import is_between_epochs, judge_states
 
 __all__ = ["accumulate_as_scheduled", "set_up_again", "set_up_loader"]
 
@@ -93,7 +93,7 @@ def _begin_as_restored(trainer: Any, loader: Any, first: bool) -> None:
         epoch += loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end  # not counted as processed
         state = take_loader_state(trainer, loader)
         behind = loader.loader if isinstance(loader, DevicePrefetcher) else loader
-        knows = (isinstance(behind, PrefetchLoader) and is_whole(state)) or hasattr(behind, "set_epoch")
+        knows = hasattr(behind, "set_epoch") or (isinstance(behind, PrefetchLoader) and is_between_epochs(state))
         if state is not None and (knows or not isinstance(behind, _stateful_dataloader())):
             loader.load_state_dict(state)
     set_sampler_epoch(loader, epoch)

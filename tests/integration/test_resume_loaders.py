@@ -1,7 +1,10 @@
 """Which batches a run sees that goes on from a checkpoint: those that a run without a stop sees."""
 
+import multiprocessing
+
 import pytest
 import torch
+from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -232,6 +235,7 @@ WITH_STATES = {
     "counting": lambda cls: cls(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1),
     "two": lambda cls: CombinedLoader({"a": shuffled(cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
     "stream": lambda cls: cls(Stream(), 2),
+    "stream of a worker": lambda cls: cls(Stream(), 2, num_workers=1),
     "own": lambda cls: cls(Own(), 2),
     "single": lambda cls: cls(Own(), 8),
 }
@@ -243,6 +247,7 @@ MARKS = {"own": BEGINS_ONCE, "single": BEGINS_ONCE}
     [(1, "on_train_batch_end")],
     [(3, "on_train_batch_start")],
     [(4, "on_train_batch_start"), (6, "on_train_batch_end")],
+    [(5, "on_after_backward"), (6, "on_train_batch_start")],
     [(4, "on_train_batch_end"), (4, "on_train_batch_start"), (5, "on_before_backward")],
     pytest.param([(4, "on_train_epoch_end"), (8, "on_train_epoch_start")], marks=BEGINS_ONCE),
 ], ids=lambda stops: "-".join(f"{hook[9:]}{batches}" for batches, hook in stops))  # fmt: skip
@@ -261,6 +266,25 @@ def test_loaders_with_a_state_of_their_own(make, stops, strategy, tmp_path):
         seen += run(lambda: make(of), base, path, Save(there, batches, hook), **epochs)[: batches - began]
         path = there
     assert seen + run(lambda: make(of), base, path, **epochs) == straight
+
+
+@BEGINS_ONCE
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("stops", [
+    [(0, "on_train_start")],
+    [(4, "on_train_epoch_end"), (4, "on_train_start")],
+], ids=["first", "second"])  # fmt: skip
+@pytest.mark.parametrize("name", ["shuffled", "counting", "two", "stream"])
+def test_a_run_that_ends_as_it_starts(name, stops, strategy, tmp_path):
+    test_loaders_with_a_state_of_their_own(WITH_STATES[name], stops, strategy, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+def test_no_worker_is_left_by_a_loader_whose_attributes_are_kept(strategy, tmp_path):
+    """As Lightning keeps them for the rest of a process in which a ``train_dataloader`` raised."""
+    with _replace_dunder_methods(DataLoader):
+        test_loaders_with_a_state_of_their_own(WITH_STATES["workers"], [(4, "on_train_batch_end")], strategy, tmp_path)
+        assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("strategy", ["auto", "turbo"])
