@@ -267,7 +267,7 @@ class _Resumed(Callback):
                 loop._load_combined_loader_states()
             for loader in [] if loop.restarting else loaders:
                 state = take_loader_state(trainer, loader)
-                if isinstance(loader, PrefetchLoader) and is_between_epochs(state):
+                if isinstance(loader, PrefetchLoader) and state is not None and is_between_epochs(state):
                     loader.load_state_dict(state)
         elif not again:
             return
