@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
     from lightning.pytorch.core.hooks import DataHooks
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
-    from lightning.pytorch.loops.optimization.automatic import ClosureResult
+    from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
     from lightning.pytorch.tuner.tuning import Tuner
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -52,6 +53,7 @@ __all__ = [
     "BatchSizeFinder",
     "Callback",
     "CheckpointIO",
+    "Closure",
     "ClosureResult",
     "CombinedLoader",
     "DDPStrategy",
@@ -88,6 +90,7 @@ __all__ = [
     "check_lean",
     "given_hyperparameters",
     "is_fitting",
+    "is_overridden",
     "loaded_checkpoint",
     "loss_scale",
     "lower_found_batch_size",
@@ -109,6 +112,7 @@ _HOMES = {
     "BatchSizeFinder": "callbacks",
     "Callback": "callbacks",
     "CheckpointIO": "plugins.io",
+    "Closure": "loops.optimization.automatic",
     "ClosureResult": "loops.optimization.automatic",
     "CombinedLoader": "utilities",
     "DDPStrategy": "strategies",
@@ -138,6 +142,7 @@ _HOMES = {
     "TrainingEpochLoop": "loops.training_epoch_loop",
     "Tuner": "tuner.tuning",
     "WrappingCheckpointIO": "plugins.io.wrapper",
+    "is_overridden": "utilities.model_helpers",
     "move_data_to_device": "utilities",
     "rank_zero_info": "utilities.rank_zero",
     "rank_zero_warn": "utilities.rank_zero",

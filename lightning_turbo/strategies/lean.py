@@ -71,6 +71,7 @@ def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> C
         fit_loop.epoch_loop = loop
         trainer._signal_connector = signals
         if logging:
+            trainer._logger_connector.pass_on()
             trainer._logger_connector.convert()
             trainer._logger_connector = connector
             results.update(loop._results)

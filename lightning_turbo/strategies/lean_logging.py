@@ -59,9 +59,13 @@ class LeanResults(ResultCollection):
     def __setitem__(self, key: str, metric: Any) -> None:
         super().__setitem__(key, LeanMetric(metric.meta, metric.is_tensor))
 
-    @torch.compiler.disable
-    def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
+    def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
         """Take a value; settings that are those of the last time are not looked at again."""
+        # A compiled step leaves its graph here, as in Lightning; others need not go through what leaves it.
+        take = self._take_uncompiled if torch.compiler.is_compiling() else self._take
+        take(fx, name, value, **settings)
+
+    def _take(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
         key = f"{fx}.{name}"
         metric: Any = self.get(key) if self.dataloader_idx is None else None
         if metric is None or metric.settings != settings or type(value) is not Tensor or value.requires_grad:
@@ -73,6 +77,8 @@ class LeanResults(ResultCollection):
         metric.to(value.device)
         metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
         metric.has_reset = False
+
+    _take_uncompiled: Any = torch.compiler.disable(_take)
 
     def metrics(self, on_step: bool) -> Any:
         """Return the values by their readers: callbacks, loggers, progress bar."""
@@ -93,27 +99,66 @@ class LeanResults(ResultCollection):
 
 
 class LeanLoggerConnector(LoggerConnector):
-    """What stands between logged values and their readers; a number is made when the progress bar asks for it.
+    """What stands between logged values and their readers; it passes them on when somebody reads.
 
     Args:
         stock: Lightning's, whose state is shared.
     """
 
+    # No state of its own may stand among Lightning's.
+    __slots__ = ("_waiting",)
+
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
+        self._waiting: Any = None  # the values of a batch that nobody has read yet; the next batch's take their place
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """Begin a batch, of a validation too, whose values follow those of the training."""
+        if self._waiting is not self.trainer._results:
+            self.pass_on()
+        super().on_batch_start(batch, dataloader_idx)
 
     def on_batch_end(self) -> None:
-        """Pass the values of the batch on to their readers, and let go of it."""
+        """Let go of the batch."""
         results: Any = self.trainer._results
-        metrics = results.metrics(True)
-        self._progress_bar_metrics.update(metrics["pbar"])
-        self._callback_metrics.update(metrics["callback"])
-        self._logged_metrics.update(metrics["log"])
+        self._waiting = results
         results.batch = results.batch_size = None
+
+    def pass_on(self) -> None:
+        """Pass the values of the last batch on to their readers."""
+        results, self._waiting = self._waiting, None
+        if results:
+            metrics = results.metrics(True)
+            self._progress_bar_metrics.update(metrics["pbar"])
+            self._callback_metrics.update(metrics["callback"])
+            self._logged_metrics.update(metrics["log"])
+
+    def epoch_end_reached(self) -> None:
+        """End an epoch, of a validation too."""
+        self.pass_on()
+        super().epoch_end_reached()
+
+    def reset_results(self) -> None:
+        """Forget the values of an epoch."""
+        self.pass_on()
+        super().reset_results()
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The values for callbacks."""
+        self.pass_on()
+        return super().callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The values for loggers."""
+        self.pass_on()
+        return super().logged_metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar, as numbers."""
+        self.pass_on()
         super().progress_bar_metrics  # noqa: B018  # it brings them up to date
         return self.convert()
 

@@ -15,16 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_turbo._compat import (
     AutomaticOptimization,
+    Closure,
     ClosureResult,
     DataHooks,
     DataLoaderIterDataFetcher,
+    LightningModule,
+    Precision,
     SignalConnector,
     SIGTERMException,
     Strategy,
     TrainingEpochLoop,
+    is_overridden,
     move_data_to_device,
     takes_batch_index,
 )
@@ -33,6 +38,17 @@ from lightning_turbo.strategies.calls import call_callbacks, call_hook, inherits
 __all__ = ["LeanEpochLoop", "LeanOptimization", "LeanSignalConnector"]
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class _LeanClosure(Closure):
+    """Step, clearing and backward, without a context for gradients where they are on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        result = Closure.closure.__wrapped__(self, *args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
+        self._result = result
+        return result.loss
 
 
 class LeanOptimization(AutomaticOptimization):
@@ -44,6 +60,10 @@ class LeanOptimization(AutomaticOptimization):
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
+        step, backward = self._make_step_fn(kwargs), self._make_backward_fn(optimizer)
+        return _LeanClosure(step, backward, self._make_zero_grad_fn(batch_idx, optimizer))
 
     def _make_backward_fn(self, optimizer: Any) -> Callable[[Tensor], None] | None:
         if self._skip_backward:
@@ -74,12 +94,14 @@ class LeanOptimization(AutomaticOptimization):
 
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         trainer, module = self.trainer, self.trainer.lightning_module
-        call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
+        if not _clears_nothing(module, optimizer):
+            call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         self.optim_progress.optimizer.zero_grad.increment_completed()
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        trainer, strategy = self.trainer, self.trainer.strategy
-        output = call_hook(strategy, strategy.lightning_module, "training_step", *kwargs.values())
+        trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
+        owner = module if _hands_on(strategy, module) else strategy
+        output = call_hook(owner, module, "training_step", *kwargs.values())
         strategy.post_training_step()
         if type(output) is Tensor and trainer.accumulate_grad_batches == 1:
             return ClosureResult(output)
@@ -89,6 +111,27 @@ class LeanOptimization(AutomaticOptimization):
                 "wait for its gradients. Return a loss of zero that depends on the parameters."
             )
         return self.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
+
+
+def _clears_nothing(module: Any, optimizer: Any) -> bool:
+    """Whether no gradient is there to be cleared, and nobody overrides what Lightning calls even then."""
+    return (
+        isinstance(optimizer, Optimizer)
+        and inherits(type(module), LightningModule, ("optimizer_zero_grad",))
+        and inherits(type(optimizer), Optimizer, ("zero_grad",))
+        and "optimizer_zero_grad" not in vars(module)
+        and "zero_grad" not in vars(optimizer)
+        and all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+    )
+
+
+def _hands_on(strategy: Any, module: Any) -> bool:
+    """Whether the strategy's ``training_step`` does nothing but call the module's."""
+    return (
+        strategy.model is module
+        and inherits(type(strategy), Strategy, ("training_step",))
+        and inherits(type(strategy.precision_plugin), Precision, ("train_step_context", "forward_context"))
+    )
 
 
 class LeanEpochLoop(TrainingEpochLoop):
@@ -101,7 +144,7 @@ class LeanEpochLoop(TrainingEpochLoop):
     """
 
     # No state of its own may stand among Lightning's, which goes into checkpoints.
-    __slots__ = ("_direct", "_optimization", "_sigterm_every", "_step", "_stock", "_takes_index")
+    __slots__ = ("_direct", "_optimization", "_sigterm_every", "_step", "_stock", "_takes_index", "_validates")
 
     def __init__(self, stock: Any, direct: bool, sigterm_every: int) -> None:
         self.__dict__ = stock.__dict__
@@ -111,10 +154,13 @@ class LeanEpochLoop(TrainingEpochLoop):
         self._sigterm_every = sigterm_every
         self._step: Any = None
         self._takes_index = False
+        self._validates = True
 
     def on_run_start(self, data_fetcher: Any) -> None:
         """Begin an epoch."""
         super().on_run_start(data_fetcher)
+        source, module = self.val_loop._data_source, self.trainer.lightning_module
+        self._validates = source.is_defined() and is_overridden("validation_step", module)
         profiled = not is_unprofiled(self.trainer)
         data_fetcher._start_profiler = self._stock._on_before_fetch if profiled else _nothing
         data_fetcher._stop_profiler = self._stock._on_after_fetch if profiled else _nothing
@@ -152,9 +198,10 @@ class LeanEpochLoop(TrainingEpochLoop):
                 progress.increment_started()
                 output = self._optimized(batch, batch_idx)
         progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if trainer.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if self._num_ready_batches_reached():
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if ends_epoch:
             raise StopIteration
         call_callbacks(trainer, module, "on_train_batch_end", output, batch, batch_idx)
@@ -193,6 +240,9 @@ class LeanEpochLoop(TrainingEpochLoop):
         if type(batch) in (tuple, list) and all(type(x) is Tensor and x.device == device for x in batch):
             return type(batch)(batch)
         return move_data_to_device(batch, device)
+
+    def _should_check_val_epoch(self) -> bool:
+        return self._validates and super()._should_check_val_epoch()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Step the schedulers of this interval, if there is any scheduler."""

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.progress import TQDMProgressBar
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import SimpleProfiler
@@ -418,6 +418,116 @@ def test_clipping_that_somebody_overrides_is_called_without_a_limit_too(where):
     assert len(called) == trainer.global_step > 5
 
 
+@pytest.mark.parametrize("where", ["class", "instance", "optimizer class", "optimizer"])
+def test_clearing_that_somebody_overrides_is_called_without_gradients_too(where):
+    called = []
+
+    class Clears(Net):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            called.append(batch_idx)
+
+    class Adam(torch.optim.Adam):
+        def zero_grad(self, *args, **kwargs):
+            called.append(args)
+
+    def make():
+        model = Clears() if where == "class" else Net()
+        optimizer = (Adam if where == "optimizer class" else torch.optim.Adam)(model.parameters())
+        model.configure_optimizers = lambda: optimizer
+        if where == "instance":
+            model.optimizer_zero_grad = lambda *args: called.append(args)
+        if where == "optimizer":
+            optimizer.zero_grad = lambda *args: called.append(args)
+        return model
+
+    trainer, *_ = fit(lean(), make=make, hooks=(), max_epochs=1)
+    assert len(called) == trainer.global_step > 5
+
+
+def test_gradients_that_nobody_released_are_cleared():
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_before_backward(self, trainer, module, loss):
+            seen.append([p.grad for p in module.parameters()])
+
+    trainer, *_ = fit(TurboStrategy(lean_step=True, release_gradients=False), callbacks=[Looks()])
+    assert len(seen) == trainer.global_step > 5
+    assert all(gradient is None for gradients in seen for gradient in gradients)
+
+
+def test_a_training_step_that_a_strategy_or_a_plugin_surrounds_is_surrounded():
+    entered = []
+
+    class Surrounds(TurboStrategy):
+        def training_step(self, *args, **kwargs):
+            entered.append("strategy")
+            return super().training_step(*args, **kwargs)
+
+    class Plugin(Precision):
+        def forward_context(self):
+            entered.append("plugin")
+            return super().forward_context()
+
+    for strategy, plugins in ((Surrounds(lean_step=True), []), (TurboStrategy(lean_step=True), [Plugin()])):
+        entered.clear()
+        trainer, *_ = fit(strategy, plugins=plugins, limit_val_batches=0)
+        assert len(entered) == trainer.global_step > 5
+
+
+def test_values_are_passed_on_when_they_are_read_and_not_before(monkeypatch):
+    """A value that is logged in a validation too, and one that some steps log, are those of Lightning."""
+
+    class Both(Net):
+        def training_step(self, batch, index):
+            if index % 4 == 1:
+                self.log("seldom", float(index))
+            self.log("value", float(index), prog_bar=True)
+            return self.loss(batch)
+
+        def validation_step(self, batch, index):
+            self.log("value", 100.0 + index)
+
+    class Reads(pl.Callback):
+        def __init__(self):
+            self.read = []
+
+        def on_validation_start(self, trainer, module):
+            self.read.append(dict(trainer.callback_metrics))
+
+        def on_validation_end(self, trainer, module):
+            self.read.append((dict(trainer.logged_metrics), dict(trainer.progress_bar_metrics)))
+
+    asked, metrics = [], LeanResults.metrics
+    monkeypatch.setattr(LeanResults, "metrics", lambda self, on_step: asked.append(on_step) or metrics(self, on_step))
+    reads = []
+    for strategy in (TurboStrategy(), lean()):
+        reads.append(Reads())
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False, max_epochs=2,
+            enable_progress_bar=False, enable_model_summary=False, val_check_interval=5, callbacks=[reads[-1]],
+            num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit(Both(), batches(), batches(count=8))
+        reads[-1].read.append(dict(trainer.callback_metrics))
+    assert len(reads[0].read) == 9
+    assert same(reads[0].read, reads[1].read)
+    assert asked.count(True) < trainer.global_step
+
+
+def test_values_are_taken_from_a_compiled_function():
+    results = LeanResults(_ResultCollection(True))
+
+    def step(value):
+        results.log("training_step", "value", value, on_step=True, on_epoch=True, batch_size=2)
+        return value + 1
+
+    compiled = torch.compile(step, backend="eager")
+    values = [torch.tensor(float(number)) for number in range(3)]
+    assert [compiled(value).item() for value in values] == [1, 2, 3]
+    assert {name: value.item() for name, value in results.metrics(False)["callback"].items()}["value_epoch"] == 1
+
+
 def test_everything_is_put_back_after_a_run_and_after_an_error():
     trainer, *_ = fit(lean())
     assert is_stock(trainer)
@@ -517,21 +627,22 @@ def test_bad_settings_are_refused_in_words(make, error, text):
 FOLLOWED = [
     _TrainingEpochLoop.advance, _TrainingEpochLoop.on_advance_end, _TrainingEpochLoop.on_run_start,
     _TrainingEpochLoop.update_lr_schedulers, _TrainingEpochLoop._build_kwargs,
-    _TrainingEpochLoop._broadcast_sigterm_tensor, _AutomaticOptimization, Strategy.backward, Strategy.optimizer_step,
-    Strategy.batch_to_device, Precision.pre_backward, Precision.post_backward, Precision.optimizer_step,
+    _TrainingEpochLoop._broadcast_sigterm_tensor, _TrainingEpochLoop._should_check_val_epoch,
+    pl.Trainer.enable_validation.fget, _AutomaticOptimization, Closure, Strategy.backward, Strategy.optimizer_step,
+    Strategy.training_step, Strategy.batch_to_device, Precision.train_step_context, Precision.forward_context,
+    Precision.pre_backward, Precision.post_backward, Precision.optimizer_step,
     Precision._wrap_closure, Precision._after_closure, Precision._clip_gradients, call._call_callback_hooks,
     call._call_lightning_module_hook, call._call_strategy_hook, pl.LightningModule._call_batch_hook,
     pl.LightningModule._apply_batch_transfer_handler, _ResultCollection.metrics, _ResultCollection.log,
     _ResultCollection.update_metrics, _ResultMetric.to, _ResultMetric.update, _ResultMetric.forward,
     pl.LightningModule.clip_gradients, pl.LightningModule.configure_gradient_clipping,
-    Precision.clip_gradients, _LoggerConnector.on_batch_start, _LoggerConnector.on_batch_end,
-    _LoggerConnector.update_train_step_metrics,
+    Precision.clip_gradients, _LoggerConnector, pl.LightningModule.optimizer_zero_grad,
 ]  # fmt: skip
 
 
 def test_lightning_is_still_the_one_that_was_followed():
     text = "".join(inspect.getsource(part) for part in FOLLOWED).replace("pytorch_lightning", "lightning.pytorch")
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "b89b65523ffa76eb"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "389488f2536617e6"
 
 
 @pytest.mark.distributed
