@@ -59,13 +59,11 @@ class LeanResults(ResultCollection):
     def __setitem__(self, key: str, metric: Any) -> None:
         super().__setitem__(key, LeanMetric(metric.meta, metric.is_tensor))
 
-    def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
+    def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
         """Take a value; settings that are those of the last time are not looked at again."""
-        # A compiled step leaves its graph here, as in Lightning; others need not go through what leaves it.
-        take = self._take_uncompiled if torch.compiler.is_compiling() else self._take
-        take(fx, name, value, **settings)
-
-    def _take(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
+        if torch.compiler.is_compiling():  # a compiled step leaves its graph for this, as in Lightning
+            self._log_uncompiled(fx, name, value, batch_size=batch_size, **settings)
+            return
         key = f"{fx}.{name}"
         metric: Any = self.get(key) if self.dataloader_idx is None else None
         if metric is None or metric.settings != settings or type(value) is not Tensor or value.requires_grad:
@@ -78,7 +76,7 @@ class LeanResults(ResultCollection):
         metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
         metric.has_reset = False
 
-    _take_uncompiled: Any = torch.compiler.disable(_take)
+    _log_uncompiled: Any = torch.compiler.disable(log)
 
     def metrics(self, on_step: bool) -> Any:
         """Return the values by their readers: callbacks, loggers, progress bar."""
@@ -106,22 +104,25 @@ class LeanLoggerConnector(LoggerConnector):
     """
 
     # No state of its own may stand among Lightning's.
-    __slots__ = ("_waiting",)
+    __slots__ = ("_current", "_waiting")
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
-        self._waiting: Any = None  # the values of a batch that nobody has read yet; the next batch's take their place
+        self._current: Any = None  # the values of the loop that is in a batch
+        self._waiting: Any = None  # those of a batch that nobody has read yet; the next batch's take their place
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Begin a batch, of a validation too, whose values follow those of the training."""
-        if self._waiting is not self.trainer._results:
+        self._first_loop_iter = self._first_loop_iter is None
+        results: Any = self.trainer._results
+        self._current = results
+        if self._waiting is not results:
             self.pass_on()
-        super().on_batch_start(batch, dataloader_idx)
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
 
     def on_batch_end(self) -> None:
         """Let go of the batch."""
-        results: Any = self.trainer._results
-        self._waiting = results
+        self._waiting = results = self._current
         results.batch = results.batch_size = None
 
     def pass_on(self) -> None:
