@@ -283,7 +283,7 @@ class PrefetchLoader(DataLoader[Any]):
         """
         tape, place, loaded = self._prefetch_tape, self._prefetch_place, self._resume()
         if self._stateful:
-            state = (None if loaded is START else loaded) if place is None else None if place.ended else place.state
+            state = (None if loaded is START else loaded) if place is None else place.state
             return traced(cast(Any, super()).state_dict() if state is None else state, place)
         if place is None or (self._prefetch_next is None and loaded is not START):
             return dict(loaded)
@@ -293,6 +293,7 @@ class PrefetchLoader(DataLoader[Any]):
             "order": None if tape is None else tape.began,
             "own": [] if tape is None else tape.states_now() if place.consumed else tape.start,
             "whole": place.ended or place.consumed == length,
+            "ended": place.ended,
             "length": length,
         }
 

@@ -63,7 +63,9 @@ def judge_states(states: Iterable[Any], over: bool, anew: bool = False, used: in
     most = max((count["consumed"] for _, count in pairs), default=0)
     unused = 0 if used is None else max(0, most - used)
     for state, count in pairs:
-        count["consumed"] = max(0, count["consumed"] - unused)
+        # One that had ended before the others gave nothing to what was not used.
+        rest = min(count["consumed"], most - unused) if count.get("ended") else count["consumed"] - unused
+        count["consumed"] = max(0, rest)
         count["whole"] = over and count["consumed"] > 0  # at 0 it is the epoch after that was begun
         before = None if count["whole"] else count.get("earlier", {}).get(count["consumed"])
         if before is not None:

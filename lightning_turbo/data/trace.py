@@ -47,7 +47,7 @@ def traced(state: Any, place: Place | None) -> Any:
 def begun(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state that an epoch begins with after a ``traced`` one was loaded."""
     trace = state.get(TRACE, {})
-    if trace.get("whole"):
+    if trace.get("whole") or trace.get("ended"):
         return _after(state, trace["earlier"], trace["consumed"], trace["ended"])
     return _with_trace(state, **{**trace, "earlier": {}})
 

@@ -172,6 +172,7 @@ IN_A_STEP = {
     "one": lambda cls: loader(8, 1, cls),
     "workers": lambda cls: cls(range(8), 2, shuffle=True, num_workers=1, generator=torch.Generator().manual_seed(1)),
     "two": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
+    "unequal": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size"),
     "without length": lambda cls: cls(Stream(), 2),
 }
 
@@ -234,6 +235,8 @@ WITH_STATES = {
     "workers": lambda cls: shuffled(cls, num_workers=1),
     "counting": lambda cls: cls(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1),
     "two": lambda cls: CombinedLoader({"a": shuffled(cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
+    "unequal": lambda cls: CombinedLoader({"a": shuffled(cls), "b": loader(4, 2, cls)}, "max_size"),
+    "unequal streams": lambda cls: CombinedLoader({"a": cls(Stream(), 2), "b": cls(Stream(), 4)}, "max_size"),
     "stream": lambda cls: cls(Stream(), 2),
     "stream of a worker": lambda cls: cls(Stream(), 2, num_workers=1),
     "own": lambda cls: cls(Own(), 2),
@@ -277,6 +280,22 @@ def test_loaders_with_a_state_of_their_own(make, stops, strategy, tmp_path):
 @pytest.mark.parametrize("name", ["shuffled", "counting", "two", "stream"])
 def test_a_run_that_ends_as_it_starts(name, stops, strategy, tmp_path):
     test_loaders_with_a_state_of_their_own(WITH_STATES[name], stops, strategy, tmp_path)
+
+
+def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
+    """A ``StatefulDataLoader`` starts some to tell where it stands, if it is asked after its iterator was dropped."""
+    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    made = cls(Stream(), 2, num_workers=1)
+    data = type("Data", (PrefetchDataModule,), {"train_dataloader": lambda _: made})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=2,
+    )  # fmt: skip
+    trainer.fit(Model(), datamodule=data())
+    trainer.save_checkpoint(tmp_path / "c")
+    assert not multiprocessing.active_children()
+    seen = run(lambda: cls(Stream(), 2, num_workers=1), PrefetchDataModule, tmp_path / "c", max_epochs=3)
+    assert seen == [{"a": [2 * number, 2 * number + 1]} for number in range(4)]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "turbo"])
