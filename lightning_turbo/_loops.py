@@ -80,14 +80,18 @@ def epoch_of_checkpoint(trainer: Any) -> dict[str, Any]:
         batches were used; ``None`` where steps take their batches themselves.
     """
     loop, every = trainer.fit_loop, trainer.reload_dataloaders_every_n_epochs
-    progress = loop.epoch_loop.batch_progress
+    progress, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
     batch = progress.current
+    # Without a last batch, where data are fewer than limit_train_batches says or should_stop was set, an epoch is over
+    # with its end. Where max_steps alone ends a run, Lightning goes on in it all the same.
+    begins = epochs.ready > epochs.started
+    ended = begins or (epochs.started == epochs.processed and not loop._iteration_based_training())
     within_step = batch.ready != batch.processed  # that step is made again
     step = getattr(trainer.lightning_module, "training_step", None)
     themselves = step is not None and "dataloader_iter" in inspect.signature(step).parameters
     return {
-        "over": progress.is_last_batch and not within_step,
-        "anew": bool(every) and loop.epoch_progress.current.ready % every == 0,
+        "over": (progress.is_last_batch or (ended and batch.ready > 0)) and not within_step,
+        "anew": bool(every) and epochs.ready % every == 0,
         "used": None if themselves else batch.completed if within_step else batch.processed,
     }
 

@@ -99,7 +99,7 @@ def _after(state: dict[str, Any], earlier: dict[int, Any], consumed: int, ended:
     ``next`` leads there: to the last batch, or to the end if that was handed out.
     """
     before = earlier.get(consumed - (not ended))
-    if before is None or "over" in before[TRACE]:  # that one is of the epoch before
+    if before is None or before[TRACE].get("over"):  # that one is of the epoch before
         before = state
     return _with_trace(before, over=True, **{name: before[TRACE][name] for name in ("generator", "epochs")})
 

@@ -25,7 +25,13 @@ from lightning_turbo._compat import (
     is_fitting,
     set_sampler_epoch,
 )
-from lightning_turbo._loops import batch_limits, count_as_one_run, epoch_of_checkpoint, take_loader_state
+from lightning_turbo._loops import (
+    batch_limits,
+    count_as_one_run,
+    end_epoch_of_checkpoint,
+    epoch_of_checkpoint,
+    take_loader_state,
+)
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
 from lightning_turbo.data.resume import is_between_epochs, judge_states
@@ -170,9 +176,12 @@ class _Settings:
         transfer = self._transfer(trainer, datamodule) if trainer is not None else None
         loop = getattr(trainer, "fit_loop", None)
         if trainer is not None and loop is not None and name == "train_dataloader":
-            judge_states(loop._combined_loader_states_to_load, **epoch_of_checkpoint(trainer))
+            epoch = epoch_of_checkpoint(trainer)
+            judge_states(loop._combined_loader_states_to_load, **epoch)
             if is_fitting(trainer) and trainer.train_dataloader is None:
                 trainer.callbacks = [_Resumed(), *trainer.callbacks]
+                if epoch["over"]:
+                    end_epoch_of_checkpoint(trainer)
         count = iter(range(1 << 30))
 
         def convert(loader: DataLoader[Any]) -> Any:
@@ -255,8 +264,11 @@ class _Resumed(Callback):
     up. And it tells samplers their epoch after worker processes have their first indices.
     """
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.teardown(trainer, pl_module, "fit")
         loop = trainer.fit_loop
         count_as_one_run(trainer)
         loaders, epoch = loop._combined_loader.flattened, epoch_of_checkpoint(trainer)

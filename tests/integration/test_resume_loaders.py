@@ -71,6 +71,16 @@ def run(make, base, path, *callbacks, model=Model, **settings):
     return model.seen
 
 
+def check_stops(make, base, stops, folder, **settings):
+    """However often a run is stopped, and in whatever hook, it sees what one sees that is not."""
+    straight, seen, path = run(make, base, None, **settings), [], None
+    for number, (batches, hook) in enumerate(stops):
+        began, there = len(seen), folder / str(number)
+        seen += run(make, base, path, Save(there, batches, hook), **settings)[: batches - began]
+        path = there
+    assert seen + run(make, base, path, **settings) == straight
+
+
 def check(make, base, path, batches, hook="on_train_batch_end", callbacks=(), **settings):
     straight = run(make, base, None, *(kind() for kind in callbacks), Save(path, batches, hook), **settings)
     assert run(make, base, path, *(kind() for kind in callbacks), **settings) == straight[batches:]
@@ -258,17 +268,29 @@ MARKS = {"own": BEGINS_ONCE, "single": BEGINS_ONCE}
     "make", [pytest.param(make, id=name, marks=MARKS.get(name, ())) for name, make in WITH_STATES.items()]
 )
 def test_loaders_with_a_state_of_their_own(make, stops, strategy, tmp_path):
-    """However often a run is stopped, and in whatever hook, it sees what one sees that is not."""
     cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     base, of = (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
-    epochs = {"max_epochs": 12 if make is WITH_STATES["single"] else 3, "strategy": strategy}
-    straight = run(lambda: make(of), base, None, **epochs)
-    seen, path = [], None
-    for number, (batches, hook) in enumerate(stops):
-        began, there = len(seen), tmp_path / str(number)
-        seen += run(lambda: make(of), base, path, Save(there, batches, hook), **epochs)[: batches - began]
-        path = there
-    assert seen + run(lambda: make(of), base, path, **epochs) == straight
+    epochs = 12 if make is WITH_STATES["single"] else 3
+    check_stops(lambda: make(of), base, stops, tmp_path, max_epochs=epochs, strategy=strategy)
+
+
+@BEGINS_ONCE
+@pytest.mark.parametrize(("name", "stops", "settings"), [
+    ("shuffled", [(4, "on_train_epoch_end")], {"max_epochs": -1, "max_steps": 11}),
+    ("workers", [(4, "on_before_backward"), (8, "on_train_epoch_end")], {"max_epochs": -1, "max_steps": 11}),
+    ("single", [(3, "on_train_epoch_end")], {"max_epochs": 8, "limit_train_batches": 3}),
+    ("single", [(4, "on_train_epoch_end"), (6, "on_train_epoch_start")], {"max_epochs": 8, "limit_train_batches": 2}),
+    ("own", [(3, "on_after_backward"), (4, "on_before_backward")], {"max_epochs": 4, "limit_train_batches": 2}),
+    ("stream", [(8, "on_train_end")], {"max_epochs": 2}),
+])  # fmt: skip
+def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
+    """By ``max_steps`` alone, with epochs that end before or after their data do, or with nothing left to do."""
+    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    check_stops(lambda: WITH_STATES[name](cls), PrefetchDataModule, stops, tmp_path, **settings)
+    if name in ("shuffled", "workers"):
+        made = IN_A_STEP["one" if name == "shuffled" else name]
+        check_stops(lambda: made(DataLoader), PrefetchDataModule, stops, tmp_path, **settings)
+        check_stops(lambda: made(PrefetchLoader), LightningDataModule, stops, tmp_path, strategy="turbo", **settings)
 
 
 @BEGINS_ONCE
