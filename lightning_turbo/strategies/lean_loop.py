@@ -37,6 +37,7 @@ from lightning_turbo.strategies.calls import call_callbacks, call_hook, inherits
 
 __all__ = ["LeanEpochLoop", "LeanOptimization", "LeanSignalConnector"]
 
+_CONTEXTS = ("train_step_context", "forward_context")
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -127,10 +128,13 @@ def _clears_nothing(module: Any, optimizer: Any) -> bool:
 
 def _hands_on(strategy: Any, module: Any) -> bool:
     """Whether the strategy's ``training_step`` does nothing but call the module's."""
+    plugin = strategy.precision_plugin
     return (
         strategy.model is module
         and inherits(type(strategy), Strategy, ("training_step",))
-        and inherits(type(strategy.precision_plugin), Precision, ("train_step_context", "forward_context"))
+        and inherits(type(plugin), Precision, _CONTEXTS)
+        and "training_step" not in vars(strategy)
+        and vars(plugin).keys().isdisjoint(_CONTEXTS)
     )
 
 

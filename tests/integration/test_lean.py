@@ -469,7 +469,15 @@ def test_a_training_step_that_a_strategy_or_a_plugin_surrounds_is_surrounded():
             entered.append("plugin")
             return super().forward_context()
 
-    for strategy, plugins in ((Surrounds(lean_step=True), []), (TurboStrategy(lean_step=True), [Plugin()])):
+    def on_the_object(owner, name, found):
+        setattr(owner, name, lambda *args, **kwargs: entered.append(name) or found(*args, **kwargs))
+        return owner
+
+    strategies = [Surrounds(lean_step=True), *(TurboStrategy(lean_step=True) for _ in range(3))]
+    on_the_object(strategies[2], "training_step", strategies[2].training_step)
+    own = Precision()
+    plugins_of = [[], [Plugin()], [], [on_the_object(own, "forward_context", own.forward_context)]]
+    for strategy, plugins in zip(strategies, plugins_of, strict=True):
         entered.clear()
         trainer, *_ = fit(strategy, plugins=plugins, limit_val_batches=0)
         assert len(entered) == trainer.global_step > 5
