@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -92,6 +93,16 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+class _Depth(threading.local):
+    """How many guarded calls a thread is in: DataParallel calls a model's replicas in threads of their own."""
+
+    def __init__(self) -> None:  # is called once on each thread
+        self.calls = 0
+
+    def __reduce__(self) -> Any:
+        return _Depth, ()
+
+
 class Boundary:
     """Casts the floats that a guarded module is called with, and at the outermost call its outputs back.
 
@@ -110,7 +121,8 @@ class Boundary:
         self.output_dtype = output_dtype
         self._step_owner = step_owner
         self._forward = None if step_owner is None else step_owner.forward
-        self._depth = 0
+        self._depth = _Depth()
+        self._repeating = 0  # on any thread: backward passes have threads of their own
         self._lifted = False
         self._handles: list[Any] = []
 
@@ -132,11 +144,11 @@ class Boundary:
 
         For the backward pass, in which activation checkpointing calls the insides of the model again.
         """
-        self._depth += 1
+        self._repeating += 1
         try:
             yield
         finally:
-            self._depth -= 1
+            self._repeating -= 1
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -149,18 +161,21 @@ class Boundary:
 
     def reset(self) -> None:
         """Forget calls that never came to their end."""
-        self._depth = 0
+        self._depth.calls = 0
+
+    def _is_outermost(self) -> bool:
+        return self._depth.calls == 0 and self._repeating == 0
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._lifted:
             return None
-        if self._depth == 0 and module is self._step_owner and module.forward != self._forward:
+        if self._is_outermost() and module is self._step_owner and module.forward != self._forward:
             return None
-        self._depth += 1
+        self._depth.calls += 1
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._lifted or self._depth == 0:
+        if self._lifted or self._depth.calls == 0:
             return None
-        self._depth -= 1
-        return cast_floats(output, self.output_dtype) if self._depth == 0 else None
+        self._depth.calls -= 1
+        return cast_floats(output, self.output_dtype) if self._is_outermost() else None

@@ -443,6 +443,32 @@ def in_threads(*models):
     return results
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_outputs_are_float32_on_every_thread_of_data_parallel(level):
+    model = Meeting(net(), 2)
+    init(model, sgd(model), level)
+    expected = model.net(torch.ones(2, 4).half())
+    assert expected.dtype is torch.float16
+    for out in in_threads(model, model):
+        assert out.dtype is torch.float32
+        assert torch.equal(out, expected.float())
+
+
+class Meeting(nn.Module):
+    """Waits in its forward pass until that many threads are in it."""
+
+    def __init__(self, net, threads):
+        super().__init__()
+        self.net = net
+        self.barrier = threading.Barrier(threads, timeout=60)
+
+    def forward(self, x):
+        self.barrier.wait()
+        out = self.net(x)
+        self.barrier.wait()
+        return out
+
+
 class Refusing(nn.Module):
     """Calls a banned function in a model that was initialized."""
 
