@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -74,8 +76,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         items = [cast_floats(item, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return type(value)(cast_floats(item, dtype) for item in value)
+    if type(value) is list:
+        return [cast_floats(item, dtype) for item in value]
     if type(value) is dict:
         return {key: cast_floats(item, dtype) for key, item in value.items()}
     if value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
@@ -85,11 +87,13 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {f.name: cast_floats(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changes)
-    if isinstance(value, dict):  # OrderedDict, ModelOutput and other mappings that remember more than their items
-        changed = {key: cast_floats(item, dtype) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        return type(value)(changed)
+    if isinstance(value, (MutableMapping, list, deque)):  # of any class, which may remember more than its items
+        items = value.items() if isinstance(value, MutableMapping) else enumerate(value)
+        changes = {key: new for key, item in items if (new := cast_floats(item, dtype)) is not item}
+        if changes:
+            value = copy.copy(value)
+            for key, item in changes.items():
+                value[key] = item
     return value
 
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections import OrderedDict, UserDict, defaultdict, deque
 
 import pytest
 import torch
@@ -499,6 +500,44 @@ def test_a_compiled_model_computes_the_same(level):
         amp.shutdown()
         torch._dynamo.reset()
     assert same(*results)
+
+
+@pytest.mark.parametrize("make", [
+    dict,
+    OrderedDict,
+    UserDict,
+    lambda items: defaultdict(list, items),
+    lambda items: list(items.values()),
+    lambda items: deque(items.values(), maxlen=3),
+])  # fmt: skip
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_containers_go_in_and_come_out_as_what_they_are(level, make):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, batch):
+            x, number = batch.values() if hasattr(batch, "values") else batch
+            assert number == 3
+            return make({"x": self.layer(x), "n": number})
+
+    model = Net()
+    init(model, sgd(model), level)
+    given = make({"x": torch.ones(5, 4), "n": 3})
+    out = model(given)
+    assert vars_of(out) == vars_of(given)
+    assert next(floats(given)).dtype is torch.float32  # not changed itself
+    assert next(floats(out)).dtype is torch.float32
+
+
+def vars_of(container):
+    return type(container), getattr(container, "default_factory", None), getattr(container, "maxlen", None)
+
+
+def floats(container):
+    values = container.values() if hasattr(container, "values") else container
+    return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def test_sync_batch_norm_is_converted_before():
