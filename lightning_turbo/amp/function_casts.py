@@ -105,9 +105,14 @@ class FunctionCasts:
             )
         self.device_type = device_type
         self.dtype = dtype
+        self._lists = lists
         self._cache = cache and cache_survives_no_grad()
         self._mode = _ApexLists(device_type, dtype, dict(_actions())) if lists == "apex" else None
         self._entered: contextlib.ExitStack | None = None
+
+    def __reduce__(self) -> Any:
+        # Not every function of torch's can be pickled. What is registered is so again when training begins.
+        return functools.partial(FunctionCasts, cache=self._cache), (self.device_type, self.dtype, self._lists)
 
     def region(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that casts on this thread."""

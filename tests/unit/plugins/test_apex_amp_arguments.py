@@ -1,9 +1,11 @@
 """What ApexAMP refuses at construction: what was given, what is accepted, what to do."""
 
 import math
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_turbo import ApexAMP
 from lightning_turbo.errors import AmpUsageError
@@ -61,6 +63,22 @@ def test_refused_in_words(level, settings, error, text):
 ])  # fmt: skip
 def test_accepted(level, settings, scale):
     assert ApexAMP(level, **settings).loss_scale == scale
+
+
+@pytest.mark.parametrize(("level", "settings"), [
+    ("O0", {}), ("O1", {"dtype": torch.float16}), ("O1", {"cast_lists": "apex"}), ("O2", {}), ("O3", {}),
+])  # fmt: skip
+def test_a_pickled_plugin_is_another_that_does_the_same(level, settings):
+    plugin = ApexAMP(level, cast_cache=True, **settings)
+    other = pickle.loads(pickle.dumps(plugin))
+    assert other.opt_level == level
+    assert other.half_dtype is plugin.half_dtype
+    dtypes = []
+    for casts in (plugin.forward_context(), other.forward_context()):
+        with casts:
+            half = torch.ones(2, 2) @ torch.ones(2, 2)
+            dtypes.append((half.dtype, torch.exp(half).dtype, nn.functional.gelu(half).dtype))
+    assert dtypes[0] == dtypes[1]
 
 
 def test_a_loop_without_a_trainer_is_sent_to_amp():
