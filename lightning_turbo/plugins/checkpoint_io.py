@@ -63,7 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path)
+        target = Path(path).expanduser()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers(target.parent)

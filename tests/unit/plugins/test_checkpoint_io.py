@@ -50,6 +50,18 @@ def test_a_checkpoint_is_written_read_replaced_and_removed(make, path):
     assert names(path) == []
 
 
+def test_a_path_from_the_home_folder_is_written_where_it_is_read(tmp_path, monkeypatch):
+    io, home = AtomicCheckpointIO(), tmp_path / "home"
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setenv("HOME", str(home))
+        io.save_checkpoint(OLD, "~/runs/last.ckpt")
+        assert names(home / "runs" / "last.ckpt") == ["last.ckpt"]
+        assert io.load_checkpoint("~/runs/last.ckpt")["step"] == 1
+        io.remove_checkpoint("~/runs/last.ckpt")
+    assert names(home / "runs" / "last.ckpt") == []
+
+
 @pytest.mark.parametrize("make", [AsyncCheckpointIO, lambda: AsyncCheckpointIO(AsyncCheckpointIO())])
 def test_a_wrapper_around_nothing_writes_whole_checkpoints(make, path):
     inner = make()
