@@ -61,7 +61,7 @@ class HalfWeights:
         # Of buffers by place, as a module that moves to a device has others.
         self._float_buffers: dict[nn.Module, dict[str, Tensor]] = {}
         self._optimizers: list[tuple[Optimizer, type[Optimizer]]] = []
-        self._in_method = False
+        self.following = False
         floats: dict[Tensor, Tensor] = {}
         self._pairs: dict[int, list[tuple[Tensor, Parameter]]] = {}
         self._handles: list[Any] = []
@@ -263,16 +263,16 @@ class HalfWeights:
     @contextlib.contextmanager
     def copied_after(self, optimizer: Optimizer) -> Iterator[None]:
         """At the end of the outermost such context, copy an optimizer's masters into the half weights."""
-        if self._in_method:
+        if self.following:
             yield
             return
-        self._in_method = True
+        self.following = True
         state = optimizer.state  # without frozen weights that it never updated, which an average may have moved
         pairs = [(w, m) for w, m in self.pairs(optimizer) if w.requires_grad or m.grad is not None or m in state]
         try:
             yield
         finally:
-            self._in_method = False
+            self.following = False
             self._round(pairs)
 
     def attach_group(self, group: dict[str, Any]) -> None:

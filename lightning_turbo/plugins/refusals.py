@@ -73,7 +73,10 @@ def refuse_many_closures(optimizer: Optimizer, engine: AmpEngine, *, automatic: 
 
 
 def refuse_strangers(engine: AmpEngine) -> Any:
-    """Refuse from now on the steps of optimizers that hold half weights, whose gradients go to masters.
+    """Refuse from now on the steps of optimizers that would train nothing.
+
+    They hold half weights, whose gradients go to masters; or masters, and step past Lightning, so that half weights do
+    not follow.
 
     Args:
         engine: With the weights in question.
@@ -83,11 +86,18 @@ def refuse_strangers(engine: AmpEngine) -> Any:
     """
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if engine.weights is not None and engine.weights.holds_masters_of(optimizer):
+        weights, name = engine.weights, type(optimizer).__name__
+        if weights is not None and weights.holds_masters_of(optimizer):
             raise MisconfigurationException(
-                f"ApexAMP({engine.properties.opt_level!r}) met {type(optimizer).__name__}, which Lightning was not "
+                f"ApexAMP({engine.properties.opt_level!r}) met {name}, which Lightning was not "
                 "given, with half precision weights: it would train nothing. Accepted are optimizers that "
                 "configure_optimizers returns; get them by self.optimizers(). Or take O0 or O1."
+            )
+        if weights is not None and not weights.following and weights.pairs(optimizer):
+            raise MisconfigurationException(
+                f"ApexAMP({engine.properties.opt_level!r}) met a step of {name} past Lightning, which the model's half "
+                "weights would not follow. Accepted is the step of what self.optimizers() returns, without "
+                "use_pl_optimizer=False. Or take O0 or O1."
             )
 
     return register_optimizer_step_pre_hook(look)

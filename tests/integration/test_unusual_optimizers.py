@@ -468,6 +468,23 @@ def test_an_optimizer_that_would_train_nothing_is_refused_until_the_run_ends():
     fit(Own(), ApexAMP("O1", **HALF))
 
 
+def test_a_step_past_lightning_is_refused_where_half_weights_would_not_follow():
+    class Past(Trained):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+    wanted = fit(Past())
+    for plugin in (ApexAMP("O1"), ApexAMP("O3")):
+        assert apart(fit(Past(), plugin), wanted) < 0.06
+    with pytest.raises(MisconfigurationException, match=r"ApexAMP\('O2'\) met a step of .* past Lightning.*use_pl_opt"):
+        fit(Past(), ApexAMP("O2"))
+
+
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize(
     ("level", "dtype"), [("O0", None), ("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)]
