@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from lightning_turbo._compat import PassThroughProfiler
@@ -35,7 +34,7 @@ def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> 
     return output
 
 
-@lru_cache
-def inherits(child: type, parent: type, names: tuple[str, ...]) -> bool:
-    """Whether a class overrides none of these."""
-    return all(getattr(child, name) is getattr(parent, name) for name in names)
+def inherits(owner: Any, parent: type, names: tuple[str, ...]) -> bool:
+    """Whether neither an object nor its class overrides one of these; a class may be changed between two steps."""
+    kind, own = type(owner), vars(owner)
+    return all(name not in own and getattr(kind, name) is getattr(parent, name) for name in names)

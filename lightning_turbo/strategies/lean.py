@@ -82,9 +82,8 @@ def install(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> C
 
 def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
     """Whether a precision plugin does in these methods what Lightning's base class does."""
-    if type(plugin) is MixedPrecision:
-        return plugin.scaler is None
-    return inherits(type(plugin), Precision, names)
+    unscaled = type(plugin) is MixedPrecision and plugin.scaler is None
+    return inherits(plugin, MixedPrecision if unscaled else Precision, names)
 
 
 class LeanStrategy(Strategy):
@@ -137,7 +136,6 @@ class LeanStrategy(Strategy):
         return (
             trainer.gradient_clip_val is None
             and trainer.gradient_clip_algorithm is None
-            and inherits(type(module), LightningModule, _CLIP)
-            and vars(module).keys().isdisjoint(_CLIP)
+            and inherits(module, LightningModule, _CLIP)
             and _is_plain(self.precision_plugin, _CLIP[:1])
         )

@@ -118,23 +118,18 @@ def _clears_nothing(module: Any, optimizer: Any) -> bool:
     """Whether no gradient is there to be cleared, and nobody overrides what Lightning calls even then."""
     return (
         isinstance(optimizer, Optimizer)
-        and inherits(type(module), LightningModule, ("optimizer_zero_grad",))
-        and inherits(type(optimizer), Optimizer, ("zero_grad",))
-        and "optimizer_zero_grad" not in vars(module)
-        and "zero_grad" not in vars(optimizer)
+        and inherits(module, LightningModule, ("optimizer_zero_grad",))
+        and inherits(optimizer, Optimizer, ("zero_grad",))
         and all(p.grad is None for group in optimizer.param_groups for p in group["params"])
     )
 
 
 def _hands_on(strategy: Any, module: Any) -> bool:
     """Whether the strategy's ``training_step`` does nothing but call the module's."""
-    plugin = strategy.precision_plugin
     return (
         strategy.model is module
-        and inherits(type(strategy), Strategy, ("training_step",))
-        and inherits(type(plugin), Precision, _CONTEXTS)
-        and "training_step" not in vars(strategy)
-        and vars(plugin).keys().isdisjoint(_CONTEXTS)
+        and inherits(strategy, Strategy, ("training_step",))
+        and inherits(strategy.precision_plugin, Precision, _CONTEXTS)
     )
 
 
@@ -232,10 +227,9 @@ class LeanEpochLoop(TrainingEpochLoop):
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         datamodule = getattr(self.trainer, "datamodule", None)
         plain = (
-            inherits(type(module), DataHooks, _TRANSFER)
-            and (datamodule is None or inherits(type(datamodule), DataHooks, _TRANSFER))
-            and inherits(type(strategy), Strategy, ("batch_to_device",))
-            and vars(module).keys().isdisjoint(_TRANSFER)
+            inherits(module, DataHooks, _TRANSFER)
+            and (datamodule is None or inherits(datamodule, DataHooks, _TRANSFER))
+            and inherits(strategy, Strategy, ("batch_to_device",))
         )
         if not plain:
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -25,7 +25,7 @@ from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.memory_format import FORMATS
-from lightning_turbo.strategies.calls import is_unprofiled
+from lightning_turbo.strategies.calls import inherits, is_unprofiled
 from lightning_turbo.strategies.lean import install
 
 __all__ = ["TurboParts"]
@@ -185,7 +185,7 @@ def _transfer_hooks(module: Any) -> list[str]:
     found = []
     for owner, base in ((module, LightningModule), (getattr(module.trainer, "datamodule", None), LightningDataModule)):
         for name in ("on_before_batch_transfer", "transfer_batch_to_device"):
-            if owner is not None and getattr(type(owner), name) is not getattr(base, name):
+            if owner is not None and not inherits(owner, base, (name,)):
                 found.append(f"{type(owner).__name__}.{name}")
     return found
 

@@ -444,6 +444,51 @@ def test_clearing_that_somebody_overrides_is_called_without_gradients_too(where)
     assert len(called) == trainer.global_step > 5
 
 
+OWNERS = {
+    "class": (lambda trainer: type(trainer.lightning_module), ("configure_gradient_clipping", "optimizer_zero_grad")),
+    "class that moves": (lambda trainer: type(trainer.lightning_module), TRANSFER_HOOKS),
+    "datamodule": (lambda trainer: trainer.datamodule, TRANSFER_HOOKS),
+    "strategy": (lambda trainer: trainer.strategy, ("batch_to_device", "training_step")),
+    "plugin": (
+        lambda trainer: trainer.precision_plugin,
+        ("clip_gradients", "_clip_gradients", "optimizer_step", "pre_backward", "post_backward", "forward_context"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in a")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", OWNERS)
+def test_what_is_set_in_the_middle_of_a_run_is_called_from_then_on(name, precision):
+    owner_of, hooks = OWNERS[name]
+
+    class Sets(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if index == 1:
+                for hook in hooks:
+                    self.set(owner_of(trainer), hook)
+
+        def set(self, owner, hook):
+            found = getattr(owner, hook)
+            setattr(owner, hook, lambda *args, **kwargs: called.append(hook) or found(*args, **kwargs))
+
+    calls = []
+    for strategy in (TurboStrategy(), lean()):
+        called = []
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False, max_epochs=1,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[Sets()], precision=precision,
+        )  # fmt: skip
+        datamodule = pl.LightningDataModule()
+        datamodule.train_dataloader, datamodule.val_dataloader = batches, batches
+        model = Net()
+        model.__class__ = type("Fresh", (Net,), {})  # a class that is changed in this run
+        trainer.fit(model, datamodule=datamodule)
+        calls.append(called)
+    assert set(calls[0]) == set(hooks)
+    assert calls[0] == calls[1]
+
+
 def test_gradients_that_nobody_released_are_cleared():
     seen = []
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_turbo import DALILoader, TurboStrategy
@@ -103,6 +104,22 @@ def test_nobody_is_asked_for_what_the_prefetching_thread_does(said, monkeypatch)
     assert prefetcher.transfer.stages == [pin_batch]
     assert said == []
     parts.give_back()
+
+
+def test_hooks_on_an_object_see_batches_before_their_copy_as_those_of_a_class_do():
+    class Overrides(LightningModule):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    trainer = SimpleNamespace(datamodule=LightningDataModule())
+    network = Overrides()
+    network.trainer = trainer
+    network.transfer_batch_to_device = trainer.datamodule.transfer_batch_to_device = print
+    assert module._transfer_hooks(network) == [
+        "Overrides.on_before_batch_transfer",
+        "Overrides.transfer_batch_to_device",
+        "LightningDataModule.transfer_batch_to_device",
+    ]
 
 
 def test_dali_s_loaders_are_not_wrapped():
