@@ -26,10 +26,14 @@ def call_callbacks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
 
 
 def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a hook of the module or the strategy, with the module told of its name, which ``self.log`` asks for."""
+    """Call a hook of the module or the strategy, with the module told of its name, which ``self.log`` asks for.
+
+    A hook that was set to ``None`` is not called.
+    """
     state = vars(module)
     before, state["_current_fx_name"] = state["_current_fx_name"], hook
-    output = getattr(owner, hook)(*args, **kwargs)
+    function = getattr(owner, hook)
+    output = function(*args, **kwargs) if callable(function) else None
     state["_current_fx_name"] = before
     return output
 

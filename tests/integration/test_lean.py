@@ -489,6 +489,21 @@ def test_what_is_set_in_the_middle_of_a_run_is_called_from_then_on(name, precisi
     assert calls[0] == calls[1]
 
 
+def test_a_hook_that_was_set_to_none_is_not_called():
+    hooks = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+             "on_before_optimizer_step", "on_train_batch_end")  # fmt: skip
+
+    def make():
+        model = Net()
+        for hook in hooks:
+            setattr(model, hook, None)
+        return model
+
+    runs = [fit(strategy, make=make, hooks=()) for strategy in (TurboStrategy(), lean())]
+    compare(*runs)
+    assert runs[1][0].global_step > 5
+
+
 def test_gradients_that_nobody_released_are_cleared():
     seen = []
 
