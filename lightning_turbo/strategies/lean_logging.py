@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -96,6 +97,12 @@ class LeanResults(ResultCollection):
         return metrics
 
 
+def _set_values(results: Any, values: list[Any]) -> None:
+    """Set the values of a step; those that were logged for the first time since then have none."""
+    for metric, value in zip_longest(results.values(), values):
+        metric._forward_cache = value
+
+
 class LeanLoggerConnector(LoggerConnector):
     """What stands between logged values and their readers; it passes them on when somebody reads.
 
@@ -104,12 +111,13 @@ class LeanLoggerConnector(LoggerConnector):
     """
 
     # No state of its own may stand among Lightning's.
-    __slots__ = ("_current", "_waiting")
+    __slots__ = ("_current", "_ended_with", "_waiting")
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
         self._current: Any = None  # the values of the loop that is in a batch
         self._waiting: Any = None  # those of a batch that nobody has read yet; the next batch's take their place
+        self._ended_with: list[Any] = []  # what they were then; a batch that breaks off changes nothing
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Begin a batch, of a validation too, whose values follow those of the training."""
@@ -123,13 +131,17 @@ class LeanLoggerConnector(LoggerConnector):
     def on_batch_end(self) -> None:
         """Let go of the batch."""
         self._waiting = results = self._current
+        self._ended_with = [metric._forward_cache for metric in results.values()]
         results.batch = results.batch_size = None
 
     def pass_on(self) -> None:
-        """Pass the values of the last batch on to their readers."""
+        """Pass the values of the last batch that ended on to their readers."""
         results, self._waiting = self._waiting, None
         if results:
+            under_way = [metric._forward_cache for metric in results.values()]
+            _set_values(results, self._ended_with)
             metrics = results.metrics(True)
+            _set_values(results, under_way)
             self._progress_bar_metrics.update(metrics["pbar"])
             self._callback_metrics.update(metrics["callback"])
             self._logged_metrics.update(metrics["log"])

@@ -1,5 +1,6 @@
 """The lean parts of the turbo strategies: the same calls, values, counters and bits as Lightning's own loop."""
 
+import contextlib
 import hashlib
 import inspect
 from pathlib import Path
@@ -581,6 +582,43 @@ def test_values_are_passed_on_when_they_are_read_and_not_before(monkeypatch):
     assert len(reads[0].read) == 9
     assert same(reads[0].read, reads[1].read)
     assert asked.count(True) < trainer.global_step
+
+
+@pytest.mark.parametrize("breaks", ["ends the epoch", "error"])
+def test_values_of_a_batch_that_breaks_off_are_not_passed_on(breaks):
+    class Breaks(Net):
+        def on_train_batch_start(self, batch, index):
+            return -1 if index == 3 and breaks == "ends the epoch" else None
+
+        def training_step(self, batch, index):
+            self.log("value", float(index), prog_bar=True)
+            if index == 3:
+                self.log("new", 1.0, prog_bar=True)
+                raise ValueError("stop here")
+            return self.loss(batch)
+
+    class Logs(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            module.log("index", float(index), prog_bar=True)
+            if index == 3:
+                module.log("late", 1.0, prog_bar=True)
+
+        def on_train_epoch_end(self, trainer, module):
+            read.append((dict(trainer.callback_metrics), dict(trainer.logged_metrics)))
+
+    reads = []
+    for strategy in (TurboStrategy(), lean()):
+        read = []
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False, max_epochs=1,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, callbacks=[Logs()],
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="stop here") if breaks == "error" else contextlib.nullcontext():
+            trainer.fit(Breaks(), batches(), batches(count=8))
+        read.append((dict(trainer.callback_metrics), dict(trainer.logged_metrics), dict(trainer.progress_bar_metrics)))
+        reads.append(read)
+    assert reads[0][0][0]["index"] == 2
+    assert same(reads[0], reads[1])
 
 
 def test_values_are_taken_from_a_compiled_function():
