@@ -87,7 +87,8 @@ class CyclicSchedule(CyclicLR):
 
         self._steps_per_epoch = steps_per_epoch
         self._trainer = trainer
-        self._sized, self._steps_made = False, 0
+        self._max_steps = -1 if trainer is None else trainer.max_steps  # a finder sets another one for its trials
+        self._sized, self._compared, self._steps_made = False, False, 0
         self._found_inf: torch.Tensor | None = None
         super().__init__(
             optimizer,
@@ -121,9 +122,9 @@ class CyclicSchedule(CyclicLR):
             return
         if not self._sized:
             self._size(None)
-        if self._trainer is not None:
+        if not self._compared and self._trainer is not None:
             self._warn_if_short(self._trainer)
-            self._trainer = None
+            self._compared = True
         if self._steps_made == 0:
             return
         found_inf, self._found_inf = self._found_inf, None
@@ -139,7 +140,7 @@ class CyclicSchedule(CyclicLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the marks by which a custom ``scale_fn`` is known again."""
-        state, left_out = super().state_dict(), ("_trainer", "_found_inf", "_still")
+        state, left_out = super().state_dict(), ("_trainer", "_max_steps", "_compared", "_found_inf", "_still")
         if self._found_inf is not None and self._found_inf.item():
             state["_steps_made"] = max(0, self._steps_made - 1)  # the last one was skipped
         state["_scale_fn_mark"] = self._mark()
@@ -164,6 +165,7 @@ class CyclicSchedule(CyclicLR):
                 "saved: build the schedule with the same scale_fn before loading."
             )
         super().load_state_dict(state)
+        self._compared = False
         own = self._mark(None if saved is None else saved["points"])  # a callable object has its saved state by now
         if saved is not None and own is not None and own["values"] != saved["values"]:
             raise ValueError(
@@ -177,9 +179,8 @@ class CyclicSchedule(CyclicLR):
         if function is None:
             return None
         if points is None:
-            now = self.last_epoch
-            now = math.floor(1 + now / self.total_size) if self.scale_mode == "cycle" else now
-            points = sorted({1 if self.scale_mode == "cycle" else 0, now})
+            cycle, now = self.scale_mode == "cycle", self.last_epoch
+            points = sorted({int(cycle), math.floor(1 + now / self.total_size) if cycle else now})
         named = function if hasattr(function, "__qualname__") else type(function)
         name = f"{named.__module__}.{named.__qualname__}"
         return {"name": name, "points": points, "values": [float(function(x)) for x in points]}
@@ -213,7 +214,7 @@ class CyclicSchedule(CyclicLR):
         self.total_size, self.step_ratio, self._sized = float(up + down), up / (up + down), True
 
     def _warn_if_short(self, trainer: RunLength) -> None:
-        epochs, limit, batches = trainer.max_epochs, trainer.max_steps, trainer.num_training_batches
+        epochs, limit, batches = trainer.max_epochs, self._max_steps, trainer.num_training_batches
         ends = [float(limit)] if limit is not None and limit >= 0 else []
         if epochs is not None and epochs >= 0 and math.isfinite(batches):
             ends.append(float(epochs * _steps_per_epoch(trainer)))
@@ -317,9 +318,10 @@ def cyclic_lr(
     return config if name is None else {**config, "name": name}
 
 
-def _whole(name: str, value: object) -> None:
+def _whole(name: str, value: int) -> int:
     if not is_whole(value, 1):
         raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 1. Give a number of optimizer steps.")
+    return value
 
 
 def _rates(name: str, value: Any, groups: int) -> list[float]:
@@ -349,10 +351,8 @@ def _cycle(
     if steps_up is not None:
         if epochs_down is not None:
             raise ValueError(f"steps_up={steps_up!r} with epochs_down={epochs_down!r}; use one unit: give steps_down.")
-        _whole("steps_up", steps_up)
-        if steps_down is not None:
-            _whole("steps_down", steps_down)
-        return steps_up, steps_up if steps_down is None else steps_down, "steps"
+        steps_down = steps_up if steps_down is None else steps_down
+        return _whole("steps_up", steps_up), _whole("steps_down", steps_down), "steps"
     if steps_down is not None:
         raise ValueError(f"epochs_up={epochs_up!r} with steps_down={steps_down!r}; use one unit: give epochs_down.")
     return _epochs("epochs_up", epochs_up), _epochs("epochs_down", epochs_down, default=epochs_up), "epochs"

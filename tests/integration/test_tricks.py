@@ -152,6 +152,26 @@ def test_a_run_shorter_than_the_rise_is_warned_of():
         fit(model, max_epochs=1)
 
 
+@pytest.mark.filterwarnings("ignore:.*The parameter.*", "error:This run makes")
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder(mode):
+    model = Net(by_epochs)
+    finder = BatchSizeFinder(mode=mode, steps_per_trial=2, init_val=2, max_trials=2, margin=0.0)
+    trainer = fit(model, [finder], max_epochs=2)
+    assert model.batch_size == 4
+    expected = preview(0.01, 0.5, steps=20, epochs_up=1, epochs_down=0.5, steps_per_epoch=10).lr[0]
+    assert model.rates[-20:] == pytest.approx(expected)
+    assert trainer.lr_scheduler_configs[0].scheduler.total_size == 15
+
+
+@pytest.mark.filterwarnings("ignore:.*The parameter.*")
+def test_a_run_too_short_after_the_trials_of_the_batch_size_finder_is_warned_of():
+    model = Net(lambda o, t: cyclic_lr(o, 0.001, 0.05, steps_up=15, trainer=t))
+    finder = BatchSizeFinder(steps_per_trial=2, init_val=2, max_trials=2)
+    with pytest.warns(TurboWarning, match="makes 10 steps, fewer than the 15 steps"):
+        fit(model, [finder], max_epochs=1)
+
+
 @pytest.fixture
 def _no_tqdm_monitor(monkeypatch):
     """Lightning's finder shows a bar of tqdm, which keeps a thread for the process."""
