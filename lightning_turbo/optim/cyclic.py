@@ -104,10 +104,7 @@ class CyclicSchedule(CyclicLR):
             max_momentum=momentum[1] if momentum is not None else 0.9,
         )
         self._put_back_momentum()
-        # SAM's second_step, for one, has an optimizer of its own step the same groups, and makes no step itself.
-        inner = [o for o in vars(optimizer).values() if isinstance(o, Optimizer) and o.param_groups[0] is groups[0]]
-        for each in (optimizer, *inner):
-            self._follow(each)
+        self._follow(optimizer)
         if self._unit == "steps" or steps_per_epoch is not None:
             self._size(steps_per_epoch)
 
@@ -137,6 +134,13 @@ class CyclicSchedule(CyclicLR):
         rates = super().get_lr()
         self._put_back_momentum()
         return rates
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_trainer": None if self._sized else self._trainer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._follow(self.optimizer)  # whose copy has no hooks
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the marks by which a custom ``scale_fn`` is known again."""
@@ -187,19 +191,19 @@ class CyclicSchedule(CyclicLR):
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Count the steps of an optimizer, each as one whatever an optimizer inside it does meanwhile."""
-        before = 0
-
-        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            nonlocal before
-            before = self._steps_made
+        before: dict[Optimizer, int] = {}
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._steps_made = before + 1
+            self._steps_made = before[optimizer] + 1
             # A fused optimizer under a loss scaler is called even when it must skip, and decides by this flag.
             self._found_inf = getattr(optimizer, "found_inf", None)
 
-        optimizer.register_step_pre_hook(begin)
-        optimizer.register_step_post_hook(end)
+        # SAM's second_step, for one, has an optimizer of its own step the same groups, and makes no step itself.
+        group = optimizer.param_groups[0]
+        inner = [o for o in vars(optimizer).values() if isinstance(o, Optimizer) and o.param_groups[0] is group]
+        for each in (optimizer, *inner):
+            each.register_step_pre_hook(lambda each, *_: before.update({each: self._steps_made}))
+            each.register_step_post_hook(end)
 
     def _put_back_momentum(self) -> None:
         for index, value in self._still.items():
@@ -369,12 +373,8 @@ def _without_momentum(optimizer: Optimizer, momentum: Any) -> dict[int, float]:
     """Return the groups without momentum, by index, which stay so; refuse impossible bounds."""
     if momentum is None:
         return {}
-    if (
-        not isinstance(momentum, Sequence)
-        or len(momentum) != 2
-        or not all(is_number(value) and 0 <= value < 1 for value in momentum)
-        or momentum[0] > momentum[1]
-    ):
+    pair = isinstance(momentum, Sequence) and len(momentum) == 2 and all(is_number(v) and 0 <= v < 1 for v in momentum)
+    if not pair or momentum[0] > momentum[1]:
         raise ValueError(
             f"momentum={momentum!r}; accepted is (lowest, highest) with 0 <= lowest <= highest < 1, "
             "for example (0.8, 0.9)."

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import warnings
 
 import pytest
@@ -227,6 +228,19 @@ def test_save_load_go_on_equals_never_having_stopped(cut, arguments):
     assert saved["schedule"] == kept  # torch's own takes an entry out
     assert begun + run(second, resumed, 20 - cut) == whole
     assert second.param_groups[0]["momentum"] == optimizer.param_groups[0]["momentum"]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_goes_on_by_itself(copied):
+    optimizer = sgd()
+    schedule = cyclic_lr(optimizer, 0.1, 1.0, epochs_up=1, trainer=Length())["scheduler"]
+    begun = run(optimizer, schedule, 2)
+    pair = copied((optimizer, schedule))
+    assert run(*pair, 8) == run(optimizer, schedule, 8) != begun
+    assert pair[1].optimizer is pair[0]
+    assert pair[1].last_epoch == schedule.last_epoch == 10
 
 
 def test_the_state_is_plain_data():
