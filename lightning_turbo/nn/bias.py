@@ -290,8 +290,7 @@ def _flat(node: fx.Node, names: dict[str, nn.Module]) -> bool:
             if not isinstance(part, (nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.GELU, nn.SiLU, nn.Dropout, nn.Identity)):
                 return False
         elif source.target in (torch.flatten, "flatten"):
-            rest = (*source.args[1:], *source.kwargs.values())
-            return rest == (1,)
+            return (source.args[1:], dict(source.kwargs)) in [((1,), {}), ((), {"start_dim": 1})]
         elif source.op != "call_function" or source.target not in (torch.relu, nn.functional.relu):
             return False
         node = source

@@ -121,6 +121,26 @@ def test_a_linear_layer_needs_to_be_flat_for_sure():
     assert torch.equal(unknown[1].running_mean, mean)
 
 
+class Flattens(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how, self.layer, self.norm = how, nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.layer(torch.flatten(x.flatten(**self.how), **self.how)))
+
+
+def test_the_first_dimensions_may_be_flattened_too():
+    x = torch.randn(2, 3, 4, 3)
+    net = Flattens(end_dim=1)  # (2, 3, 4, 3) -> (6, 4, 3) -> (24, 3), and of five dimensions three are left
+    with pytest.warns(NoEffectWarning, match="more than two dimensions; give example_inputs"):
+        drop_bias_before_norm(net)
+    with pytest.warns(NoEffectWarning, match="its output has 3 dimensions"):
+        drop_bias_before_norm(net, (x[None],))
+    assert drop_bias_before_norm(net, (x,)).dropped == {"layer": "norm"}
+    assert drop_bias_before_norm(Flattens(start_dim=1)).dropped == {"layer": "norm"}
+
+
 def test_example_inputs_are_a_tuple():
     with pytest.raises(TypeError, match=r"example_inputs is a Tensor; accepted is a tuple"):
         drop_bias_before_norm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.ones(4, 2))
