@@ -76,7 +76,7 @@ class DropBiasBeforeNorm(Callback):
                     f"DropBiasBeforeNorm(use_example_input=True): {type(pl_module).__name__} has no "
                     "example_input_array. Set it, or leave use_example_input out."
                 )
-            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            inputs = inputs if isinstance(inputs, (tuple, list, dict)) else (inputs,)
         try:
             network = pl_module if self.network is None else pl_module.get_submodule(self.network)
         except AttributeError as error:

@@ -83,7 +83,8 @@ class MemoryFormat(Callback):
                 "it to a batch of inputs of forward, or choose 'channels_last' or 'contiguous'."
             )
         device = trainer.strategy.root_device
-        inputs = pl_module.transfer_batch_to_device(inputs if isinstance(inputs, tuple) else (inputs,), device, 0)
+        inputs = inputs if isinstance(inputs, (tuple, list, dict)) else (inputs,)
+        inputs = pl_module.transfer_batch_to_device(inputs, device, 0)
         context = _context_of(trainer.precision_plugin, device)
         self.times = measure_memory_format(pl_module, inputs, device=device, context=context, rounds=self.rounds)
         return self.times.best

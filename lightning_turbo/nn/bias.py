@@ -49,7 +49,7 @@ class BiasReport:
 
 
 def drop_bias_before_norm(
-    module: nn.Module, example_inputs: tuple[Any, ...] | None = None, *, within: nn.Module | None = None
+    module: nn.Module, example_inputs: Sequence[Any] | dict[str, Any] | None = None, *, within: nn.Module | None = None
 ) -> BiasReport:
     """Remove the biases of convolutions and linear layers that a following batch norm cancels.
 
@@ -60,8 +60,8 @@ def drop_bias_before_norm(
     Args:
         module: The network, in training mode. It is traced with ``torch.fx``, as it is and in evaluation mode, and is
             left as it was; submodules that cannot be traced are taken as they are.
-        example_inputs: Positional inputs of ``module``, with which linear layers are seen to give ``(batch,
-            features)``. Without them, a linear layer is only treated where the graph itself shows that.
+        example_inputs: Positional inputs of ``module``, or a dictionary of named ones, with which linear layers are
+            seen to give ``(batch, features)``. Without them, a linear layer is only treated where the graph shows that.
         within: A module that holds ``module``, for example beside an average of it; ``None`` is ``module`` itself.
             Parts of it with the same class and parameters stay alike: if one keeps a bias, so does the other.
 
@@ -69,7 +69,7 @@ def drop_bias_before_norm(
         Which biases were dropped and which were kept, and why.
 
     Raises:
-        TypeError: If ``module`` or ``within`` is no module, or ``example_inputs`` no tuple.
+        TypeError: If ``module`` or ``within`` is no module, or ``example_inputs`` no tuple or dictionary.
         ValueError: If the module's own ``forward`` cannot be traced in some mode, or ``within`` does not hold it.
 
     Warns:
@@ -92,10 +92,10 @@ def drop_bias_before_norm(
     for name, part in (("module", module), ("within", within)):
         if not isinstance(part, nn.Module):
             raise TypeError(f"{name}={part!r}; accepted is a torch.nn.Module. Pass the network.")
-    if example_inputs is not None and not isinstance(example_inputs, (tuple, list)):
+    if example_inputs is not None and not isinstance(example_inputs, (tuple, list, dict)):
         raise TypeError(
-            f"example_inputs is a {type(example_inputs).__name__}; accepted is a tuple of positional inputs. "
-            "Pass (batch,)."
+            f"example_inputs is a {type(example_inputs).__name__}; accepted is a tuple of positional inputs, or "
+            "a dictionary of named ones. Pass (batch,)."
         )
     if all(part is not module for part in within.modules()):
         raise ValueError(
@@ -297,15 +297,16 @@ def _flat(node: fx.Node, names: dict[str, nn.Module]) -> bool:
     return False
 
 
-def _dimensions(module: nn.Module, traced: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, int]:
+def _dimensions(module: nn.Module, traced: fx.GraphModule, inputs: Any) -> dict[str, int]:
     """Run the graph once and return each output's number of dimensions."""
     found: dict[str, int] = {}
     interpreter = fx.Interpreter(traced)
-    interpreter.args_iter = iter(inputs)
-    with torch.no_grad(), _same_numbers(module, inputs):
+    named, interpreter.args_iter = (inputs, iter(())) if isinstance(inputs, dict) else ({}, iter(inputs))
+    with torch.no_grad(), _same_numbers(module, tree_leaves(inputs)):
         # Node by node, because Interpreter.run would start the thread of a progress bar.
         for node in traced.graph.nodes:
-            interpreter.env[node] = result = interpreter.run_node(node)
+            given = node.op == "placeholder" and node.target in named
+            interpreter.env[node] = result = named[node.target] if given else interpreter.run_node(node)
             if isinstance(result, torch.Tensor):
                 found[node.name] = result.ndim
     return found

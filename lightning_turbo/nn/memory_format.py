@@ -66,9 +66,9 @@ class FormatTimes(NamedTuple):
 
 def measure_memory_format(
     module: nn.Module,
-    inputs: Sequence[Any],
+    inputs: Sequence[Any] | dict[str, Any],
     *,
-    step: Callable[[nn.Module, Sequence[Any]], Tensor] | None = None,
+    step: Callable[[nn.Module, Any], Tensor] | None = None,
     device: torch.device | str | int | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     rounds: int = 3,
@@ -82,7 +82,7 @@ def measure_memory_format(
 
     Args:
         module: The network.
-        inputs: Positional inputs of a real size, on the device where it is measured.
+        inputs: Positional inputs of a real size, or a dictionary of named ones, on the device where it is measured.
         step: ``(network, inputs) -> loss`` or any tensor; ``None`` runs the network on the inputs and sums what
             floating-point tensors it returns.
         device: Where to measure, for example ``"cpu"``; ``None`` is where the network is.
@@ -95,7 +95,8 @@ def measure_memory_format(
         The faster format, and the seconds per step of each.
 
     Raises:
-        TypeError: If ``module`` is no module, ``inputs`` no tuple, or ``step`` or ``context`` cannot be called.
+        TypeError: If ``module`` is no module, ``inputs`` no tuple or dictionary, or ``step`` or ``context`` cannot be
+            called.
         ValueError: If a number is out of range, the device is none, or the network has no weights of four or five
             dimensions.
 
@@ -109,9 +110,10 @@ def measure_memory_format(
     """
     _check_module(module)
     check_functions(step=step, context=context)
-    if step is None and not isinstance(inputs, (tuple, list)):
+    if step is None and not isinstance(inputs, (tuple, list, dict)):
         raise TypeError(
-            f"inputs is a {type(inputs).__name__}; accepted is a tuple of positional inputs. Pass (batch,)."
+            f"inputs is a {type(inputs).__name__}; accepted is a tuple of positional inputs, or a dictionary of "
+            "named ones. Pass (batch,)."
         )
     for name, value in (("rounds", rounds), ("steps", steps)):
         if not is_whole(value, 1):
@@ -152,9 +154,7 @@ def _check_module(module: Any) -> None:
         raise TypeError(f"module={module!r}; accepted is a torch.nn.Module. Pass the network.")
 
 
-def _run(
-    network: nn.Module, inputs: Sequence[Any], step: Callable[..., Tensor], context: Callable[..., Any], steps: int
-) -> None:
+def _run(network: nn.Module, inputs: Any, step: Callable[..., Tensor], context: Callable[..., Any], steps: int) -> None:
     for _ in range(steps):
         with context():
             loss = step(network, inputs)
@@ -163,8 +163,8 @@ def _run(
         network.zero_grad(set_to_none=True)
 
 
-def _sum_of_outputs(network: nn.Module, inputs: Sequence[Any]) -> Tensor:
-    waiting, total = [network(*inputs)], torch.zeros(())
+def _sum_of_outputs(network: nn.Module, inputs: Any) -> Tensor:
+    waiting, total = [network(**inputs) if isinstance(inputs, dict) else network(*inputs)], torch.zeros(())
     while waiting:
         output = waiting.pop()
         if isinstance(output, Tensor) and output.is_floating_point():

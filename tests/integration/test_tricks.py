@@ -571,6 +571,27 @@ def test_example_inputs_are_used_if_asked():
     assert callback.report.dropped == {"net.0": "net.1"}
 
 
+class TwoInputs(Net):
+    def __init__(self, example):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(-3), nn.Linear(64, 4), nn.BatchNorm1d(4))
+        self.example_input_array = example
+
+    def forward(self, x, shift=0.0, scale=None):
+        return self.net(x * scale + shift)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_example_inputs_are_read_as_lightning_reads_them(named):
+    x, scale = torch.zeros(2, 1, 6, 6), torch.ones(())
+    model = TwoInputs({"scale": scale, "x": x} if named else [x, 0.0, scale])
+    trainer = Trainer(**FLAGS)
+    (bias := DropBiasBeforeNorm(use_example_input=True)).setup(trainer, model, "fit")
+    assert bias.report.dropped == {"net.2": "net.3"}
+    (memory_format := MemoryFormat("measure", rounds=1)).setup(trainer, model, "fit")
+    assert memory_format.chosen in memory_format.times.seconds
+
+
 def test_what_the_bias_callback_refuses():
     with pytest.raises(TypeError, match=r"network=3\); accepted is a path"):
         DropBiasBeforeNorm(3)
