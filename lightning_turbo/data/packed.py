@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from lightning_turbo._checks import check_functions
@@ -37,7 +36,7 @@ class PackedDataset(Dataset[Any]):
         keys: Names of the arrays that make a sample, in this order; by default all. For MedMNIST
             ``("train_images", "train_labels")``.
         transform: Called on each batch, a tensor or a tuple of tensors ``(batch, ...)``; on a single row it sees a
-            batch of one.
+            batch of one. What it returns may be a list or a mapping too; its tensors hold a row for each sample.
 
     Raises:
         FileNotFoundError: If a file or folder is not there.
@@ -100,15 +99,14 @@ class PackedDataset(Dataset[Any]):
         return len(next(iter(self.arrays.values())))
 
     def __getitem__(self, index: int) -> Any:
-        batch = self.batch([index])
-        return tuple(part[0] for part in batch) if isinstance(batch, tuple) else batch[0]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``, in this order, read at once."""
         batch = self.batch(indices)
-        if isinstance(batch, tuple):
-            return _Rows(zip(*batch, strict=True), batch)
-        return _Rows(batch, batch)
+        samples = _Samples(_rows_of(batch))
+        samples.whole = batch
+        return samples
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return the batch at ``indices``: a tensor, or a tuple with one for each array.
@@ -124,7 +122,8 @@ class PackedDataset(Dataset[Any]):
     @staticmethod
     def collate(samples: list[Any]) -> Any:
         """Return the batch that the samples were read as; samples from elsewhere are collated as by default."""
-        return samples.whole if isinstance(samples, _Rows) else default_collate(samples)
+        whole = getattr(samples, "whole", None)
+        return default_collate(samples) if whole is None else whole
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "arrays"}  # mapped anew by the reader
@@ -134,12 +133,19 @@ class PackedDataset(Dataset[Any]):
         self._open()
 
 
-class _Rows(list[Any]):
-    """The samples of a batch, and the batch."""
+class _Samples(list[Any]):
+    """The samples of a batch, and the batch; without it where something else, as a move to a device, makes one anew."""
 
-    def __init__(self, rows: Any, whole: Tensor | tuple[Tensor, ...]) -> None:
-        super().__init__(rows)
-        self.whole = whole
+    whole: Any = None
+
+
+def _rows_of(batch: Any) -> Iterable[Any]:
+    """What each row of a batch is: its tensors' rows, in the structure of the batch."""
+    if isinstance(batch, Mapping):
+        return (dict(zip(batch, row, strict=True)) for row in _rows_of(tuple(batch.values())))
+    if isinstance(batch, (list, tuple)):
+        return map(getattr(batch, "_make", type(batch)), zip(*map(_rows_of, batch), strict=True))
+    return batch
 
 
 def _rows(array: np.ndarray, where: np.ndarray) -> np.ndarray:

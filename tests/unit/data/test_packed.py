@@ -2,13 +2,16 @@
 
 import pickle
 import shutil
+from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from lightning_turbo.data import PackedDataset, PrefetchLoader, pack_folder
+from lightning_turbo.data.batches import move_batch
 from lightning_turbo.errors import MissingExtraError
 
 
@@ -112,6 +115,38 @@ def test_transform_sees_batches(arrays):
         assert images.shape == (10, 1, 4, 5)
         assert labels.shape == (10,)
     assert shapes == [(1, 4, 5), (10, 4, 5), (10, 4, 5)]
+
+
+Pair = namedtuple("Pair", "image label")
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [list, lambda batch: {"image": batch[0], "meta": {"label": [batch[1]]}}, lambda batch: Pair(*batch)],
+    ids=["list", "mapping", "named tuple"],
+)
+def test_samples_have_the_structure_of_what_transform_returns(arrays, transform):
+    whole = PackedDataset(arrays, keys=KEYS)
+    dataset = PackedDataset(arrays, keys=KEYS, transform=transform)
+    assert repr(dataset[3]) == repr(transform(whole[3]))
+    assert type(dataset[3]) is type(transform(whole[3]))
+    expected = [repr(transform(tuple(batch))) for batch in DataLoader(whole, 6)]
+    for collate in (None, PackedDataset.collate):
+        assert [repr(batch) for batch in DataLoader(dataset, 6, collate_fn=collate)] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_not_collated_can_be_moved(arrays, workers):
+    dataset = PackedDataset(arrays, keys=KEYS)
+    loader = DataLoader(dataset, 4, collate_fn=_as_they_are, num_workers=workers)
+    for move in (move_data_to_device, move_batch):
+        samples = move(next(iter(loader)), torch.device("cpu"))
+        assert repr(list(samples)) == repr([dataset[n] for n in range(4)])
+        assert torch.equal(PackedDataset.collate(samples)[0], dataset.batch([0, 1, 2, 3])[0])
+
+
+def _as_they_are(samples):
+    return samples
 
 
 def test_bad_sources(tmp_path, arrays):
