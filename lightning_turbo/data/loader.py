@@ -233,7 +233,7 @@ class PrefetchLoader(DataLoader[Any]):
         if live is not None and not live.ended:
             whole = mapped and place is not None and place.consumed == length_of(self)
             live.finish() if whole else live.close("the next epoch was started")
-        iterator: Any = iter(self)
+        iterator: Any = PrefetchLoader.__iter__(self)  # to which the __iter__ of a class in front leads in its turn
         if self._prefetch_tape is not None:
             self._prefetch_tape.draw()
         for stage in stages:

@@ -126,6 +126,25 @@ def test_a_seed_gives_one_order_however_long_loading_takes(workers, worth, monke
     assert run() == expected
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: DevicePrefetcher(loader, "cpu")])
+def test_a_subclass_may_iterate_in_its_own_way(workers, wrap):
+    def squared(cls):
+        class Squared(cls):
+            def __iter__(self):
+                for batch in super().__iter__():
+                    yield batch**2
+
+        return Squared(range(20), 3, shuffle=True, generator=torch.Generator().manual_seed(1), **settings)
+
+    settings = dict(workers)
+    loader = squared(PrefetchLoader)
+    settings.pop("prefetch_threads", None)
+    assert epochs(wrap(loader), 3, early=True) == epochs(squared(DataLoader), 3)
+    loader.close()
+    nothing_is_left()
+
+
 def test_the_first_batches_are_loaded_before_they_are_asked_for():
     data = Noted()
     loader = PrefetchLoader(data, batch_size=4, prefetch_batches=2)
