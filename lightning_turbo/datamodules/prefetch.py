@@ -8,9 +8,10 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_functions, check_switches
@@ -348,16 +349,12 @@ def _variant(loader: DataLoader[Any], **settings: Any) -> Any:
 
 def _map_loaders(loaders: Any, function: Callable[[Any], Any]) -> Any:
     """Call ``function`` on every ``DataLoader`` in a structure of loaders and return the like structure."""
-    if isinstance(loaders, DataLoader):
-        return function(loaders)
-    if isinstance(loaders, CombinedLoader):
-        twin = copy.copy(loaders)
-        twin.flattened = [_map_loaders(loader, function) for loader in loaders.flattened]
-        return twin
-    if isinstance(loaders, Mapping):
-        return type(loaders)({key: _map_loaders(value, function) for key, value in loaders.items()})  # pyright: ignore[reportCallIssue]
-    if isinstance(loaders, tuple) and hasattr(loaders, "_fields"):
-        return type(loaders)(*(_map_loaders(value, function) for value in loaders))
-    if isinstance(loaders, (list, tuple)):
-        return type(loaders)(_map_loaders(value, function) for value in loaders)
-    return loaders
+
+    def convert(each: Any) -> Any:
+        if isinstance(each, CombinedLoader):
+            twin = copy.copy(each)
+            twin.flattened = [_map_loaders(loader, function) for loader in each.flattened]
+            return twin
+        return function(each) if isinstance(each, DataLoader) else each
+
+    return tree_map(convert, loaders)  # it takes apart what Lightning takes apart

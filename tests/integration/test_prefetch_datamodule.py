@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import defaultdict
 
 import pytest
 import torch
@@ -229,12 +230,13 @@ def test_it_can_be_inherited_alone():
     assert loader.prefetch_batches == 2
 
 
-@pytest.mark.parametrize("structure", ["list", "dict", "nested", "combined"])
+@pytest.mark.parametrize("structure", ["list", "dict", "nested", "combined", "defaultdict"])
 def test_structures_of_loaders(structure):
     def loaders(cls):
         a, b = DataLoader(Numbers(), 4), DataLoader(Numbers(8), 4)
         made = {"list": [a, b], "dict": {"a": a, "b": b}, "nested": {"a": a, "b": [b, (a,)]}}
         made["combined"] = CombinedLoader(dict(made["dict"]), "max_size")
+        made["defaultdict"] = defaultdict(list, made["dict"])
         value = made[structure]
 
         class Module(cls):
