@@ -168,7 +168,8 @@ class Doctor(Callback):
         self.report = Report(
             facts=facts, findings=tuple(findings), timeline=tuple(timeline), short=exam.shortfall(interrupted)
         )
-        sys.stdout.write(f"\n{as_text(self.report)}\n")
+        encoding = sys.stdout.encoding or "utf-8"  # the user's lines may hold letters that the terminal lacks
+        sys.stdout.write(f"\n{as_text(self.report)}\n".encode(encoding, "backslashreplace").decode(encoding))
         try:
             self.report.save(html=self.html, json=self.json)
         except OSError as error:  # a report is not worth a training run

@@ -1,6 +1,7 @@
 """The Doctor in real Trainers: it changes nothing, and ends well whatever happens."""
 
 import cProfile
+import io
 import linecache
 import resource
 import signal
@@ -356,6 +357,20 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path):
     with pytest.warns(UserWarning, match="Doctor could not write its report"):
         module = trained(doctor)
     assert len(module.losses) == 12
+
+
+def test_letters_that_the_terminal_lacks_do_not_end_the_run(monkeypatch):
+    class Named(Noisy):
+        def training_step(self, batch, batch_idx):
+            self.log("Größe", 1.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    told = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", told)
+    module = trained(Doctor(**SHORT), model=Named)
+    told.flush()
+    assert len(module.losses) == 12
+    assert rb"self.log('Gr\xf6\xdfe', prog_bar=True)" in told.buffer.getvalue()
 
 
 @pytest.mark.parametrize(
