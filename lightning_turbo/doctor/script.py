@@ -84,13 +84,14 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
         raise TurboError(f"{str(out)!r} cannot be the folder of the report ({why}); name another place.") from error
     _made.clear()
     _settings.update(settings, out=folder)
+    start = os.getcwd()  # the reader's, wherever the script goes
     try:
         with _entry_point(), _as_main(script, argv):
             status, error = _end_of(script)
     finally:
         _settings.clear()
     sys.stdout.flush()
-    sys.stderr.write(_closing(script, folder, error))
+    sys.stderr.write(_closing(script, folder, start, error))
     return status
 
 
@@ -116,11 +117,11 @@ def _reports(folder: Path, suffix: str) -> list[Path]:
     return sorted(each for each in folder.glob(f"doctor*.{suffix}") if re.fullmatch(r"doctor(-\d+)?", each.stem))
 
 
-def _closing(script: Path, folder: Path, error: BaseException | None) -> str:
-    """The last words: where the report is, or why there is none."""
+def _closing(script: Path, folder: Path, start: str, error: BaseException | None) -> str:
+    """The last words: where the report is, seen from ``start``, or why there is none."""
     pages = _reports(folder, "html")
     if pages:
-        return "".join(f"lightning-turbo doctor: report in {os.path.relpath(page)}\n" for page in pages)
+        return "".join(f"lightning-turbo doctor: report in {os.path.relpath(page, start)}\n" for page in pages)
     if any(doctor.report is not None for doctor in _made):
         return f"lightning-turbo doctor: the report could not be written to {folder}; the warning above says why.\n"
     if any(doctor.superseded for doctor in _made):

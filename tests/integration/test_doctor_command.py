@@ -129,6 +129,18 @@ def test_a_script_that_trains_for_two_steps_is_told_so(tmp_path, capsys):
     assert "No step was watched." in (tmp_path / "runs" / "doctor" / "doctor.html").read_text()
 
 
+@pytest.mark.parametrize("then", ["", "\n    os.rmdir(os.getcwd())"], ids=["kept", "removed"])
+def test_the_report_is_where_the_reader_is_though_the_script_goes_elsewhere(then, tmp_path, capsys):
+    given = arguments(tmp_path)
+    script = tmp_path / "train.py"
+    (tmp_path / "work").mkdir()
+    goes = script.read_text().replace("    print(", f"    os.chdir({str(tmp_path / 'work')!r})\n    print(", 1)
+    script.write_text(goes + then)
+    assert cli.main(given) == 0
+    assert "report in runs/doctor/doctor.html\n" in capsys.readouterr().err
+    assert (tmp_path / "runs" / "doctor" / "doctor.html").is_file()
+
+
 def test_a_script_that_exits_after_training_keeps_its_status(tmp_path, capsys):
     assert cli.main(arguments(tmp_path, "late")) == 3
     assert "report in runs/doctor/doctor.html" in capsys.readouterr().err
