@@ -6,8 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import UserDict, deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,8 +87,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {f.name: cast_floats(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changes)
-    if isinstance(value, (MutableMapping, list, deque)):  # of any class, which may remember more than its items
-        items = value.items() if isinstance(value, MutableMapping) else enumerate(value)
+    if isinstance(value, (dict, UserDict, list, deque)):  # of a class that may remember more than its items
+        items = enumerate(value) if isinstance(value, (list, deque)) else value.items()
         changes = {key: new for key, item in items if (new := cast_floats(item, dtype)) is not item}
         if changes:
             value = copy.copy(value)
