@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_turbo.amp.levels import HALF_DTYPES
 
 __all__ = ["Loading", "Saving", "float_value", "move_state"]
 
@@ -66,6 +68,15 @@ class _FloatState:
         }
         return type(self)(tensors, masters, copy.deepcopy(self.buffers, memo), self.exact)
 
+    def tensors_now(self, module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's tensors by name: pruning gives them others, a parametrization moves them below it."""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield prefix + name, tensor
+        for name, child in module._modules.items():
+            if child is not None and not any(isinstance(hook, Saving) for hook in child._state_dict_hooks.values()):
+                yield from self.tensors_now(child, f"{prefix}{name}.")
+
     def float_of(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return the float32 tensor behind a half one, if there is any."""
         return self.buffers[name] if name in self.buffers else self.masters.get(tensor)
@@ -76,9 +87,8 @@ class Saving(_FloatState):
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Change the state."""
-        for name in self.tensors:
-            if prefix + name in state:
-                tensor = getattr(module, name)
+        for name, tensor in self.tensors_now(module):
+            if prefix + name in state and tensor.dtype in HALF_DTYPES:
                 state[prefix + name] = float_value(tensor, self.float_of(name, tensor) if self.exact else None)
 
 
@@ -88,8 +98,7 @@ class Loading(_FloatState):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Read the state."""
         with torch.no_grad():
-            for name in self.tensors:
-                value, weight = state.get(prefix + name), getattr(module, name)
-                own = self.float_of(name, weight)
+            for name, weight in self.tensors_now(module):
+                value, own = state.get(prefix + name), self.float_of(name, weight)
                 if value is not None and own is not None and value.shape == own.shape:
                     own.copy_(value if self.exact else value.to(weight.dtype))

@@ -90,16 +90,17 @@ class HalfWeights:
             self._owners.setdefault(module, []).append(name)
         if dtype in HALF_DTYPES:
             for module, names in self._owners.items():
-                self._hook(module, tuple(names))
+                tensors = {name: getattr(module, name) for name in names}
+                held = tensors, self._masters, self._float_buffers.get(module, {}), self.exact
+                self._handles.append(module.register_state_dict_post_hook(Saving(*held)))
+                self._handles.append(module.register_load_state_dict_pre_hook(Loading(*held)))
         for module in self._owners:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 
-    def _hook(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        tensors = {name: getattr(module, name) for name in names}
-        held = tensors, self._masters, self._float_buffers.get(module, {}), self.exact
-        self._handles.append(module.register_state_dict_post_hook(Saving(*held)))
-        self._handles.append(module.register_load_state_dict_pre_hook(Loading(*held)))
+    def _modules(self) -> Iterable[nn.Module]:
+        """Return the modules that have cast weights, and what is below them: a parametrization made since, say."""
+        return dict.fromkeys(module for owner in self._owners for module in owner.modules())
 
     def to_devices(self) -> None:
         """Move each master to where its weight is now."""
@@ -124,10 +125,9 @@ class HalfWeights:
             return
         places = [
             (module, name, weight)
-            for module, names in self._owners.items()
-            for name in names
-            if (weight := module._parameters.get(name)) is not None
-            and (weight in self._masters or weight in self._cast)
+            for module in self._modules()
+            for name, weight in module._parameters.items()
+            if weight is not None and (weight in self._masters or weight in self._cast)
         ]
         # Frozen, and not exact: their masters stay if an optimizer gets them.
         passing = list(dict.fromkeys(weight for _, _, weight in places if weight not in self._masters))
@@ -381,7 +381,7 @@ class HalfWeights:
             tensor.grad = None
             if master is not None:
                 master.data = tensor.data  # so that no more than one of the two fills memory
-        for module in {module: None for owner in self._owners for module in owner.modules()}:
+        for module in self._modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None and tensor.dtype is self.dtype and self.dtype in HALF_DTYPES:
                     tensor.data = tensor.data.float()

@@ -469,3 +469,52 @@ def test_parameters_replaced_or_taken_away(change, level, inside):
         assert state[name].dtype is value.dtype
         torch.testing.assert_close(state[name], value, rtol=0.05, atol=0.02)
     ours.eval().net(torch.randn(2, 4))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2.0 * weight
+
+
+def pruned(layer):
+    nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+    return "weight_orig"
+
+
+def parametrized(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    return "parametrizations.weight.original"
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("change", [pruned, parametrized])
+def test_weights_that_get_another_name_in_training_stay_float32_in_its_state(change, level):
+    class Changing(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+        def training_step(self, batch, index):
+            if index == 1:
+                self.name = change(self.net[0])
+            return self.net(batch).square().mean()
+
+        def on_before_optimizer_step(self, optimizer):
+            assert {p for g in optimizer.param_groups for p in g["params"]} == set(self.parameters())
+            assert all(p.grad is not None for p in self.parameters())
+
+        def on_train_end(self):
+            state = self.net[0].state_dict()
+            assert {value.dtype for value in state.values()} == {torch.float32}
+            if level == "O2":
+                updated = self.optimizers().param_groups[0]["params"][0]
+                assert torch.equal(state[self.name], updated)
+                loaded = {**state, self.name: state[self.name] + 1e-6}
+                self.net[0].load_state_dict(loaded)
+                assert torch.equal(updated, loaded[self.name])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    fit(Changing(), level)
