@@ -243,7 +243,7 @@ class ApexAMP(Precision):
         self._undo.close()
         self._engine.restore()
         self._optimizers = []
-        self._ranks = self._watch = None
+        self._ranks = self._watch = self._waiting = None
         self._unstepped.clear()
 
     # A step

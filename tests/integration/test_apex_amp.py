@@ -470,3 +470,29 @@ def test_a_forward_of_the_modules_own_is_at_the_border_too(change, level):
     trainer(ApexAMP(level, dtype=torch.bfloat16)).fit(change(module), batches())
     assert module.between is torch.bfloat16
     assert module.seen["out"] is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_of_a_checkpoint_that_is_only_validated_go_into_no_later_run(level, tmp_path):
+    path = tmp_path / "window.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if index == 3:  # the first of a window
+                trainer.save_checkpoint(path)
+
+    def net(**kwargs):
+        torch.manual_seed(0)
+        return Net(**kwargs)
+
+    def part(parameters):
+        return torch.optim.SGD(parameters[:2], lr=0.1)
+
+    trainer(ApexAMP(level), accumulate_grad_batches=3, callbacks=[Save()]).fit(net(), batches())
+    assert "accumulated_gradients" in torch.load(path, weights_only=True)["ApexAMP"]
+    plugin, plain, later = ApexAMP(level), net(optimizer=part), net(optimizer=part)
+    trainer(plugin).validate(net(), batches(), ckpt_path=path, verbose=False, weights_only=True)
+    trainer(plugin, accumulate_grad_batches=3).fit(later, batches())
+    trainer(ApexAMP(level), accumulate_grad_batches=3).fit(plain, batches())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(later.state_dict()[name], value), name
