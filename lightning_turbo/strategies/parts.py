@@ -111,6 +111,7 @@ class TurboParts:
 
     def before_setup(self, strategy: Strategy, trainer: Any) -> None:
         """Set the process's switches and the memory format, before the module is moved and wrapped."""
+        self.give_back()  # a run that an error in on_exception ended was not torn down
         device = strategy.root_device
         if device.type == "cuda":
             benchmark = self.cudnn_benchmark

@@ -660,6 +660,34 @@ def test_everything_is_put_back_after_a_run_and_after_an_error():
     assert is_stock(trainer)
 
 
+def test_a_run_after_one_that_was_not_torn_down_is_lean(monkeypatch):
+    said = []
+    monkeypatch.setattr("lightning_turbo.strategies.lean.rank_zero_info", said.append)
+
+    class Fails(pl.Callback):
+        fails = True
+
+        def on_train_start(self, trainer, module):
+            assert type(trainer.fit_loop.epoch_loop).__name__ == "LeanEpochLoop"
+            if self.fails:
+                raise ValueError("stop here")
+
+        def on_exception(self, trainer, module, exception):
+            raise RuntimeError("before the teardown")
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=lean(), logger=False, enable_checkpointing=False, callbacks=[Fails()],
+        enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="before the teardown"):
+        trainer.fit(Net(), batches(), batches(count=8))
+    assert not is_stock(trainer)
+    Fails.fails = False
+    trainer.fit(Net(), batches(), batches(count=8))
+    assert said == []
+    assert is_stock(trainer)
+
+
 def test_a_profiler_sees_what_it_sees_in_lightning(monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.strategies.parts.rank_zero_info", said.append)
