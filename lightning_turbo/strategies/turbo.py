@@ -260,7 +260,9 @@ class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
                 f"grad_compression={grad_compression!r}; accepted are None, 'bf16' and 'fp16'. Take 'fp16' where NCCL "
                 "or the device has no bfloat16, None for exact gradients."
             )
-        check_switches(static_graph=static_graph, sync_batchnorm=sync_batchnorm)
+        check_switches(
+            gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, sync_batchnorm=sync_batchnorm
+        )
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
         if grad_compression is not None and self._ddp_comm_hook is not None:
             raise ValueError(

@@ -141,6 +141,7 @@ def test_checkpoints_of_old_scalers_are_read_by_both():
     (lambda: TurboStrategy(matmul_precision="low"), ValueError, "matmul_precision='low'; accepted are"),
     (lambda: TurboDDPStrategy(grad_compression="int8"), ValueError, "grad_compression='int8'; accepted are None"),
     (lambda: TurboDDPStrategy(static_graph=1), TypeError, "static_graph=1 is no bool"),
+    (lambda: TurboDDPStrategy(gradient_as_bucket_view="no"), TypeError, "gradient_as_bucket_view='no' is no bool"),
     (lambda: TurboDDPStrategy(grad_compression="bf16", ddp_comm_hook=print), ValueError, "were both given"),
 ])  # fmt: skip
 def test_bad_settings_are_refused_in_words(make, error, text):
