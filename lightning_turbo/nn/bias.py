@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.nn.trace import Tracer, same_numbers, traces_of
 
 __all__ = ["BiasReport", "drop_bias_before_norm"]
 
@@ -58,8 +58,9 @@ def drop_bias_before_norm(
     numbers. The module is changed in place; call this before the optimizer is made.
 
     Args:
-        module: The network, in training mode. It is traced with ``torch.fx``, as it is and in evaluation mode, and is
-            left as it was; submodules that cannot be traced are taken as they are.
+        module: The network, in training mode. It is traced with ``torch.fx``, as it is and in evaluation mode, with the
+            optional arguments of its ``forward`` left out and given, and is left as it was; submodules that cannot be
+            traced are taken as they are.
         example_inputs: Positional inputs of ``module``, or a dictionary of named ones, with which linear layers are
             seen to give ``(batch, features)``. Without them, a linear layer is only treated where the graph shows that.
         within: A module that holds ``module``, for example beside an average of it; ``None`` is ``module`` itself.
@@ -101,7 +102,8 @@ def drop_bias_before_norm(
         raise ValueError(
             f"within={type(within).__name__} does not hold module={type(module).__name__}. Pass its owner."
         )
-    traces = trace, evaluation = _trace(module), _trace(module, evaluate=True)
+    traces = traces_of(module)
+    trace = traces[0]
     shapes = _dimensions(module, trace.traced, example_inputs) if example_inputs is not None else {}
     report = BiasReport()
     names = dict(module.named_modules(remove_duplicate=False))
@@ -123,8 +125,8 @@ def drop_bias_before_norm(
             reason = "it or its batch norm is used more than once"
         elif owners[id(layer.bias)] > 1 or f"{name}.bias" in read or any(each.reads_parameters for each in traces):
             reason = "its bias is also used elsewhere"
-        elif not reason and not _alone_together(layer, norm, evaluation, names):
-            reason = "evaluation goes another way"
+        elif not reason and (others := [t for t in traces if not _alone_together(layer, norm, t, names)]):
+            reason = f"{others[0].way} goes another way"
         if reason := reason or _features_unknown(node, layer, names, shapes):
             report.kept[name] = reason
         else:
@@ -148,84 +150,6 @@ def drop_bias_before_norm(
     return BiasReport(report.dropped, report.kept, removed)
 
 
-class _Tracer(fx.Tracer):
-    """Traces through modules where it can and takes the others as one node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traced: fx.GraphModule
-        self.opaque: list[str] = []
-        self.held: set[fx.Node] = set()  # values that a hook sees or a module stores
-        self.reads_parameters = False  # as plain tensors, which the graph does not show
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        before = len(self.graph.nodes)
-        try:
-            result = super().call_module(m, forward, args, kwargs)
-        except Exception:  # whatever a forward that depends on values raises when it is given none
-            for node in list(self.graph.nodes)[: before - 1 : -1]:
-                self.graph.erase_node(node)
-            name = self.path_of_module(m)
-            self.opaque.append(name)
-            result = self.create_proxy("call_module", name, args, kwargs)
-        if m._forward_hooks or m._forward_pre_hooks:
-            self.hold((args, kwargs, result if m._forward_hooks else None))
-        return result
-
-    def hold(self, values: Any) -> None:
-        for value in tree_leaves(values):
-            if isinstance(value, fx.Proxy):
-                self.held.add(value.node)
-            elif isinstance(value, torch.Tensor) and value.requires_grad:
-                self.reads_parameters = True
-
-
-def _trace(module: nn.Module, *, evaluate: bool = False) -> _Tracer:
-    """Trace a module, then put back everything that its forward has changed in it."""
-    tracer = _Tracer()
-    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]  # not if frozen by jit
-    held = (each for part in module.modules() for each in (vars(part), *vars(part).values()))
-    holders: list[Any] = [each for each in held if isinstance(each, (dict, list))]
-    copies = [each.copy() for each in holders]
-    known = {id(value): value for value in tree_leaves(holders)}
-    with _same_numbers(module):
-        try:
-            for part, mode in modes:
-                part.training = mode and not evaluate  # not by train(), which may do more
-            tracer.traced = fx.GraphModule(module, tracer.trace(module))
-        except Exception as error:
-            raise ValueError(
-                f"The forward of {type(module).__name__} cannot be traced{' in evaluation mode' * evaluate}: {error}. "
-                "Accepted is a module whose own forward does not branch on values; call drop_bias_before_norm on the "
-                "submodule that holds the layers."
-            ) from error
-        finally:
-            tracer.hold([value for value in tree_leaves(holders) if id(value) not in known])
-            for holder, copy in zip(holders, copies, strict=True):
-                holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(copy)
-            for part, mode in modes:
-                part.training = mode
-    return tracer
-
-
-@contextmanager
-def _same_numbers(module: nn.Module, inputs: Sequence[Any] = ()) -> Iterator[None]:
-    """Leave the buffers and the random generators as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not (is_lazy(buffer) or buffer.is_meta)]
-    tensors = (t for t in (*module.parameters(), *module.buffers(), *inputs) if isinstance(t, torch.Tensor))
-    with torch.random.fork_rng(devices={t.device for t in tensors if t.is_cuda}):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):
-                        buffer.copy_(before)
-
-
 def _norm_after(node: fx.Node, names: dict[str, nn.Module]) -> fx.Node | None:
     """Return the batch norm that takes the output, through nothing but ``nn.Identity``, if any does."""
     for user in node.users:
@@ -241,7 +165,7 @@ def _called(node: fx.Node, names: dict[str, nn.Module]) -> nn.Module | None:
     return names.get(str(node.target)) if node.op == "call_module" else None
 
 
-def _alone_together(layer: Any, norm: Any, trace: _Tracer, names: dict[str, nn.Module]) -> bool:
+def _alone_together(layer: Any, norm: Any, trace: Tracer, names: dict[str, nn.Module]) -> bool:
     """Tell whether the layer goes only into the norm, and the norm takes nothing else, or neither is called."""
     calls = [node for node in trace.graph.nodes if _called(node, names) in (layer, norm)]
     if len(calls) != 2:
@@ -302,7 +226,7 @@ def _dimensions(module: nn.Module, traced: fx.GraphModule, inputs: Any) -> dict[
     found: dict[str, int] = {}
     interpreter = fx.Interpreter(traced)
     named, interpreter.args_iter = (inputs, iter(())) if isinstance(inputs, dict) else ({}, iter(inputs))
-    with torch.no_grad(), _same_numbers(module, tree_leaves(inputs)):
+    with torch.no_grad(), same_numbers(module, tree_leaves(inputs)):
         # Node by node, because Interpreter.run would start the thread of a progress bar.
         for node in traced.graph.nodes:
             given = node.op == "placeholder" and node.target in named

@@ -577,7 +577,7 @@ class TwoInputs(Net):
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(-3), nn.Linear(64, 4), nn.BatchNorm1d(4))
         self.example_input_array = example
 
-    def forward(self, x, shift=0.0, scale=None):
+    def forward(self, x, shift=0.0, scale=1.0):
         return self.net(x * scale + shift)
 
 

@@ -387,6 +387,50 @@ class Auxiliary(OutputUsedTwice):
         return self.norm(self.conv(x)) if self.training else x
 
 
+class OwnSkip(OutputUsedTwice):
+    def forward(self, x, skip=None):
+        y = self.conv(x)
+        return self.norm(y) + (y if skip is None else skip)
+
+
+class NormIfAsked(OutputUsedTwice):
+    def forward(self, x, *, weight=None):
+        y = self.conv(x)
+        return y if weight is None else self.norm(y) * weight
+
+
+class RawIfAsked(OutputUsedTwice):
+    def forward(self, x, raw=None):
+        y = self.conv(x)
+        return self.norm(y) if raw is None else y * raw
+
+
+class AddedIfGiven(OutputUsedTwice):
+    def forward(self, x, skip=None):
+        y = self.norm(self.conv(x))
+        return y if skip is None else y + skip
+
+
+@pytest.mark.parametrize(("make", "reason"), [
+    (OwnSkip, "its output is also used elsewhere"),
+    (NormIfAsked, None),
+    (RawIfAsked, "training with optional arguments goes another way"),
+])  # fmt: skip
+def test_optional_arguments_may_be_left_out_and_given(make, reason):
+    net, x = make(), torch.randn(2, 3, 4, 4)
+    expected, bias = net.eval()(x), net.conv.bias
+    with pytest.warns(NoEffectWarning):
+        report = drop_bias_before_norm(net.train())
+    assert report.kept == ({} if reason is None else {"conv": reason})
+    assert net.conv.bias is bias
+    assert torch.equal(net.eval()(x), expected)
+
+
+def test_an_optional_argument_that_changes_nothing_is_no_reason():
+    assert drop_bias_before_norm(AddedIfGiven()).dropped == {"conv": "norm"}
+    assert drop_bias_before_norm(AddedIfGiven(), (torch.randn(2, 3, 4, 4),)).dropped == {"conv": "norm"}
+
+
 def test_a_layer_that_evaluation_does_not_call_loses_its_bias():
     assert drop_bias_before_norm(Auxiliary()).dropped == {"conv": "norm"}
 
