@@ -153,9 +153,16 @@ class LearningRateWarmup:
                 raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 0. Give optimizer steps.")
         self.optimizer, self.factor, self.steps, self.done = optimizer, factor, steps, done
         self._set: list[Any] | None = None
+        self._follow()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._follow()  # the copy of an optimizer has no hooks
+
+    def _follow(self) -> None:
         self._handles = [
-            optimizer.register_step_pre_hook(self._lower),
-            optimizer.register_step_post_hook(self._put_back),
+            self.optimizer.register_step_pre_hook(self._lower),
+            self.optimizer.register_step_post_hook(self._put_back),
         ]
 
     def share(self, step: int) -> float:

@@ -1,6 +1,8 @@
 """Scaled learning rates against schedules that were built with the scaled rate."""
 
+import copy
 import math
+import pickle
 import warnings
 
 import pytest
@@ -148,6 +150,24 @@ def test_the_warm_up_lowers_the_step_and_nothing_else():
     assert moved == pytest.approx([r * f for r, f in zip(ramp, full, strict=True)], rel=1e-6)
     warmup.remove()
     assert warmup.done == 5
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+def test_the_copy_of_a_warm_up_warms_the_copy_of_the_optimizer_up(copied):
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    warmup = LearningRateWarmup(optimizer, factor=4.0, steps=3)
+    other, copied_warmup = copied((optimizer, warmup))
+    copied_warmup.remove()
+    again, last = copied((optimizer, warmup))
+    for each, rate in ((other, 1.0), (again, 0.25), (optimizer, 0.25)):
+        (parameter,) = each.param_groups[0]["params"]
+        parameter.grad = torch.ones(1)
+        each.step()
+        assert parameter.item() == -rate
+    assert (warmup.done, copied_warmup.done, last.done) == (1, 0, 1)
 
 
 def test_a_failed_step_does_not_leave_a_lowered_rate():
