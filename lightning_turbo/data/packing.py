@@ -33,7 +33,8 @@ def pack_folder(
 
     Images (decoded with Pillow) become ``images.npy``, uint8 ``(n, channels, height, width)``: one channel if the
     first image is grey, else three. ``.npy`` files become ``volumes.npy``, ``(n, ...)`` in their own dtype. Where the
-    files lie in subfolders, each is a class, in alphabetical order, and ``labels.npy`` holds its number as int64.
+    files lie in subfolders, linked ones included, each is a class, in alphabetical order, and ``labels.npy`` holds its
+    number as int64.
     An ``.npz`` file in place of ``folder`` has its arrays unpacked.
 
     Args:
@@ -119,7 +120,8 @@ def _unpack(source: Path, partial: Path, progress: Any) -> dict[str, Any]:
 
 
 def _pack(source: Path, partial: Path, size: tuple[int, int] | None, progress: Any) -> dict[str, Any]:
-    files = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGES | ARRAYS)
+    below = (Path(where, name) for where, _, names in os.walk(source, followlinks=True) for name in names)
+    files = sorted(path for path in below if path.suffix.lower() in IMAGES | ARRAYS)
     if not files:
         raise FileNotFoundError(
             f"{str(source)!r} holds nothing to pack. Accepted are images ({', '.join(sorted(IMAGES))}) and .npy files."

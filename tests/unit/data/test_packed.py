@@ -202,6 +202,15 @@ def test_a_folder_of_images(images, tmp_path):
     assert PackedDataset(tmp_path / "small")[0][0].shape == (3, 3, 2)
 
 
+def test_linked_class_folders_are_packed(images, tmp_path):
+    root, pixels = images
+    (root / "ant").rename(tmp_path / "elsewhere")
+    (root / "ant").symlink_to(tmp_path / "elsewhere")
+    contents = pack_folder(root, tmp_path / "out")
+    assert contents == {"arrays": ["images", "labels"], "classes": ["ant", "cat"], "samples": 3}
+    assert np.array_equal(PackedDataset(tmp_path / "out")[0][0].numpy(), pixels["ant/9.png"].transpose(2, 0, 1))
+
+
 def test_a_folder_of_volumes(tmp_path):
     for n in range(3):
         np.save(tmp_path / f"{n}.npy", np.full((2, 3, 4), n, dtype=np.float32))
