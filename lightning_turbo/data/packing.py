@@ -32,9 +32,9 @@ def pack_folder(
     """Pack the images or volumes below ``folder`` into one array, once, so that training reads whole batches.
 
     Images (decoded with Pillow) become ``images.npy``, uint8 ``(n, channels, height, width)``: one channel if the
-    first image is grey, else three. ``.npy`` files become ``volumes.npy``, ``(n, ...)`` in their own dtype. Where the
-    files lie in subfolders, linked ones included, each is a class, in alphabetical order, and ``labels.npy`` holds its
-    number as int64.
+    first image is grey, else three. Transparency is left out. ``.npy`` files become ``volumes.npy``, ``(n, ...)`` in
+    their own dtype. Where the files lie in subfolders, linked ones included, each is a class, in alphabetical order,
+    and ``labels.npy`` holds its number as int64.
     An ``.npz`` file in place of ``folder`` has its arrays unpacked.
 
     Args:
@@ -53,7 +53,8 @@ def pack_folder(
         MissingExtraError: If there are images and Pillow is not installed.
         TypeError: If ``overwrite`` is no bool or ``progress`` cannot be called.
         ValueError: If ``size`` is no pair of whole numbers above 0 or given for arrays, files differ in shape, dtype or
-            kind, ``folder`` lies in ``out``, or an ``out`` to overwrite in ``folder``.
+            kind, one cannot be read, has more than 8 bits a channel or more than one page, ``folder`` lies in ``out``,
+            or an ``out`` to overwrite in ``folder``.
 
     Example:
         >>> import tempfile
@@ -135,13 +136,13 @@ def _pack(source: Path, partial: Path, size: tuple[int, int] | None, progress: A
     if images:
         require("PIL", "pack_folder with images")
     name = "images" if images else "volumes"
-    first = _read_image(files[0], None, size) if images else np.load(files[0])
+    first = _read(files[0], None, size)
     mode = "L" if images and first.shape[0] == 1 else "RGB"
     array = np.lib.format.open_memmap(
         partial / f"{name}.npy", mode="w+", dtype=first.dtype, shape=(len(files), *first.shape)
     )
     for done, path in enumerate(files, 1):
-        sample = _read_image(path, mode, size) if images else np.load(path)
+        sample = _read(path, mode, size)
         if sample.shape != first.shape or sample.dtype != first.dtype:
             raise ValueError(
                 f"{str(path)!r} is {sample.dtype} {sample.shape} and {str(files[0])!r} is {first.dtype} "
@@ -160,12 +161,23 @@ def _pack(source: Path, partial: Path, size: tuple[int, int] | None, progress: A
     return {"arrays": [name, "labels"] if classes else [name], "classes": classes, "samples": len(files)}
 
 
-def _read_image(path: Path, mode: str | None, size: tuple[int, int] | None) -> np.ndarray:
-    """One image as uint8 ``(channels, height, width)``."""
+def _read(path: Path, mode: str | None, size: tuple[int, int] | None) -> np.ndarray:
+    """One volume, or one image as uint8 ``(channels, height, width)``."""
+    try:
+        return np.load(path) if path.suffix.lower() in ARRAYS else _image(path, mode, size)
+    except Exception as error:  # Pillow raises errors of many kinds
+        raise ValueError(f"{str(path)!r} cannot be packed: {error}. Repair the file or take it away.") from error
+
+
+def _image(path: Path, mode: str | None, size: tuple[int, int] | None) -> np.ndarray:
     from PIL import Image
 
     with Image.open(path) as opened:
-        image = opened.convert(mode or ("L" if opened.mode in ("1", "L") else "RGB"))
+        if opened.mode[0] in "IF":  # Pillow would cut their values off at 255
+            raise ValueError(f"its pixels are of mode {opened.mode!r}, accepted are 8 bits; .npy files may hold more")
+        if opened.format == "TIFF" and (pages := getattr(opened, "n_frames", 1)) > 1:
+            raise ValueError(f"it has {pages} pages, accepted is 1; save what is a volume as a .npy file")
+        image = opened.convert(mode or Image.getmodebase(opened.mode))
     if size is not None and (image.height, image.width) != tuple(size):
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     pixels = np.asarray(image)

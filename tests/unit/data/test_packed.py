@@ -211,6 +211,47 @@ def test_linked_class_folders_are_packed(images, tmp_path):
     assert np.array_equal(PackedDataset(tmp_path / "out")[0][0].numpy(), pixels["ant/9.png"].transpose(2, 0, 1))
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_images_of_more_than_8_bits_are_refused(images, tmp_path, kind):
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray(np.full((6, 7), 1000, dtype=kind)).save(images[0] / "cat" / "0.tif")
+    with pytest.raises(ValueError, match=r"cat/0.tif' cannot be packed: its pixels are of mode .*accepted are 8 bits"):
+        pack_folder(images[0], tmp_path / "out")
+
+
+def test_images_of_several_pages_are_refused(images, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pages = [image.new("L", (7, 6), n) for n in range(5)]
+    pages[0].save(images[0] / "cat" / "0.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(ValueError, match=r"cat/0.tif' cannot be packed: it has 5 pages, accepted is 1; save what is"):
+        pack_folder(images[0], tmp_path / "out")
+
+
+def test_grey_images_with_transparency_have_one_channel(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "grey").mkdir()
+    image.new("LA", (3, 2), (7, 100)).save(tmp_path / "grey" / "1.png")
+    pack_folder(tmp_path / "grey", tmp_path / "out")
+    assert PackedDataset(tmp_path / "out")[0].tolist() == [[[7] * 3] * 2]
+
+
+@pytest.mark.parametrize("name", ["2.png", "2.npy"])
+@pytest.mark.parametrize("rest", [0, 0.9])
+def test_the_file_that_cannot_be_read_is_named(tmp_path, name, rest):
+    root = tmp_path / "files"
+    root.mkdir()
+    if name == "2.png":
+        image = pytest.importorskip("PIL.Image")
+        image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)).save(root / "1.png")
+    else:
+        np.save(root / "1.npy", np.zeros((8, 8)))
+    content = next(root.iterdir()).read_bytes()
+    (root / name).write_bytes(content[: int(rest * len(content))])
+    with pytest.raises(ValueError, match=rf"{name}' cannot be packed: .*\. Repair the file or take it away"):
+        pack_folder(root, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["files"]
+
+
 def test_a_folder_of_volumes(tmp_path):
     for n in range(3):
         np.save(tmp_path / f"{n}.npy", np.full((2, 3, 4), n, dtype=np.float32))
