@@ -81,7 +81,7 @@ class PackedDataset(Dataset[Any]):
             )
         for name, array in self.arrays.items():
             try:
-                torch.from_numpy(np.empty(0, dtype=array.dtype))
+                torch.from_numpy(np.empty(0, dtype=array.dtype.newbyteorder("=")))
             except TypeError as error:
                 raise TypeError(
                     f"PackedDataset: {name!r} holds {array.dtype!r}, for which torch has no dtype. "
@@ -149,7 +149,11 @@ def _rows_of(batch: Any) -> Iterable[Any]:
 
 
 def _rows(array: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """Copy rows out of an array."""
+    """Copy rows out of an array, into the byte order of this machine: FreeSurfer's and many old scans have another."""
+    return _taken(array, where).astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _taken(array: np.ndarray, where: np.ndarray) -> np.ndarray:
     if array.flags.aligned or not array.flags.c_contiguous or not array.size:
         return np.take(array, where, axis=0)
     # Members of an .npz file begin at any byte, and numpy copies numbers that are not aligned one by one.

@@ -102,6 +102,20 @@ def test_arrays_that_begin_at_any_byte(tmp_path, name, rows):
         dataset.batch([5])
 
 
+@pytest.mark.parametrize("order", "<>")
+def test_arrays_of_either_byte_order(tmp_path, order):
+    rows = np.arange(20).reshape(5, 2, 2).astype(f"{order}i2")
+    np.savez(tmp_path / "x.npz", x=rows)
+    (tmp_path / "scans").mkdir()
+    for n, row in enumerate(rows):
+        np.save(tmp_path / "scans" / f"{n}.npy", row)
+    pack_folder(tmp_path / "scans", tmp_path / "packed")
+    for source in (rows, tmp_path / "x.npz", tmp_path / "packed"):
+        dataset = PackedDataset(source)
+        assert dataset.batch([3, 0]).dtype == torch.int16
+        assert dataset.batch([3, 0]).tolist() == rows[[3, 0]].tolist()
+
+
 def test_transform_sees_batches(arrays):
     shapes = []
 
