@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from lightning_turbo._optional import require
@@ -39,15 +40,24 @@ def _console(console: Any) -> Any:
     return console
 
 
-def _keep_older(folder: Path) -> Path | None:
-    """Move a former result out of the way, so that it can be compared with; return where it went."""
+def _make_room(folder: Path) -> Path | None:
+    """Make the folder and move a former result out of the way, to be compared with; return where it went."""
     former = folder / "results.json"
-    if not former.is_file():
-        return None
-    number = 1
-    while (kept := folder / f"results-{number}.json").exists():
-        number += 1
-    former.rename(kept)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):  # now, not when the first case has been measured
+            pass
+        if not former.is_file():
+            return None
+        number = 1
+        while (kept := folder / f"results-{number}.json").exists():
+            number += 1
+        former.rename(kept)
+    except OSError as error:
+        raise BenchError(
+            f"out={str(folder)!r}: {error.strerror or error}; accepted is a folder that can be made or written. "
+            "Name another place."
+        ) from error
     return kept
 
 
@@ -63,14 +73,15 @@ def run_bench(settings: BenchSettings, console: Any = None) -> int:
 
     Raises:
         MissingExtraError: If rich or matplotlib is not installed.
-        BenchError: If the settings choose no case.
+        BenchError: If the settings choose no case, or their folder cannot be written to.
     """
     require("rich", "lightning-turbo bench")
     require("matplotlib", "lightning-turbo bench")
-    from lightning_turbo.bench.runner import run_suites
+    from lightning_turbo.bench.runner import chosen_suites, run_suites
 
     console = _console(console)
-    kept = _keep_older(settings.out)
+    chosen_suites(settings)  # refuses before anything is moved
+    kept = _make_room(settings.out)
     results = run_suites(settings, save=lambda part: write_results(part, settings.out))
     paths = write_report(results, settings.out)
     for suite in results["suites"]:

@@ -10,16 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import lightning_turbo
-from lightning_turbo.bench.case import BenchError, load_suite
+from lightning_turbo.bench.case import BenchError, Suite, load_suite
 from lightning_turbo.bench.interleave import SuiteRun, work_of
 from lightning_turbo.bench.interrupt import Interrupt
 from lightning_turbo.bench.machine import describe_machine
 from lightning_turbo.bench.progress import Progress
 from lightning_turbo.bench.settings import BenchSettings
 
-__all__ = ["FORMAT", "run_suites"]
+__all__ = ["FORMAT", "chosen_suites", "run_suites"]
 
 FORMAT = 1  # of results.json; raised when a field changes its meaning
+
+
+def chosen_suites(settings: BenchSettings) -> list[Suite]:
+    """Return the suites that have a case to run, in order.
+
+    Args:
+        settings: What to choose.
+
+    Raises:
+        BenchError: If ``only`` matches no case of any suite.
+    """
+    suites = [suite for suite in (load_suite(n, settings.suites) for n in settings.names()) if settings.chosen(suite)]
+    if not suites:
+        raise BenchError(
+            f"only={settings.only!r} matches no case; `lightning-turbo bench --list` shows their names. "
+            "A pattern is as in a shell: 'O1*'."
+        )
+    return suites
 
 
 def run_suites(
@@ -41,12 +59,7 @@ def run_suites(
     Raises:
         BenchError: If ``only`` matches no case of any suite.
     """
-    suites = [suite for suite in (load_suite(n, settings.suites) for n in settings.names()) if settings.chosen(suite)]
-    if not suites:
-        raise BenchError(
-            f"only={settings.only!r} matches no case; `lightning-turbo bench --list` shows their names. "
-            "A pattern is as in a shell: 'O1*'."
-        )
+    suites = chosen_suites(settings)
     program = Path(sys.argv[0]).name
     results: dict[str, Any] = {
         "format": FORMAT,

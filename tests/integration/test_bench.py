@@ -200,6 +200,22 @@ def test_former_results_are_kept(toy):
     assert json.loads((toy["out"] / "results.json").read_text())["settings"]["rounds"] == 1
 
 
+def test_a_former_result_stays_where_it_is_when_there_is_nothing_to_run(toy):
+    toy["out"].mkdir()
+    (toy["out"] / "results.json").write_text("the last one")
+    with pytest.raises(BenchError, match="matches no case"):
+        run_bench(BenchSettings(**toy, only=("O9",)))
+    assert [path.name for path in toy["out"].iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("place", ["file/within", "/proc/nowhere"])
+def test_a_folder_that_cannot_be_written_is_refused_before_any_case(place, tmp_path, toy):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(BenchError, match=r"out='.*': .*; accepted is a folder that can be made or written"):
+        run_bench(BenchSettings(**{**toy, "out": tmp_path / place}))
+    assert not (tmp_path / "child").exists()
+
+
 @pytest.mark.parametrize("program", ["/some/where/lightning-turbo", "/some/where/lightning_turbo/__main__.py"])
 def test_the_command_is_kept_as_it_can_be_given_again(toy, monkeypatch, program):
     monkeypatch.setattr(sys, "argv", [program, "bench", "toy"])
