@@ -73,7 +73,7 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
     script = Path(path)
     if not script.is_file():
         raise TurboError(f"{str(path)!r} is no file; give the path of a Python script that trains with a Trainer.")
-    script, folder = script.resolve(), Path(out).resolve()
+    script, folder = script.absolute(), Path(out).resolve()
     Schedule(**{key: value for key, value in settings.items() if key != "fix"})  # refuses before the script runs
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,10 +168,10 @@ def _entry_point() -> Iterator[None]:
 
 @contextmanager
 def _as_main(script: Path, argv: Sequence[str]) -> Iterator[None]:
-    """Give the script its own arguments and put its folder first on the path, as Python does."""
+    """Give the script its own arguments and put its folder first on the path, a link's target's, as Python does."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *argv]
-    sys.path.insert(0, str(script.parent))
+    sys.path.insert(0, str(script.resolve().parent))
     try:
         yield
     finally:

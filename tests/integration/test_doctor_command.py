@@ -141,6 +141,19 @@ def test_the_report_is_where_the_reader_is_though_the_script_goes_elsewhere(then
     assert (tmp_path / "runs" / "doctor" / "doctor.html").is_file()
 
 
+def test_a_script_behind_a_link_finds_its_files_as_under_python(tmp_path, capfd):
+    for name in ("own", "linked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "own" / "train.py").write_text("import sys\nprint(__file__, sys.path[0])")
+    link = tmp_path / "linked" / "train.py"
+    link.symlink_to(tmp_path / "own" / "train.py")
+    subprocess.run([sys.executable, link], check=True, timeout=60)
+    told = capfd.readouterr().out
+    assert told == f"{link} {tmp_path / 'own'}\n"
+    assert cli.main(["doctor", str(link)]) == 0
+    assert capfd.readouterr().out == told
+
+
 def test_a_script_that_exits_after_training_keeps_its_status(tmp_path, capsys):
     assert cli.main(arguments(tmp_path, "late")) == 3
     assert "report in runs/doctor/doctor.html" in capsys.readouterr().err
