@@ -49,7 +49,7 @@ class FileRecipe(ABC):
 
     Raises:
         TypeError: If ``shuffle`` or ``index`` is no bool.
-        ValueError: If there are no files, or not as many labels.
+        ValueError: If there are no files, or not as many labels, or a label is no integer.
 
     Attributes:
         files: Paths, in the order that ``index`` counts.
@@ -66,7 +66,10 @@ class FileRecipe(ABC):
             raise ValueError(f"files={files!r}: give a sequence of paths, at least one.")
         if labels is not None and len(labels) != len(self.files):
             raise ValueError(f"{len(labels)} labels for {len(self.files)} files: give one for each file, or None.")
-        self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
+        given = None if labels is None else np.asarray(labels)
+        if given is not None and not np.array_equal(given, np.trunc(given)):
+            raise ValueError(f"labels hold {given.dtype} numbers that are not whole: give integers.")
+        self.labels = None if given is None else given.astype(np.int64)
         self.shuffle = shuffle
         self.index = index
 

@@ -175,7 +175,7 @@ def _listed(source: str | os.PathLike[str] | Pairs, root: str | os.PathLike[str]
     if not pairs:
         raise ValueError(f"source={source!r} lists no volume.")
     files = [os.path.join(folder, name) for name, _ in pairs]
-    return files, [int(label) for _, label in pairs]
+    return files, [int(label) if isinstance(label, str) else label for _, label in pairs]
 
 
 def _checked_shape(files: Sequence[str], crop: tuple[int, int, int] | None) -> tuple[int, tuple[int, ...]]:

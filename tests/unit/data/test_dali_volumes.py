@@ -177,6 +177,15 @@ def test_missing_and_foreign_files_are_named(tmp_path):
         VolumeFiles([(tmp_path / "d.npy", 0)], train=True)
 
 
+@pytest.mark.parametrize("label", [63.7, float("nan")])
+def test_labels_are_not_cut_off_to_integers(tmp_path, label):
+    np.save(tmp_path / "a.npy", np.zeros((2, 2, 2), dtype=np.float32))
+    with pytest.raises(ValueError, match=r"labels hold float64 numbers that are not whole: give integers"):
+        VolumeFiles([(tmp_path / "a.npy", label)], train=True)
+    for accepted in (3, 3.0, np.int16(3), "3", torch.tensor(3)):
+        assert VolumeFiles([(tmp_path / "a.npy", accepted)], train=True).labels.tolist() == [3]
+
+
 def test_a_list_that_cannot_be_read_is_named_with_its_line(tmp_path):
     path = tmp_path / "list.txt"
     path.write_text("a.npy 1\nb.npy\n")
