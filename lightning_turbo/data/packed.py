@@ -42,7 +42,7 @@ class PackedDataset(Dataset[Any]):
         FileNotFoundError: If a file or folder is not there.
         KeyError: If an array of ``keys`` is not there.
         TypeError: If an array holds something that torch has no dtype for, or an argument has a wrong type.
-        ValueError: If the arrays differ in length, or there are none.
+        ValueError: If the arrays differ in length, there are none, or one cannot be read or has no rows.
 
     Example:
         >>> data = PackedDataset({"x": np.arange(6).reshape(3, 2), "y": np.array([0, 1, 0])})
@@ -73,7 +73,18 @@ class PackedDataset(Dataset[Any]):
         missing = [name for name in names if name not in found]
         if missing:
             raise KeyError(f"PackedDataset(keys={self._keys!r}): there is no {missing!r}; there are {list(found)!r}.")
-        self.arrays = {name: found[name]() for name in names}
+        self.arrays = {}
+        for name in names:
+            try:
+                self.arrays[name] = array = found[name]()
+            except ValueError as error:
+                raise ValueError(
+                    f"PackedDataset: {name!r} cannot be read: {error}. Store numbers, or leave it out with keys=..."
+                ) from error
+            if array.ndim == 0:
+                raise ValueError(
+                    f"PackedDataset: {name!r} is a single number and has no rows. Leave it out with keys=..."
+                )
         lengths = {name: len(array) for name, array in self.arrays.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(
@@ -113,8 +124,11 @@ class PackedDataset(Dataset[Any]):
 
         Raises:
             IndexError: If an index is beyond the length.
+            TypeError: If they are no integers, as a mask is not.
         """
         where = np.asarray(indices)
+        if where.dtype.kind == "b":
+            raise TypeError("PackedDataset got a mask; accepted are indices. Pass np.flatnonzero(mask).")
         parts: tuple[Any, ...] = tuple(torch.from_numpy(_rows(array, where)) for array in self.arrays.values())
         batch: Any = parts[0] if len(parts) == 1 else parts
         return batch if self.transform is None else self.transform(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ def pack_folder(
         MissingExtraError: If there are images and Pillow is not installed.
         TypeError: If ``overwrite`` is no bool or ``progress`` cannot be called.
         ValueError: If ``size`` is no pair of whole numbers above 0 or given for arrays, files differ in shape, dtype or
-            kind, one cannot be read, has more than 8 bits a channel or more than one page, ``folder`` lies in ``out``,
-            or an ``out`` to overwrite in ``folder``.
+            kind, one cannot be read, has more than 8 bits a channel or more than one page, an array has a name that is
+            no file's, ``folder`` lies in ``out``, or an ``out`` to overwrite in ``folder``.
 
     Example:
         >>> import tempfile
@@ -70,6 +70,8 @@ def pack_folder(
     if size is not None and not (isinstance(size, Sequence) and len(size) == 2 and all(is_whole(n, 1) for n in size)):
         raise ValueError(f"size={size!r}; accepted is (height, width) in pixels, each at least 1, or None.")
     source, target = Path(folder), Path(out)
+    if size is not None and source.suffix == ".npz":
+        raise ValueError(f"size={size!r} is for images, and {str(source)!r} holds arrays. Leave it out.")
     if target.exists() and not overwrite:
         raise FileExistsError(f"{str(target)!r} is there already. Pass another folder, or overwrite=True.")
     if not source.exists():
@@ -113,16 +115,21 @@ def _unpack(source: Path, partial: Path, progress: Any) -> dict[str, Any]:
         names = sorted(arrays.files)
         samples = {}
         for done, name in enumerate(names, 1):
-            np.save(partial / f"{name}.npy", arrays[name])
-            samples[name] = len(arrays[name])
+            if Path(name).name != name:  # it would lie elsewhere, maybe outside
+                raise ValueError(f"{str(source)!r} holds an array {name!r}; accepted are names of files. Rename it.")
+            try:
+                array = arrays[name]
+            except ValueError as error:
+                raise ValueError(f"{str(source)!r}: {name!r} cannot be packed: {error}. Leave it out.") from error
+            np.save(partial / f"{name}.npy", array)
+            samples[name] = len(array) if array.ndim else 0
             if progress is not None:
                 progress(done, len(names))
     return {"arrays": names, "classes": [], "samples": max(samples.values(), default=0)}
 
 
 def _pack(source: Path, partial: Path, size: tuple[int, int] | None, progress: Any) -> dict[str, Any]:
-    below = (Path(where, name) for where, _, names in os.walk(source, followlinks=True) for name in names)
-    files = sorted(path for path in below if path.suffix.lower() in IMAGES | ARRAYS)
+    files = sorted(path for path in _files_below(source) if path.suffix.lower() in IMAGES | ARRAYS)
     if not files:
         raise FileNotFoundError(
             f"{str(source)!r} holds nothing to pack. Accepted are images ({', '.join(sorted(IMAGES))}) and .npy files."
@@ -159,6 +166,14 @@ def _pack(source: Path, partial: Path, size: tuple[int, int] | None, progress: A
         labels = [classes.index(path.relative_to(source).parts[0]) for path in files]
         np.save(partial / "labels.npy", np.asarray(labels, dtype=np.int64))
     return {"arrays": [name, "labels"] if classes else [name], "classes": classes, "samples": len(files)}
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder and of those in it, linked ones included, but for links to where they lie themselves."""
+    for where, folders, names in os.walk(folder, followlinks=True):
+        yield from (Path(where, name) for name in names)
+        here = Path(where).resolve()
+        folders[:] = [name for name in folders if not here.is_relative_to((here / name).resolve())]
 
 
 def _read(path: Path, mode: str | None, size: tuple[int, int] | None) -> np.ndarray:

@@ -225,6 +225,48 @@ def test_linked_class_folders_are_packed(images, tmp_path):
     assert np.array_equal(PackedDataset(tmp_path / "out")[0][0].numpy(), pixels["ant/9.png"].transpose(2, 0, 1))
 
 
+def test_links_to_a_folder_above_are_left_out(images, tmp_path):
+    root, _ = images
+    expected = pack_folder(root, tmp_path / "plain")
+    (root / "ant" / "up").symlink_to(root)
+    (root / "cat" / "itself").symlink_to(root / "cat")
+    assert pack_folder(root, tmp_path / "out") == expected
+
+
+def test_a_folder_with_the_name_of_an_image_is_a_folder(images, tmp_path):
+    root, _ = images
+    (root / "ant").rename(root / "ant.png")
+    assert pack_folder(root, tmp_path / "out")["classes"] == ["ant.png", "cat"]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_what_an_npz_may_hold(save, tmp_path):
+    rows, path, out = np.arange(6).reshape(3, 2), tmp_path / "rows.npz", tmp_path / "out"
+    save(path, x=rows, n=10)
+    assert pack_folder(path, out)["samples"] == 3
+    for source in (path, out):
+        with pytest.raises(ValueError, match=r"'n' is a single number and has no rows. Leave it out with keys"):
+            PackedDataset(source)
+        assert torch.equal(PackedDataset(source, keys=["x"]).batch([2])[0], torch.tensor([4, 5]))
+    with pytest.raises(ValueError, match=r"is for images, and .* holds arrays"):
+        pack_folder(path, out, size=(2, 2), overwrite=True)
+    save(path, x=rows, **{"../x": rows})
+    with pytest.raises(ValueError, match=r"holds an array '\.\./x'; accepted are names of files"):
+        pack_folder(path, out, overwrite=True)
+    assert not (tmp_path / "x.npy").exists()
+    save(path, x=rows, words=np.array([None, "b", 3], dtype=object))
+    with pytest.raises((TypeError, ValueError), match=r"'words' .*(for which torch has no dtype|cannot be read)"):
+        PackedDataset(path)
+    with pytest.raises(ValueError, match="'words' cannot be packed"):
+        pack_folder(path, out, overwrite=True)
+    assert len(PackedDataset(out, keys=["x"])) == 3
+
+
+def test_a_mask_is_no_list_of_indices():
+    with pytest.raises(TypeError, match=r"got a mask; accepted are indices. Pass np.flatnonzero"):
+        PackedDataset(np.arange(3)).batch(np.array([True, False, True]))
+
+
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
 def test_images_of_more_than_8_bits_are_refused(images, tmp_path, kind):
     image = pytest.importorskip("PIL.Image")
