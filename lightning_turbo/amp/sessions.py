@@ -74,9 +74,9 @@ class Session:
         """
         engine = self.engine
         self._settle_masters(optimizers)
-        waiting = any(id(optimizer) in self._scaled for optimizer in optimizers)
+        unscaled = [] if delay_unscale else [each for each in optimizers if id(each) not in self._scaled]
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        kept = {} if waiting or delay_unscale else engine.stash(optimizers, of_buckets=ranks)
+        kept = engine.stash(unscaled, of_buckets=ranks)
         local = ranks and self._is_local()
         if not local and not self._local.isdisjoint(map(id, optimizers)) and any(g is not None for g in kept.values()):
             self._warn_of_local()

@@ -444,6 +444,27 @@ def in_threads(*models):
     return results
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_each_optimizer_of_a_pass_has_its_own_delay(level):
+    model = [nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)]
+    optimizers = [sgd(net) for net in model]
+    init(model, optimizers, level, loss_scale=128.0)
+    a, b = optimizers
+    x = torch.ones(1, 4)
+
+    def backward(factors, which, **how):
+        loss = sum(factor * net(x).float().sum() for factor, net in zip(factors, model, strict=True) if factor)
+        with amp.scale_loss(loss, which, **how) as scaled:
+            scaled.backward()
+
+    backward((0, 4), b)
+    backward((8, 0), a, delay_unscale=True)
+    backward((1, 2), optimizers)
+    for optimizer, expected in ((a, 9.0), (b, 6.0)):
+        (weight,) = amp.master_params(optimizer)
+        assert torch.equal(weight.grad, torch.full_like(weight, expected))
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_outputs_are_float32_on_every_thread_of_data_parallel(level):
     model = Meeting(net(), 2)
