@@ -4,6 +4,7 @@ import importlib.util
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -71,6 +72,15 @@ def _fresh(tmp_path, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(randomness, "WORTH", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _drop_compiled():
+    """Has torch's compiler forget what a test has compiled; the Doctor looks into no process that holds such code."""
+    yield
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is not None and compiler.input_codes.seen:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,6 @@ class Exam:
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         table = CallTable(trainer.optimizers, schedulers, module.automatic_optimization)
         self.watch = Watch(self.sources, table, cuda=self.cuda)
-        self.compiled = _frames_compiled()
         if not self.watch.traced:
             self.notes.append("another profile function is set: calls such as self.log(prog_bar=True) were not watched")
         self.timeline = Timeline(self.cuda)
@@ -85,8 +84,10 @@ class Exam:
         """Whether nothing in the run would behave otherwise under torch's modes; if not, note why."""
         strategy = type(self.trainer.strategy)
         modules = list(self.module.modules())
-        if any(map(_is_compiled, modules)) or _frames_compiled() > self.compiled:
+        if any(map(_is_compiled, modules)):
             why = "the model is compiled"
+        elif _holds_compiled_code():
+            why = "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it"
         elif not any(base.__name__ in _PLAIN for base in strategy.__mro__):
             why = f"{strategy.__name__} may hold tensors that are no plain ones"
         elif any(isinstance(each, _FAST_PATHS) and not each.training for each in modules):
@@ -259,7 +260,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
-def _frames_compiled() -> int:
-    """How many frames ``torch.compile`` has compiled in this process; torch's compiler is not imported for it."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["frames"].get("total", 0) if dynamo is not None else 0
+def _holds_compiled_code() -> bool:
+    """Whether this process holds code that ``torch.compile`` has looked at; its compiler is not imported for it."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return dynamo is not None and any(code() is not None for code in dynamo.input_codes.seen)

@@ -144,6 +144,22 @@ def test_a_compiled_model_is_timed_only(in_place):
     assert doctor.report.facts.timed == 2
 
 
+def test_a_run_with_code_that_an_earlier_one_compiled_is_timed_only():
+    error = torch.compile(lambda out: out.square().mean(), backend="aot_eager")
+
+    class Compiled(Noisy):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + error(batch[0])
+
+    first, doctor = trained(model=Compiled), Doctor(**SHORT)
+    assert equal(first, trained(doctor, model=Compiled))
+    assert doctor.report.facts.operations == 0
+    assert "torch.compile has compiled code in this process" in doctor.report.facts.notes[0]
+    torch._dynamo.reset()
+    trained(doctor := Doctor(**SHORT))
+    assert doctor.report.facts.operations > 0
+
+
 def test_another_profiler_keeps_its_place():
     doctor, seen = Doctor(**SHORT), set()
     sys.setprofile(lambda frame, event, arg: seen.add(frame.f_code.co_name))
