@@ -117,31 +117,36 @@ class LeanLoggerConnector(LoggerConnector):
         self.__dict__ = stock.__dict__
         self._current: Any = None  # the values of the loop that is in a batch
         self._waiting: Any = None  # those of a batch that nobody has read yet; the next batch's take their place
-        self._ended_with: list[Any] = []  # what they were then; a batch that breaks off changes nothing
+        self._ended_with: Any = None  # what they were, once another batch has begun, which may break off
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Begin a batch, of a validation too, whose values follow those of the training."""
         self._first_loop_iter = self._first_loop_iter is None
         results: Any = self.trainer._results
         self._current = results
-        if self._waiting is not results:
+        if self._waiting is results:
+            self._ended_with = [metric._forward_cache for metric in results.values()]
+        else:
             self.pass_on()
         results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
 
     def on_batch_end(self) -> None:
         """Let go of the batch."""
-        self._waiting = results = self._current
-        self._ended_with = [metric._forward_cache for metric in results.values()]
+        self._waiting, self._ended_with = self._current, None
+        results = self._current
         results.batch = results.batch_size = None
 
     def pass_on(self) -> None:
         """Pass the values of the last batch that ended on to their readers."""
         results, self._waiting = self._waiting, None
         if results:
-            under_way = [metric._forward_cache for metric in results.values()]
-            _set_values(results, self._ended_with)
-            metrics = results.metrics(True)
-            _set_values(results, under_way)
+            if self._ended_with is None:
+                metrics = results.metrics(True)
+            else:
+                under_way = [metric._forward_cache for metric in results.values()]
+                _set_values(results, self._ended_with)
+                metrics = results.metrics(True)
+                _set_values(results, under_way)
             self._progress_bar_metrics.update(metrics["pbar"])
             self._callback_metrics.update(metrics["callback"])
             self._logged_metrics.update(metrics["log"])

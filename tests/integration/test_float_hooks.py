@@ -403,7 +403,7 @@ def test_a_network_whose_forward_is_set_on_the_instance(level):
     assert not torch.equal(module.net.weight, start.net.weight)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_modules_whose_weights_cannot_be_cast_are_refused(level):
     module = Net()
