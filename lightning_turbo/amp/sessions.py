@@ -74,7 +74,7 @@ class Session:
         """
         engine = self.engine
         self._settle_masters(optimizers)
-        unscaled = [] if delay_unscale else [each for each in optimizers if id(each) not in self._scaled]
+        unscaled = [] if delay_unscale else self._without_scaled(optimizers)
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         kept = engine.stash(unscaled, of_buckets=ranks)
         local = ranks and self._is_local()
@@ -144,6 +144,11 @@ class Session:
             for caller in self._callers:
                 caller.handle.remove()
             self._callers.clear()
+
+    def _without_scaled(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return those that have no gradient of a pass that was left scaled, and share none with one that has."""
+        held = {id(p) for o in optimizers if id(o) in self._scaled for group in o.param_groups for p in group["params"]}
+        return [o for o in optimizers if held.isdisjoint(id(p) for group in o.param_groups for p in group["params"])]
 
     def _no_longer_needed(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yield an optimizer's masters but for those that another one holds and is yet to step with."""

@@ -48,9 +48,10 @@ class Doctor(Callback):
         TurboWarning: If the report cannot be written to ``html`` or ``json``.
 
     Note:
-        Only the rank with number zero watches. A compiled model, and strategies that split single tensors, are timed
-        but not watched from inside, and the report says so. Where another profile function is set (by a debugger;
-        before Python 3.12 by cProfile), calls of Python functions are not watched.
+        Only the rank with number zero watches. A compiled model, any model in a process that has compiled something
+        before, and strategies that split single tensors, are timed but not watched from inside, and the report says so.
+        Where another profile function is set (by a debugger; before Python 3.12 by cProfile), calls of Python functions
+        are not watched.
 
     Example:
         >>> from lightning_turbo import Doctor
@@ -168,7 +169,8 @@ class Doctor(Callback):
         self.report = Report(
             facts=facts, findings=tuple(findings), timeline=tuple(timeline), short=exam.shortfall(interrupted)
         )
-        encoding = sys.stdout.encoding or "utf-8"  # the user's lines may hold letters that the terminal lacks
+        # The user's lines may hold letters that the terminal lacks; an object in its place may have no encoding.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(f"\n{as_text(self.report)}\n".encode(encoding, "backslashreplace").decode(encoding))
         try:
             self.report.save(html=self.html, json=self.json)

@@ -389,6 +389,20 @@ def test_letters_that_the_terminal_lacks_do_not_end_the_run(monkeypatch):
     assert rb"self.log('Gr\xf6\xdfe', prog_bar=True)" in told.buffer.getvalue()
 
 
+def test_a_standard_output_of_ones_own_gets_the_report(monkeypatch):
+    class Tee:
+        def write(self, text):
+            told.append(text)
+
+        def flush(self):
+            pass
+
+    told = []
+    monkeypatch.setattr(sys, "stdout", Tee())
+    assert len(trained(Doctor(**SHORT)).losses) == 12
+    assert "The median step takes" in "".join(told)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

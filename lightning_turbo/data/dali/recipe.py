@@ -67,7 +67,7 @@ class FileRecipe(ABC):
         if labels is not None and len(labels) != len(self.files):
             raise ValueError(f"{len(labels)} labels for {len(self.files)} files: give one for each file, or None.")
         given = None if labels is None else np.asarray(labels)
-        if given is not None and not np.array_equal(given, np.trunc(given)):
+        if given is not None and given.dtype.kind not in "US" and not np.array_equal(given, np.trunc(given)):
             raise ValueError(f"labels hold {given.dtype} numbers that are not whole: give integers.")
         self.labels = None if given is None else given.astype(np.int64)
         self.shuffle = shuffle

@@ -465,6 +465,19 @@ def test_each_optimizer_of_a_pass_has_its_own_delay(level):
         assert torch.equal(weight.grad, torch.full_like(weight, expected))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_delayed_gradient_stays_scaled_in_every_optimizer_that_holds_its_parameter(level):
+    model = nn.Linear(4, 2, bias=False)
+    optimizers = [sgd(model), sgd(model)]
+    init(model, optimizers, level, loss_scale=128.0)
+    for factor, which, delay in ((8.0, optimizers[0], True), (1.0, optimizers, False)):
+        with amp.scale_loss(factor * model(torch.ones(1, 4)).float().sum(), which, delay_unscale=delay) as scaled:
+            scaled.backward()
+    for optimizer in optimizers:
+        (weight,) = amp.master_params(optimizer)
+        assert torch.equal(weight.grad, torch.full_like(weight, 9.0))
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_outputs_are_float32_on_every_thread_of_data_parallel(level):
     model = Meeting(net(), 2)

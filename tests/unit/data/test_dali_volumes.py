@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_turbo.data.dali import DALILoader, VolumeFiles
+from lightning_turbo.data.dali import DALILoader, FileRecipe, VolumeFiles
 from tests.dali_samples import make_volumes
 
 
@@ -184,6 +184,14 @@ def test_labels_are_not_cut_off_to_integers(tmp_path, label):
         VolumeFiles([(tmp_path / "a.npy", label)], train=True)
     for accepted in (3, 3.0, np.int16(3), "3", torch.tensor(3)):
         assert VolumeFiles([(tmp_path / "a.npy", accepted)], train=True).labels.tolist() == [3]
+
+
+def test_labels_of_a_recipe_of_ones_own_may_be_digits():
+    class Own(FileRecipe):
+        def define(self, dali, encoded, device):
+            return encoded
+
+    assert Own(["a", "b"], ["3", "12"], shuffle=False, index=False).labels.tolist() == [3, 12]
 
 
 def test_a_list_that_cannot_be_read_is_named_with_its_line(tmp_path):
