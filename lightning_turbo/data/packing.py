@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -188,8 +189,10 @@ def _image(path: Path, mode: str | None, size: tuple[int, int] | None) -> np.nda
     from PIL import Image
 
     with Image.open(path) as opened:
-        if opened.mode[0] in "IF":  # Pillow would cut their values off at 255
-            raise ValueError(f"its pixels are of mode {opened.mode!r}, accepted are 8 bits; .npy files may hold more")
+        stored = re.search(r"\w+;16[BLN]", str(getattr(opened, "tile", "")))  # as what colours of 16 bits are decoded
+        if stored or opened.mode[0] in "IF":  # Pillow would cut their values off, at 255 or to 8 bits
+            kind = stored[0] if stored else opened.mode
+            raise ValueError(f"its pixels are of mode {kind!r}, accepted are 8 bits; .npy files may hold more")
         if opened.format == "TIFF" and (pages := getattr(opened, "n_frames", 1)) > 1:
             raise ValueError(f"it has {pages} pages, accepted is 1; save what is a volume as a .npy file")
         image = opened.convert(mode or Image.getmodebase(opened.mode))

@@ -2,6 +2,8 @@
 
 import pickle
 import shutil
+import struct
+import zlib
 from collections import namedtuple
 
 import numpy as np
@@ -272,6 +274,19 @@ def test_images_of_more_than_8_bits_are_refused(images, tmp_path, kind):
     image = pytest.importorskip("PIL.Image")
     image.fromarray(np.full((6, 7), 1000, dtype=kind)).save(images[0] / "cat" / "0.tif")
     with pytest.raises(ValueError, match=r"cat/0.tif' cannot be packed: its pixels are of mode .*accepted are 8 bits"):
+        pack_folder(images[0], tmp_path / "out")
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_colours_of_16_bits_are_refused(images, tmp_path, colour, channels):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", 7, 6, 16, colour, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\3\xe8" * 7 * channels) * 6)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    (images[0] / "cat" / "0.png").write_bytes(file)
+    with pytest.raises(ValueError, match=r"cat/0.png' cannot be packed: its pixels are of mode '.*;16B?', acc"):
         pack_folder(images[0], tmp_path / "out")
 
 
