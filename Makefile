@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Processes that share the tests; 0 runs them in one, as a debugger needs it.
+WORKERS ?= 2
 
 .PHONY: demo test check docs unit slow gpu gpu-pretended release pairs clean
 
@@ -23,7 +25,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # The long suites: every kill, every pair, every benchmark case. Nightly and before a release.
 slow: $(STAMP)
