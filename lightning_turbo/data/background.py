@@ -66,7 +66,7 @@ class _Work:
         except StopIteration:
             return Record(end=True)
         except BaseException as error:
-            return Record(error=error)
+            return record._replace(item=None, error=error)
 
     def end(self, patience: float = PATIENCE) -> None:
         """End the thread and let go of the source. Harmless when called twice or in a forked child."""
@@ -184,6 +184,7 @@ class BackgroundIterator(Iterator[Any]):
         record = self._next()
         if record.error is not None:
             self.park()
+            self.place.reached = record.state
             try:
                 raise record.error
             finally:

@@ -119,12 +119,14 @@ class Place:
     Attributes:
         consumed: Batches handed out.
         states: What the source said of itself after the last of them, the latest at the end.
+        reached: The same after the last batch that was handed out or raised; ``None`` if nothing was taken beyond it.
         ended: Whether the end was reached.
     """
 
     def __init__(self, consumed: int = 0, state: Any = None) -> None:
         self.consumed = self._begun = consumed
         self.states: deque[Any] = deque([] if state is None else [state], maxlen=KEPT)
+        self.reached = state
         self.ended = False
 
     @property
@@ -140,6 +142,7 @@ class Place:
     def hand_out(self, state: Any) -> None:
         """Count a batch, and take what the source said of itself after it."""
         self.consumed += 1
+        self.reached = state
         self.states.append(state)
 
 
@@ -150,7 +153,7 @@ class IndexTape:
     drawn, and from its epoch if it has one. That is what is noted; the indices themselves are not kept.
 
     Where an epoch is broken off, the generators of the sampler are put back to where the last batch that was handed out
-    left them.
+    or raised left them.
 
     Args:
         sampler: A sampler or batch sampler.
@@ -242,10 +245,10 @@ class IndexTape:
         """Return ``own_states`` as they are without what was drawn ahead, unless somebody else has set them since."""
         latest, place = self._latest, self._handed_out
         now = self.own_states()
-        if place.state is None or place.ended:
+        if place.reached is None or place.ended:
             return now
         drawn = self._drawing or self._latest is not latest  # by a thread at this moment
-        return place.state if drawn or all(map(_equal, now, latest)) else now
+        return place.reached if drawn or all(map(_equal, now, latest)) else now
 
     def put_back(self, place: Place) -> None:
         """Take back what was drawn ahead for an iterator that is left before its end, if it is the latest."""

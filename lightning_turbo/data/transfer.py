@@ -196,10 +196,12 @@ class DeviceIterator(Iterator[Any]):
             self.place.ended = True
             raise StopIteration
         if isinstance(entry, BaseException):
+            self.place.reached = self.source.place.reached
             try:
                 raise entry
             finally:
                 del entry
+        self.place.reached = entry.state  # also if the transform raises
         batch = self.transfer.receive(entry)
         self.place.hand_out(entry.state)
         if self.transfer.stream() is not None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from lightning_turbo.data import PrefetchLoader, randomness
 from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo.data.transfer import DeviceTransfer
 from tests.unit.data.test_resume import saved
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,6 +90,48 @@ def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
             ours.close()
         assert epochs[-1] == some(plain, batches, 0)
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+    ours.close()
+
+
+class Faulty(Twenty):
+    def __getitem__(self, index):
+        if index % 7 == 3:
+            raise LookupError(index)
+        return index
+
+
+def refuse(batch):
+    if any(index % 7 == 3 for index in batch.tolist()):
+        raise LookupError
+    return batch
+
+
+def past_errors(loader, batches, pause):
+    """What as many calls of ``next`` give, with all of it loaded ahead that can be."""
+    iterator, seen = iter(loader), []
+    for _ in range(batches):
+        try:
+            seen.append(next(iterator).tolist())
+        except (LookupError, StopIteration) as error:
+            seen.append(type(error).__name__)
+        time.sleep(pause)
+    return seen
+
+
+@pytest.mark.parametrize("where", ["dataset", "threads", "workers", "transform", "threads and transform"])
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loader(make, where):
+    workers, own = {"num_workers": int(where == "workers")}, {}
+    dataset = Twenty() if "transform" in where else Faulty()
+    if "threads" in where:
+        own["prefetch_threads"] = 3
+    if "transform" in where:
+        own["transfer"] = DeviceTransfer("cpu", transform=refuse)
+    plain = DataLoader(Faulty(), batch_size=3, **make(), **workers)
+    ours = PrefetchLoader(dataset, batch_size=3, **make(), **workers, **own)
+    for batches in (7, 1, 4, 5, 2, 7, 3):
+        assert past_errors(ours, batches, 0.01) == past_errors(plain, batches, 0)
+        gc.collect()  # an error keeps torch's iterator and its worker until then
     ours.close()
 
 
