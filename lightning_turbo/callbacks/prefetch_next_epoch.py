@@ -14,7 +14,7 @@ from lightning_turbo._compat import (
     set_sampler_epoch,
 )
 from lightning_turbo._loops import begin_epoch_again
-from lightning_turbo.data.randomness import set_shared_state, shared_state
+from lightning_turbo._random import same_random_numbers
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["PrefetchNextEpoch"]
@@ -71,14 +71,13 @@ class PrefetchNextEpoch(Callback):
             )
             return
         loop: Any = trainer.fit_loop
-        here = shared_state()
-        for loader, state in zip(able, restored, strict=True):
-            if state is not None:
-                set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-                loader.load_state_dict(state)
-                loader.start_next_epoch()
-        begin_epoch_again(trainer)
-        set_shared_state(here)
+        with same_random_numbers():
+            for loader, state in zip(able, restored, strict=True):
+                if state is not None:
+                    set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+                    loader.load_state_dict(state)
+                    loader.start_next_epoch()
+            begin_epoch_again(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the next epoch if this batch is the last, and another epoch follows."""

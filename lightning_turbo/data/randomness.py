@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import itertools
-import os
 import pickle
 import random
 import sys
-import threading
 import types
 import warnings
 from collections import deque
@@ -20,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_turbo._random import set_shared_state, shared_state, torch_state, uncollected
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = [
@@ -33,8 +30,6 @@ __all__ = [
     "torch_state",
     "uncollected",
 ]
-
-_reading = threading.RLock()
 
 # Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
 # 0.1 to 0.4 ms.
@@ -56,60 +51,6 @@ DRAWS = frozenset({
     "gumbel_softmax", "kaiming_normal_", "kaiming_uniform_",
 })
 # fmt: on
-
-
-def shared_state() -> dict[str, Any]:
-    """Return the states of the process-wide generators of torch (CPU), Python and, if imported, NumPy.
-
-    Tensors and plain Python objects only, so that a checkpoint that holds one loads with ``weights_only=True``.
-    """
-    state: dict[str, Any] = {"torch": torch_state(), "random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        if kind == "MT19937":  # a program may have exchanged it for a generator that has no such state
-            state["numpy"] = [torch.from_numpy(keys.astype("int64")), *rest]
-    return state
-
-
-def torch_state() -> torch.Tensor:
-    """Return the state of torch's generator on the CPU."""
-    with uncollected():
-        return torch.get_rng_state()
-
-
-@functools.cache
-def _guard_forks() -> None:
-    """Let no worker process begin with the lock held and without a collector."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running while states of torch's generators are read.
-
-    It may let another thread go on, which would then wait for the generator and hold the interpreter's lock, for ever.
-    """
-    _guard_forks()
-    with _reading:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
-
-
-def set_shared_state(state: dict[str, Any]) -> None:
-    """Set the process-wide generators to a state that ``shared_state`` returned."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["random"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        keys, *rest = state["numpy"]
-        numpy.random.set_state(("MT19937", keys.numpy(), *rest))
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

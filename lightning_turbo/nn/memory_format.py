@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_turbo._checks import check_functions, is_number, is_whole
+from lightning_turbo._random import same_random_numbers
 
 __all__ = ["FORMATS", "FormatTimes", "MemoryFormatName", "measure_memory_format", "set_memory_format"]
 
@@ -132,7 +133,7 @@ def measure_memory_format(
         raise ValueError(f"device={device!r} is no device that torch knows; pass 'cpu', 'cuda' or 'cuda:N'.") from error
     turns: dict[MemoryFormatName, list[float]] = {name: [] for name in FORMATS}
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with same_random_numbers(devices), torch.enable_grad():
         network = copy.deepcopy(module).to(device)
         for turn in range(rounds + 1):  # the first turn warms up
             for name in FORMATS:

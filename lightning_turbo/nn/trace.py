@@ -11,6 +11,8 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from lightning_turbo._random import same_random_numbers
+
 __all__ = ["Tracer", "same_numbers", "traces_of"]
 
 
@@ -114,7 +116,7 @@ def same_numbers(module: nn.Module, inputs: Sequence[Any] = ()) -> Iterator[None
     """Leave the buffers and the random generators as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not (is_lazy(buffer) or buffer.is_meta)]
     tensors = (t for t in (*module.parameters(), *module.buffers(), *inputs) if isinstance(t, torch.Tensor))
-    with torch.random.fork_rng(devices={t.device for t in tensors if t.is_cuda}):
+    with same_random_numbers({t.device for t in tensors if t.is_cuda}):
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_turbo import _random
 from lightning_turbo.data import background, producer, randomness, surroundings
 from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
@@ -903,7 +904,7 @@ def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_loc
     inside, release = threading.Event(), threading.Event()
 
     def read():
-        with randomness.uncollected():
+        with _random.uncollected():
             inside.set()
             release.wait(0.2)
 
@@ -912,10 +913,10 @@ def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_loc
     inside.wait()
     child = os.fork()
     if not child:
-        os._exit(not (gc.isenabled() and randomness._reading.acquire(timeout=1.0)))
+        os._exit(not (gc.isenabled() and _random._reading.acquire(timeout=1.0)))
     release.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
     assert gc.isenabled()
-    assert randomness._reading.acquire(timeout=1.0)
-    randomness._reading.release()
+    assert _random._reading.acquire(timeout=1.0)
+    _random._reading.release()

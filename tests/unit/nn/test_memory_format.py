@@ -1,12 +1,16 @@
 """Memory formats: the same numbers, another order in memory, and a measurement without traces."""
 
 import copy
+import random
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from lightning_turbo._random import shared_state
+from lightning_turbo.data.randomness import moved
 from lightning_turbo.nn import measure_memory_format, set_memory_format
 
 
@@ -71,9 +75,11 @@ def test_a_win_within_the_margin_is_none():
 
 def test_the_measurement_leaves_no_trace():
     net = network()
-    before, state = copy.deepcopy(net), torch.get_rng_state()
+    for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
+        net.register_forward_pre_hook(lambda *_, draw=draw: setattr(net, "drawn", draw()))
+    before, state = copy.deepcopy(net), shared_state()
     measure_memory_format(net, [torch.randn(2, 3, 8, 8, generator=torch.Generator())], rounds=1, steps=1)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert moved(state, shared_state()) == []
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), before.state_dict().values(), strict=True))
     assert all(p.grad is None and p.is_contiguous() for p in net.parameters())
 
