@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``None`` takes them from the command line.
 
     Returns:
-        0 for success, 1 for a result that is not good enough, 2 for input that is refused, 130 after Ctrl-C.
+        0 for success, 1 for a result that is not good enough, 2 for input that is refused or a file that
+        cannot be read or written, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="lightning-turbo", description=lightning_turbo.__doc__)
     parser.add_argument("--version", action="version", version=f"lightning-turbo {lightning_turbo.__version__}")
@@ -42,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except TurboError as error:
-        print(f"lightning-turbo: error: {error}", file=sys.stderr)
-        return REFUSED
+    except (TurboError, OSError) as error:
+        return _refused(str(error))
     except KeyboardInterrupt:
         print("lightning-turbo: stopped", file=sys.stderr)
         return INTERRUPTED
@@ -101,7 +101,7 @@ def _add_doctor(commands: Commands) -> None:
         help="say what is wrong with this machine, or what slows a training script, and how to mend it",
         description="Without a script: look at what is installed and at the machine; the exit status is 1 if there is "
         "a real fault. With a script: run it with a Doctor in each of its Trainers, and write doctor.html and "
-        "doctor.json; the exit status is the script's own.",
+        "doctor.json; the exit status is the script's own, or 1 if that is 0 and a report could not be written.",
         usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--fix] [--warmup N] [--timed N] [--watched N] "
         "SCRIPT [-- ARGUMENT ...]",
     )
@@ -163,12 +163,9 @@ def _add_convert(commands: Commands) -> None:
 def _convert(arguments: argparse.Namespace) -> int:
     from lightning_turbo.amp.convert import convert_checkpoint
 
-    try:
-        new = convert_checkpoint(
-            arguments.old, arguments.new, to=arguments.to, prefix=arguments.prefix, trust=arguments.trust
-        )
-    except OSError as error:
-        return _refused(str(error))
+    new = convert_checkpoint(
+        arguments.old, arguments.new, to=arguments.to, prefix=arguments.prefix, trust=arguments.trust
+    )
     print(f"wrote {new}")
     return 0
 
@@ -198,7 +195,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         found = pack_folder(
             arguments.folder, arguments.out, size=arguments.size, overwrite=arguments.overwrite, progress=progress
         )
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return _refused(str(error))
     print(f"{arguments.out}: {found['samples']} samples, {len(found['classes'] or ())} classes")
     return 0

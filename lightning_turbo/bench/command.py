@@ -74,6 +74,7 @@ def run_bench(settings: BenchSettings, console: Any = None) -> int:
     Raises:
         MissingExtraError: If rich or matplotlib is not installed.
         BenchError: If the settings choose no case, or their folder cannot be written to.
+        OSError: If a file cannot be written later on, for example because the disk is full; what was there is kept.
     """
     require("rich", "lightning-turbo bench")
     require("matplotlib", "lightning-turbo bench")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_turbo._files import whole_file
 from lightning_turbo.bench.stats import figure, ratio, three_digits
 
 __all__ = ["draw_suite"]
@@ -59,7 +60,8 @@ def draw_suite(suite: Mapping[str, Any], path: Path, *, where: str) -> bool:
     kinds = {BASE: "baseline", STOCK: "PyTorch, Lightning", OURS: "lightning_turbo", PEER: "other libraries"}
     shown = [Patch(color=colour, label=kinds[colour]) for colour in kinds if colour in colours]
     picture.legend(handles=shown, fontsize=8, frameon=False, loc="outside lower right", ncols=len(shown))
-    picture.savefig(path, dpi=140)
+    with whole_file(path) as part:
+        picture.savefig(part, dpi=140)
     return True
 
 

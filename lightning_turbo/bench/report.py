@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_turbo._files import whole_file
 from lightning_turbo.bench.case import BenchError
 from lightning_turbo.bench.stats import Summary, figure, interval, ratio, step_seconds, three_digits, throughput
 
@@ -242,9 +242,8 @@ def write_results(results: Mapping[str, Any], folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
-    draft = folder / "results.json.part"
-    draft.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(draft, path)
+    with whole_file(path) as part:
+        part.write_text(json.dumps(results, indent=1) + "\n")
     return path
 
 
@@ -268,7 +267,8 @@ def write_report(results: Mapping[str, Any], folder: Path) -> list[Path]:
             drawn.append(suite["suite"])
             paths.append(picture)
     report = folder / "results.md"
-    report.write_text(markdown(results, drawn))
+    with whole_file(report) as part:
+        part.write_text(markdown(results, drawn), encoding="utf-8")
     return [*paths, report]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_turbo import _optional
+from lightning_turbo._files import whole_file
 
 __all__ = ["draw_results"]
 
@@ -50,7 +51,8 @@ def draw_results(results: dict[str, Any], path: Path) -> None:
         f"torch {made_on['torch']}  ·  seed {asked['seed']}",
         x=0.012, ha="left", fontsize=8.5, color=COLOURS["O0"],
     )  # fmt: skip
-    figure.savefig(path)
+    with whole_file(path) as part:
+        figure.savefig(part)
 
 
 def _curves(axes: Any, rows: dict[str, dict[str, Any]]) -> None:

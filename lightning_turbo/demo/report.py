@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.table import Table
 import lightning_turbo
 from lightning_turbo import _optional
 from lightning_turbo._compat import bound_name
+from lightning_turbo._files import whole_file
 from lightning_turbo.demo.history import RunHistory
 
 __all__ = ["FORMAT", "level_row", "machine", "readable_bytes", "results_table", "write_results"]
@@ -112,9 +112,8 @@ def readable_bytes(count: int) -> str:
 def write_results(results: dict[str, Any], path: Path) -> None:
     """Write ``results`` as JSON, whole or not at all; what is not finite becomes ``null``."""
     text = json.dumps(_finite(results), indent=1, allow_nan=False)
-    part = path.with_suffix(".part")
-    part.write_text(text + "\n")
-    os.replace(part, path)
+    with whole_file(path) as part:
+        part.write_text(text + "\n")
 
 
 def _finite(value: Any) -> Any:

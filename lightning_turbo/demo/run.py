@@ -25,6 +25,7 @@ from lightning_turbo.demo.progress import RunProgress
 from lightning_turbo.demo.report import FORMAT, level_row, machine, results_table, write_results
 from lightning_turbo.demo.settings import EPOCHS, LEVELS, DemoError, DemoSettings
 from lightning_turbo.plugins.apex_amp import ApexAMP
+from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO
 
 __all__ = ["BATCH_SIZE", "run_demo", "train_level"]
 
@@ -45,6 +46,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     Raises:
         DemoError: If the device is absent, ``out`` cannot be written, or there is nothing to resume.
         MissingExtraError: If a package of the ``demo`` extra is not installed.
+        OSError: If a file cannot be written later on, for example because the disk is full; what was there is kept.
 
     Note:
         The order of the levels in time can favour one of them; the figures are a demonstration, not a benchmark.
@@ -129,7 +131,7 @@ def train_level(
     trainer = Trainer(
         accelerator=device.type,
         devices=1 if device.index is None else [device.index],
-        plugins=[ApexAMP(level)],
+        plugins=[ApexAMP(level), AtomicCheckpointIO()],
         max_epochs=epochs,
         callbacks=[
             history,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_turbo._files import whole_file
 from lightning_turbo.doctor.advice import LEVELS, Finding
 from lightning_turbo.doctor.facts import Facts, Site
 from lightning_turbo.doctor.page import as_html
@@ -49,7 +50,8 @@ class Report:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with whole_file(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def place(site: Site) -> str:

@@ -63,7 +63,8 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
         settings: ``warmup``, ``timed``, ``watched`` and ``fix`` as for ``Doctor``.
 
     Returns:
-        The script's own exit status: 1 after an exception, whose traceback is printed, 130 after Ctrl-C.
+        The script's own exit status: 1 after an exception, whose traceback is printed, 130 after Ctrl-C. In place of 0,
+        1 if a report could not be written.
 
     Raises:
         TurboError: If there is no such script, or ``out`` cannot be a folder that reports are written to.
@@ -92,7 +93,7 @@ def run(path: str | Path, argv: Sequence[str] = (), *, out: str | Path = "runs/d
         _settings.clear()
     sys.stdout.flush()
     sys.stderr.write(_closing(script, folder, start, error))
-    return status
+    return status or int(bool(_unwritten()))
 
 
 def _end_of(script: Path) -> tuple[int, BaseException | None]:
@@ -117,13 +118,22 @@ def _reports(folder: Path, suffix: str) -> list[Path]:
     return sorted(each for each in folder.glob(f"doctor*.{suffix}") if re.fullmatch(r"doctor(-\d+)?", each.stem))
 
 
+def _unwritten() -> list[Doctor]:
+    """The doctors that made a report which is not there."""
+    return [
+        doctor
+        for doctor in _made
+        if doctor.report is not None and not all(Path(file).is_file() for file in (doctor.html, doctor.json) if file)
+    ]
+
+
 def _closing(script: Path, folder: Path, start: str, error: BaseException | None) -> str:
     """The last words: where the report is, seen from ``start``, or why there is none."""
-    pages = _reports(folder, "html")
-    if pages:
-        return "".join(f"lightning-turbo doctor: report in {os.path.relpath(page, start)}\n" for page in pages)
-    if any(doctor.report is not None for doctor in _made):
-        return f"lightning-turbo doctor: the report could not be written to {folder}; the warning above says why.\n"
+    told = [f"lightning-turbo doctor: report in {os.path.relpath(page, start)}\n" for page in _reports(folder, "html")]
+    if _unwritten():
+        told += [f"lightning-turbo doctor: a report could not be written to {folder}; the warning above says why.\n"]
+    if told:
+        return "".join(told)
     if any(doctor.superseded for doctor in _made):
         why = "its Trainer has a Doctor of its own, which reports by itself"
     elif error is not None:

@@ -10,7 +10,7 @@ import lightning_turbo
 
 ROOT = Path(lightning_turbo.__file__).parent
 FLOOR_OF = {
-    "errors": 0, "_checks": 0, "_optional": 0, "_random": 0, "_compat": 0, "_loops": 0, "_ranks": 0,
+    "errors": 0, "_checks": 0, "_files": 0, "_optional": 0, "_random": 0, "_compat": 0, "_loops": 0, "_ranks": 0,
     "amp": 1, "data": 1, "optim": 1, "nn": 1,
     "plugins": 2, "datamodules": 2, "callbacks": 2,
     "strategies": 2.5,  # they put the other adapters together

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import sklearn  # noqa: F401  (sets variables of the environment when it is firs
 import torch
 from rich.console import Console
 
+from lightning_turbo import cli
 from lightning_turbo.demo import DemoError, DemoSettings, run
 from lightning_turbo.demo.data import DemoData, VolumePatches, load_digits, load_mni
 from lightning_turbo.demo.progress import RunProgress
@@ -184,6 +186,26 @@ def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DemoError, match=r"out '.*file': File exists; accepted is a folder"):
         run_demo(DemoSettings(out=tmp_path / "file", device="cpu"), Console(file=io.StringIO()))
+
+
+def test_a_full_disk_is_told_in_a_line_and_costs_nothing_that_was_there(tmp_path, capsys):
+    out = tmp_path / "out"
+    demo(out, levels=("O0",), epochs=1)
+    again = ["demo", "--device", "cpu", "--resume", "--epochs", "2", "--out", str(out)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # less than a checkpoint takes
+    try:
+        assert cli.main(again) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = capsys.readouterr().err
+    assert told.startswith("lightning-turbo: error: ")
+    assert "O0.ckpt' could not be written" in told
+    assert len(told.splitlines()) == 1
+    assert json.loads((out / "results.json").read_text())["levels"]["O0"]["epochs"] == 1
+    assert not list(out.rglob(".*"))
+    assert cli.main(again) in (0, 1)
+    assert json.loads((out / "results.json").read_text())["levels"]["O0"]["epochs"] == 2
 
 
 def test_an_absent_device_is_refused_in_words(tmp_path):

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -229,10 +230,22 @@ def test_a_report_that_cannot_be_written_is_not_taken_for_a_run_without_training
     given = arguments(tmp_path, options=["--out", "gone"])
     script = tmp_path / "train.py"
     script.write_text(f"import os\nos.rmdir('gone')\nopen('gone', 'w').close()\n{script.read_text()}")
-    assert cli.main(given) == 0
+    assert cli.main(given) == 1
     told = capsys.readouterr().err
-    assert f"the report could not be written to {tmp_path / 'gone'}; the warning above says why" in told
+    assert f"a report could not be written to {tmp_path / 'gone'}; the warning above says why" in told
     assert "never began to train" not in told
+
+
+@pytest.mark.filterwarnings("ignore:Doctor could not write its report")
+def test_a_full_disk_leaves_no_half_report_and_no_status_of_success(tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # less than the page takes
+    try:
+        assert cli.main(arguments(tmp_path, options=["--out", "out"])) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "a report could not be written" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(
