@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -143,8 +145,10 @@ def middle_of(steps: list[list[Segment]]) -> list[Segment]:
     return ordered[len(ordered) // 2] if ordered else []
 
 
-class Recorder(Profiler):
+class Recorder:
     """Stands in for the Trainer's profiler while the doctor is at work, and passes everything on to it.
+
+    To others it is the profiler: it says to be of its class, and all but the actions is the profiler's own.
 
     Args:
         inner: The Trainer's own profiler.
@@ -153,6 +157,8 @@ class Recorder(Profiler):
         on_pause: Called when something begins that is no part of a step: validation, the end of an epoch.
     """
 
+    __slots__ = ("_rest", "_stack", "inner", "on_batch", "on_pause", "on_step", "timeline")
+
     def __init__(
         self,
         inner: Profiler,
@@ -160,7 +166,6 @@ class Recorder(Profiler):
         on_batch: Callable[[], None],
         on_pause: Callable[[], None],
     ) -> None:
-        super().__init__()
         self.inner = inner
         self.on_step, self.on_batch, self.on_pause = on_step, on_batch, on_pause
         self.timeline: Timeline | None = None
@@ -173,9 +178,42 @@ class Recorder(Profiler):
         self.timeline = None
         self.on_step = self.on_batch = self.on_pause = _nothing
 
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copies, before there is an inner profiler
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Recorder.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
     def start(self, action_name: str) -> None:
         """Begin an action."""
         self.inner.start(action_name)
+        self._begin(action_name)
+
+    def stop(self, action_name: str) -> None:
+        """End an action."""
+        self.inner.stop(action_name)
+        self._end(action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[Any]:
+        """Begin an action, and end it with the block."""
+        with self.inner.profile(action_name) as given:
+            self._begin(action_name)
+            try:
+                yield given
+            finally:
+                self._end(action_name)
+
+    def _begin(self, action_name: str) -> None:
         if action_name == EPOCH:
             return
         outermost = action_name.endswith(NEXT) and not self._stack
@@ -197,9 +235,7 @@ class Recorder(Profiler):
         if self.timeline is not None:
             self.timeline.mark(action_name, phase)
 
-    def stop(self, action_name: str) -> None:
-        """End an action."""
-        self.inner.stop(action_name)
+    def _end(self, action_name: str) -> None:
         if any(action == action_name for action, _ in self._stack):
             while self._stack.pop()[0] != action_name:
                 pass

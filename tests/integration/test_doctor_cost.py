@@ -89,13 +89,13 @@ def test_no_function_of_the_doctor_is_called_after_its_steps():
     calls = Calls(first=8)  # with the step in which the epoch ends, to which Lightning holds the profiler it began with
     trained(calls, Doctor(**SHORT), max_epochs=2)
     assert len(calls.steps) == 16
-    assert [set(step) for step in calls.steps] == [set()] * 3 + [{"stop", "<genexpr>"}] + [set()] * 12
+    assert [set(step) for step in calls.steps] == [set()] * 3 + [{"profile", "_end", "<genexpr>"}] + [set()] * 12
 
 
 def test_the_counter_sees_the_doctor_at_work():
     calls = Calls(first=0)
     trained(calls, Doctor(warmup=1, timed=20, watched=2))
-    assert all({"on_train_batch_end", "start", "stop", "mark"} <= set(step) for step in calls.steps[2:])
+    assert all({"on_train_batch_end", "_begin", "_end", "mark"} <= set(step) for step in calls.steps[2:])
 
 
 def test_what_mends_does_nothing_in_a_step():

@@ -1,6 +1,10 @@
 """The time line: which action belongs to which phase, and how nested actions add up."""
 
+import copy
+from contextlib import contextmanager
+
 import pytest
+from lightning.pytorch.profilers import Profiler, SimpleProfiler
 
 from lightning_turbo.doctor import timeline
 from lightning_turbo.doctor.timeline import PHASE_NAMES, PHASES, Recorder, Timeline, middle_of, phase_of, phases_of
@@ -12,8 +16,9 @@ OPTIMIZER = "[LightningModule]Model.optimizer_step"
 END = "[LightningModule]Model.on_train_batch_end"
 
 
-class Inner:
+class Inner(Profiler):
     def __init__(self):
+        super().__init__()
         self.actions = []
 
     def start(self, name):
@@ -160,3 +165,38 @@ def test_the_middle_step_is_the_one_of_median_length(clock):
     assert sum(segment.seconds for segment in middle_of(watched.timeline.segments())) == 66 + 50
     assert middle_of([]) == []
     assert phases_of([]) == {}
+
+
+def test_the_stand_in_is_the_profiler_to_everybody_else(tmp_path):
+    class Own(SimpleProfiler):
+        seen = 0
+
+        def peak(self):
+            return "peak"
+
+        @contextmanager
+        def profile(self, action_name):
+            self.seen += 1
+            with super().profile(action_name):
+                yield "mine"
+
+    inner = Own(dirpath=tmp_path, filename="times")
+    nothing = lambda: None  # noqa: E731
+    stand_in = Recorder(inner, nothing, nothing, nothing)
+    assert isinstance(stand_in, SimpleProfiler)
+    assert stand_in.dirpath == tmp_path
+    assert stand_in.peak() == "peak"
+    with stand_in.profile("my part") as given:
+        assert given == "mine"
+    assert inner.seen == 1
+    assert "my part" in stand_in.summary()
+    stand_in.seen += 1
+    stand_in.filename = "other"
+    assert (inner.seen, inner.filename) == (2, "other")
+    stand_in.describe()
+    assert "my part" in (tmp_path / "other.txt").read_text()
+    assert isinstance(copy.copy(stand_in), Own)
+    with pytest.raises(StopIteration), stand_in.profile("the end of the data"):
+        next(iter(()))
+    with pytest.raises(AttributeError, match="absent"):
+        stand_in.absent
