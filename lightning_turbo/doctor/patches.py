@@ -168,7 +168,7 @@ def _made_there(statement: ast.stmt, source: str) -> Iterator[_Edit]:
         made = move.func.value if isinstance(move.func, ast.Attribute) else None
         if isinstance(made, ast.Call) and not any(each.arg == "device" for each in made.keywords):
             targets = [*move.args, *(each.value for each in move.keywords)]
-            device = rewrite.text(targets[0]) if targets else "self.device"
+            device = rewrite.text(targets[0]) if targets else '"cuda"'
             one = len(targets) < 2 and (not targets or _is_device(targets[0]))
             if one and isinstance(made.func, ast.Attribute) and ast.unparse(made.func) in _FACTORIES:
                 yield move, rewrite.call(made, add=f"device={device}")

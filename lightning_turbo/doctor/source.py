@@ -116,10 +116,10 @@ class Sources:
         """Find ``self.name = value`` in an own class or its own bases; returns file, statement and value."""
         for base in cls.__mro__:
             node = self.class_node(base)
-            if node is not None:
-                for statement in ast.walk(node[1]):
+            for method, own in _methods(node[1]) if node is not None else ():
+                for statement in ast.walk(method):
                     targets, value = _assigned(statement)
-                    if value is not None and any(_is_self(target, name) for target in targets):
+                    if node is not None and value is not None and any(_is_own(target, own, name) for target in targets):
                         return node[0], statement, value
         return None
 
@@ -143,10 +143,10 @@ class Sources:
         """Return the line that changes ``self.name`` outside of ``__init__``: an append, an assignment, ``+=``."""
         for base in cls.__mro__:
             node = self.class_node(base)
-            for method in node[1].body if node else ():
-                if isinstance(method, ast.FunctionDef) and method.name != "__init__":
+            for method, own in _methods(node[1]) if node is not None else ():
+                if method.name != "__init__":
                     for statement in ast.walk(method):
-                        if node is not None and _changes(statement, name):
+                        if node is not None and _changes(statement, own, name):
                             return Site(file=node[0], line=statement.lineno, function=method.name)  # type: ignore[attr-defined]
         return None
 
@@ -216,12 +216,22 @@ def _last_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_self(node: ast.AST, name: str) -> bool:
+def _methods(node: ast.ClassDef) -> Iterator[tuple[ast.FunctionDef, str]]:
+    """The methods of a class, each with what it calls its object: its first argument, ``self`` or otherwise."""
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef):
+            arguments = [*method.args.posonlyargs, *method.args.args]
+            free = any(_last_name(each) == "staticmethod" for each in method.decorator_list)
+            yield method, arguments[0].arg if arguments and not free else ""
+
+
+def _is_own(node: ast.AST, own: str, name: str) -> bool:
+    """Whether a node is the attribute ``name`` of the object that is called ``own``."""
     return (
         isinstance(node, ast.Attribute)
         and node.attr == name
         and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
+        and node.value.id == own
     )
 
 
@@ -233,23 +243,23 @@ def _assigned(node: ast.AST) -> tuple[list[ast.expr], ast.expr | None]:
     return [], None
 
 
-def _changes(node: ast.AST, name: str) -> bool:
+def _changes(node: ast.AST, own: str, name: str) -> bool:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         function = node.value.func
         return (
             isinstance(function, ast.Attribute)
             and function.attr in ("append", "extend", "add", "insert", "appendleft", "setdefault", "update")
-            and (_is_self(function.value, name) or _is_item_of(function.value, name))
-        ) or _is_self(function, name)
+            and (_is_own(function.value, own, name) or _is_item_of(function.value, own, name))
+        ) or _is_own(function, own, name)
     if isinstance(node, ast.AugAssign):
-        return _is_self(node.target, name) or _is_item_of(node.target, name)
+        return _is_own(node.target, own, name) or _is_item_of(node.target, own, name)
     targets, _ = _assigned(node)
     flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return any(_is_self(target, name) or _is_item_of(target, name) for target in flat)
+    return any(_is_own(target, own, name) or _is_item_of(target, own, name) for target in flat)
 
 
-def _is_item_of(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Subscript) and _is_self(node.value, name)
+def _is_item_of(node: ast.AST, own: str, name: str) -> bool:
+    return isinstance(node, ast.Subscript) and _is_own(node.value, own, name)
 
 
 def _settings(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, ast.expr | None]]:

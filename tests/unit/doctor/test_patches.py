@@ -14,7 +14,7 @@ CASES = [
     ("host-sync", 'self.log_dict({"a": loss.item()})', 'self.log_dict({"a": loss})'),
     ("array-copy", "x = torch.tensor(x, dtype=t)", "x = torch.as_tensor(x, dtype=t)"),
     ("made-on-host", "w = torch.zeros(3, 4).to(x.device)", "w = torch.zeros(3, 4, device=x.device)"),
-    ("made-on-host", "w = torch.zeros(3).cuda()", "w = torch.zeros(3, device=self.device)"),
+    ("made-on-host", "w = torch.zeros(3).cuda()", 'w = torch.zeros(3, device="cuda")'),
     ("retain-graph", "loss.backward(retain_graph=True)", "loss.backward()"),
     ("gradients-kept", "optimizer.zero_grad(set_to_none=False)", "optimizer.zero_grad()"),
     ("retained-graph", "self.losses.append(loss)", "self.losses.append(loss.detach())"),

@@ -120,6 +120,35 @@ def test_changes_of_an_attribute_are_found(module):
     assert sources.change(nn.Linear, "weight") is None
 
 
+def test_an_object_may_have_any_name_in_its_methods(tmp_path, monkeypatch):
+    (tmp_path / "named.py").write_text(
+        textwrap.dedent("""
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(net):
+                super().__init__()
+                net.layer = nn.Linear(2, 2)
+                net.kept = []
+
+            def forward(this, /, x, *, self=None):
+                self.kept = x
+                this.kept.append(x)
+
+            @staticmethod
+            def helper(thing):
+                thing.other = 1
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    named = importlib.import_module("named")
+    sources = Sources([named.Net()])
+    assert line(sources.layer(named.Net(), "layer.weight")) == "net.layer = nn.Linear(2, 2)"
+    assert line(sources.change(named.Net, "kept")) == "this.kept.append(x)"
+    assert sources.change(named.Net, "other") is None
+    monkeypatch.delitem(sys.modules, "named")
+
+
 def test_settings_are_found_when_switched_on(module):
     sources = Sources([module.Net()])
     assert line(sources.setting("detect_anomaly")) == 'OPTIONS = {"detect_anomaly": True}'
