@@ -120,7 +120,8 @@ class LearningRateWarmup:
     """Lower an optimizer's learning rate for its first steps, from ``1 / factor`` up to 1 of what it is set to.
 
     The rate is lowered for the time of ``optimizer.step()`` alone and put back after it, so schedulers that compute
-    from the last rate are not disturbed, and a step that a loss scaler skipped does not count.
+    from the last rate are not disturbed, and a step that a loss scaler skipped does not count. A ``state_dict`` of the
+    optimizer holds the full rate at any time.
 
     Args:
         optimizer: The optimizer to warm up.
@@ -163,6 +164,7 @@ class LearningRateWarmup:
         self._handles = [
             self.optimizer.register_step_pre_hook(self._lower),
             self.optimizer.register_step_post_hook(self._put_back),
+            self.optimizer.register_state_dict_post_hook(self._save_full),
         ]
 
     def share(self, step: int) -> float:
@@ -191,6 +193,11 @@ class LearningRateWarmup:
         found_inf = getattr(optimizer, "found_inf", None)
         if self.done >= self.steps or found_inf is None or not found_inf.item():
             self.done += 1
+
+    def _save_full(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        # A checkpoint may be written within a step: from its closure, or by a signal.
+        for group, rate in zip(state_dict["param_groups"], self._set or (), strict=False):
+            group["lr"] = rate
 
     def _restore(self) -> None:
         if self._set is not None:

@@ -170,6 +170,23 @@ def test_the_copy_of_a_warm_up_warms_the_copy_of_the_optimizer_up(copied):
     assert (warmup.done, copied_warmup.done, last.done) == (1, 0, 1)
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_what_is_saved_within_a_step_holds_the_full_rate(rate):
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate)
+    warmup = LearningRateWarmup(optimizer, factor=2.0, steps=4)
+    saved = []
+
+    def closure():
+        saved.append((optimizer.state_dict()["param_groups"][0]["lr"], optimizer.param_groups[0]["lr"]))
+        return optimizer.param_groups[0]["params"][0].sum()
+
+    optimizer.step(closure)
+    assert [float(lr) for lr in saved[0]] == pytest.approx([0.1, 0.05])
+    warmup.remove()
+    optimizer.step(closure)
+    assert [float(lr) for lr in saved[1]] == pytest.approx([0.1, 0.1])
+
+
 def test_a_failed_step_does_not_leave_a_lowered_rate():
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=0.8)
