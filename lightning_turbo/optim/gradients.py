@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from lightning_turbo._checks import check_functions
 
@@ -91,7 +92,7 @@ class GradientRelease:
         self._leave = {id(parameter) for parameter in leave}
         self._unless = unless
         self._groups = 0
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, TensorWeakRef]] = []
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     @property
@@ -121,9 +122,10 @@ class GradientRelease:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.state is ReleaseState.WATCHING:
             if not self._seen:
-                self._seen = [(p, p.grad) for p in self.parameters if p.grad is not None]
+                # Weakly: what the loop lets go of is not to lie beside the second step's gradients.
+                self._seen = [(p, TensorWeakRef(p.grad)) for p in self.parameters if p.grad is not None]
                 return
-            kept = any(parameter.grad is gradient for parameter, gradient in self._seen)
+            kept = any(parameter.grad is not None and parameter.grad is seen() for parameter, seen in self._seen)
             self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
         if self.state is ReleaseState.RELEASING and not (self._unless is not None and self._unless()):
             release_gradients(self.parameters)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from lightning_turbo.optim import GradientRelease, ReleaseState, release_gradients
 
@@ -52,6 +53,19 @@ def test_the_numbers_stay_bit_for_bit(clear, kind):
     else:
         assert release.state is ReleaseState.OFF
         assert held[4] is True
+
+
+@pytest.mark.parametrize("clear", ["to none", "to zero"])
+def test_a_gradient_that_the_loop_lets_go_of_is_gone_at_once(clear):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    release = GradientRelease(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    gradient = TensorWeakRef(model[0].weight.grad)
+    CLEARS[clear](optimizer)
+    assert (gradient() is None) == (clear == "to none")
+    assert release.watched
 
 
 def test_unused_parameters_and_given_ones():
