@@ -67,7 +67,8 @@ class PrefetchDataModule(LightningDataModule):
         device_transform: Called on each batch on the device, before ``on_after_batch_transfer``; for example
             ``Normalize``.
         num_workers: Worker processes of every loader, or ``"auto"`` to find the number by measurement
-            (``tune_workers``) when a loader is first asked for; ``None`` leaves the loaders' own.
+            (``tune_workers``) when a loader is first asked for, which leaves one alone that gives no batch in time;
+            ``None`` leaves the loaders' own.
         pin_memory: Replaces the loaders' own ``pin_memory``; ``None`` leaves it.
         **kwargs: For the class behind this one. If that class has an argument ``num_workers`` or ``pin_memory``, a
             value given for it goes there (``num_workers="auto"`` does not), and its ``hparams`` hold what it got.
@@ -204,11 +205,7 @@ class _Settings:
         }
         if self.num_workers == "auto":
             if place not in self.found:
-                self.found[place] = tune_workers(
-                    lambda **settings: PrefetchLoader.of(
-                        _variant(loader, **settings), prefetch_threads=ahead.prefetch_threads
-                    )
-                ).settings
+                self.found[place] = _tuned(loader, place[0], ahead.prefetch_threads)
             chosen.update({key: value for key, value in self.found[place].items() if chosen[key] in (None, "auto")})
         twin = _variant(loader, **chosen)
         return PrefetchLoader.of(
@@ -316,6 +313,22 @@ def _defaults_behind(cls: type) -> dict[str, Any]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     return defaults
+
+
+def _tuned(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
+    """The settings of ``loader`` found by measurement, or its own where nothing could be measured."""
+    try:
+        return tune_workers(
+            lambda **settings: PrefetchLoader.of(_variant(loader, **settings), prefetch_threads=threads)
+        ).settings
+    except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
+        warnings.warn(
+            f"num_workers='auto' leaves a loader of {name} as it is, with num_workers={loader.num_workers}: {error} "
+            "Pass a number of processes in place of 'auto', for example what tune_workers finds in more seconds.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+        return {key: getattr(loader, key) for key in ("num_workers", "prefetch_factor", "pin_memory")}
 
 
 def _overridden(owner: Any, base: type) -> list[str]:

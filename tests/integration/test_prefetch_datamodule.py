@@ -1,5 +1,6 @@
 """PrefetchDataModule under a real Trainer: the same training, and nothing left behind."""
 
+import functools
 import gc
 import multiprocessing
 import pickle
@@ -18,7 +19,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader
+from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
+from lightning_turbo.datamodules import prefetch
 from lightning_turbo.errors import NoEffectWarning
 from tests.versions import unpickling
 
@@ -403,6 +405,48 @@ def test_auto_workers(capsys):
     assert "workers  prefetch" in table
     assert datamodule.train_dataloader().num_workers == first.num_workers
     assert capsys.readouterr().out == ""  # measured once
+    nothing_is_left()
+
+
+class Unmeasurable(Dataset):
+    def __init__(self, length, pause=0.0, error=None):
+        self.length, self.pause, self.error = length, pause, error
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.pause)
+        if self.error is not None:
+            raise self.error
+        return torch.ones(32)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        (Unmeasurable(0), "the loader is empty"),
+        (Unmeasurable(2, pause=0.5), "too late"),
+        (Unmeasurable(2, error=OSError("bad disk")), "bad disk"),
+    ],
+)
+def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset, why, monkeypatch):
+    monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=0.4, show=None))
+
+    class Data(PrefetchDataModule):
+        def val_dataloader(self):
+            return DataLoader(dataset, batch_size=1)
+
+    datamodule = Data(num_workers="auto")
+    told = f"leaves a loader of val_dataloader as it is, with num_workers=0: .*{why}"
+    with pytest.warns(NoEffectWarning, match=told):
+        loader = datamodule.val_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
+    if dataset.error is None:
+        assert len(list(datamodule.val_dataloader())) == dataset.length  # and is not measured again
+    else:
+        with pytest.raises(OSError, match="bad disk"):
+            next(iter(loader))
     nothing_is_left()
 
 
