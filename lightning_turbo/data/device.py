@@ -35,7 +35,8 @@ class DevicePrefetcher:
         device: ``"cpu"``, or a CUDA device.
         prefetch_batches: How many batches to keep on the device beyond the one in use, 1 or more. They take memory
             there.
-        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more.
+        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more; with a
+            ``transform`` or ``transfer``, which may keep something on the device, until a larger one has come.
         transform: Called on each batch on the device, on the side stream; for example ``Normalize``. On a CPU device
             it is called too.
         transfer: Called as ``transfer(batch, device)`` in place of the built-in move, on the side stream.

@@ -61,6 +61,7 @@ class DeviceTransfer:
         self._draws: bool | None = None if transform or transfer else False
         self._looked = False
         self._stream: Any = None
+        self._stays = False  # on the side stream, which has what a transform keeps on the device
 
     @property
     def idle(self) -> bool:
@@ -129,13 +130,15 @@ class DeviceTransfer:
         if stream is None:
             return work(batch), None
         tensors = list(tensors_in(batch))
-        if before is None and sum(t.nbytes for t in tensors) < self.min_bytes:
+        if before is None and not self._stays and sum(t.nbytes for t in tensors) < self.min_bytes:
             return work(batch), None
         current = torch.cuda.current_stream(self.device)
+        comes = not self._stays and (self.transform is not None or self.transfer is not None)
+        self._stays = self._stays or comes
         with torch.cuda.stream(stream):
             there = [t for t in tensors if t.is_cuda] if before is None else []
-            if there:
-                stream.wait_stream(current)  # the loader made them there
+            if there or comes:
+                stream.wait_stream(current)  # the loader made them there, or small batches came before
             for tensor in there:
                 tensor.record_stream(stream)  # and their memory goes back to that stream only after this one
             batch = work(batch)
@@ -167,7 +170,7 @@ class DeviceTransfer:
         return {**shared_state(), "device": torch.cuda.get_rng_state(self.device) if cuda else torch.empty(0)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stream": None}
+        return {**vars(self), "_stream": None, "_stays": False}
 
 
 class DeviceIterator(Iterator[Any]):

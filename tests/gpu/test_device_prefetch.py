@@ -85,6 +85,25 @@ def test_large_batches_are_copied_on_the_side_stream_and_small_ones_are_not():
     assert all(stream == current for stream in streams)
 
 
+def test_what_a_transform_keeps_is_ready_for_batches_of_other_sizes():
+    """Small ones are worked on in the stream of the step, until a large one has come."""
+
+    class Count:
+        def __init__(self):
+            self.seen = torch.zeros(1 << 22, device=DEVICE)
+
+        def __call__(self, batch):
+            for _ in range(50):
+                self.seen.add_(1)
+            return batch + self.seen[0]
+
+    batches = [torch.zeros(size) for size in (4, 1 << 18, 1 << 18, 4, 4, 1 << 18, 4)]
+    for prefetch_batches in (1, 3):
+        prefetcher = DevicePrefetcher(batches, DEVICE, transform=Count(), prefetch_batches=prefetch_batches)
+        firsts = [batch[0].clone() for batch in prefetcher]
+        assert [first.item() for first in firsts] == [50.0 * n for n in range(1, 8)]
+
+
 def test_a_transform_that_draws_repeats_the_plain_loop():
     def augment(batch):
         return batch[0] + torch.rand(1, device=batch[0].device), batch[1]
