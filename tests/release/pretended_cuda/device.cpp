@@ -1,6 +1,6 @@
 // CUDA devices whose memory is the host's: allocation, streams, and what torch asks of a kind of device.
 //
-// Streams do nothing: all is done at once. What an allocation counts is what was asked for, in blocks of 512 bytes as
+// All is done at once; streams.cpp tells whether that may be. What an allocation counts is what was asked for, in blocks of 512 bytes as
 // torch's caching allocator rounds; libraries' workspaces are missing.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -13,6 +13,7 @@
 #include <set>
 
 #include "device.h"
+#include "streams.h"
 
 namespace pretended {
 
@@ -35,15 +36,12 @@ std::atomic<int> sync_mode{0};
 void waits(const char* what) {
   if (sync_mode == 1) TORCH_WARN("called a synchronizing CUDA operation (", what, ")");
   TORCH_CHECK(sync_mode != 2, "called a synchronizing CUDA operation (", what, ")");
+  host_waits_for(on_stream());
 }
-
-struct Block {
-  void* data;
-  int64_t size;
-};
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
+  given_back(*block);
   allocated -= block->size;
   std::free(block->data);
   delete block;
@@ -53,7 +51,7 @@ struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     if (n == 0) return {nullptr, nullptr, nullptr, here()};
     int64_t size = (n + 511) / 512 * 512;
-    auto* block = new Block{std::aligned_alloc(512, size), size};
+    auto* block = new Block{std::aligned_alloc(512, size), size, on_stream()};
     std::memset(block->data, 0xAB, size);  // what nobody has written is seen
     int64_t now = allocated += size, top = peak;
     while (now > top && !peak.compare_exchange_weak(top, now)) {
@@ -86,7 +84,7 @@ void unpin(void* context) {
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     int64_t size = (std::max<size_t>(n, 1) + 511) / 512 * 512;
-    auto* block = new Block{std::aligned_alloc(512, size), size};
+    auto* block = new Block{std::aligned_alloc(512, size), size, 0};
     std::lock_guard<std::mutex> guard(pinned_lock);
     pinned.insert({(uintptr_t)block->data, (uintptr_t)block->data + size});
     return {block->data, block, &unpin, c10::Device(c10::kCPU)};
@@ -104,10 +102,9 @@ bool is_pinned(const void* data) {
   return after->first <= (uintptr_t)data && (uintptr_t)data < after->second;
 }
 
-// ---- streams: everything is done at once, so there is nothing to wait for
+// ---- streams
 
 std::atomic<int64_t> streams{0};
-thread_local int64_t current_stream = 0;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -123,7 +120,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void uncheckedSetDevice(c10::Device d) const noexcept override { exchange(d.index()); }
   c10::Stream getStream(c10::Device d) const override {
-    return c10::Stream(c10::Stream::UNSAFE, here(d.index()), current_stream);
+    return c10::Stream(c10::Stream::UNSAFE, here(d.index()), on_stream());
   }
   c10::Stream getDefaultStream(c10::Device d) const override {
     return c10::Stream(c10::Stream::DEFAULT, here(d.index()));
@@ -134,19 +131,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
   c10::Stream exchangeStream(c10::Stream s) const override {
     auto old = getStream(s.device());
-    current_stream = s.id();
+    on_stream(s.id());
     return old;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return count; }
-  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override { *event = (void*)1; }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(c10::DeviceIndex) const override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex d, c10::EventFlag) const override {
+    destroyEvent(*event, d);
+    *event = pretended::record(stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override { wait(stream.id(), *of(event)); }
+  bool queryEvent(void* event) const override { return synchronizeEvent(event), true; }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete of(event); }
+  bool queryStream(const c10::Stream& stream) const override { return host_waits_for(stream.id()), true; }
+  void synchronizeStream(const c10::Stream& stream) const override { host_waits_for(stream.id()); }
+  void synchronizeEvent(void* event) const override { host_waits(*of(event)); }
+  void synchronizeDevice(c10::DeviceIndex) const override { host_waits_for_all(); }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    keep(memory, stream.id());
+  }
+  static Clock* of(void* event) { return static_cast<Clock*>(event); }
 };
 
 const at::Generator& generator() {
@@ -179,7 +182,7 @@ struct PretendedHooks final : CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
   Device getDeviceFromPtr(void*) const override { return here(); }
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex) const override { host_waits_for_all(); }
 };
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, PretendedHooks)
 }  // namespace at
@@ -214,5 +217,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("count", [] { return count; });
   m.def("current_device", [] { return current; });
   m.def("exchange", [](int index) { return exchange(index); });
-  m.def("set_stream", [](int64_t id) { current_stream = id; });
+  m.def("on_stream", &on_stream);
+  m.def("synchronize", [] { host_waits_for_all(); });
 }

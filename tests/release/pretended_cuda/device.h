@@ -8,6 +8,7 @@ namespace pretended {
 
 c10::Allocator* memory();
 const at::Generator& generator();
+bool is_pinned(const void* data);
 void waits(const char* what);  // a call that makes the host wait for the device
 
 int exchange(int index);  // takes another device as the current one, -1 the same, and returns the one before

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "device.h"
+#include "streams.h"
 
 using namespace pretended;
 
@@ -80,9 +81,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                 "Expected all tensors to be on the same device, but found at least two devices, cuda and ", t.device(),
                 "! (", name, ")");
   };
-  auto take = [&](const at::Tensor& t) {
+  auto take = [&](const at::Tensor& t, const c10::Argument& argument) {
     check(t);
     if (!t.defined() || !t.is_cuda()) return t;
+    used(t, argument.alias_info() && argument.alias_info()->isWrite(), name.c_str());
     for (auto& pair : made)
       if (pair.first.is_same(t)) return pair.second;
     made.emplace_back(t, host(t));
@@ -90,18 +92,18 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   for (size_t i = 0; i < count; ++i) {
     c10::IValue& value = (*stack)[begin + i];
-    const auto& type = schema.arguments()[i].type();
+    const auto& argument = schema.arguments()[i];
     if (value.isTensor()) {
-      value = take(value.toTensor());
+      value = take(value.toTensor(), argument);
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorVector()) list.push_back(take(t));
+      for (const at::Tensor& t : value.toTensorVector()) list.push_back(take(t, argument));
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const auto& t : value.toOptionalTensorVector()) {
         if (t && t->defined() && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte)) waits(name.c_str());
-        list.push_back(t ? std::optional<at::Tensor>(take(*t)) : t);
+        list.push_back(t ? std::optional<at::Tensor>(take(*t, argument)) : t);
       }
       value = list;
     } else if (value.isDevice()) {
@@ -109,7 +111,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (index < 0) index = value.toDevice().index();
         value = c10::Device(c10::kCPU);
       }
-    } else if (value.isNone() && type->str().find("Generator") != std::string::npos) {
+    } else if (value.isNone() && argument.type()->str().find("Generator") != std::string::npos) {
       value = generator();
     }
   }
@@ -129,7 +131,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (t.has_storage() && t.numel() && t.storage().data() == pair.second.storage().data())
         TORCH_CHECK(false, name, " returns a view, which is not pretended");
     }
-    return there(t);
+    at::Tensor out = there(t);
+    used(out, true, name.c_str());
+    return out;
   };
   for (auto& pair : made) {
     if (pair.first.sizes() != pair.second.sizes() || pair.first.strides() != pair.second.strides())
@@ -211,12 +215,18 @@ at::Tensor& set_nothing(at::Tensor& self) {
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   Below guard;
-  if (!non_blocking && self.device() != source.device() && self.numel()) waits("copy_");
+  used(source, false, "copy_");
+  used(self, true, "copy_");
+  if (non_blocking && source.is_cuda() && self.is_cpu() && is_pinned(self.const_data_ptr())) {
+    arrives_later(self, host(source));
+    return self;
+  }
   host(self).copy_(host(source));
+  if (!non_blocking && self.device() != source.device() && self.numel()) waits("copy_");
   return self;
 }
 
-void record_stream(at::Tensor&, at::Stream) {}
+void record_stream(at::Tensor& self, at::Stream stream) { keep(self.storage().data_ptr(), stream.id()); }
 bool pinned_tensor(const at::Tensor&, std::optional<at::Device>) { return false; }
 
 }  // namespace

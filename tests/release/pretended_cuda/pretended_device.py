@@ -9,7 +9,6 @@ import ctypes
 import importlib.util
 import os
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -28,7 +27,6 @@ import torch._dynamo  # noqa: E402
 _spec = importlib.util.spec_from_file_location("pretended_cuda", _library)
 device = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(device)
-_local = threading.local()
 _told = []  # of the warning that torch gives once
 _MODES = {"default": 0, "warn": 1, "error": 2}
 _MEMORY = 80 << 30  # bytes, of each device
@@ -66,30 +64,27 @@ class Event(torch.Event):
 
     def record(self, stream=None):
         self.at = time.perf_counter()
+        super().record(stream or current_stream())
 
     def wait(self, stream=None):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def query(self):
-        return True
+        super().wait(stream or current_stream())
 
     def elapsed_time(self, later):
         return (later.at - self.at) * 1e3
 
 
-_default = Stream(stream_id=0, device_index=0, device_type=1)
-
-
 def current_stream(where=None):
-    return getattr(_local, "stream", _default)
+    index = index_of(where)
+    index = device.current_device() if index < 0 else index
+    return Stream(stream_id=device.on_stream(-1), device_index=index, device_type=1)
+
+
+def default_stream(where=None):
+    return Stream(stream_id=0, device_index=current_stream(where).device_index, device_type=1)
 
 
 def set_stream(stream):
-    _local.stream = stream
-    device.set_stream(stream.stream_id)
+    device.on_stream(stream.stream_id)
 
 
 @contextlib.contextmanager
@@ -154,7 +149,7 @@ def install():
         "_lazy_init": nothing, "_maybe_exchange_device": device.exchange, "Event": Event, "Stream": Stream,
         "current_device": device.current_device,
         "current_stream": current_stream, "default_generators": (device.generator(),) * device.count(),
-        "default_stream": lambda where=None: _default, "device": DeviceContext, "device_count": device.count,
+        "default_stream": default_stream, "device": DeviceContext, "device_count": device.count,
         "empty_cache": lambda: device.empty_cache(), "get_arch_list": lambda: ["sm_80"],
         "get_device_capability": lambda where=None: (8, 0), "get_device_name": lambda where=None: _PROPERTIES.name,
         "get_device_properties": lambda where=None: _PROPERTIES, "get_sync_debug_mode": device.sync_mode,
@@ -169,7 +164,7 @@ def install():
         "reset_peak_memory_stats": lambda where=None: device.reset_peak(),
         "set_device": lambda where: device.exchange(index_of(where)), "set_stream": set_stream,
         "set_sync_debug_mode": set_sync_debug_mode, "stream": stream_context,
-        "synchronize": nothing, "utilization": lambda where=None: 0,
+        "synchronize": lambda where=None: device.synchronize(), "utilization": lambda where=None: 0,
     }  # fmt: skip
     for name, value in given.items():
         setattr(torch.cuda, name, value)

@@ -6,6 +6,7 @@ the sums over all ranks.
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 NAME = "pretended"
@@ -124,6 +125,14 @@ def install():
     for module in (c10d, dist):
         module.init_process_group, module.new_group, module.get_backend = init_process_group, new_group, get_backend
         module.is_nccl_available = lambda: True
+    wrap = nn.parallel.DistributedDataParallel.__init__
+
+    def wrap_and_wait(*args, **kwargs):
+        # Lightning has it send the weights on a stream of its own, and nothing but time makes the first step wait.
+        wrap(*args, **kwargs)
+        torch.cuda.synchronize()
+
+    nn.parallel.DistributedDataParallel.__init__ = wrap_and_wait
 
 
 # SyncBatchNorm, channels in dimension 1

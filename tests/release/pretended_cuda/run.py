@@ -4,8 +4,10 @@
     python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] --module lightning_turbo demo --device cuda
 
 A pretended device has the host's memory and the CPU's kernels. It shows tensors on the wrong device, waits for the
-device, bytes asked for, NCCL's refusal of host tensors, and whatever else differs between the two kinds of device. It
-shows no speed, no fault in the use of streams, and nothing of DALI on a GPU. Needs a C++ compiler; built for the torch
+device, bytes asked for, NCCL's refusal of host tensors, and whatever else differs between the two kinds of device. Work
+is done at once, but a stream that uses memory which another one still works on, as no wait and no record_stream is
+between them, gets an error, and a copy to pinned memory arrives when the host has waited for it. It shows no speed,
+nothing of the streams of NCCL, and nothing of DALI on a GPU. Needs a C++ compiler; built for the torch
 of constraints.txt.
 """
 
@@ -32,7 +34,7 @@ def build(folder):
 
     folder.mkdir(parents=True, exist_ok=True)
     print(f"building {folder / 'pretended_cuda.so'} ...", flush=True)
-    sources = [str(HERE / name) for name in ("device.cpp", "kernels.cpp")]
+    sources = [str(HERE / name) for name in ("device.cpp", "kernels.cpp", "streams.cpp")]
     load(
         "pretended_cuda", sources, extra_cflags=["-O1"], build_directory=str(folder), is_python_module=False,
     )  # fmt: skip
