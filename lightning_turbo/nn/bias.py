@@ -78,9 +78,10 @@ def drop_bias_before_norm(
 
     Note:
         Checkpoints saved with the biases can still be loaded: a bias in them goes into the running mean. What is saved
-        without them holds zeros in their place, so that the network as it was written can load it. Convolutions are
-        taken to see batches, as batch norm does. With weight decay, the biases would have decayed towards 0; without
-        them nothing does, and the training loss is the same.
+        without them holds zeros in their place, so that the network as it was written can load it. Where layer or norm
+        is replaced or fused later, neither happens. Convolutions are taken to see batches, as batch norm does. With
+        weight decay, the biases would have decayed towards 0; without them nothing does, and the training loss is the
+        same.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -291,18 +292,34 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     inside = layer_name.removeprefix(f"{path}."), norm_name.removeprefix(f"{path}.")
     holder = module.get_submodule(path)
     holder.register_load_state_dict_pre_hook(_OldBias(*inside))
-    holder.register_state_dict_post_hook(_ZeroBias(inside[0], bias.numel()))
+    holder.register_state_dict_post_hook(_ZeroBias(*inside))
     return bias.numel()
 
 
-@dataclass(frozen=True, slots=True)
-class _OldBias:
-    """Moves the bias of a state saved with it into the running mean that is loaded with it."""
+@dataclass
+class _Dropped:
+    """A layer whose bias was dropped and its batch norm, by their paths in the module with the hook."""
 
     layer: str
     norm: str
 
+    def channels(self, module: nn.Module) -> int | None:
+        """Return how many numbers the bias would have, or None where layer or norm were replaced or fused since."""
+        try:
+            layer, norm = module.get_submodule(self.layer), module.get_submodule(self.norm)
+        except AttributeError:
+            return None
+        if not isinstance(layer, LAYERS) or layer.bias is not None or not hasattr(norm, "running_mean"):
+            return None
+        return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+class _OldBias(_Dropped):
+    """Moves the bias of a state saved with it into the running mean that is loaded with it."""
+
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self.channels(module) is None:
+            return
         bias = state_dict.pop(f"{prefix}{self.layer}.bias", None)
         mean = state_dict.get(f"{prefix}{self.norm}.running_mean")
         if bias is not None and mean is not None:
@@ -310,15 +327,11 @@ class _OldBias:
             state_dict[f"{prefix}{self.norm}.running_mean"] = shifted.to(mean.dtype)
 
 
-@dataclass
-class _ZeroBias:
+class _ZeroBias(_Dropped):
     """Puts zeros for the bias into a state, so that the network with the bias can load it: the mean has taken it."""
 
-    layer: str
-    size: int
-
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        weight = state_dict.get(f"{prefix}{self.layer}.weight")
-        if weight is not None:
-            zeros = torch.zeros(self.size, dtype=weight.dtype, device=weight.device)
+        weight, channels = state_dict.get(f"{prefix}{self.layer}.weight"), self.channels(module)
+        if weight is not None and channels is not None:
+            zeros = torch.zeros(channels, dtype=weight.dtype, device=weight.device)
             state_dict.setdefault(f"{prefix}{self.layer}.bias", zeros)

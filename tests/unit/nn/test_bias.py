@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from lightning_turbo._random import shared_state
 from lightning_turbo.data.randomness import moved
@@ -608,6 +609,46 @@ def test_the_network_as_it_was_written_loads_what_is_saved(copied):
     outer.load_state_dict(nn.ModuleDict({"outer": net}).state_dict())
     net.load_state_dict(net.state_dict())
     assert net[1][0].bias is None
+
+
+def test_a_layer_that_is_replaced_later_keeps_its_own_bias():
+    x = torch.randn(2, 3, 5, 5)
+    net = warmed(nested(), x)
+    drop_bias_before_norm(net)
+    net[1][0] = nn.Conv2d(3, 4, 3)
+    again = nested()
+    drop_bias_before_norm(again)
+    again[1][0] = nn.Conv2d(3, 4, 3)
+    again.load_state_dict(net.state_dict())
+    torch.testing.assert_close(again.eval()(x), net.eval()(x), rtol=0.0, atol=0.0)
+
+
+def test_a_layer_that_is_fused_later_saves_and_loads_its_bias():
+    x = torch.randn(2, 3, 5, 5)
+    net, again = warmed(nested(), x), nested()
+    for each in (net, again):
+        drop_bias_before_norm(each)
+        each.eval()
+        each[1][0], each[1][1] = fuse_conv_bn_eval(*each[1]), nn.Identity()
+    again.load_state_dict(net.state_dict())
+    torch.testing.assert_close(again(x), net(x), rtol=0.0, atol=0.0)
+
+
+def test_a_norm_that_is_replaced_later_takes_no_bias_for_cancelled():
+    net = nested()
+    state = net.state_dict()
+    drop_bias_before_norm(net)
+    net[1][1] = nn.GroupNorm(2, 4)
+    state = {name: value for name, value in state.items() if "running" not in name and "tracked" not in name}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"1\.0\.bias\""):
+        net.load_state_dict(state)
+
+
+def test_a_layer_that_loses_channels_later_saves_as_many_zeros():
+    net = nested()
+    drop_bias_before_norm(net)
+    net[1][0], net[1][1] = nn.Conv2d(3, 2, 1, bias=False), nn.BatchNorm2d(2)
+    assert net.state_dict()["1.0.bias"].shape == (2,)
 
 
 def test_a_module_is_needed():
