@@ -58,8 +58,8 @@ class Exam:
             *([trainer.datamodule] if trainer.datamodule is not None else []),
         ]
         self.sources = Sources(parts)
-        self.callbacks = [each for each in callbacks if self.sources.class_node(type(each)) is not None]
-        self.notes: list[str] = []
+        self.callbacks = [each for each in callbacks if self.sources.owns(type(each))]
+        self.notes: list[str] = self.sources.unreadable()
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         table = CallTable(trainer.optimizers, schedulers, module.automatic_optimization)
         self.watch = Watch(self.sources, table, cuda=self.cuda)

@@ -47,12 +47,15 @@ class Sources:
     def __init__(self, objects: Iterable[object]) -> None:
         self._kinds: dict[str, str] = {}
         self._trees: dict[str, ast.Module | None] = {}
+        self._classes: list[type] = []
         self.files: list[str] = []
         for each in objects:
             for cls in type(each).__mro__:
                 file = _file_of(cls)
                 if file and cls is type(each) and not file.startswith((_TORCH, _HERE)):
                     self._kinds[file] = "own"
+                if self.owns(cls) and cls not in self._classes:
+                    self._classes.append(cls)
                 if file and self.kind(file) == "own" and file not in self.files:
                     self.files.append(file)
 
@@ -94,11 +97,36 @@ class Sources:
                 self.files.append(file)
             frame = frame.f_back
 
+    def owns(self, cls: type) -> bool:
+        """Whether a class is the user's."""
+        file = _file_of(cls)
+        return file is not None and self.kind(file) == "own"
+
+    def unreadable(self) -> list[str]:
+        """Say which methods of the run's own classes cannot be read, and why: a sentence for each of their files."""
+        methods: dict[str, list[str]] = {}
+        for cls in self._classes:
+            for name, file in _written(cls):
+                if self.kind(file) == "own" and self.tree(file) is None:
+                    methods.setdefault(file, []).append(f"{cls.__qualname__}.{name}")
+        return [
+            f"the code of {', '.join(names)} cannot be read, because "
+            + (
+                f"it was typed at a prompt, piped in or made by exec ({file})"
+                if file.startswith("<")
+                else f"{file} is not there or no Python source"
+            )
+            + ": findings there have no diff, and what is found by reading code is not found. "
+            "Put it in a file"
+            for file, names in methods.items()
+        ]
+
     def tree(self, file: str) -> ast.Module | None:
         """Return the file's syntax tree, or ``None`` if it cannot be read or parsed."""
         if file not in self._trees:
+            lines = linecache.getlines(file)
             try:
-                self._trees[file] = ast.parse("".join(linecache.getlines(file)))
+                self._trees[file] = ast.parse("".join(lines)) if lines else None
             except (SyntaxError, ValueError):
                 self._trees[file] = None
         return self._trees[file]
@@ -187,15 +215,22 @@ class Sources:
 
 
 def _file_of(cls: type) -> str | None:
-    for value in vars(cls).values():
-        if inspect.isfunction(value):
-            function = inspect.unwrap(value)
-            if function.__module__ == cls.__module__:
-                return function.__code__.co_filename
+    for _, file in _written(cls):
+        return file
     try:
         return inspect.getsourcefile(cls)
     except (TypeError, OSError):
         return None
+
+
+def _written(cls: type) -> Iterator[tuple[str, str]]:
+    """The methods that a class's author wrote, and their files; those that ``dataclass`` made have none."""
+    made = "__dataclass_fields__" in vars(cls)
+    for name, value in vars(cls).items():
+        if inspect.isfunction(value) and not (made and name.startswith("__")):
+            function = inspect.unwrap(value)
+            if function.__module__ in (cls.__module__, None):  # None: run by exec, among names without a __name__
+                yield name, function.__code__.co_filename
 
 
 def _kind(file: str) -> str:

@@ -4,6 +4,8 @@ import importlib.util
 import linecache
 import sys
 import textwrap
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,6 +151,31 @@ def test_an_object_may_have_any_name_in_its_methods(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "named")
 
 
+@pytest.mark.parametrize("names", [{}, {"__name__": "__main__"}])
+def test_code_without_a_file_is_named_with_the_reason(names, module):
+    exec("class Keep:\n    def forget(self):\n        pass\n    def keep(self):\n        self.kept = 1", names)
+
+    @dataclass
+    class Settings:
+        rate: float = 0.1
+
+    sources = Sources([module.Net(), names["Keep"](), Settings()])
+    assert sources.owns(names["Keep"])
+    (told,) = sources.unreadable()
+    assert told.startswith("the code of Keep.forget, Keep.keep cannot be read, because it was typed at a prompt, piped")
+    assert "(<string>)" in told
+    assert Sources([module.Net(), Settings()]).unreadable() == []
+
+
+def test_code_whose_file_is_gone_is_named_with_the_reason(module):
+    path = Path(module.__file__)
+    path.unlink()
+    linecache.checkcache(str(path))
+    (told,) = Sources([module.Net()]).unreadable()
+    assert "Net.__init__" in told
+    assert f"because {path} is not there or no Python source: " in told
+
+
 def test_settings_are_found_when_switched_on(module):
     sources = Sources([module.Net()])
     assert line(sources.setting("detect_anomaly")) == 'OPTIONS = {"detect_anomaly": True}'
@@ -172,4 +199,4 @@ def test_a_file_that_cannot_be_parsed_is_passed_over(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("def f(:\n")
     assert Sources([]).tree(str(path)) is None
-    assert Sources([]).tree(str(tmp_path / "gone.py")) is not None  # as if empty
+    assert Sources([]).tree(str(tmp_path / "gone.py")) is None
