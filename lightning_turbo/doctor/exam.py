@@ -61,6 +61,8 @@ class Exam:
         self.callbacks = [each for each in callbacks if self.sources.owns(type(each))]
         self.notes: list[str] = self.sources.unreadable()
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.counts = [_steps_of(each) for each in schedulers]
+        self.first_step = trainer.global_step
         table = CallTable(trainer.optimizers, schedulers, module.automatic_optimization)
         self.watch = Watch(self.sources, table, cuda=self.cuda)
         if not self.watch.traced:
@@ -186,7 +188,10 @@ class Exam:
         trainer, module, watch, sources = self.trainer, self.module, self.watch, self.sources
         batches = trainer.num_training_batches
         count = int(batches) if batches != float("inf") else None
-        schedulers = inspection.schedulers(trainer, sources)
+        configs = trainer.lr_scheduler_configs
+        taken = [_steps_of(each.scheduler) - before for each, before in zip(configs, self.counts, strict=True)]
+        stepped = trainer.global_step - self.first_step
+        schedulers = inspection.schedulers(trainer, sources, count, taken, self.done, stepped)
         falls = sum(after < before for before, after in zip(self.scales, self.scales[1:], strict=False))
         moving = any(each.interval == "step" for each in schedulers)
         precision = str(trainer.precision)
@@ -240,7 +245,6 @@ class Exam:
             validation_graph=self.validation_graph,
             validation_gradients=self.validation_gradients.heard,
             schedulers=schedulers,
-            optimizer_steps=inspection.optimizer_steps(trainer, count),
             sites=sites,
             notes=tuple(self.notes),
         )
@@ -253,6 +257,11 @@ def _matmul_precision() -> str:
     if newer is None:
         return torch.get_float32_matmul_precision()
     return "high" if newer == "tf32" else "highest"
+
+
+def _steps_of(scheduler: Any) -> int:
+    """The steps that a scheduler has taken; one that does not tell counts as still."""
+    return getattr(scheduler, "last_epoch", 0)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -128,6 +128,8 @@ class SchedulerFacts:
     """``OneCycleLR``: the steps until its end; ``CyclicLR``: until its first turn. ``None`` for others."""
     turn: int | None = None
     """``CyclicLR``: the steps until the learning rate turns for the first time."""
+    steps: int | None = None
+    """How many steps it takes in the whole run at most, ``None`` if unknown."""
     cycles_beta: bool = False
     """Whether it moves Adam's first beta."""
     site: Site | None = None
@@ -207,8 +209,6 @@ class Facts:
     validation_gradients: bool = False
     """Whether validation asked for gradients."""
     schedulers: tuple[SchedulerFacts, ...] = ()
-    optimizer_steps: int | None = None
-    """Optimizer steps of the whole run, ``None`` if it has no such end."""
 
     sites: dict[str, Site] = field(default_factory=dict)
     """Where the user's code sets a setting, by its name."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ __all__ = [
     "epochs",
     "layers",
     "loader",
-    "optimizer_steps",
     "optimizers",
     "page_faults",
     "schedulers",
@@ -229,10 +229,21 @@ def optimizers(trainer: Any, sources: Sources) -> tuple[OptimizerFacts, ...]:
     return tuple(found)
 
 
-def schedulers(trainer: Any, sources: Sources) -> tuple[SchedulerFacts, ...]:
-    """Return the settings of the run's learning-rate schedulers."""
+def schedulers(
+    trainer: Any, sources: Sources, batches: int | None, taken: Sequence[int], done: int, stepped: int
+) -> tuple[SchedulerFacts, ...]:
+    """Return the settings of the run's learning-rate schedulers.
+
+    Args:
+        trainer: The Trainer.
+        sources: Finds their lines.
+        batches: Training batches of an epoch, ``None`` if unknown.
+        taken: How many steps each of them took so far.
+        done: In how many training batches.
+        stepped: And in how many steps of optimizers.
+    """
     found = []
-    for config in trainer.lr_scheduler_configs:
+    for config, own in zip(trainer.lr_scheduler_configs, taken, strict=True):
         each: Any = config.scheduler
         cyclic = isinstance(each, torch.optim.lr_scheduler.CyclicLR)
         turn = int(each.total_size * each.step_ratio) if cyclic else None
@@ -242,6 +253,7 @@ def schedulers(trainer: Any, sources: Sources) -> tuple[SchedulerFacts, ...]:
                 interval=config.interval,
                 length=each.total_steps - 1 if isinstance(each, torch.optim.lr_scheduler.OneCycleLR) else turn,
                 turn=turn,
+                steps=_scheduler_steps(trainer, config, batches, own, done, stepped),
                 cycles_beta=cyclic and bool(each.cycle_momentum) and "betas" in each.optimizer.defaults,
                 site=sources.call(type(trainer.lightning_module), "configure_optimizers", type(each).__name__),
             )
@@ -267,6 +279,23 @@ def optimizer_steps(trainer: Any, batches: int | None) -> int | None:
     if trainer.max_epochs is not None and trainer.max_epochs >= 0 and batches is not None:
         steps.append(trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches))
     return min(steps, default=None)
+
+
+def _scheduler_steps(trainer: Any, config: Any, batches: int | None, taken: int, done: int, stepped: int) -> int | None:
+    """Return the steps of a scheduler in the whole run at most, ``None`` if it is stepped by the epoch or unknown."""
+    if trainer.lightning_module.automatic_optimization:
+        steps = optimizer_steps(trainer, batches)
+        together = trainer.accumulate_grad_batches  # batches of an optimizer step; the frequency counts batches, too
+        each = math.lcm(together, config.frequency) // together
+        return None if steps is None or config.interval != "step" else -(-steps // each)
+    if not taken:  # the module may step it once an epoch
+        return None
+    ends = []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and batches is not None and done:
+        ends.append(-(-trainer.max_epochs * batches * (taken + 1) // done))
+    if trainer.max_steps >= 0 and stepped:  # max_steps counts the steps of every optimizer
+        ends.append(-(-trainer.max_steps * (taken + 1) // stepped))
+    return min(ends, default=None)
 
 
 def settings(sources: Sources) -> dict[str, Site]:

@@ -36,19 +36,19 @@ def stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
 @rule(
     name="never-turns",
     symptom="The cyclic learning rate only rises.",
-    threshold="CyclicLR's first half cycle is longer than the run has optimizer steps",
+    threshold="CyclicLR's first half cycle is longer than the steps that it takes in the run, one at each optimizer "
+    "step or as often as configured; in manual optimization, as often as in the steps that were looked at",
     remedy="Choose step_size_up from the run's length; cyclic_lr takes it in epochs.",
     card="cyclic-lr",
 )
 def never_turns(facts: Facts) -> Iterator[Hit]:
     """``CyclicLR`` that never turns within the run."""
     for scheduler in facts.schedulers:
-        steps = facts.optimizer_steps
-        if scheduler.turn is None or scheduler.interval != "step" or steps is None:
+        if scheduler.turn is None or scheduler.steps is None:
             continue
-        if scheduler.turn > steps:
+        if scheduler.turn > scheduler.steps:
             yield Hit(
-                what=f"{scheduler.name} turns after {scheduler.turn} steps, and the run has {steps}",
+                what=f"{scheduler.name} turns after {scheduler.turn} steps, and takes {scheduler.steps} in the run",
                 site=scheduler.site,
                 cost="the schedule is not the one you wrote",
             )

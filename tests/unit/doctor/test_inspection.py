@@ -110,9 +110,38 @@ def test_a_dali_loader_is_left_to_itself(tmp_path):
 def test_lengths_of_schedules(make, length, turn):
     scheduler = make(SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9))
     config = SimpleNamespace(scheduler=scheduler, interval="epoch")
-    trainer = SimpleNamespace(lr_scheduler_configs=[config], lightning_module=torch.nn.Module())
-    (found,) = inspection.schedulers(trainer, Sources([]))
+    module = torch.nn.Module()
+    module.automatic_optimization = False
+    trainer = SimpleNamespace(lr_scheduler_configs=[config], lightning_module=module)
+    (found,) = inspection.schedulers(trainer, Sources([]), None, [0], 17, 17)
     assert (found.length, found.turn) == (length, turn)
+
+
+@pytest.mark.parametrize(
+    ("automatic", "ends", "accumulate", "frequency", "taken", "steps"),
+    [
+        (True, (5, -1), 1, 1, 10, 50),
+        (True, (5, -1), 1, 2, 5, 25),
+        (True, (5, -1), 2, 2, 5, 25),
+        (True, (5, -1), 2, 4, 3, 13),
+        (True, (-1, 30), 1, 1, 10, 30),
+        (False, (5, -1), 1, 1, 10, 55),
+        (False, (5, -1), 1, 1, 0, None),
+        (False, (-1, 40), 1, 1, 10, 22),
+        (False, (-1, -1), 1, 1, 10, None),
+    ],
+)
+def test_the_steps_of_a_schedule_in_the_run(automatic, ends, accumulate, frequency, taken, steps):
+    scheduler = CyclicLR(SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9), 0.01, 0.1, 4)
+    config = SimpleNamespace(scheduler=scheduler, interval="step", frequency=frequency)
+    module = torch.nn.Module()
+    module.automatic_optimization = automatic
+    trainer = SimpleNamespace(
+        lr_scheduler_configs=[config], lightning_module=module, accumulate_grad_batches=accumulate,
+        max_epochs=ends[0], max_steps=ends[1],
+    )  # fmt: skip
+    (found,) = inspection.schedulers(trainer, Sources([]), 10, [taken], 10, 20)  # two optimizers, if by hand
+    assert found.steps == steps
 
 
 @pytest.mark.parametrize(

@@ -258,9 +258,9 @@ CASES = {
         (replace(CPU, epochs=9, schedulers=(SchedulerFacts(name="StepLR"),)), None),
     ],
     "never-turns": [
-        (replace(CPU, schedulers=cyclic(interval="step", turn=101), optimizer_steps=100), "warning"),
-        (replace(CPU, schedulers=cyclic(interval="step", turn=100), optimizer_steps=100), None),
-        (replace(CPU, schedulers=cyclic(interval="step", turn=101), optimizer_steps=None), None),
+        (replace(CPU, schedulers=cyclic(interval="step", turn=101, steps=100)), "warning"),
+        (replace(CPU, schedulers=cyclic(interval="step", turn=100, steps=100)), None),
+        (replace(CPU, schedulers=cyclic(interval="step", turn=101)), None),
     ],
     "cycled-beta": [
         (replace(CPU, schedulers=cyclic(interval="step", cycles_beta=True)), "warning"),
