@@ -10,7 +10,7 @@ import torch
 
 from lightning_turbo._checks import is_whole
 from lightning_turbo._optional import require
-from lightning_turbo.optim.cyclic import CyclicSchedule
+from lightning_turbo.optim.cyclic import cyclic_lr
 
 __all__ = ["CyclePreview", "preview"]
 
@@ -57,7 +57,7 @@ def preview(
         require("matplotlib", "preview(path=...)")
     groups = max([1, *(len(rate) for rate in (base_lr, max_lr) if isinstance(rate, Sequence))])
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.0, momentum=0.9)
-    schedule = CyclicSchedule(optimizer, base_lr, max_lr, **cycle)
+    schedule = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"]
     rows = []
     for _ in range(steps):
         rows.append([(float(group["lr"]), float(group["momentum"])) for group in optimizer.param_groups])

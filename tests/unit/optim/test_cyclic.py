@@ -335,6 +335,12 @@ def test_preview_is_what_training_does(tmp_path):
     assert preview(0.0, 1.0, steps=2, steps_up=1).momentum == []
 
 
+def test_preview_takes_every_argument_of_a_schedule():
+    settings = {"base_lr": 0.0, "max_lr": 1.0, "steps_up": 2, "name": "cycle"}
+    assert cyclic_lr(sgd(), **settings)["name"] == "cycle"
+    assert preview(**settings, steps=3).lr == [[0.0, 0.5, 1.0]]
+
+
 def test_preview_refuses_no_steps_and_a_missing_matplotlib(monkeypatch):
     with pytest.raises(ValueError, match=r"base_lr=\(\) has 0 values, but the optimizer has 1 parameter groups"):
         preview((), 1.0, steps=5, steps_up=2)
