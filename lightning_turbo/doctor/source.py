@@ -229,7 +229,8 @@ def _written(cls: type) -> Iterator[tuple[str, str]]:
     for name, value in vars(cls).items():
         if inspect.isfunction(value) and not (made and name.startswith("__")):
             function = inspect.unwrap(value)
-            if function.__module__ in (cls.__module__, None):  # None: run by exec, among names without a __name__
+            # Run by exec among names without a __name__, a function has no module and a class that of the built-ins.
+            if (function.__module__ or "builtins") == cls.__module__:
                 yield name, function.__code__.co_filename
 
 

@@ -164,7 +164,10 @@ def test_code_without_a_file_is_named_with_the_reason(names, module):
     (told,) = sources.unreadable()
     assert told.startswith("the code of Keep.forget, Keep.keep cannot be read, because it was typed at a prompt, piped")
     assert "(<string>)" in told
-    assert Sources([module.Net(), Settings()]).unreadable() == []
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1)))
+    sources = Sources([module.Net(), Settings(), traced])
+    assert sources.unreadable() == []
+    assert not sources.owns(type(traced)), "its code is made by torch"
 
 
 def test_code_whose_file_is_gone_is_named_with_the_reason(module):
