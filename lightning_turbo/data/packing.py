@@ -146,20 +146,21 @@ def _pack(source: Path, partial: Path, size: tuple[int, int] | None, progress: A
     name = "images" if images else "volumes"
     first = _read(files[0], None, size)
     mode = "L" if images and first.shape[0] == 1 else "RGB"
-    array = np.lib.format.open_memmap(
-        partial / f"{name}.npy", mode="w+", dtype=first.dtype, shape=(len(files), *first.shape)
-    )
-    for done, path in enumerate(files, 1):
-        sample = _read(path, mode, size)
-        if sample.shape != first.shape or sample.dtype != first.dtype:
-            raise ValueError(
-                f"{str(path)!r} is {sample.dtype} {sample.shape} and {str(files[0])!r} is {first.dtype} "
-                f"{first.shape}; all must be alike. " + ("Pass size=(height, width)." if images else "")
-            )
-        array[done - 1] = sample
-        if progress is not None:
-            progress(done, len(files))
-    array.flush()
+    header = {
+        "descr": np.lib.format.dtype_to_descr(first.dtype), "fortran_order": False, "shape": (len(files), *first.shape)
+    }  # fmt: skip
+    with (partial / f"{name}.npy").open("wb") as array:  # memory that is mapped would end the process on a full disk
+        np.lib.format.write_array_header_1_0(array, header)
+        for done, path in enumerate(files, 1):
+            sample = _read(path, mode, size)
+            if sample.shape != first.shape or sample.dtype != first.dtype:
+                raise ValueError(
+                    f"{str(path)!r} is {sample.dtype} {sample.shape} and {str(files[0])!r} is {first.dtype} "
+                    f"{first.shape}; all must be alike. " + ("Pass size=(height, width)." if images else "")
+                )
+            array.write(sample.tobytes())
+            if progress is not None:
+                progress(done, len(files))
     classes = sorted({path.relative_to(source).parts[0] for path in files if path.parent != source})
     if classes:
         if any(path.parent == source for path in files):

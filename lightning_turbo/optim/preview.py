@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_turbo._checks import is_whole
+from lightning_turbo._files import whole_file
 from lightning_turbo._optional import require
 from lightning_turbo.optim.cyclic import cyclic_lr
 
@@ -84,4 +85,5 @@ def _draw(lr: list[list[float]], momentum: list[list[float]], path: Path) -> Non
         for curve in momentum:
             right.plot(curve, linestyle=":", color="gray")
     axes.legend()
-    figure.savefig(path, format="png", dpi=120)
+    with whole_file(path) as part:
+        figure.savefig(part, format="png", dpi=120)

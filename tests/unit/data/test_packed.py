@@ -1,6 +1,7 @@
 """PackedDataset and pack_folder, against plain NumPy."""
 
 import pickle
+import resource
 import shutil
 import struct
 import zlib
@@ -395,3 +396,25 @@ def test_images_need_pillow(images, tmp_path, monkeypatch):
     monkeypatch.setattr(optional, "installed", lambda module: False)
     with pytest.raises(MissingExtraError, match="pack_folder with images needs the package pillow"):
         pack_folder(images[0], tmp_path / "out")
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+    for n in range(4):
+        np.save(tmp_path / f"{n}.npy", np.full((32, 32, 32), n, dtype=np.float32))
+    sizes = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (300_000, hard)
+    )  # the system's error is that of a disk with as many bytes
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            pack_folder(
+                tmp_path,
+                tmp_path / "packed",
+                progress=lambda done, of: sizes.append((tmp_path / "packed.partial" / "volumes.npy").stat().st_size),
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    # It grows as it is written. Room that is only promised, as to mapped memory, ends the process where there is none.
+    assert [round(size, -4) for size in sizes] == [130_000, 260_000]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.npy", "1.npy", "2.npy", "3.npy"]
