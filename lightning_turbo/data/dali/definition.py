@@ -94,8 +94,9 @@ class DefinitionStream:
             taken, self._taken = self._taken, 0
             self.close()
             raise ValueError(
-                f"The pipeline ended after {taken} batches of {self._batches}. "
-                "Give batches= the number that its source has in an epoch."
+                f"The pipeline ended after {taken} batches of {self._batches}. Give batches= the number that its "
+                "source has in an epoch, and let the source begin again: an iterable or generator function by "
+                "external_source(cycle='raise'), a callable after its StopIteration."
             ) from None
         except RuntimeError:
             self.close()

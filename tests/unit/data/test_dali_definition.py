@@ -185,6 +185,25 @@ def test_a_source_that_ends_too_soon_is_refused():
     loader.close()
 
 
+@pytest.mark.parametrize("cycle", [None, "raise"])
+def test_a_source_has_to_begin_again(cycle):
+    @pipeline_def
+    def graph():
+        return fn.external_source(source=[np.full((2, 3), k, np.float32) for k in range(3)], batch=True, cycle=cycle)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # DALI's, of what its checkpoints do not hold
+        loader = DALILoader(graph, batch_size=2, batches=3, num_threads=1)
+        first = [batch[0, 0].item() for batch in loader]
+        if cycle is None:
+            with pytest.raises(ValueError, match=r"ended after 0 batches of 3.* begin again: .*cycle='raise'"):
+                list(loader)
+        else:
+            assert [batch[0, 0].item() for batch in loader] == first
+        loader.close()
+    assert first == [0, 1, 2]
+
+
 @pipeline_def
 def many(shard_id=0, num_shards=1, device="none"):
     """Outputs of every kind, to see which are taken for labels."""
