@@ -221,8 +221,8 @@ class ApexAMP(Precision):
                     on_dense(torch.distributed.broadcast, master.data, src=0)
         if engine.is_dynamic:
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
-        if engine.has_masters and isinstance(module, LightningModule):
-            self._float_hooks.wrap(module, engine.widened)
+        if engine.weights is not None and engine.has_masters and isinstance(module, LightningModule):
+            self._float_hooks.wrap(module, engine.widened, engine.weights)
             self._undo.callback(self._float_hooks.remove)
             self._undo.callback(refusals.refuse_strangers(engine).remove)
         if engine.function_casts is not None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+from torch import nn
+
 from lightning_turbo._compat import Callback, LightningModule, callbacks_named
+from lightning_turbo.amp.half_weights import HalfWeights
 
 __all__ = ["FloatHooks"]
 
@@ -20,20 +25,24 @@ class FloatHooks:
     """Runs hooks inside a context in which the module's parameters are the masters.
 
     These are the hooks between the backward pass and the step, where anybody overrides one, and all hooks of
-    Lightning's own callbacks for averaging and finetuning.
+    Lightning's own callbacks for averaging and finetuning. ``zero_grad`` of the module, and of every one in it, clears
+    the gradients of masters too.
     """
 
     def __init__(self) -> None:
         self.after_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_step: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._wrapped: list[tuple[Callback, str]] = []
+        self._wrapped: list[tuple[Callback | nn.Module, str]] = []
 
-    def wrap(self, module: LightningModule, widened: Callable[[], AbstractContextManager[None]]) -> None:
+    def wrap(
+        self, module: LightningModule, widened: Callable[[], AbstractContextManager[None]], weights: HalfWeights
+    ) -> None:
         """Begin.
 
         Args:
             module: Whose hooks and whose Trainer's callbacks.
             widened: Makes the context.
+            weights: Have the masters.
         """
         callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if _overridden(module, callbacks, _AFTER_BACKWARD):
@@ -46,12 +55,17 @@ class FloatHooks:
                     if hook.startswith("on_") and hook not in _STATE and _overrides(callback, Callback, hook):
                         setattr(callback, hook, _inside(getattr(callback, hook), widened))
                         self._wrapped.append((callback, hook))
+        clear = _clearing(weights)
+        for part in module.modules():
+            # A bound method, which a copy of the module has bound to itself; a compiled one would pass a set one on.
+            vars(part)["zero_grad"] = types.MethodType(clear, part)
+            self._wrapped.append((part, "zero_grad"))
 
     def remove(self) -> None:
         """Leave all as it was."""
         self.after_backward = self.before_step = nullcontext
-        for callback, hook in self._wrapped:
-            delattr(callback, hook)
+        for owner, name in self._wrapped:
+            vars(owner).pop(name, None)
         self._wrapped.clear()
 
 
@@ -74,3 +88,15 @@ def _inside(hook: Callable[..., Any], widened: Callable[[], AbstractContextManag
             return hook(*args, **kwargs)
 
     return wrapped
+
+
+def _clearing(weights: HalfWeights) -> Callable[..., None]:
+    @functools.wraps(nn.Module.zero_grad)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        type(self).zero_grad(self, set_to_none)
+        own = set(self.parameters())
+        for master, weight in weights.by_master().items():
+            if weight in own and master.grad is not None:
+                master.grad = None if set_to_none else torch.zeros_like(master.grad)
+
+    return zero_grad

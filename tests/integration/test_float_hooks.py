@@ -1,6 +1,7 @@
 """What a user's hooks and switches see and do while O2's optimizers hold float32 masters."""
 
 import contextlib
+import copy
 import itertools
 
 import lightning.pytorch as pl
@@ -70,6 +71,61 @@ def test_a_toggled_optimizer_keeps_gradients_from_the_other_network(level, dtype
     for module in (toggled, cleared):
         fit(module, level, dtype, loss_scale=64.0)
     assert all(torch.equal(a, b) for a, b in zip(toggled.parameters(), cleared.parameters(), strict=True))
+
+
+class ClearingByModule(Gan):
+    """Clears gradients as DCGAN's and many scripts do: those of a network, or of all, and not of an optimizer."""
+
+    def __init__(self, whose):
+        super().__init__(toggle=False, clear=False)
+        self.whose = whose
+
+    def training_step(self, batch, index):
+        for number, optimizer in enumerate(self.optimizers()):
+            network = (self.generator, self.critic)[number]
+            fake = self.generator(batch)
+            fooled, told = -self.critic(fake).mean(), (self.critic(fake.detach()) - self.critic(batch)).mean()
+            {"optimizer": optimizer, "network": network, "module": self}[self.whose].zero_grad()
+            self.manual_backward(told if number else fooled)
+            copy.deepcopy(network).zero_grad()  # is no business of the network's
+            optimizer.step()
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("whose", ["network", "module"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_of_a_module_clears_what_its_optimizer_steps_with(level, whose, scale):
+    module, reference = ClearingByModule(whose), ClearingByModule("optimizer")
+    for each in (module, reference):
+        fit(each, level, loss_scale=scale)
+    for new, old in zip(module.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(new, old)
+    assert not any("zero_grad" in vars(part) for part in module.modules())
+
+
+class Validated(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, index):
+        gradients = (p.grad for optimizer in self.trainer.optimizers for p in optimizer.param_groups[0]["params"])
+        assert all(gradient is None for gradient in gradients)
+
+    def val_dataloader(self):
+        return batches()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_are_released_before_a_validation(level):
+    fit(Validated(), level, val_check_interval=3)
 
 
 class Net(pl.LightningModule):
