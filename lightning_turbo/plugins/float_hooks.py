@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -91,11 +92,13 @@ def _inside(hook: Callable[..., Any], widened: Callable[[], AbstractContextManag
 
 
 def _clearing(weights: HalfWeights) -> Callable[..., None]:
+    alive = weakref.ref(weights)  # a copy of the module may outlive the run
+
     @functools.wraps(nn.Module.zero_grad)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         type(self).zero_grad(self, set_to_none)
-        own = set(self.parameters())
-        for master, weight in weights.by_master().items():
+        own, weights = set(self.parameters()), alive()
+        for master, weight in weights.by_master().items() if weights is not None else ():
             if weight in own and master.grad is not None:
                 master.grad = None if set_to_none else torch.zeros_like(master.grad)
 
