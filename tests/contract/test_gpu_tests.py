@@ -1,6 +1,7 @@
 """``python -m pytest -m gpu`` runs in a checkout on a machine that has torch, one Lightning and pytest."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,13 @@ PathFinder.find_spec = classmethod(find_what_is_there)
 # What neither torch nor pytorch_lightning brings.
 PACKAGES = ("lightning", "monai", "nilearn", "nvidia", "pytest_timeout", "pytorch_optimizer", "skimage", "sklearn")
 
+# Minutes of arithmetic on a CPU. The first keeps a real device behind the host; pretended ones see missing waits so.
+LONG = (
+    "tests/gpu/test_device_prefetch.py::test_no_batch_is_read_too_early_or_overwritten",
+    "tests/gpu/test_apex_amp.py::test_o2_needs_less_memory_where_activations_dominate",
+    "tests/gpu/test_tricks.py::test_the_peak_of_the_forward_pass_is_lower_by_the_gradients",
+)
+
 
 def test_they_need_little(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(ABSENT % (PACKAGES,))
@@ -33,6 +41,16 @@ def test_they_need_little(tmp_path):
     modules = {line.split("::")[0] for line in found.stdout.splitlines() if "::" in line}
     there = {path.relative_to(TESTS.parent).as_posix() for path in (TESTS / "gpu").glob("test_*.py")}
     assert modules == there - {"tests/gpu/test_dali.py"}, "DALI's are skipped, no others"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja")
+def test_they_pass_on_pretended_devices():
+    """Which is all that runs the ways of a batch and a step on a device where there is none."""
+    run = TESTS / "release" / "pretended_cuda" / "run.py"
+    left_out = [f"--deselect={test}" for test in LONG]
+    found = subprocess.run([sys.executable, run, *left_out], capture_output=True, text=True, timeout=880)
+    assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-3000:]
 
 
 @pytest.mark.parametrize("folder", [path for path in TESTS.iterdir() if path.is_dir() and path.name != "gpu"])

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import time
 import warnings
@@ -200,6 +201,39 @@ def test_a_generator_of_the_loaders_own_gives_the_orders_that_it_gives_without(m
         return module.seen
 
     assert orders("turbo") == orders("auto")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plain_loader_that_is_left_and_resumed_gives_the_orders_that_it_gives_without(workers, kept):
+    """What was taken ahead does not count as drawn."""
+
+    def loader():
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(Numbered(size=4), batch_size=8, shuffle=True, num_workers=workers, generator=generator)
+
+    def orders(loader, counts):
+        found, left = [], []
+        for count in counts:
+            iterator = iter(loader)  # the one before is still there, or is not
+            found.append([index.tolist() for _, index in itertools.islice(iterator, count)])
+            left.append(iterator if kept else None)
+            del iterator
+        return found
+
+    plain, ahead = loader(), DevicePrefetcher(loader(), DEVICE, prefetch_batches=3, min_bytes=0)
+    counts = (2, 8, 5, 0, 9, 1, 8)
+    assert orders(ahead, counts) == orders(plain, counts)
+    plain, ahead = loader(), DevicePrefetcher(loader(), DEVICE, prefetch_batches=3, min_bytes=0)
+    iterator = iter(ahead)
+    next(iterator), next(iterator), next(iterator)
+    again = DevicePrefetcher(loader(), DEVICE, prefetch_batches=3, min_bytes=0)
+    again.load_state_dict(ahead.state_dict())
+    expected = orders(plain, (5, 4))
+    assert orders(again, (2,)) == [expected[0][3:]]
+    assert again.state_dict()["consumed"] == 5
+    assert orders(again, (4,)) == expected[1:]
+    assert again.state_dict()["consumed"] == 4
 
 
 def test_resuming_counts_batches_that_were_used():

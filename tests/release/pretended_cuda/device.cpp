@@ -1,7 +1,7 @@
 // CUDA devices whose memory is the host's: allocation, streams, and what torch asks of a kind of device.
 //
-// All is done at once; streams.cpp tells whether that may be. What an allocation counts is what was asked for, in blocks of 512 bytes as
-// torch's caching allocator rounds; libraries' workspaces are missing.
+// All is done at once; streams.cpp tells whether that may be. What an allocation counts is what was asked for, in blocks
+// of 512 bytes as torch's caching allocator rounds; libraries' workspaces are missing.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

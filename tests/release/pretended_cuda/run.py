@@ -5,10 +5,12 @@
 
 A pretended device has the host's memory and the CPU's kernels. It shows tensors on the wrong device, waits for the
 device, bytes asked for, NCCL's refusal of host tensors, and whatever else differs between the two kinds of device. Work
-is done at once, but a stream that uses memory which another one still works on, as no wait and no record_stream is
+is done at once, yet a stream that uses memory which another one still works on, with neither a wait nor a record_stream
 between them, gets an error, and a copy to pinned memory arrives when the host has waited for it. It shows no speed,
-nothing of the streams of NCCL, and nothing of DALI on a GPU. Needs a C++ compiler; built for the torch
-of constraints.txt.
+nothing of NCCL's streams, and nothing of DALI on a GPU.
+
+Arguments for pytest come on top of those that choose the tests; a path takes the place of tests/gpu. Needs a C++
+compiler and ninja; built for the torch of constraints.txt.
 """
 
 import argparse
@@ -56,8 +58,9 @@ def main():
         "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), str(ROOT), os.environ.get("PYTHONPATH")))),
     }
     if not asked.module:
-        words = words or ["-m", "gpu", "tests/gpu", *(word for each in REAL for word in ("--deselect", each))]
-        words = ["pytest", *words]
+        named = any((ROOT / word.partition("::")[0]).exists() for word in words)
+        chosen = ["-m", "gpu", *(word for each in REAL for word in ("--deselect", each))]
+        words = ["pytest", *chosen, *words, *([] if named else ["tests/gpu"])]
     return subprocess.run(
         [sys.executable, "-m", *words], env=environment, cwd=None if asked.module else ROOT
     ).returncode
