@@ -426,12 +426,12 @@ class Unmeasurable(Dataset):
     ("dataset", "why"),
     [
         (Unmeasurable(0), "the loader is empty"),
-        (Unmeasurable(2, pause=0.5), "too late"),
+        (Unmeasurable(2, pause=2.5), "too late"),
         (Unmeasurable(2, error=OSError("bad disk")), "bad disk"),
     ],
 )
 def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset, why, monkeypatch):
-    monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=0.4, show=None))
+    monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=2.0, show=None))
 
     class Data(PrefetchDataModule):
         def val_dataloader(self):
