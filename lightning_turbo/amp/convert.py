@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.amp.float_state import float_state
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = [
@@ -244,7 +244,7 @@ def _from_lightning(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Collect
     missing = [name for name in ("state_dict", "epoch", "global_step") if name not in checkpoint]
     if missing:
         raise CheckpointError(f"The Lightning checkpoint lacks {', '.join(map(repr, missing))}. Take the whole file.")
-    result = {**checkpoint, "state_dict": _wide(checkpoint["state_dict"])}
+    result = {**checkpoint, "state_dict": float_state(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
         result["optimizer_states"] = [to_torch_adam(state) for state in checkpoint["optimizer_states"]]
     return result, checkpoint.keys()
@@ -268,15 +268,14 @@ def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> tuple[di
             "returned. Save that."
         )
     weights = parts["model"]
-    if weights and all(str(name).startswith("module.") for name in weights):
-        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    wrapped = bool(weights) and all(str(name).startswith("module.") for name in weights)
     epoch, step = (_count(path, taken[part], parts[part]) for part in ("epoch", "step"))
     return {
         _LIGHTNING: _LIGHTNING_2,
         "epoch": epoch,
         "global_step": step,
         "loops": {"fit_loop": _progress(epoch, step)},
-        "state_dict": _wide({prefix + name: value for name, value in weights.items()}),
+        "state_dict": float_state(weights, "module." if wrapped else "", prefix),
         "optimizer_states": [to_torch_adam(state) for state in _as_list(parts["optimizer"])],
         "lr_schedulers": [] if parts["lr_scheduler"] is None else _as_list(parts["lr_scheduler"]),
         "callbacks": {},
@@ -310,14 +309,6 @@ def _progress(epoch: int, step: int) -> dict[str, Any]:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _wide(weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return weights with half precision widened to float32, as ``ApexAMP`` keeps them in files."""
-    return OrderedDict(
-        (name, value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value)
-        for name, value in weights.items()
-    )
 
 
 def _to_apex(state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -357,6 +348,8 @@ def _plain(value: Any, where: str, dropped: list[str]) -> Any:
         value = vars(value)
     if isinstance(value, Mapping):
         kept = OrderedDict() if isinstance(value, OrderedDict) else {}
+        if isinstance(value, OrderedDict):
+            vars(kept).update(_plain(vars(value), where, dropped))
         for key, item in value.items():
             if isinstance(key, (str, int, float, bool)) or key is None:
                 part = _plain(item, f"{where}.{key}", dropped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_turbo.amp.levels import HALF_DTYPES
 
-__all__ = ["Loading", "Saving", "float_value", "move_state"]
+__all__ = ["Loading", "Saving", "float_state", "float_value", "move_state"]
 
 
 def float_value(tensor: Tensor, master: Tensor | None) -> Tensor:
@@ -23,6 +24,29 @@ def float_value(tensor: Tensor, master: Tensor | None) -> Tensor:
         return wide
     own = master.detach().to(tensor.device)
     return torch.where(own.to(tensor.dtype) == tensor, own, wide)
+
+
+def float_state(weights: Mapping[str, Any], old: str = "", new: str = "") -> OrderedDict[str, Any]:
+    """Return a ``state_dict`` with its half tensors in float32, and with another prefix to its names.
+
+    Args:
+        weights: Is not changed.
+        old: What names begin with; those that do not keep all of theirs.
+        new: What they begin with then.
+    """
+    wide = OrderedDict(
+        (new + name.removeprefix(old), float_value(value, None) if _is_half(value) else value)
+        for name, value in weights.items()
+    )
+    vars(wide)["_metadata"] = {  # the versions of modules, by path: some read their weights by them
+        (new + (path and f"{path}.").removeprefix(old)).removesuffix("."): versions
+        for path, versions in getattr(weights, "_metadata", {}).items()
+    }
+    return wide
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in HALF_DTYPES
 
 
 def move_state(optimizer: Optimizer, places: Mapping[Any, Tensor]) -> None:

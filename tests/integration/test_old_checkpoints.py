@@ -215,6 +215,38 @@ def test_half_weights_are_widened_and_schedulers_kept(tmp_path):
     assert new["lr_schedulers"] == [scheduler]
 
 
+class Versioned(nn.Linear):
+    """Reads its weights by the version of the module that wrote them, as torchvision's MNASNet."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        assert local_metadata.get("version") == 2, local_metadata
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("place", ["", "model.", "a.model."])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "lightning"])
+def test_the_versions_of_modules_go_along(kind, wrapped, place, tmp_path):
+    def around(module, names):
+        return module if not names else nn.ModuleDict({names[0]: around(module, names[1:])})
+
+    model = nn.Sequential(OrderedDict(first=nn.BatchNorm1d(2), second=Versioned(2, 2)))
+    part = {"module": model} if wrapped else None
+    new = around(model, place.split(".")[:-1])
+    if kind == "plain":
+        weights = (model if part is None else nn.ModuleDict(part)).state_dict()
+        torch.save({"model": weights, "optimizer": {}, "amp": APEX_STATE}, tmp_path / "old.pt")
+    else:
+        torch.save(
+            {"state_dict": new.state_dict(), "epoch": 1, "global_step": 2, "amp_scaling_state": APEX_STATE,
+             "pytorch-lightning_version": "1.9.5"}, tmp_path / "old.pt",
+        )  # fmt: skip
+    path = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix=place)
+    new.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+
+
 @pytest.mark.parametrize("source", ["O1", "O2"])
 def test_a_checkpoint_of_apexamp_goes_on_under_16_mixed(source, tmp_path):
     run, first = trainer(plugin(source), epochs=1), Net()
