@@ -222,7 +222,9 @@ def _read(path: Path, trust: bool) -> dict[str, Any]:
             f"{str(path)!r} holds objects of {error.name!r}, which is not installed here. Load it where it is, "
             "and save the states of model, optimizer and amp anew without them."
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError, IndexError, TypeError) as error:
+    except OSError:  # says itself what it is
+        raise
+    except Exception as error:  # a pickle that is damaged ends in any
         raise _broken(path, error) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(

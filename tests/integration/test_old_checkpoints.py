@@ -347,7 +347,10 @@ def test_what_cannot_be_converted_is_refused_with_its_name(trained, tmp_path):
     refused([1, 2], r"holds a list; accepted is a dict")
     refused({"pytorch-lightning_version": "2.0.0", "epoch": 1}, "lacks 'state_dict', 'global_step'")
     whole = trained.read_bytes()
-    for broken in (whole[: len(whole) // 2], b"", b"not a checkpoint at all", whole[:40]):
+    torch.save(counted, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)  # as torch before 1.6 did
+    legacy = (tmp_path / "legacy.pt").read_bytes()
+    cut_short = [legacy[:length] for length in range(0, len(legacy) - 8, 7)]
+    for broken in (whole[: len(whole) // 2], b"not a checkpoint at all", whole[:40], *cut_short):
         (tmp_path / "broken.ckpt").write_bytes(broken)
         with pytest.raises(CheckpointError, match=r"cannot be read as a checkpoint.*copy it anew"):
             convert_checkpoint(tmp_path / "broken.ckpt", new)
