@@ -379,7 +379,7 @@ SUITE.add(NUMPY, numpy, config={"workers": 0}, base=NUMPY, quick=False)
 SUITE.add("volumes: DataLoader with np.load, 2 workers", numpy, config={"workers": 2}, base=NUMPY, quick=False)
 SUITE.add("volumes: PackedDataset", packed, base=NUMPY, ours=True, quick=False)
 SUITE.add("volumes: DALILoader", volumes, base=NUMPY, ours=True, quick=False)
-SUITE.add(SYNTHETIC, resnet, config={"feed": "synthetic"}, devices=("cuda",))
+SUITE.add(SYNTHETIC, resnet, config={"feed": "synthetic"}, base=SYNTHETIC, devices=("cuda",))
 SUITE.add("ResNet-50 on DALILoader", resnet, config={"feed": "dali"}, base=SYNTHETIC, devices=("cuda",), ours=True)
 SUITE.add("ResNet-50 on a DataLoader", resnet, config={"feed": "torch"}, base=SYNTHETIC, devices=("cuda",))
 SUITE.add(

@@ -66,6 +66,7 @@ def test_every_suite_is_whole(name):
     for case in suite.cases.values():
         assert set(case.devices) <= {"cpu", "cuda"}
         other = suite.cases[case.base or suite.baseline]
+        assert (other.base or suite.baseline) == other.name, f"{other.name} is a base, and divided by another case"
         assert set(case.devices) <= set(other.devices), f"{case.name} runs where its base {other.name} does not"
         assert other.quick or not case.quick, f"--quick runs {case.name} without its base {other.name}"
 
