@@ -234,7 +234,9 @@ def _add_bench(commands: Commands) -> None:
         "results", nargs="*", type=Path, metavar="A B", help="for compare: two results or their folders"
     )
     parser.add_argument("--quick", action="store_true", help="the main cases in short rounds: under two minutes")
-    parser.add_argument("--only", nargs="+", default=(), metavar="PATTERN", help="cases to run, as 'O1*' 'O2*'")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="PATTERN", help="cases to run, as 'O1*' 'O2*'"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench"), metavar="FOLDER", help="where to write (default: runs/bench)"
     )

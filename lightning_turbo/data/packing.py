@@ -74,7 +74,9 @@ def pack_folder(
     if size is not None and source.suffix == ".npz":
         raise ValueError(f"size={size!r} is for images, and {str(source)!r} holds arrays. Leave it out.")
     if target.exists() and not overwrite:
-        raise FileExistsError(f"{str(target)!r} is there already. Pass another folder, or overwrite=True.")
+        raise FileExistsError(
+            f"{str(target)!r} is there already. Pass another folder, or overwrite=True (--overwrite)."
+        )
     if not source.exists():
         raise FileNotFoundError(
             f"{str(source)!r} is not there. Pass a folder of images or .npy files, or an .npz file."

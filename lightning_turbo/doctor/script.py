@@ -152,7 +152,7 @@ def _remedy(error: BaseException) -> str:
         return f"docs/migration.md says what takes the place of {unknown[1]!r}, an argument of Lightning 1.x"
     if isinstance(error, ImportError) and error.name == "apex":
         return "docs/migration.md says what takes the place of apex"
-    return "Mend that first"
+    return "Let it train for some steps" if isinstance(error, KeyboardInterrupt) else "Mend that first"
 
 
 @contextmanager

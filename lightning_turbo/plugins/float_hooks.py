@@ -33,7 +33,7 @@ class FloatHooks:
     def __init__(self) -> None:
         self.after_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_step: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._wrapped: list[tuple[Callback | nn.Module, str]] = []
+        self._wrapped: list[tuple[Callback | nn.Module, str, Any]] = []  # with what the object itself had there
 
     def wrap(
         self, module: LightningModule, widened: Callable[[], AbstractContextManager[None]], weights: HalfWeights
@@ -54,20 +54,27 @@ class FloatHooks:
             if isinstance(callback, callbacks_named("BaseFinetuning", "StochasticWeightAveraging", "WeightAveraging")):
                 for hook in dir(Callback):
                     if hook.startswith("on_") and hook not in _STATE and _overrides(callback, Callback, hook):
-                        setattr(callback, hook, _inside(getattr(callback, hook), widened))
-                        self._wrapped.append((callback, hook))
+                        self._set(callback, hook, _inside(getattr(callback, hook), widened))
         clear = _clearing(weights)
         for part in module.modules():
-            # A bound method, which a copy of the module has bound to itself; a compiled one would pass a set one on.
-            vars(part)["zero_grad"] = types.MethodType(clear, part)
-            self._wrapped.append((part, "zero_grad"))
+            own = vars(part).get("zero_grad")
+            if own is None or getattr(own, "__code__", None) is clear.__code__:  # of an earlier run, in a copy
+                # A bound method, which a copy of the module has bound to itself.
+                self._set(part, "zero_grad", types.MethodType(clear, part))
 
     def remove(self) -> None:
         """Leave all as it was."""
         self.after_backward = self.before_step = nullcontext
-        for owner, name in self._wrapped:
-            vars(owner).pop(name, None)
+        for owner, name, before in self._wrapped:
+            if before is None:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = before
         self._wrapped.clear()
+
+    def _set(self, owner: Callback | nn.Module, name: str, value: Any) -> None:
+        self._wrapped.append((owner, name, vars(owner).get(name)))
+        vars(owner)[name] = value  # not setattr: a compiled module would pass it on to the one in it
 
 
 def _overridden(module: LightningModule, callbacks: list[Callback], hooks: tuple[str, ...]) -> bool:

@@ -119,7 +119,7 @@ def test_ctrl_c_in_training_keeps_lightnings_status_and_what_was_found(tmp_path,
 def test_ctrl_c_outside_of_training_has_the_status_of_shells(tmp_path, capsys, interrupts):
     assert cli.main(arguments(tmp_path, "stop early")) == 130
     told = capsys.readouterr().err
-    assert "it ended in KeyboardInterrupt before its Trainer began to train. Mend that first." in told
+    assert "it ended in KeyboardInterrupt before its Trainer began to train. Let it train for some steps." in told
 
 
 def test_a_script_that_trains_for_two_steps_is_told_so(tmp_path, capsys):

@@ -103,6 +103,18 @@ def test_zero_grad_of_a_module_clears_what_its_optimizer_steps_with(level, whose
     assert not any("zero_grad" in vars(part) for part in module.modules())
 
 
+def test_what_somebody_set_on_an_object_is_there_after_the_run():
+    module, callback = Net(), pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    cleared, started = [], []
+    module.first.zero_grad = clear = lambda set_to_none=True: cleared.append(set_to_none)
+    callback.on_fit_end = end = lambda trainer, module: started.append(module)
+    fit(module, "O2", callbacks=[callback], max_epochs=2)
+    assert vars(module.first)["zero_grad"] is clear
+    assert vars(callback)["on_fit_end"] is end
+    assert started == [module]
+    assert "zero_grad" not in vars(module)
+
+
 class Validated(pl.LightningModule):
     def __init__(self):
         super().__init__()
