@@ -35,7 +35,7 @@ slow: $(STAMP)
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-# The same on a CPU, on two devices that are pretended: see tests/release/pretended_cuda/run.py. Needs a C++ compiler.
+# The same on a CPU, on two devices that are pretended: see tests/release/pretended_cuda/run.py. Needs a C++ compiler and ninja.
 gpu-pretended: $(STAMP)
 	$(BIN)/python tests/release/pretended_cuda/run.py $(PYTEST_ARGS)
 
