@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_turbo._compat import bind_lightning, register_strategies, when_lightning_is_imported
+from lightning_turbo._lightning import bind_lightning, register_strategies, when_lightning_is_imported
 
 if TYPE_CHECKING:
     from lightning_turbo import amp

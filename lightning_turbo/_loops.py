@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lightning_turbo._compat import is_fitting
+from lightning_turbo._lightning import is_fitting
 
 __all__ = [
     "batch_limits",

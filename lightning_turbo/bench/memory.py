@@ -93,7 +93,7 @@ def memory(
         Loss; bytes of weights, gradients and state before an optimizer step; peaks of the forward pass and of the
         whole step, above what the process took before the network was built.
     """
-    from lightning_turbo._compat import Callback
+    from lightning_turbo._lightning import Callback
     from lightning_turbo.bench.training import QUIET, Classifier, apex_amp, train
 
     class Watch(Callback):
@@ -143,7 +143,7 @@ def memory(
 
 def _rehearse(meter: Meter, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
     """Train something tiny for two steps, so that what the libraries load on first use is loaded."""
-    from lightning_turbo._compat import Trainer
+    from lightning_turbo._lightning import Trainer
     from lightning_turbo.bench.training import QUIET, Classifier
 
     net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))

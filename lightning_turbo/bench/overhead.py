@@ -15,7 +15,7 @@ from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.workloads import Endless, plain_loop, sgd
 
 if TYPE_CHECKING:
-    from lightning_turbo._compat import Callback, LightningDataModule
+    from lightning_turbo._lightning import Callback, LightningDataModule
 
 __all__ = ["SUITE"]
 
@@ -139,7 +139,7 @@ class _Stream(IterableDataset[Any]):
 def _datamodule(loader: Endless, data: str, epochs: bool) -> LightningDataModule:
     """The batches through a ``DataLoader`` of a ``LightningDataModule``, ours or Lightning's."""
     from lightning_turbo import PrefetchDataModule
-    from lightning_turbo._compat import LightningDataModule
+    from lightning_turbo._lightning import LightningDataModule
 
     class Data(LightningDataModule):
         def train_dataloader(self) -> Any:

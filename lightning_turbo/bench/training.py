@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from lightning_turbo._compat import Callback, LightningDataModule, LightningModule, Precision, Trainer
+from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Precision, Trainer
 from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.workloads import DTYPES, Batch, Losses
 

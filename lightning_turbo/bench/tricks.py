@@ -19,7 +19,7 @@ from lightning_turbo.bench.workloads import Endless, image_batches, plain_loop, 
 from lightning_turbo.errors import LightningMismatchError, MissingExtraError
 
 if TYPE_CHECKING:
-    from lightning_turbo._compat import Callback, LightningModule
+    from lightning_turbo._lightning import Callback, LightningModule
 
 __all__ = ["SUITE"]
 
@@ -174,7 +174,7 @@ def trick(
         Loss, and accuracy on the validation part where there is one.
     """
     import lightning_turbo
-    from lightning_turbo._compat import LightningDataModule
+    from lightning_turbo._lightning import LightningDataModule
     from lightning_turbo.bench.machine import computes_in_bfloat16
     from lightning_turbo.bench.training import QUIET, apex_amp, train
 

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from lightning_turbo._checks import check_switches
-from lightning_turbo._compat import Callback, LightningModule, callbacks_named, check_binding, rank_zero_info
+from lightning_turbo._lightning import Callback, LightningModule, callbacks_named, check_binding, rank_zero_info
 from lightning_turbo.nn.bias import BiasReport, drop_bias_before_norm
 
 __all__ = ["DropBiasBeforeNorm"]

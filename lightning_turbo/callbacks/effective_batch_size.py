@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any, Literal
 
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     Callback,
     GradientAccumulationScheduler,
     LightningModule,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_turbo._compat import (
+from lightning_turbo._distributed import gather_for_checkpoint
+from lightning_turbo._lightning import (
     Callback,
     GradientAccumulationScheduler,
     LightningModule,
@@ -20,7 +21,6 @@ from lightning_turbo._compat import (
     loss_scale,
     rank_zero_warn,
 )
-from lightning_turbo._ranks import gather_for_checkpoint
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, mark_as_used, scale_gradients
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     Callback,
     LightningModule,
     MisconfigurationException,

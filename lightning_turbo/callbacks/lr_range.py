@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lightning_turbo._checks import is_number, is_whole
-from lightning_turbo._compat import LightningDataModule, LightningModule, Trainer, Tuner, check_binding
+from lightning_turbo._lightning import LightningDataModule, LightningModule, Trainer, Tuner, check_binding
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 
 __all__ = ["lr_range"]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_turbo._checks import is_whole
-from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_info, rank_zero_warn
+from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_info, rank_zero_warn
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.memory_format import FORMATS, FormatTimes, measure_memory_format, set_memory_format
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     Callback,
     CombinedLoader,
     LightningModule,

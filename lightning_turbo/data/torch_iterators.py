@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from lightning_turbo.data.batches import pin_batch
+from lightning_turbo._pytree import pin_batch
 from lightning_turbo.data.producer import give_up
 from lightning_turbo.data.resume import IndexTape, Place
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.background import BackgroundIterator, check_count
-from lightning_turbo.data.batches import can_move, holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.randomness import moved, shared_state
 from lightning_turbo.data.resume import Place
 from lightning_turbo.errors import NoEffectWarning

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_turbo import _optional
-from lightning_turbo._compat import LightningDataModule, MisconfigurationException, check_binding
+from lightning_turbo._lightning import LightningDataModule, MisconfigurationException, check_binding
 from lightning_turbo.data.dali import DALILoader, FileRecipe, ImageFolder
 
 __all__ = ["DALIDataModule"]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_functions, check_switches
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     Callback,
     CombinedLoader,
     LightningDataModule,

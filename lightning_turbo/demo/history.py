@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_turbo._compat import Callback, LightningModule, Trainer
+from lightning_turbo._lightning import Callback, LightningModule, Trainer
 from lightning_turbo.demo.settings import DemoError
 from lightning_turbo.plugins.apex_amp import ApexAMP
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_turbo._compat import LightningModule
+from lightning_turbo._lightning import LightningModule
 
 __all__ = ["DemoNet"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lightning_turbo._compat import Callback, LightningModule, Trainer
+from lightning_turbo._lightning import Callback, LightningModule, Trainer
 
 __all__ = ["RunProgress"]
 

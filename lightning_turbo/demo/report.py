@@ -14,8 +14,8 @@ from rich.table import Table
 
 import lightning_turbo
 from lightning_turbo import _optional
-from lightning_turbo._compat import bound_name
 from lightning_turbo._files import whole_file
+from lightning_turbo._lightning import bound_name
 from lightning_turbo.demo.history import RunHistory
 
 __all__ = ["FORMAT", "level_row", "machine", "readable_bytes", "results_table", "write_results"]

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo._compat import ModelCheckpoint, TensorBoardLogger, Trainer, bound_name
+from lightning_turbo._lightning import ModelCheckpoint, TensorBoardLogger, Trainer, bound_name
 from lightning_turbo.demo.data import DemoData, load_digits, load_mni
 from lightning_turbo.demo.figure import draw_results
 from lightning_turbo.demo.history import RunHistory, past_history

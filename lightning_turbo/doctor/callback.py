@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._compat import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
+from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
 from lightning_turbo.doctor.exam import Exam
 from lightning_turbo.doctor.mend import Mends, Undo
 from lightning_turbo.doctor.patches import with_diffs

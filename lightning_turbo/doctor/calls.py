@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_turbo._compat import LightningModule
+from lightning_turbo._lightning import LightningModule
 from lightning_turbo.doctor.facts import Site
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._compat import Callback, LightningModule, loss_scale
+from lightning_turbo._lightning import Callback, LightningModule, loss_scale
 from lightning_turbo.doctor import inspection
 from lightning_turbo.doctor.calls import CallTable, GradientCalls
 from lightning_turbo.doctor.facts import BatchTensor, Facts

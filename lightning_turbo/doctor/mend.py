@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_turbo._compat import Callback, LightningModule, Trainer
+from lightning_turbo._lightning import Callback, LightningModule, Trainer
 from lightning_turbo.doctor.advice import Finding
 from lightning_turbo.doctor.facts import Facts
 

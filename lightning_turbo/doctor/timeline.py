@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._compat import Profiler
+from lightning_turbo._lightning import Profiler
 
 __all__ = ["PHASES", "PHASE_NAMES", "Recorder", "Segment", "Timeline", "middle_of", "phase_of", "phases_of"]
 

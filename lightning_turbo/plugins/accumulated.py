@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_turbo._compat import rank_zero_warn
-from lightning_turbo._ranks import gather_for_checkpoint, rank_and_size
+from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
+from lightning_turbo._lightning import rank_zero_warn
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.errors import TurboWarning
 

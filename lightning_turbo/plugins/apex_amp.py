@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_turbo._checks import check_switches
-from lightning_turbo._compat import LightningModule, Precision, check_binding, loaded_checkpoint, rank_zero_warn
+from lightning_turbo._lightning import LightningModule, Precision, check_binding, loaded_checkpoint, rank_zero_warn
 from lightning_turbo.amp import functions
 from lightning_turbo.amp.collectives import on_dense
 from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state

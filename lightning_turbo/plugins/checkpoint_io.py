@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._compat import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
+from lightning_turbo._lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
 from lightning_turbo.amp.convert import move_scaler_state, to_torch_adam
 
 __all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]

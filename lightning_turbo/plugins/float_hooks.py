@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_turbo._compat import Callback, LightningModule, callbacks_named
+from lightning_turbo._lightning import Callback, LightningModule, callbacks_named
 from lightning_turbo.amp.half_weights import HalfWeights
 
 __all__ = ["FloatHooks"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_turbo._compat import MisconfigurationException, Precision, check_binding, loaded_checkpoint
+from lightning_turbo._lightning import MisconfigurationException, Precision, check_binding, loaded_checkpoint
 from lightning_turbo.amp.convert import find_scaler_state
 from lightning_turbo.amp.levels import resolve
 from lightning_turbo.errors import AmpUsageError, MissingExtraError

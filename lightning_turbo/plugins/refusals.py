@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_turbo._compat import LightningModule, MisconfigurationException
+from lightning_turbo._lightning import LightningModule, MisconfigurationException
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.model_casts import first_tensor_of

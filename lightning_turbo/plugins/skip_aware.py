@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
-from lightning_turbo._compat import LRSchedulerConfig
+from lightning_turbo._lightning import LRSchedulerConfig
 
 __all__ = ["SkipAwareConfig"]
 

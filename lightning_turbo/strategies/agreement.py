@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._compat import MisconfigurationException
+from lightning_turbo._lightning import MisconfigurationException
 
 __all__ = ["check_agreement", "disagreements", "settings_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_turbo._compat import PassThroughProfiler
+from lightning_turbo._lightning import PassThroughProfiler
 
 __all__ = ["call_callbacks", "call_hook", "inherits", "is_unprofiled"]
 

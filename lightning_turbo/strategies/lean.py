@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     AutomaticOptimization,
     LightningModule,
     MixedPrecision,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_turbo._compat import LoggerConnector, ResultCollection, ResultMetric
+from lightning_turbo._lightning import LoggerConnector, ResultCollection, ResultMetric
 
 __all__ = ["LeanLoggerConnector", "LeanMetric", "LeanResults"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     AutomaticOptimization,
     Closure,
     ClosureResult,

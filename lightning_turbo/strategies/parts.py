@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 
 from lightning_turbo._checks import check_switches, is_whole
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     LightningDataModule,
     LightningModule,
     Strategy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from lightning_turbo._ranks import gather_for_checkpoint, rank_and_size
+from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
 from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
 
 __all__ = ["keep_states_of_ranks", "take_states_of_rank"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     GradientAccumulationScheduler,
     is_fitting,
     set_sampler_epoch,

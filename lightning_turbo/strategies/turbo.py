@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo._checks import check_switches
-from lightning_turbo._compat import (
+from lightning_turbo._lightning import (
     CheckpointIO,
     DDPStrategy,
     MisconfigurationException,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, GradToNone, PrefetchDataModule, TurboDDPStrategy
-from lightning_turbo._compat import LightningModule, MisconfigurationException, Trainer
+from lightning_turbo._lightning import LightningModule, MisconfigurationException, Trainer
 
 LEVELS = ("O0", "O1", "O2")
 SETTINGS = {

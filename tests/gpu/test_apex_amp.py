@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, TurboStrategy, amp
-from lightning_turbo._compat import Callback, LightningModule, Trainer, bound_name
+from lightning_turbo._lightning import Callback, LightningModule, Trainer, bound_name
 
 pytestmark = [
     pytest.mark.gpu,

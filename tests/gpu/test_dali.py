@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_turbo import ApexAMP, DALIDataModule, DALILoader
-from lightning_turbo._compat import LightningModule, Trainer
+from lightning_turbo._lightning import LightningModule, Trainer
 from lightning_turbo.data.dali import ImageFolder, VolumeFiles
 from tests.dali_samples import make_photos, make_volumes
 

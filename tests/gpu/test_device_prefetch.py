@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
-from lightning_turbo._compat import Callback, LightningDataModule, LightningModule, Trainer
+from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_turbo.data.transfer import DeviceIterator, DeviceTransfer
 from tests.collecting import collect_in_its_thread
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import Doctor
-from lightning_turbo._compat import LightningModule, Trainer
+from lightning_turbo._lightning import LightningModule, Trainer
 from lightning_turbo.doctor import environment
 
 pytestmark = [

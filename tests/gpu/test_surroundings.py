@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_turbo import DevicePrefetcher, Doctor, ExactAccumulation, TurboStrategy, drop_bias_before_norm
-from lightning_turbo._compat import LightningModule, Trainer
+from lightning_turbo._lightning import LightningModule, Trainer
+from lightning_turbo._pytree import move_batch
 from lightning_turbo.data import BackgroundIterator
-from lightning_turbo.data.batches import move_batch
 from lightning_turbo.optim import scale_gradients
 
 pytestmark = [

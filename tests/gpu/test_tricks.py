@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ExactAccumulation, GradToNone, MemoryFormat, cyclic_lr, lamb
-from lightning_turbo._compat import LightningModule, Trainer
+from lightning_turbo._lightning import LightningModule, Trainer
 from lightning_turbo.nn import measure_memory_format
 
 pytestmark = [

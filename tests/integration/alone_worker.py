@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader, _ranks
+from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader, _distributed
 from tests.versions import unpickling
 
 RANK = int(os.environ["RANK"])
@@ -69,7 +69,7 @@ def fit(folder, stop=None, ckpt=None):
 
 
 def alone(folder):
-    _ranks.PATIENCE = 2.0
+    _distributed.PATIENCE = 2.0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -101,14 +101,14 @@ def together(folder):
 def places(folder):
     """At different batches, as ranks with loaders of different lengths are when an epoch of one has ended."""
     torch.distributed.init_process_group("gloo")
-    ordinary = _ranks.gather_for_checkpoint(RANK, "number", place=RANK)
+    ordinary = _distributed.gather_for_checkpoint(RANK, "number", place=RANK)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             raise RuntimeError("an error on both ranks")
         except RuntimeError:
-            stopped = _ranks.gather_for_checkpoint(RANK, "number", place=RANK)
-            same = _ranks.gather_for_checkpoint(RANK, "number", place=3, to_all=True)
+            stopped = _distributed.gather_for_checkpoint(RANK, "number", place=RANK)
+            same = _distributed.gather_for_checkpoint(RANK, "number", place=3, to_all=True)
     said = [str(warning.message) for warning in caught]
     torch.save({"ordinary": ordinary, "stopped": stopped, "same": same, "said": said}, folder / f"places.{RANK}")
     torch.distributed.barrier()

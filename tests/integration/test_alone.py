@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors import signal_connector
 
-from lightning_turbo import _ranks
+from lightning_turbo import _distributed
 from tests.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("alone_worker.py")
@@ -47,13 +47,13 @@ def test_ranks_at_different_batches_have_nothing_in_common_where_they_were_stopp
 
 
 def test_a_checkpoint_from_a_signal_handler_may_be_of_one_rank_alone():
-    assert not _ranks._may_be_alone()
+    assert not _distributed._may_be_alone()
     handler = inspect.getsource(signal_connector)
-    assert f"def {_ranks.SIGNAL_HANDLER}" in handler  # Lightning's, whichever version
+    assert f"def {_distributed.SIGNAL_HANDLER}" in handler  # Lightning's, whichever version
     there = {}
-    exec(f"def {_ranks.SIGNAL_HANDLER}(): return ask()", {"ask": _ranks._may_be_alone}, there)
-    assert there[_ranks.SIGNAL_HANDLER]()
+    exec(f"def {_distributed.SIGNAL_HANDLER}(): return ask()", {"ask": _distributed._may_be_alone}, there)
+    assert there[_distributed.SIGNAL_HANDLER]()
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
-        assert _ranks._may_be_alone()
+        assert _distributed._may_be_alone()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_turbo import _optional
-from lightning_turbo._ranks import gather_for_checkpoint, rank_and_size
+from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
 from lightning_turbo.data.dali.definition import DefinitionStream
 from lightning_turbo.data.dali.engine import Settings, check_device, check_driver, dali
 from lightning_turbo.data.dali.files import FileStream

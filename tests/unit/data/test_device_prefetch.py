@@ -12,8 +12,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_turbo._pytree import MOST_PARTS, holders_in, map_batch, move_batch, tensors_in
 from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
-from lightning_turbo.data.batches import MOST_PARTS, holders_in, map_batch, move_batch, tensors_in
 from lightning_turbo.data.transfer import DeviceIterator
 from lightning_turbo.errors import NoEffectWarning
 

@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
+from lightning_turbo._pytree import move_batch
 from lightning_turbo.data import PackedDataset, PrefetchLoader, pack_folder
-from lightning_turbo.data.batches import move_batch
 from lightning_turbo.errors import MissingExtraError
 
 

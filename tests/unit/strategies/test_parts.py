@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_turbo import DALILoader, TurboStrategy
-from lightning_turbo.data.batches import pin_batch
+from lightning_turbo._pytree import pin_batch
 from lightning_turbo.strategies import parts as module
 
 CUDA = SimpleNamespace(root_device=torch.device("cuda", 0), lightning_module=SimpleNamespace(trainer=None))
