@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -217,66 +218,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _add_bench(commands: Commands) -> None:
-    from lightning_turbo.bench.case import SUITES
-
-    parser = commands.add_parser(
-        "bench",
-        help="measure speed, memory and loss beside Lightning, plain PyTorch and other libraries",
-        description="Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes "
-        "results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured. "
-        "With `compare A B`, tell what got slower between two results; the exit status is then 1 if something did.",
-        usage="lightning-turbo bench [SUITE] [options]\n       lightning-turbo bench compare A B [--threshold X]",
-    )
-    parser.add_argument(
-        "suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)"
-    )
-    parser.add_argument(
-        "results", nargs="*", type=Path, metavar="A B", help="for compare: two results or their folders"
-    )
-    parser.add_argument("--quick", action="store_true", help="the main cases in short rounds: under two minutes")
-    parser.add_argument(
-        "--only", nargs="+", action="extend", default=[], metavar="PATTERN", help="cases to run, as 'O1*' 'O2*'"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench"), metavar="FOLDER", help="where to write (default: runs/bench)"
-    )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds a case, however long (default: the suite's)")
-    parser.add_argument(
-        "--minutes", type=float, metavar="M", help="when the measuring ends (default: when all is measured)"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N",
-        help="fresh processes a case, to divide its rounds among (default: 1); for differences of some per cent",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of data and weights (default: 0)")
-    parser.add_argument("--list", action="store_true", help="show the cases and run nothing")
-    parser.add_argument(
-        "--threshold", type=float, default=0.05, metavar="X", help="for compare: smallest change that counts (0.05)"
-    )
+    # Whatever follows is taken as it is, so that each former command line gets this answer.
+    parser = commands.add_parser("bench", add_help=False, prefix_chars="\0")
+    parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.bench import command
-
-    if arguments.suite == "compare":
-        if len(arguments.results) != 2:
-            return _refused(f"bench compare takes two results, A and B; {len(arguments.results)} were given")
-        return command.compare_files(*arguments.results, threshold=arguments.threshold)
-    if arguments.results:
-        return _refused(f"bench takes one suite; {str(arguments.results[0])!r} is one too many. Take 'all' for several")
-    settings = command.BenchSettings(
-        suite=arguments.suite,
-        quick=arguments.quick,
-        out=arguments.out,
-        only=tuple(arguments.only),
-        device=arguments.device,
-        threads=arguments.threads,
-        rounds=arguments.rounds,
-        minutes=arguments.minutes,
-        processes=arguments.processes,
-        seed=arguments.seed,
-    )
-    return command.list_cases(settings) if arguments.list else command.run_bench(settings)
+    words = shlex.join(["python", "-m", "benchmarks", *arguments.arguments])
+    return _refused(f"the benchmarks are in the repository and not in the package: clone it, and run `{words}` there")

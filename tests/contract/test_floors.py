@@ -16,7 +16,7 @@ FLOORS = (
     ("errors", "_checks", "_distributed", "_files", "_lightning", "_loops", "_optional", "_pytree", "_random"),
     ("amp", "data", "measure", "nn", "optim"),
     (
-        *("__init__", "__main__", "bench", "callbacks", "cli", "datamodules"),
+        *("__init__", "__main__", "callbacks", "cli", "datamodules"),
         *("demo", "doctor", "plugins", "strategies", "tune"),
     ),
 )
@@ -57,7 +57,7 @@ def test_imports_go_downward(path):
             if other in ("_lightning", "_loops"):
                 assert FLOOR_OF[own] != 1, f"{own} (floor 1) knows of Lightning"
         elif top in ("lightning", "pytorch_lightning", "lightning_fabric"):
-            assert own in ("_lightning", "doctor", "bench", "demo"), f"{path}: take {module} through _lightning"
+            assert own in ("_lightning", "doctor", "demo"), f"{path}: take {module} through _lightning"
 
 
 @pytest.mark.parametrize("part", sorted({home(path) for path in FILES}))
