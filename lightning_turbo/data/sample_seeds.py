@@ -1,0 +1,380 @@
+"""Random numbers that follow from (seed, epoch, index), whichever process loads the sample."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import operator
+import random
+import struct
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_turbo._distributed import rank_and_size
+from lightning_turbo._random import same_random_numbers
+
+__all__ = ["EpochBatchSampler", "EpochSampler", "SeededCollate", "SeededDataset", "SeededSampler", "seed_samples"]
+
+LARGEST = 2**32  # NumPy's generator and seed_everything take seeds below it
+MANY = 256  # longer containers hold data, and are searched for transforms no further
+SEEDS = struct.Struct("<QQI")
+OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor, str, bytes)
+
+
+def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """Return a loader like ``loader`` whose random numbers belong to the samples, whatever loads them.
+
+    Before a sample is loaded, the generators of torch (CPU), Python and NumPy in that process are seeded from ``seed``,
+    the epoch and the index of the sample; before ``collate_fn`` is called, from ``seed``, the epoch and the number of
+    the batch. Objects in the dataset and its transforms that have a method ``set_random_state(seed=)``, as MONAI's
+    ``Randomizable`` has, are seeded too. Augmentation is then the same for any ``num_workers`` and start method, and
+    after a restart. In the training process the generators of torch, Python and NumPy are put back afterwards.
+
+    The epoch is that of the sampler where it has ``set_epoch`` and an attribute ``epoch``, as ``DistributedSampler``
+    has; Lightning sets it. With other samplers each ``iter()`` is one epoch, counted from 0; to start at another,
+    call ``loader.batch_sampler.set_epoch(epoch)``.
+
+    Args:
+        loader: A ``DataLoader`` of any class, over a dataset with ``__getitem__``. It is not changed; its dataset and
+            samplers are shared.
+        seed: An integer from 0 to ``2**32 - 1``.
+
+    Returns:
+        A loader of the same class. Its ``dataset`` is a wrapper, whose attribute ``dataset`` is that of ``loader``.
+
+    Raises:
+        TypeError: If ``loader`` is not a ``DataLoader`` or has an ``IterableDataset``, or ``seed`` is not an integer;
+            while it is iterated, if the sampler yields something else than indices.
+        ValueError: If ``seed`` is out of range.
+
+    Note:
+        The index is what the sampler yields. A dataset with ``__getitems__`` loads a batch in one call: its numbers
+        follow from the index of the first sample, and so from the batches too. Generators that an object holds without
+        ``set_random_state``, such as a ``torch.Generator``, and those of CUDA devices are left as they are. What torch
+        and NumPy draw follows from 32 bits of seed.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> class Noise(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 4
+        ...     def __getitem__(self, index):
+        ...         return torch.rand(1)
+        >>> alone, batched = (seed_samples(DataLoader(Noise(), batch_size=size), seed=1) for size in (1, 4))
+        >>> torch.equal(torch.cat(list(alone)), next(iter(batched)))
+        True
+
+    Source: The keys of Grain and of JAX's random numbers; ``set_rnd`` in ``monai.data.utils``.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"seed_samples got loader={loader!r}; expected a torch.utils.data.DataLoader. Pass one.")
+    seeded = copy.copy(loader)
+    # DataLoader lets none of these be set after __init__, so that they fit together; these do.
+    vars(seeded).update(seed_attributes(loader, seed), _iterator=None)
+    for name in [name for name in vars(seeded) if name.startswith("__pl_saved_")]:
+        # Lightning keeps the arguments of loaders made in its hooks and would make this one of them, without seeds.
+        del vars(seeded)[name]
+    return seeded
+
+
+def seed_attributes(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
+    """Return the attributes of ``loader`` that make its random numbers belong to the samples; see ``seed_samples``.
+
+    A loader that has them already gets the new seed in place of the old one.
+    """
+    dataset, collate_fn = loader.dataset, loader.collate_fn
+    dataset = dataset.dataset if isinstance(dataset, SeededDataset) else dataset
+    collate_fn = collate_fn.collate_fn if isinstance(collate_fn, SeededCollate) else collate_fn
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return {
+        "dataset": SeededDataset(dataset, seed),
+        "collate_fn": SeededCollate(collate_fn, seed),
+        name: _with_epoch(getattr(loader, name), batched=loader.batch_sampler is not None),
+    }
+
+
+def _with_epoch(sampler: Any, batched: bool) -> Any:
+    if isinstance(sampler, (EpochSampler, EpochBatchSampler)):
+        return sampler
+    if type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
+        return EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
+    return EpochSampler(sampler, batched)
+
+
+class Ticket(list[Any]):
+    """The indices of a batch as they travel to the process that loads it, with its epoch and number."""
+
+    def __init__(self, indices: Any = (), epoch: int = 0, number: int = 0) -> None:
+        super().__init__(indices)
+        self.epoch, self.number = epoch, number
+
+
+class _Epochs:
+    """What the two samplers below share: the epoch of a pass, and the tickets of its batches."""
+
+    sampler: Any
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass, also that of the sampler inside, where it has one."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def _tickets(self, batches: Iterator[Any]) -> Iterator[Ticket]:
+        told = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
+        epoch = self.epoch if told is None else told
+        self.epoch = epoch + 1
+        for number, batch in enumerate(batches):
+            try:
+                ticket = Ticket(batch, epoch, number)
+                for item in ticket:
+                    _first_index(item)
+            except TypeError:
+                raise TypeError(
+                    f"{type(self.sampler).__name__} yields {batch!r}; expected integers, because random numbers that "
+                    "belong to samples follow from their index. Use a sampler of indices, or leave out the seeds."
+                ) from None
+            yield ticket
+
+
+class EpochBatchSampler(_Epochs, BatchSampler):
+    """A ``BatchSampler`` whose batches know their epoch and number; it takes the same arguments."""
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return self._tickets(super().__iter__())
+
+
+class EpochSampler(_Epochs, Sampler[Any]):
+    """Any other sampler of a loader, whose batches then know their epoch and number.
+
+    Args:
+        sampler: A batch sampler, or the sampler of a loader with ``batch_size=None``.
+        batched: Whether it yields batches.
+    """
+
+    def __init__(self, sampler: Any, batched: bool) -> None:
+        self.sampler, self.batched = sampler, batched
+
+    def __iter__(self) -> Iterator[Ticket]:
+        items = iter(self.sampler)
+        return self._tickets(items if self.batched else ([item] for item in items))
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class SeededSampler(DistributedSampler[Any]):
+    """A sampler whose order follows from (seed, epoch) alone, for any number of ranks.
+
+    The order is one permutation of the dataset for each epoch, that of ``DistributedSampler``, dealt out in turn: of
+    two ranks the first takes samples 0, 2, 4, ... of it. Without a process group there is one rank. The number of
+    ranks is asked for at each pass, because a Trainer may begin the group after the sampler is made.
+
+    Args:
+        dataset: What is sampled from; only its length is used.
+        seed: An integer from 0 to ``2**32 - 1``, the same on all ranks.
+        shuffle: ``False`` for the order of the dataset.
+        drop_last: Whether samples that do not make a full turn of the ranks are left out; otherwise the first ones
+            are taken again to fill it.
+        num_replicas: The number of ranks; ``None`` for that of the process group.
+        rank: The number of this rank; ``None`` for that of the process group.
+
+    Raises:
+        TypeError: If ``seed`` is not an integer.
+        ValueError: If ``seed`` or ``rank`` is out of range.
+
+    Note:
+        Call ``set_epoch`` before each epoch, as with ``DistributedSampler``; Lightning does.
+
+    Example:
+        >>> whole = list(SeededSampler(range(6), seed=3))
+        >>> first, second = (list(SeededSampler(range(6), seed=3, num_replicas=2, rank=rank)) for rank in (0, 1))
+        >>> [first, second] == [whole[0::2], whole[1::2]]
+        True
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.epoch = 0
+        self._given = {"shuffle": shuffle, "drop_last": drop_last, "seed": check_seed(seed)}
+        self._ranks = num_replicas, rank
+        self._deal(dataset)
+
+    def _deal(self, dataset: Any) -> None:
+        """Count the ranks and share the dataset out among them."""
+        epoch, (rank, size) = self.epoch, rank_and_size()
+        replicas, own = self._ranks
+        size, rank = size if replicas is None else replicas, rank if own is None else own
+        super().__init__(dataset, size, rank, **self._given)
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self._deal(self.dataset)
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._deal(self.dataset)
+        return super().__len__()
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset before each sample of which the generators are seeded; see ``seed_samples``.
+
+    Args:
+        dataset: A dataset with ``__getitem__``.
+        seed: An integer from 0 to ``2**32 - 1``.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise TypeError(
+                f"{type(dataset).__name__} is an IterableDataset, whose samples have no index to which random numbers "
+                "could belong; expected a dataset with __getitem__. Use one, or draw inside the stream from a "
+                "generator that you seed by what identifies a sample."
+            )
+        self.dataset, self.seeder = dataset, Seeder(dataset, seed)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any]:
+        """Load the one entry of ``ticket``: an index, or a list of them where the sampler yields lists."""
+        (item,) = _check_ticket(ticket)
+        with _put_back():
+            self.seeder.seed("sample", ticket.epoch, _first_index(item))
+            return ticket, self.dataset[item]
+
+    def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Any]:
+        """Load the samples of ``ticket``, one after another or, if the dataset can, in one call."""
+        _check_ticket(ticket)
+        seed, epoch, dataset, bulk = self.seeder.seed, ticket.epoch, self.dataset, _loads_batches(self.dataset)
+        with _put_back():
+            if bulk:
+                seed("sample", epoch, _first_index(ticket))
+                return ticket, dataset.__getitems__(list(ticket))
+            samples = []
+            for index in ticket:
+                seed("sample", epoch, operator.index(index))
+                samples.append(dataset[index])
+            return ticket, samples
+
+
+class SeededCollate:
+    """A ``collate_fn`` before each call of which the generators are seeded; see ``seed_samples``.
+
+    Args:
+        collate_fn: Makes a batch of samples.
+        seed: An integer from 0 to ``2**32 - 1``.
+    """
+
+    def __init__(self, collate_fn: Any, seed: int) -> None:
+        self.collate_fn, self.seeder = collate_fn, Seeder(collate_fn, seed)
+
+    def __call__(self, loaded: tuple[Ticket, Any]) -> Any:
+        """Return the batch of the samples that ``SeededDataset`` loaded."""
+        ticket, samples = loaded
+        with _put_back():
+            self.seeder.seed("batch", ticket.epoch, ticket.number)
+            return self.collate_fn(samples)
+
+
+class Seeder:
+    """Seeds the generators of this process, and those that ``root`` exposes, for which it is searched once an epoch."""
+
+    def __init__(self, root: Any, seed: int) -> None:
+        self.root, self.base = root, check_seed(seed)
+        self._searched, self._exposed = -1, []
+
+    def seed(self, kind: str, epoch: int, number: int) -> None:
+        """Seed all of them for the sample with the index ``number`` in ``epoch``, or for the batch with that number."""
+        if self._searched != epoch:
+            self._searched, self._exposed = epoch, find_exposed(self.root)
+        digest = hashlib.blake2b(f"{kind} {self.base} {epoch} {number}".encode(), digest_size=SEEDS.size).digest()
+        for_torch, for_python, for_numpy = SEEDS.unpack(digest)
+        # torch.manual_seed would prepare the seeding of every device, which takes a hundred times as long.
+        torch.default_generator.manual_seed(for_torch)
+        random.seed(for_python)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(for_numpy)
+        for position, exposed in enumerate(self._exposed, 1):
+            exposed.set_random_state(seed=(for_numpy + position) % LARGEST)
+
+
+def find_exposed(root: Any) -> list[Any]:
+    """Return ``root`` and the objects in it, as far as they have a method ``set_random_state``.
+
+    A transform that has it seeds its own parts, as MONAI's ``Compose`` does; a dataset does not, and is searched too.
+    """
+    found, seen, rest = [], {}, [root]
+    while rest:
+        item = rest.pop()
+        if id(item) in seen or isinstance(item, OPAQUE):
+            continue
+        seen[id(item)] = item
+        exposed = callable(getattr(type(item), "set_random_state", None))
+        if exposed:
+            found.append(item)
+        if not exposed or isinstance(item, Dataset):
+            rest.extend(reversed(_parts(item)))
+    return found
+
+
+def _parts(item: Any) -> list[Any]:
+    if isinstance(item, (dict, list, tuple)):
+        parts = item.values() if isinstance(item, dict) else item
+        return list(parts) if len(item) <= MANY else []
+    return list(getattr(item, "__dict__", {}).values())
+
+
+def check_seed(seed: Any) -> int:
+    """Return ``seed`` as an int, or raise what ``seed_samples`` promises."""
+    if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
+        raise TypeError(f"got seed={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
+    if not 0 <= operator.index(seed) < LARGEST:
+        raise ValueError(f"got seed={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
+    return operator.index(seed)
+
+
+def _check_ticket(ticket: Any) -> Ticket:
+    if not isinstance(ticket, Ticket):
+        raise TypeError(
+            f"got index {ticket!r} without an epoch; expected what the sampler of a seeded loader yields. Call "
+            "seed_samples on the loader that is iterated, or take single samples from the dataset inside (.dataset)."
+        )
+    return ticket
+
+
+def _first_index(item: Any) -> int:
+    """Return an index, or the first one of a list of indices; -1 for an empty list."""
+    if not isinstance(item, (list, tuple)):
+        return operator.index(item)
+    return next(iter([operator.index(index) for index in item]), -1)
+
+
+def _loads_batches(dataset: Any) -> bool:
+    """Whether ``dataset`` loads a batch in one call; a ``Subset`` does if what it is a part of does."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "__getitems__", None))
+
+
+def _put_back() -> contextlib.AbstractContextManager[None]:
+    """Leave the generators of the training process as they were; those of a worker process serve nothing else."""
+    return contextlib.nullcontext() if get_worker_info() is not None else same_random_numbers()

@@ -1,0 +1,319 @@
+"""Random numbers belong to the sample: the same in every process that loads it, in every epoch and batch."""
+
+import copy
+import functools
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.data import _replace_dunder_methods, _set_sampler_epoch
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_turbo._random import shared_state
+from lightning_turbo.data.sample_seeds import SeededDataset, SeededSampler, seed_samples
+
+SEED, LENGTH = 7, 12
+GOLDEN = [3.0, 0.5156496, 0.6637135, 0.4652026, 0.4095555]
+
+
+class Jitter:
+    """Draws from a generator of its own that others may set, as MONAI's ``Randomizable``."""
+
+    def __init__(self):
+        self.R = np.random.RandomState()
+
+    def set_random_state(self, seed=None):
+        self.R.seed(seed)
+
+    def __call__(self, values):
+        return [*values, self.R.rand()]
+
+
+class Augmented(Dataset):
+    """Draws from every generator that there is; a row is the index and what was drawn."""
+
+    def __init__(self, length=LENGTH):
+        self.length, self.steps = length, {"last": [Jitter()]}
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        row = self.steps["last"][0]([index, torch.rand(()).item(), random.random(), np.random.rand()])
+        return torch.tensor(row, dtype=torch.float64)
+
+
+class Bulk(Augmented):
+    def __getitems__(self, indices):
+        noise = torch.rand(())
+        return [torch.tensor([float(index), noise]) for index in indices]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Refused(Augmented):
+    def __getitem__(self, index):
+        raise OSError("the disk is gone")
+
+
+def collate(rows):
+    """Stack, with a number that is drawn for the batch."""
+    return torch.stack(rows), torch.rand(())
+
+
+def rows_of(loader, epochs=2, joined=torch.cat):
+    """What ``epochs`` passes load, ordered by epoch and index."""
+    passes = [joined(list(loader)) for _ in range(epochs)]
+    return torch.stack([rows[rows[:, 0].argsort()] for rows in passes])
+
+
+@functools.cache
+def expected(epochs=2):
+    return rows_of(seed_samples(DataLoader(Augmented()), SEED), epochs)
+
+
+def test_every_sample_of_every_epoch_has_numbers_of_its_own():
+    drawn = expected()[:, :, 1:]
+    assert drawn.unique().numel() == drawn.numel()
+    other = rows_of(seed_samples(DataLoader(Augmented()), SEED + 1))[:, :, 1:]
+    assert not torch.isin(other, drawn).any()
+
+
+def test_numbers_are_those_of_earlier_versions():
+    """A run that is resumed after an upgrade goes on as it began."""
+    row = expected(1)[0, 3].tolist()
+    assert row == pytest.approx(GOLDEN, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "joined"),
+    [
+        ({"batch_size": 5}, torch.cat),
+        ({"batch_size": 4, "shuffle": True}, torch.cat),
+        ({"batch_size": 3, "num_workers": 1}, torch.cat),
+        ({"batch_size": 3, "num_workers": 2, "persistent_workers": True, "shuffle": True}, torch.cat),
+        ({"batch_sampler": [[3, 2, 1], [0, 11, 10, 9], [4, 5, 6, 7, 8]]}, torch.cat),
+        ({"batch_sampler": BatchSampler(RandomSampler(range(LENGTH)), 4, True), "num_workers": 1}, torch.cat),
+        ({"batch_size": None, "num_workers": 1}, torch.stack),
+        ({"batch_size": None, "sampler": torch.randperm(LENGTH)}, torch.stack),
+    ],
+)
+def test_numbers_do_not_depend_on_how_samples_are_loaded(settings, joined):
+    assert torch.equal(rows_of(seed_samples(DataLoader(Augmented(), **settings), SEED), joined=joined), expected())
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_every_class_of_loader_is_kept():
+    loader = seed_samples(StatefulDataLoader(Augmented(), batch_size=3, num_workers=1), SEED)
+    assert type(loader) is StatefulDataLoader
+    assert torch.equal(rows_of(loader), expected())
+
+
+def test_a_subset_and_a_concatenation_are_searched_for_transforms():
+    data = Augmented()
+    parts = ConcatDataset([Subset(data, range(5)), Subset(data, range(5, LENGTH))])
+    assert torch.equal(rows_of(seed_samples(DataLoader(parts, batch_size=4), SEED)), expected())
+
+
+def test_a_dataset_that_holds_itself_is_searched_once():
+    data = Augmented()
+    data.steps["dataset"] = data
+    assert torch.equal(rows_of(seed_samples(DataLoader(data), SEED)), expected())
+
+
+def test_a_transform_that_is_replaced_between_epochs_is_seeded():
+    data = Augmented()
+    loader = seed_samples(DataLoader(data), SEED)
+    first = rows_of(loader, 1)
+    data.steps["last"] = [Jitter()]
+    assert torch.equal(torch.cat([first, rows_of(loader, 1)]), expected())
+
+
+def test_a_batch_loaded_in_one_call_follows_its_first_sample():
+    def load(size, **settings):
+        return rows_of(seed_samples(DataLoader(Bulk(), batch_size=size, **settings), SEED), 1)[0]
+
+    assert torch.equal(load(4), load(4, num_workers=1))
+    assert load(4)[:, 1].unique().numel() == 3
+    assert torch.equal(load(4)[[0, 4, 8]], load(2)[[0, 4, 8]])
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_what_collate_draws_follows_the_number_of_the_batch(batch_size):
+    def draw(num_workers, sampler, epochs=2):
+        function = collate if batch_size else lambda row: collate([row])
+        settings = {"batch_size": batch_size, "num_workers": num_workers, "sampler": sampler, "collate_fn": function}
+        loader = seed_samples(DataLoader(Augmented(), **settings), SEED)
+        return torch.tensor([number for _ in range(epochs) for _, number in loader])
+
+    numbers = draw(0, SequentialSampler(range(LENGTH)))
+    assert numbers.unique().numel() == numbers.numel()
+    assert torch.equal(numbers, draw(2, SequentialSampler(range(LENGTH))))
+    assert torch.equal(numbers, draw(0, range(LENGTH)[::-1]))
+
+
+def test_the_epoch_is_that_of_a_sampler_which_has_one():
+    sampler = DistributedSampler(range(LENGTH), num_replicas=1, rank=0)
+    loader = seed_samples(DataLoader(Augmented(), batch_size=5, sampler=sampler), SEED)
+    sampler.set_epoch(1)
+    assert torch.equal(rows_of(loader, 1)[0], expected()[1])
+    loader.batch_sampler.set_epoch(0)
+    assert torch.equal(rows_of(loader, 1)[0], expected()[0])
+
+
+def test_the_epoch_of_other_samplers_is_counted_and_can_be_set():
+    loader = seed_samples(DataLoader(Augmented(), batch_size=5), SEED)
+    loader.batch_sampler.set_epoch(1)
+    assert torch.equal(rows_of(loader), expected(3)[1:])
+
+
+@pytest.mark.parametrize("data", [Augmented(), Refused()])
+def test_the_generators_of_the_training_process_are_put_back(data):
+    loader, plain = seed_samples(DataLoader(data, batch_size=5, collate_fn=collate), SEED), DataLoader(range(3))
+    states = []
+    for source in (loader, plain):  # each loader draws one number when it is asked for an iterator
+        torch.manual_seed(0)
+        try:
+            next(iter(source))
+        except OSError:
+            assert isinstance(data, Refused)
+        states.append(shared_state())
+    first, second = states
+    assert torch.equal(first.pop("torch"), second.pop("torch"))
+    assert torch.equal(first["numpy"].pop(0), second["numpy"].pop(0))
+    assert first == second
+
+
+def test_the_loader_that_was_passed_is_left_as_it_was():
+    plain = DataLoader(Augmented(), batch_size=5, collate_fn=collate)
+    before = dict(vars(plain))
+    assert seed_samples(plain, SEED).dataset.dataset is plain.dataset
+    assert vars(plain) == before
+
+
+def test_a_second_seed_takes_the_place_of_the_first():
+    loader = seed_samples(seed_samples(DataLoader(Augmented(), batch_size=3), SEED + 1), SEED)
+    assert torch.equal(rows_of(loader), expected())
+    assert isinstance(loader.dataset.dataset, Augmented)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_seeded_loader_can_be_copied(copied):
+    loader = seed_samples(DataLoader(Augmented(), batch_size=3), SEED)
+    first = rows_of(loader, 1)
+    assert torch.equal(torch.cat([first, rows_of(copied(loader), 1)]), expected())
+
+
+class Hooks:
+    @staticmethod
+    def inside():
+        with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
+            return Hooks.outside()
+
+    @staticmethod
+    def outside():
+        return seed_samples(DataLoader(Augmented(), batch_size=5, collate_fn=collate, drop_last=True), SEED)
+
+
+@pytest.mark.parametrize("make", [Hooks.inside, Hooks.outside])
+def test_seeds_stay_when_lightning_replaces_the_sampler(make):
+    """Lightning builds a loader again from its arguments, or from its attributes, with a sampler for the ranks."""
+    sampler = DistributedSampler(range(LENGTH), num_replicas=2, rank=1, shuffle=False)
+    loader = _update_dataloader(make(), sampler)
+    _set_sampler_epoch(loader, 1)
+    (rows, _), *rest = loader
+    assert not rest  # drop_last
+    assert torch.equal(rows, expected()[1][1:11:2])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (True, True), (False, False)])
+def test_ranks_are_dealt_one_order_in_turn(ranks, shuffle, drop_last):
+    length, more = 21, {"shuffle": shuffle, "drop_last": drop_last}
+    for epoch in range(3):
+        samplers = [SeededSampler(range(length), SEED, num_replicas=ranks, rank=n, **more) for n in range(ranks)]
+        whole = SeededSampler(range(length), SEED, shuffle=shuffle)
+        for sampler in [*samplers, whole]:
+            sampler.set_epoch(epoch)
+        order = list(whole)
+        assert sorted(order) == list(range(length))
+        assert (order == list(range(length))) is not shuffle
+        assert order == list(whole)
+        turns = length // ranks if drop_last else -(-length // ranks)
+        dealt = [index for turn in zip(*samplers, strict=True) for index in turn]
+        assert dealt == (order + order)[: turns * ranks]
+        assert {len(sampler) for sampler in samplers} == {turns}
+
+
+def test_orders_of_epochs_differ():
+    sampler = SeededSampler(range(50), SEED)
+    orders = [tuple(sampler) for epoch in range(3) if sampler.set_epoch(epoch) is None]
+    assert len(set(orders)) == 3
+
+
+def test_a_process_group_that_begins_later_counts(tmp_path):
+    loader = DataLoader(range(6), sampler=SeededSampler(range(6), SEED, shuffle=False))
+    loader.sampler.set_epoch(3)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=store)
+    try:
+        assert (len(loader), [batch.item() for batch in loader], loader.sampler.epoch) == (3, [1, 3, 5], 3)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(loader) == 6
+
+
+@pytest.mark.parametrize(
+    "make", [lambda seed: seed_samples(DataLoader(range(3)), seed), lambda s: SeededSampler([1], s)]
+)
+@pytest.mark.parametrize(
+    ("seed", "error"), [(1.0, TypeError), ("1", TypeError), (True, TypeError), (None, TypeError), (-1, ValueError),
+                        (2**32, ValueError)],
+)  # fmt: skip
+def test_seeds_that_are_refused(make, seed, error):
+    with pytest.raises(error, match="expected an integer from 0 to 2\\*\\*32 - 1"):
+        make(seed)
+
+
+def test_numpy_integers_are_seeds():
+    assert torch.equal(rows_of(seed_samples(DataLoader(Augmented()), np.int64(SEED))), expected())
+
+
+@pytest.mark.parametrize(
+    ("loader", "match"),
+    [
+        (lambda: range(3), "expected a torch.utils.data.DataLoader"),
+        (lambda: DataLoader(Stream()), "Stream is an IterableDataset.*Use"),
+        (lambda: DataLoader({"a": 1}, sampler=["a"]), "list yields \\['a'\\]; expected integers.*Use"),
+        (lambda: DataLoader([1], sampler=[0.0], batch_size=None), "list yields \\[0.0\\]; expected integers"),
+        (lambda: DataLoader([1], batch_sampler=[0]), "list yields 0; expected integers"),
+    ],
+)
+def test_loaders_that_are_refused(loader, match):
+    with pytest.raises(TypeError, match=match):
+        list(seed_samples(loader(), SEED))
+
+
+def test_a_sampler_put_in_later_is_refused():
+    seeded = seed_samples(DataLoader(Augmented()), SEED)
+    with pytest.raises(TypeError, match=r"without an epoch.*Call seed_samples on the loader that is iterated"):
+        next(iter(DataLoader(seeded.dataset)))
+    with pytest.raises(TypeError, match="got index 0 without an epoch"):
+        SeededDataset(Augmented(), SEED)[0]
