@@ -21,7 +21,7 @@ FLOORS = (
     ),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-LINES = 26_800  # of the package; lowered as it shrinks
+LINES = 24_300  # of the package; lowered as it shrinks
 MEAN_COMPLEXITY, WORST_COMPLEXITY = 9.0, 60  # of each part, and of each function
 FILES = sorted(ROOT.rglob("*.py"))
 
