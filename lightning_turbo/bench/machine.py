@@ -12,7 +12,6 @@ import torch
 
 import lightning_turbo
 from lightning_turbo._optional import installed_version
-from lightning_turbo.doctor.machine import huge_pages
 
 __all__ = ["computes_in_bfloat16", "describe_machine", "physical_memory"]
 
@@ -98,6 +97,15 @@ def _commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if edited else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def huge_pages() -> str | None:
+    """Return the kernel's rule for large pages, ``always``, ``madvise`` or ``never``; ``None`` where it has none."""
+    try:
+        rules = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return None
+    return rules.partition("[")[2].partition("]")[0] or None
 
 
 def describe_machine(device: str) -> dict[str, Any]:
