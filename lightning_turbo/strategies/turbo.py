@@ -276,7 +276,13 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
         precision_plugin: Precision | None = None,
         **parts: Any,
     ) -> None:
-        super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin, **parts)
+        super().__init__(
+            device="cpu" if device is None else device,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            **parts,
+        )
         self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 
     @property
