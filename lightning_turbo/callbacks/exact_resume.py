@@ -154,7 +154,8 @@ def attach_exact_resume(trainer: Any) -> None:
 def accumulate_as_scheduled(trainer: Any) -> None:
     """Set what a ``GradientAccumulationScheduler`` says for the epoch that a Trainer begins to train.
 
-    For a strategy's ``on_train_start``, the last one. The callback sets it in ``on_train_epoch_start``, which Lightning does not call where a run goes on in mid-epoch.
+    The callback sets it in ``on_train_epoch_start``, which Lightning does not call where a run goes on in mid-epoch. A
+    strategy calls this in its ``on_train_start``, the last of these hooks.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
