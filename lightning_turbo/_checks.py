@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any, TypeGuard
 
-__all__ = ["check_functions", "check_switches", "is_number", "is_whole"]
+__all__ = ["check_functions", "check_switches", "expect", "is_number", "is_whole"]
 
 
 def check_switches(**switches: Any) -> None:
@@ -37,6 +37,20 @@ def check_functions(**functions: Any) -> None:
             raise TypeError(
                 f"{name}={value!r} cannot be called; accepted is a function, or None. Pass one, or leave it out."
             )
+
+
+def expect(valid: object, name: str, value: Any, expected: str, error: type[Exception] = ValueError) -> None:
+    """Raise an error that names the argument, the expected values and the value, unless it is valid.
+
+    Args:
+        valid: Whether the value can be used.
+        name: Name of the argument.
+        value: Value of the argument.
+        expected: Description of the values that can be used.
+        error: Class of the error.
+    """
+    if not valid:
+        raise error(f"{name}: expected {expected}, got {value!r}.")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -11,7 +11,7 @@ from lightning_turbo.bench.meter import Meter
 from lightning_turbo.bench.overhead import EPOCH, WINDOW
 from lightning_turbo.callbacks import exact_accumulation
 from lightning_turbo.errors import NoEffectWarning
-from lightning_turbo.optim.large_batch import LearningRateWarmup
+from lightning_turbo.optim import LearningRateScaling
 
 STEPS = 2 * EPOCH + 4
 
@@ -44,13 +44,13 @@ def test_the_gradients_of_every_window_are_corrected(monkeypatch):
 
 def test_the_warm_up_of_the_effective_batch_size_goes_on(monkeypatch):
     warmups = []
-    init = LearningRateWarmup.__init__
+    init = LearningRateScaling.__init__
 
     def keep(self, *args, **options):
         warmups.append(self)
         init(self, *args, **options)
 
-    monkeypatch.setattr(LearningRateWarmup, "__init__", keep)
+    monkeypatch.setattr(LearningRateScaling, "__init__", keep)
     measured("EffectiveBatchSize")
     assert [warmup.done for warmup in warmups] == [STEPS // WINDOW]
 
