@@ -74,14 +74,10 @@ class EffectiveBatchSize(Callback):
         batch_size: int | None = None,
     ) -> None:
         check_binding("EffectiveBatchSize")
-        sizes: dict[str, Any] = {"target": target, "base_batch_size": base_batch_size, "batch_size": batch_size}
-        sizes["warmup_steps"] = warmup_steps
-        for name, value in sizes.items():
-            if value is None and name in ("base_batch_size", "batch_size"):
-                continue
-            argument, least = f"EffectiveBatchSize({name})", 0 if name == "warmup_steps" else 1
-            expect(isinstance(value, int) and not isinstance(value, bool), argument, value, "an int", TypeError)
-            expect(value >= least, argument, value, f"at least {least}")
+        _check_number("target", target, 1)
+        _check_number("warmup_steps", warmup_steps, 0)
+        _check_number("base_batch_size", 1 if base_batch_size is None else base_batch_size, 1)
+        _check_number("batch_size", 1 if batch_size is None else batch_size, 1)
         lr_factor(lr_rule, 1, 1)
         self.target, self.warmup_steps = target, warmup_steps
         self.lr_rule: Literal["linear", "sqrt"] | None = lr_rule
@@ -221,6 +217,12 @@ class EffectiveBatchSize(Callback):
             self._warmup_done = scaling.done
             scaling.remove()
         self._scalings = []
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    argument = f"EffectiveBatchSize({name})"
+    expect(isinstance(value, int) and not isinstance(value, bool), argument, value, "an int", TypeError)
+    expect(value >= least, argument, value, f"at least {least}")
 
 
 def _ranks(trainer: Trainer) -> int:
