@@ -15,7 +15,7 @@ import sklearn  # noqa: F401  (sets variables of the environment when it is firs
 import torch
 from lightning.pytorch import Trainer
 from rich.console import Console
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import cli
 from lightning_turbo.demo import DemoError, DemoSettings, run
@@ -38,6 +38,17 @@ def weights(out, level):
 
 
 EARLIER = '{"format": 1, "settings": {"data": "digits", "seed": 0, "epochs": 1, "levels": []}, "levels": {}}'
+
+
+@pytest.fixture
+def _few_digits(monkeypatch):
+    """Three batches an epoch."""
+
+    def load(seed):
+        data = load_digits(seed)
+        return dataclasses.replace(data, train=TensorDataset(*(tensor[:96] for tensor in data.train.tensors)))
+
+    monkeypatch.setattr(run, "load_digits", load)
 
 
 @pytest.fixture
@@ -89,6 +100,7 @@ def test_a_level_below_its_accuracy_is_a_failure(tmp_path, monkeypatch):
     assert "below 1.01; more epochs may help" in shown
 
 
+@pytest.mark.usefixtures("_few_digits")
 def test_levels_take_turns_epoch_by_epoch(tmp_path):
     _, _, shown = demo(tmp_path, levels=("O0", "O3"), epochs=2)
     lines = [line.split("validation")[0].split() for line in shown.splitlines() if "  epoch " in line]
@@ -138,6 +150,7 @@ def test_stopped_and_resumed_equals_never_stopped(tmp_path, level, stop_after):
         assert torch.equal(first[name], second[name]), name
 
 
+@pytest.mark.usefixtures("_few_digits")
 def test_resume_adds_epochs_and_levels_and_keeps_the_rest(tmp_path):
     demo(tmp_path, levels=("O0",), epochs=1, seed=5)
     _, results, shown = demo(tmp_path, levels=("O3",), epochs=2, resume=True)
@@ -153,6 +166,7 @@ def test_resume_adds_epochs_and_levels_and_keeps_the_rest(tmp_path):
     assert "epoch  1" not in shown
 
 
+@pytest.mark.usefixtures("_few_digits")
 def test_a_new_run_replaces_the_old_one(tmp_path):
     demo(tmp_path, levels=("O0", "O3"), epochs=1)
     _, results, _ = demo(tmp_path, levels=("O3",), epochs=1)
@@ -235,6 +249,7 @@ def test_an_absent_device_is_refused_in_words(tmp_path):
         run_demo(DemoSettings(out=tmp_path, device=name), Console(file=io.StringIO()))
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_real_process(tmp_path):
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from lightning_turbo.cli import main; sys.exit(main(sys.argv[1:]))"
