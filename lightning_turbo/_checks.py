@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any, TypeGuard
 
-__all__ = ["check_functions", "check_switches", "inherits", "is_number", "is_whole"]
+__all__ = ["check_functions", "check_switches", "expect", "inherits", "is_number", "is_whole"]
 
 
 def check_switches(*, none: bool = False, **switches: Any) -> None:
@@ -48,6 +48,20 @@ def check_functions(**functions: Any) -> None:
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r}: expected a function or None.")
+
+
+def expect(valid: object, name: str, value: Any, expected: str, error: type[Exception] = ValueError) -> None:
+    """Raise an error that names the argument, the expected values and the value, unless it is valid.
+
+    Args:
+        valid: Whether the value can be used.
+        name: Name of the argument.
+        value: Value of the argument.
+        expected: Description of the values that can be used.
+        error: Class of the error.
+    """
+    if not valid:
+        raise error(f"{name}: expected {expected}, got {value!r}.")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -56,8 +56,8 @@ TABLE = [
     (
         "callbacks",
         "DropBiasBeforeNorm",
-        {"network": "net", "use_example_input": False},
-        {"network": "net", "use_example_input": False},
+        {"network": "net"},
+        {"network": "net"},
     ),
     (
         "callbacks",

@@ -49,13 +49,13 @@ def test_the_module_runs_the_same_command():
     [
         ((), "required: COMMAND"),
         (("dance",), "invalid choice: 'dance'"),
-        (("demo", "--levels", "01"), r"levels '01': accepted are O0, O1, O2, O3 (letter O, not zero)"),
-        (("demo", "--levels", ","), "levels '': accepted are"),
+        (("demo", "--levels", "01"), "levels: expected some of O0, O1, O2, O3 (letter O, not zero)"),
+        (("demo", "--levels", ","), "levels: expected some of O0, O1, O2, O3, each at most once"),
         (("demo", "--epochs", "none"), "invalid int value: 'none'"),
-        (("demo", "--epochs", "0"), "epochs 0: accepted is an integer of 1 or more"),
+        (("demo", "--epochs", "0"), "epochs: expected an integer from 1 to 1000000, got 0"),
         (("demo", "--data", "cifar"), "choose from"),
-        (("demo", "--device", "tpu"), "device 'tpu': accepted are"),
-        (("demo", "--seed", "-1"), "seed -1: accepted is an integer from 0"),
+        (("demo", "--device", "tpu"), "device: expected auto, cpu, cuda or cuda:<index>, got 'tpu'"),
+        (("demo", "--seed", "-1"), "seed: expected an integer from 0 to 4294967295, got -1"),
     ],
 )
 def test_bad_input_is_refused_in_words(capsys, argv, message):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from lightning_turbo._checks import check_functions
+from lightning_turbo._checks import expect
 
 __all__ = ["GradientRelease", "ReleaseState", "release_after_steps", "release_gradients"]
 
@@ -20,9 +20,10 @@ def release_gradients(parameters: Iterable[Tensor]) -> None:
     """Set the gradient of every parameter to ``None``, so that its memory can be used again.
 
     Args:
-        parameters: Parameters of any shape and device; those without a gradient are passed over.
+        parameters: Parameters of any shape and device.
 
     Example:
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> weight.sum().backward()
         >>> release_gradients([weight])
@@ -34,7 +35,7 @@ def release_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 class ReleaseState(Enum):
-    """What a ``GradientRelease`` does at a step."""
+    """Whether a ``GradientRelease`` still watches the first steps, releases at each step, or does nothing any more."""
 
     WATCHING = "watching"
     RELEASING = "releasing"
@@ -46,22 +47,20 @@ class GradientRelease:
 
     A loop that clears gradients just before backward holds them through the next forward pass, where they are of
     no use. The first step is only watched: where the loop does not replace the gradients before its second step, it
-    may go on from the old ones on purpose, and nothing is released.
+    may continue from the old ones on purpose, and nothing is released.
 
     Args:
-        optimizer: The optimizer whose steps are followed.
-        parameters: Whose gradients are released; ``None`` means the optimizer's own, those of groups added later too.
-            Give the half-precision weights too where the optimizer holds float32 masters of them.
-        leave: Parameters of the optimizer that are left alone.
-        unless: Asked after each step; where it says ``True`` the gradients stay.
+        optimizer: The optimizer whose gradients are released, those of groups added later included.
+        leave: Parameters of the optimizer that keep their gradients.
 
     Raises:
-        TypeError: If ``optimizer`` is no optimizer, or ``unless`` cannot be called.
+        TypeError: If ``optimizer`` is not a torch optimizer.
 
     Note:
         The step hook reads and writes references only: no device work, no synchronisation.
 
     Example:
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.1)
         >>> release = GradientRelease(optimizer)
@@ -74,36 +73,19 @@ class GradientRelease:
         >>> release.remove()
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Iterable[Tensor] | None = None,
-        *,
-        leave: Iterable[Tensor] = (),
-        unless: Callable[[], bool] | None = None,
-    ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer={optimizer!r}: accepted is a torch.optim.Optimizer. Pass the optimizer itself.")
-        check_functions(unless=unless)
+    def __init__(self, optimizer: Optimizer, *, leave: Iterable[Tensor] = ()) -> None:
+        expect(isinstance(optimizer, Optimizer), "optimizer", optimizer, "a torch.optim.Optimizer", TypeError)
         self.optimizer = optimizer
         self.state = ReleaseState.WATCHING
-        self._given = parameters is not None
-        self._parameters = [] if parameters is None else list(parameters)
         self._leave = {id(parameter) for parameter in leave}
-        self._unless = unless
-        self._groups = 0
         self._seen: list[tuple[Tensor, TensorWeakRef]] = []
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients are released."""
-        groups = self.optimizer.param_groups
-        if not self._given and len(groups) != self._groups:
-            owned = [parameter for group in groups for parameter in group["params"]]
-            self._parameters = [parameter for parameter in owned if id(parameter) not in self._leave]
-            self._groups = len(groups)
-        return self._parameters
+        owned = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return [parameter for parameter in owned if id(parameter) not in self._leave]
 
     @property
     def watched(self) -> bool:
@@ -119,33 +101,35 @@ class GradientRelease:
         self.state, self._seen = ReleaseState.OFF, []
         self._handle.remove()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.state is ReleaseState.WATCHING:
-            if not self._seen:
-                # Weakly: what the loop lets go of is not to lie beside the second step's gradients.
-                self._seen = [(p, TensorWeakRef(p.grad)) for p in self.parameters if p.grad is not None]
-                return
-            kept = any(parameter.grad is not None and parameter.grad is seen() for parameter, seen in self._seen)
-            self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
-        if self.state is ReleaseState.RELEASING and not (self._unless is not None and self._unless()):
+            self._watch()
+        if self.state is ReleaseState.RELEASING:
             release_gradients(self.parameters)
 
+    def _watch(self) -> None:
+        """Decide at the second step by whether its gradients are those of the first."""
+        if not self._seen:
+            # Weak references, so that the first step's gradients are freed when the loop lets go of them.
+            self._seen = [(p, TensorWeakRef(p.grad)) for p in self.parameters if p.grad is not None]
+            return
+        kept = any(parameter.grad is not None and parameter.grad is seen() for parameter, seen in self._seen)
+        self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
 
-def release_after_steps(
-    optimizers: Iterable[torch.optim.Optimizer], unless: Callable[[], bool] | None = None
-) -> list[GradientRelease]:
+
+def release_after_steps(optimizers: Iterable[Optimizer]) -> list[GradientRelease]:
     """Release the gradients of several optimizers, each after its own step.
 
-    A parameter that belongs to more than one of them is left alone: the others may not have made their step.
+    A parameter that belongs to more than one of them keeps its gradient: the others may not have made their step.
 
     Args:
         optimizers: The optimizers of a run.
-        unless: See ``GradientRelease``.
 
     Returns:
         One release for each; call ``remove`` on them in the end.
 
     Example:
+        >>> import torch
         >>> layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
         >>> releases = release_after_steps([torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers])
         >>> len(releases)
@@ -155,4 +139,4 @@ def release_after_steps(
     owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     owners = Counter(id(parameter) for parameter in owned)
     shared = [parameter for parameter in owned if owners[id(parameter)] > 1]
-    return [GradientRelease(optimizer, leave=shared, unless=unless) for optimizer in optimizers]
+    return [GradientRelease(optimizer, leave=shared) for optimizer in optimizers]
