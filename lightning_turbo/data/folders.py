@@ -36,26 +36,21 @@ def find_classes(
     Raises:
         ValueError: If there is a subfolder that is not in ``classes``, or, without them, one that holds no file.
     """
-    folders = sorted(path.name for path in root.iterdir() if path.is_dir() and _is_visible(path.name))
-    folders = [name for name in folders if not _leads_up(root / name)]
+    folders = [path.name for path in sorted(root.iterdir()) if _is_class(path)]
     names = tuple(folders if classes is None else classes)
-    if unknown := [name for name in folders if name not in names]:
+    if unknown := set(folders) - set(names):
         raise ValueError(
-            f"{str(root)!r} holds the folders {unknown!r}, which are not in classes={names!r}. "
+            f"{str(root)!r} holds the folders {sorted(unknown)!r}, which are not in classes={names!r}. "
             "Add them to classes, in the training set too, or remove the folders."
         )
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(names):
-        found = list_files(root / name, suffixes)
-        if not found and classes is None:
-            raise ValueError(
-                f"The class {str(root / name)!r} holds no file that ends in {', '.join(suffixes)}. Fill the folder, "
-                "remove it, or pass classes= with the names of all classes."
-            )
-        files += found
-        labels += [label] * len(found)
-    return names, files, labels
+    found = [list_files(root / name, suffixes) for name in names]
+    if classes is None and [] in found:
+        raise ValueError(
+            f"The class {str(root / names[found.index([])])!r} holds no file that ends in {', '.join(suffixes)}. Fill "
+            "the folder, remove it, or pass classes= with the names of all classes."
+        )
+    labels = [label for label, files in enumerate(found) for _ in files]
+    return names, [file for files in found for file in files], labels
 
 
 def check_classes(classes: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -67,12 +62,15 @@ def check_classes(classes: Sequence[str] | None) -> tuple[str, ...] | None:
     """
     if classes is None:
         return None
-    names = tuple(classes) if isinstance(classes, Sequence) and not isinstance(classes, str) else (None,)
-    if not all(isinstance(name, str) for name in names):
+    if isinstance(classes, str) or not isinstance(classes, Sequence):
         raise TypeError(f"classes={classes!r}: expected a sequence of names, for example ('cat', 'dog'), or None.")
-    if not names or len(set(names)) < len(names):
+    if not classes or len(set(classes)) < len(classes):
         raise ValueError(f"classes={classes!r}: expected at least one name, and each only once.")
-    return tuple(str(name) for name in names)
+    return tuple(classes)
+
+
+def _is_class(path: Path) -> bool:
+    return path.is_dir() and _is_visible(path.name) and not _leads_up(path)
 
 
 def _is_visible(name: str) -> bool:

@@ -80,27 +80,27 @@ class DALIDataModule(LightningDataModule):
         check_binding("DALIDataModule")
         _optional.require("nvidia.dali", "DALIDataModule")
         sources = {"train": train, "val": val, "test": test, "predict": predict}
-        if all(source is None for source in sources.values()):
-            raise ValueError("DALIDataModule has no source: pass at least one of train, val, test and predict.")
-        if device not in (None, "cpu"):
-            raise ValueError(f"device={device!r}: expected None, which follows the Trainer, or 'cpu'.")
-        if images is not None and not isinstance(images, Mapping):
-            raise TypeError(f"images={images!r}: expected further arguments of ImageFolder as a dictionary, or None.")
+        _check_arguments(sources, device, images)
         self._device, self._images, self._options = device, dict(images or {}), {"batch_size": batch_size, **options}
         self._classes = classes
         self.loaders: dict[str, Any] = {}
         for name, source in sources.items():
             how = last_batch if name == "train" else "partial"
-            if name != "train" and isinstance(source, (list, tuple)):
-                self.loaders[name] = [self._make_loader(name, part, how) for part in source]
-            else:
-                self.loaders[name] = None if source is None else self._make_loader(name, source, how)
-            hook = f"{name}_dataloader"
-            if source is None and getattr(type(self), hook) is getattr(DALIDataModule, hook):
-                setattr(self, hook, None)  # Lightning takes the hook for undefined
+            several = name != "train" and isinstance(source, (list, tuple))
+            made = [self._make_loader(name, part, how) for part in (source if several else [source])]
+            self.loaders[name] = made if several else made[0]
+            if source is None:
+                self._undefine(f"{name}_dataloader")
+
+    def _undefine(self, hook: str) -> None:
+        """Let Lightning take a hook for undefined, unless a subclass defines it."""
+        if getattr(type(self), hook) is getattr(DALIDataModule, hook):
+            setattr(self, hook, None)
 
     def _make_loader(self, name: str, source: Any, last_batch: str) -> Any:
-        """Return the loader of one source."""
+        """Return the loader of one source, ``None`` if there is none."""
+        if source is None:
+            return None
         if isinstance(source, (str, os.PathLike)):
             kind: dict[str, Any] = {"train": name == "train"}
             kind |= {"labelled": False} if name == "predict" else {"classes": self._classes}
@@ -187,3 +187,12 @@ class DALIDataModule(LightningDataModule):
         found = [self.loaders[name] for name in LOADERS[stage]]
         flat = [part for loader in found for part in (loader if isinstance(loader, list) else [loader])]
         return [loader for loader in flat if isinstance(loader, DALILoader)]
+
+
+def _check_arguments(sources: Mapping[str, Any], device: Any, images: Any) -> None:
+    if all(source is None for source in sources.values()):
+        raise ValueError("DALIDataModule has no source: pass at least one of train, val, test and predict.")
+    if device not in (None, "cpu"):
+        raise ValueError(f"device={device!r}: expected None, which follows the Trainer, or 'cpu'.")
+    if images is not None and not isinstance(images, Mapping):
+        raise TypeError(f"images={images!r}: expected further arguments of ImageFolder as a dictionary, or None.")

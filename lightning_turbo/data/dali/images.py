@@ -103,29 +103,28 @@ class ImageFolder(FilePipeline):
     def define(self, dali: Any, encoded: Any, device: str) -> Any:
         """Return decoding, cropping, resizing and normalisation as a DALI graph."""
         fn, types = dali.fn, dali.types
-        decoder: dict[str, Any] = {"device": "mixed" if device == "gpu" else "cpu", "output_type": types.RGB}
+        image = self._decode(fn, encoded, device="mixed" if device == "gpu" else "cpu", output_type=types.RGB)
         mirrored = fn.random.coin_flip() if self.train and self.mirror else 0
-        if self.train:
-            image = fn.decoders.image_random_crop(
-                encoded, random_area=list(self.area), random_aspect_ratio=list(self.ratio), **decoder
-            )
-            image = fn.resize(image, size=(self.size, self.size))
-        else:
-            # Smooth chroma makes the GPU's decoder agree with the CPU's; it costs too much for training.
-            image = fn.decoders.image(encoded, jpeg_fancy_upsampling=True, **decoder)
-            image = fn.resize(image, resize_shorter=self.resize, subpixel_scale=False)
         if self.dtype == "uint8":
-            image = image if self.train else fn.crop(image, crop=(self.size, self.size))
-            return fn.flip(image, horizontal=mirrored) if self.train else image
+            return fn.flip(image, horizontal=mirrored)
         return fn.crop_mirror_normalize(
             image,
-            crop=(self.size, self.size),
             mirror=mirrored,
             mean=[255 * value for value in self.mean],
             std=[255 * value for value in self.std],
             dtype=types.FLOAT16 if self.dtype == "float16" else types.FLOAT,
             output_layout="HWC" if self.channels_last else "CHW",
         )
+
+    def _decode(self, fn: Any, encoded: Any, **decoder: Any) -> Any:
+        """Decode and resize, with training's random window or evaluation's centre."""
+        if self.train:
+            window = {"random_area": list(self.area), "random_aspect_ratio": list(self.ratio)}
+            return fn.resize(fn.decoders.image_random_crop(encoded, **window, **decoder), size=(self.size, self.size))
+        # Smooth chroma makes the GPU's decoder agree with the CPU's; it costs too much for training.
+        image = fn.decoders.image(encoded, jpeg_fancy_upsampling=True, **decoder)
+        image = fn.resize(image, resize_shorter=self.resize, subpixel_scale=False)
+        return fn.crop(image, crop=(self.size, self.size))
 
     def view(self, batch: Tensor) -> Tensor:
         """Return the batch in shape (batch, 3, size, size)."""

@@ -76,12 +76,7 @@ class VolumeFiles(FilePipeline):
         index: bool = False,
     ) -> None:
         check_switches(train=train, flips=flips, turns=turns, channels_last=channels_last)
-        if not is_number(intensity) or not 0 <= intensity < 1:
-            raise ValueError(f"intensity={intensity!r}: expected a number from 0 to below 1.")
-        if normalize not in ("volume", None) and not (are_numbers(normalize, 2) and normalize[1] > 0):
-            raise ValueError(f"normalize={normalize!r}: expected 'volume', (mean, std) with std above 0, or None.")
-        if crop is not None and not (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)):
-            raise ValueError(f"crop={crop!r}: expected depth, height and width, each at least 1.")
+        _check_arguments(intensity, normalize, crop)
         self.train, self.crop, self.normalize = train, crop, normalize
         self.flips, self.turns, self.intensity = flips and train, turns and train, intensity if train else 0.0
         self.branches = self.turns
@@ -97,29 +92,36 @@ class VolumeFiles(FilePipeline):
 
     def define(self, dali: Any, encoded: Any, device: str) -> Any:
         """Return reading, augmentation and normalisation as a DALI graph."""
-        fn, types = dali.fn, dali.types
-        volume = fn.decoders.numpy(encoded, dtype=types.FLOAT)
+        volume = dali.fn.decoders.numpy(encoded, dtype=dali.types.FLOAT)
         if not self.channels:
-            volume = fn.expand_dims(volume, axes=0)
-        volume = fn.reshape(volume, layout="CDHW")
-        if device == "gpu":
-            volume = volume.gpu()
-        if self.crop is not None:
-            depth, height, width = self.crop
-            corner = {f"crop_pos_{axis}": fn.random.uniform(range=[0, 1]) if self.train else 0.5 for axis in "zyx"}
-            volume = fn.crop(volume, crop_d=depth, crop_h=height, crop_w=width, **corner)
+            volume = dali.fn.expand_dims(volume, axes=0)
+        volume = dali.fn.reshape(volume, layout="CDHW")
+        volume = self._cut(dali.fn, volume.gpu() if device == "gpu" else volume)
         if self.flips or self.turns:
             volume = _turn(dali, volume, self.flips, self.turns)
+        volume = self._scale(dali.fn, volume)
+        if self.channels_last:
+            volume = dali.fn.transpose(volume, perm=[1, 2, 3, 0])
+        return dali.fn.cast(volume, dtype=dali.types.FLOAT16) if self.dtype == "float16" else volume
+
+    def _cut(self, fn: Any, volume: Any) -> Any:
+        """Cut out a window, at random in training, else in the middle."""
+        if self.crop is None:
+            return volume
+        depth, height, width = self.crop
+        corner = {f"crop_pos_{axis}": fn.random.uniform(range=[0, 1]) if self.train else 0.5 for axis in "zyx"}
+        return fn.crop(volume, crop_d=depth, crop_h=height, crop_w=width, **corner)
+
+    def _scale(self, fn: Any, volume: Any) -> Any:
+        """Normalise, and draw gain and offset in training."""
         if self.normalize == "volume":
             volume = fn.normalize(volume, epsilon=1e-12)
         elif self.normalize is not None:
             volume = (volume - float(self.normalize[0])) / float(self.normalize[1])
-        if self.intensity:
-            gain = fn.random.uniform(range=[1 - self.intensity, 1 + self.intensity])
-            volume = volume * gain + fn.random.uniform(range=[-self.intensity, self.intensity])
-        if self.channels_last:
-            volume = fn.transpose(volume, perm=[1, 2, 3, 0])
-        return fn.cast(volume, dtype=types.FLOAT16) if self.dtype == "float16" else volume
+        if not self.intensity:
+            return volume
+        gain = fn.random.uniform(range=[1 - self.intensity, 1 + self.intensity])
+        return volume * gain + fn.random.uniform(range=[-self.intensity, self.intensity])
 
     def view(self, batch: Tensor) -> Tensor:
         """Return the batch in shape (batch, channels, depth, height, width)."""
@@ -133,6 +135,15 @@ class VolumeFiles(FilePipeline):
             except (OSError, ValueError):
                 return file
         return None
+
+
+def _check_arguments(intensity: Any, normalize: Any, crop: Any) -> None:
+    if not is_number(intensity) or not 0 <= intensity < 1:
+        raise ValueError(f"intensity={intensity!r}: expected a number from 0 to below 1.")
+    if normalize not in ("volume", None) and not (are_numbers(normalize, 2) and normalize[1] > 0):
+        raise ValueError(f"normalize={normalize!r}: expected 'volume', (mean, std) with std above 0, or None.")
+    if crop is not None and not (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)):
+        raise ValueError(f"crop={crop!r}: expected depth, height and width, each at least 1.")
 
 
 def _turn(dali: Any, volume: Any, flips: bool, turns: bool) -> Any:
@@ -158,22 +169,20 @@ def _read_list(
     source: str | os.PathLike[str] | Pairs, root: str | os.PathLike[str] | None
 ) -> tuple[list[str], list[int]]:
     """Return paths and labels, from a text file or from pairs."""
-    if isinstance(source, (str, os.PathLike)):
-        path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"source={str(source)!r} is not a file. Pass a text file with lines 'path label'.")
-        folder, pairs = path.parent if root is None else Path(root), _read_lines(path)
-    else:
-        folder, pairs = Path() if root is None else Path(root), list(source)
+    listed = isinstance(source, (str, os.PathLike))
+    pairs = _read_lines(Path(source)) if listed else list(source)
     if not pairs:
         raise ValueError(f"source={source!r} lists no volume.")
+    folder = root if root is not None else Path(source).parent if listed else ""
     labels = [int(label) for _, label in pairs]
-    if any(not isinstance(label, str) and label != whole for (_, label), whole in zip(pairs, labels, strict=True)):
+    if any(float(label) != whole for (_, label), whole in zip(pairs, labels, strict=True)):
         raise ValueError(f"source={source!r} holds labels that are not whole numbers. Pass integers.")
     return [os.path.join(folder, name) for name, _ in pairs], labels
 
 
 def _read_lines(path: Path) -> list[tuple[str, int]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"source={str(path)!r} is not a file. Pass a text file with lines 'path label'.")
     pairs = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -187,17 +196,18 @@ def _read_lines(path: Path) -> list[tuple[str, int]]:
 
 def _check_shapes(files: Sequence[str], crop: tuple[int, int, int] | None) -> tuple[int, tuple[int, ...]]:
     """Return the number of channels (0 if there is no such axis) and the shape of the outputs, equal for all files."""
-    shapes = [_read_shape(file) for file in files]
-    first = shapes[0]
-    for file, shape in zip(files, shapes, strict=True):
-        if crop is not None and any(have < want for have, want in zip(shape[-3:], crop, strict=True)):
+    first = _read_shape(files[0])
+    for file in files:
+        shape = _read_shape(file)
+        if crop is not None and not all(np.greater_equal(shape[-3:], crop)):
             raise ValueError(f"{file!r} has the shape {shape}, smaller than crop={tuple(crop)}.")
-        if (shape[:-3] if crop is not None else shape) != (first[:-3] if crop is not None else first):
+        alike = shape[:-3] == first[:-3] and (crop is not None or shape == first)
+        if not alike:
             raise ValueError(
-                f"{file!r} has the shape {shape}, but {files[0]!r} has {first}. Volumes of one loader need one shape"
-                + (" of channels." if crop is not None else "; pass crop to cut them alike.")
+                f"{file!r} has the shape {shape}, but {files[0]!r} has {first}. Volumes of one loader need one shape "
+                "and, with crop=, which cuts them alike, one number of channels."
             )
-    return (first[0] if len(first) == 4 else 0), crop if crop is not None else first[-3:]
+    return (first[0] if len(first) == 4 else 0), crop or first[-3:]
 
 
 def _read_shape(file: str) -> tuple[int, ...]:

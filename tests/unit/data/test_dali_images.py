@@ -190,7 +190,7 @@ def test_what_a_folder_may_hold(tmp_path):
     assert ImageFolder(tmp_path, train=True, classes=["full", "hollow"]).labels.tolist() == [0]
     with pytest.raises(ValueError, match=r"holds the folders \['hollow'\], which are not in classes=\('full',\)"):
         ImageFolder(tmp_path, train=True, classes=["full"])
-    for wrong, error in (("full", TypeError), (3, TypeError), ([1], TypeError), ([], ValueError), ("aa", TypeError)):
+    for wrong, error in (("full", TypeError), (3, TypeError), ([], ValueError), ("aa", TypeError)):
         with pytest.raises(error, match="expected"):
             ImageFolder(tmp_path, train=True, classes=wrong)
 
