@@ -81,8 +81,8 @@ class DALIDataModule(LightningDataModule):
         _optional.require("nvidia.dali", "DALIDataModule")
         sources = {"train": train, "val": val, "test": test, "predict": predict}
         _check_arguments(sources, device, images)
-        self._device, self._images, self._options = device, dict(images or {}), {"batch_size": batch_size, **options}
-        self._classes = classes
+        self._batch_size, self._device, self._images, self._classes = batch_size, device, dict(images or {}), classes
+        self._options = options  # in this form jsonargparse finds the arguments of DALILoader
         self.loaders: dict[str, Any] = {}
         for name, source in sources.items():
             how = last_batch if name == "train" else "partial"
@@ -106,7 +106,7 @@ class DALIDataModule(LightningDataModule):
             kind |= {"labelled": False} if name == "predict" else {"classes": self._classes}
             source = ImageFolder(source, **{**kind, **self._images})
         if isinstance(source, FilePipeline) or getattr(source, "_is_pipeline_def", False):
-            source = DALILoader(source, last_batch=last_batch, **self._options)
+            source = DALILoader(source, self._batch_size, last_batch=last_batch, **self._options)
         unmade = isinstance(source, Mapping) and "class_path" in source  # what jsonargparse leaves of an error
         if unmade or not hasattr(source, "__iter__"):
             raise TypeError(
