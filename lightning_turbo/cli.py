@@ -7,7 +7,8 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -183,37 +184,61 @@ def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
         help="pack a folder of images or volumes into arrays that are read a whole batch at a time",
-        description="Pack the images or .npy volumes below FOLDER, or the arrays of an .npz file, for PackedDataset. "
-        "Subfolders are classes. OUT appears when everything is in it, or not at all.",
+        description="Pack the images, .npy or NIfTI volumes below FOLDER, or the arrays of an .npz file, for "
+        "PackedDataset. Subfolders are classes; hidden files are passed over. OUT appears when everything is in it, or "
+        "not at all.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--size", type=_size, metavar="HxW", help="resize images, for example 224x224")
+    parser.add_argument("--labels", type=Path, metavar="FOLDER", help="with a label volume for each volume")
+    parser.add_argument(
+        "--size", type=_size, metavar="HxW", help="resize images, as 224x224; cut or pad volumes, as 96x96x64"
+    )
+    parser.add_argument("--mode", choices=("RGB", "L"), help="colour or grey (default: grey if every image is)")
+    parser.add_argument(
+        "--classes", type=_names, metavar="A,B,...", help="all classes, in the order of their numbers (default: sorted)"
+    )
+    parser.add_argument(
+        "--skip-broken", action="store_true", help="leave out files that cannot be packed; OUT.broken.txt names them"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.set_defaults(run=_pack)
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.data.packing import pack_folder
+    from lightning_turbo.data.pack import pack_folder
 
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done}/{total} files", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
+    names = ("labels", "size", "mode", "classes", "skip_broken", "overwrite")
+    options = {name: getattr(arguments, name) for name in names}
     try:
-        found = pack_folder(
-            arguments.folder, arguments.out, size=arguments.size, overwrite=arguments.overwrite, progress=progress
-        )
+        found = pack_folder(arguments.folder, arguments.out, progress=_show_progress(), **options)
     except ValueError as error:
         return _refused(str(error))
-    print(f"{arguments.out}: {found['samples']} samples, {len(found['classes'] or ())} classes")
+    print(f"{arguments.out}: {found['samples']} samples, {len(found['classes'])} classes")
+    if found["skipped"]:
+        print(f"{arguments.out}.broken.txt: {found['skipped']} files were left out")
     return 0
 
 
-def _size(text: str) -> tuple[int, int]:
-    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
-        raise argparse.ArgumentTypeError(f"size {text!r}: accepted is HEIGHTxWIDTH in pixels, for example 224x224")
-    return int(found[1]), int(found[2])
+def _show_progress() -> Callable[[int, int], None]:
+    """Return a function that draws a bar with the time that is left, if there is somebody to see it."""
+    begun = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        left = (time.monotonic() - begun) * (total - done) / done
+        bar = "#" * (30 * done // total)
+        end = "\n" if done == total else ""
+        print(f"\r[{bar:30}] {done}/{total} files, {left:.0f} s left ", end=end, file=sys.stderr, flush=True)
+
+    return show if sys.stderr.isatty() else lambda done, total: None
+
+
+def _size(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
+        raise argparse.ArgumentTypeError(
+            f"size {text!r}: expected HEIGHTxWIDTH in pixels, as 224x224, or DEPTHxHEIGHTxWIDTH in voxels"
+        )
+    return tuple(int(part) for part in text.split("x"))
 
 
 def _refused(why: str) -> int:

@@ -91,11 +91,32 @@ def test_pack(capsys, tmp_path):
     capsys.readouterr()
 
 
+def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_path, monkeypatch):
+    for name in ("scans/0.npy", "scans/1.npy", "masks/0.npy", "masks/1.npy"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        np.save(tmp_path / name, np.ones((3, 3, 3), dtype=np.int16))
+    (tmp_path / "scans" / "2.npy").touch()
+    np.save(tmp_path / "masks" / "2.npy", np.ones((3, 3, 3)))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    seconds = iter((0.0, 1.0, 2.0, 3.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds, 3.0))
+    argv = ["pack", str(tmp_path / "scans"), str(tmp_path / "out"), "--labels", str(tmp_path / "masks")]
+    assert "1 of 3 files cannot be packed" in refused(capsys, *argv)
+    seconds = iter((0.0, 1.0, 2.0, 3.0))
+    assert cli.main([*argv, "--size", "2x2x4", "--skip-broken"]) == 0
+    said = capsys.readouterr()
+    assert "1/3 files, 2 s left" in said.err
+    assert said.out.splitlines()[1].endswith("out.broken.txt: 1 files were left out")
+    assert np.load(tmp_path / "out" / "labels.npy").shape == (2, 2, 2, 4)
+    assert "mode='L' does not go" in refused(capsys, *argv, "--overwrite", "--mode", "L")
+    assert "classes=('a', 'b') does not go" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (("nowhere", "out"), "nowhere"),
-        (("folder", "out", "--size", "8"), "size '8': accepted is HEIGHTxWIDTH in pixels, for example 224x224"),
+        (("folder", "out", "--size", "8"), "size '8': expected HEIGHTxWIDTH in pixels, as 224x224, or DEPTHx"),
         (("folder", "out", "--size", "0x4"), "size '0x4'"),
     ],
 )
