@@ -79,13 +79,10 @@ class GradToNone(Callback):
             self._tell("gradients are views of DDP's buckets, which live as long as DDP does")
             return
         self._releases = release_in(trainer)
-        if trainer.optimizers and not self._releases:
+        if len(self._releases) < len(trainer.optimizers):
             self._tell("StochasticWeightAveraging makes one more step with the last gradients")
-        if self.parameters == "all":
-            owned = {
-                id(p) for release in self._releases for group in release.optimizer.param_groups for p in group["params"]
-            }
-            self._outside = [parameter for parameter in pl_module.parameters() if id(parameter) not in owned]
+        elif self.parameters == "all":
+            self._outside = _outside(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Warn if no gradients are held when a forward pass begins."""
@@ -120,6 +117,13 @@ class GradToNone(Callback):
         for release in self._releases:
             release.remove()
         self._releases, self._outside = [], []
+
+
+def _outside(trainer: Trainer, pl_module: LightningModule) -> list[Tensor]:
+    """Return the parameters of the module that are in no optimizer."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    owned = {id(parameter) for group in groups for parameter in group["params"]}
+    return [parameter for parameter in pl_module.parameters() if id(parameter) not in owned]
 
 
 def release_in(trainer: Any) -> list[GradientRelease]:

@@ -48,11 +48,11 @@ def training_bytes(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]
     optimizers = list(optimizers)
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     weights = {id(p): p for p in (*parameters, *held)}.values()
-    state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
+    states = [values for optimizer in optimizers for values in optimizer.state.values()]
     return {
         "weights": _bytes(weights),
         "gradients": _bytes(p.grad for p in weights),
-        "optimizer_state": _bytes(state),
+        "optimizer_state": _bytes(value for values in states for value in values.values()),
     }
 
 

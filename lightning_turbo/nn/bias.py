@@ -161,9 +161,12 @@ def _adjacent(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.
     """Yield the calls of each convolution with a bias and of a norm that takes its output."""
     for node in graph.nodes:
         norms = [user for user in node.users if type(_called(module, user)) in NORMS]
-        layer: Any = _called(module, node)
-        if norms and type(layer) in LAYERS and layer.bias is not None:
+        if norms and _has_bias(_called(module, node)):
             yield node, norms[0]
+
+
+def _has_bias(layer: Any) -> bool:
+    return type(layer) in LAYERS and layer.bias is not None
 
 
 def _called(module: nn.Module, node: fx.Node) -> nn.Module | None:
@@ -185,11 +188,13 @@ def _reason_to_keep(layer: Any, norm: Any, shared: set[int]) -> str | None:
 
 def _shared_parts(module: nn.Module, tracer: _Tracer) -> set[int]:
     """Return the ids of modules and biases with two owners, and of modules called twice or where no trace leads."""
-    modules = [part for _, part in module.named_modules(remove_duplicate=False)]
-    parameters = [p for part in module.modules() for p in part._parameters.values()]
-    calls = [_called(module, node) for node in tracer.graph.nodes if node.op == "call_module"]
-    hidden = {id(part) for name in tracer.opaque for part in module.get_submodule(name).modules()}
-    return hidden | _repeated(modules) | _repeated(parameters) | _repeated(calls)
+    names = dict(module.named_modules(remove_duplicate=False))
+    biases = [getattr(part, "bias", None) for part in module.modules()]
+    calls = [names.get(str(node.target)) for node in tracer.graph.nodes]
+    shared = _repeated([*names.values()]) | _repeated(biases) | _repeated(calls)
+    for name in tracer.opaque:
+        shared.update(map(id, names[name].modules()))
+    return shared - {id(None)}
 
 
 def _repeated(parts: Sequence[object]) -> set[int]:
@@ -214,21 +219,21 @@ def _unlike_their_copies(within: nn.Module, module: nn.Module, pairs: dict[str, 
     losing = {prefix + layer for layer in pairs}
     kept = {}
     for layer, norm in pairs.items():
-        holder = prefix + _holder(layer, norm)
-        inside = (prefix + layer).removeprefix(holder)
-        unlike = [path for path in _copies(parts, parts[holder]) if path + inside not in losing]
+        holder = _holder(layer, norm)
+        inside = layer.removeprefix(holder)
+        unlike = [path for path in _copies(parts, prefix + holder) if path + inside not in losing]
         if unlike:
             kept[layer] = f"its copy in {unlike[0].rstrip('.')}, which has the same parameters, keeps its bias"
     return kept
 
 
-def _copies(parts: dict[str, nn.Module], part: nn.Module) -> list[str]:
-    make = _make(part)
-    return [path for path, other in parts.items() if type(other) is type(part) and _make(other) == make]
+def _copies(parts: dict[str, nn.Module], path: str) -> list[str]:
+    make = _make(parts[path])
+    return [other for other, part in parts.items() if _make(part) == make]
 
 
 def _make(part: nn.Module) -> list[Any]:
-    return [(name, None if is_lazy(p) else p.shape) for name, p in part.named_parameters()]
+    return [type(part), *((name, None if is_lazy(p) else p.shape) for name, p in part.named_parameters())]
 
 
 def _dotted(name: str) -> str:

@@ -20,6 +20,7 @@ __all__ = ["FORMATS", "FormatTimes", "MemoryFormatName", "measure_memory_format"
 
 MemoryFormatName = Literal["contiguous", "channels_last"]
 FORMATS: tuple[MemoryFormatName, ...] = ("contiguous", "channels_last")
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of the weights
 
 
 def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int:
@@ -48,10 +49,9 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
     """
     _check_module(module)
     expect(memory_format in FORMATS, "memory_format", memory_format, "'contiguous' or 'channels_last'")
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.ndim in (4, 5)]
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.ndim in LAST]
     for tensor in tensors:
-        last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
-        wanted = last if memory_format == "channels_last" else torch.contiguous_format
+        wanted = LAST[tensor.ndim] if memory_format == "channels_last" else torch.contiguous_format
         tensor.data = tensor.data.contiguous(memory_format=wanted)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.contiguous(memory_format=wanted)
@@ -108,19 +108,14 @@ def measure_memory_format(
         >>> found.best in found.seconds
         True
     """
-    _check_module(module)
     check_functions(step=step, context=context)
+    _check_network(module)
     known = step is not None or isinstance(inputs, (tuple, list, dict))
     expect(known, "inputs", type(inputs), "a tuple of positional inputs or a dictionary of named ones", TypeError)
     for name, value in (("rounds", rounds), ("steps", steps)):
         expect(is_whole(value, 1), name, value, "a whole number of at least 1")
     expect(is_number(margin) and 0 <= margin < 1, "margin", margin, "a share from 0 to below 1, for example 0.02")
-    layers = any(parameter.ndim in (4, 5) for parameter in module.parameters())
-    expect(
-        layers, "module", type(module).__name__, "a network with 2D or 3D layers, whose weights have 4 or 5 dimensions"
-    )
-    device = _device(next(module.parameters()).device if device is None else device)
-    step = _sum_of_outputs if step is None else step
+    device, step = _device(module, device), step or _sum_of_outputs
     with same_random_numbers([device] if device.type == "cuda" else []), torch.enable_grad():
         network = copy.deepcopy(module).to(device)
         seconds = _time_formats(network, lambda: _run(network, inputs, step, context), device, rounds, steps)
@@ -133,28 +128,38 @@ def _time_formats(
 ) -> dict[MemoryFormatName, float]:
     """Return the median seconds of a step in each format, which take turns so that a busy machine favours neither."""
     turns: dict[MemoryFormatName, list[float]] = {name: [] for name in FORMATS}
-    for _ in range(rounds + 1):
-        for name in FORMATS:
+    for _ in range(rounds + 1):  # the first turn warms up
+        for name, seconds in turns.items():
             set_memory_format(network, name)
             run()
-            _wait(device)
-            start = time.perf_counter()
-            for _ in range(steps):
-                run()
-            _wait(device)
-            turns[name].append((time.perf_counter() - start) / steps)
-    return {name: statistics.median(turns[name][1:]) for name in FORMATS}  # the first turn warms up
+            seconds.append(_time(run, device, steps) / steps)
+    return {name: statistics.median(seconds[1:]) for name, seconds in turns.items()}
 
 
-def _device(device: Any) -> torch.device:
+def _time(run: Callable[[], None], device: torch.device, steps: int) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _device(module: nn.Module, device: Any) -> torch.device:
     try:
-        return torch.device(device)
+        return torch.device(next(module.parameters()).device if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {device!r}.") from error
 
 
 def _check_module(module: Any) -> None:
     expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
+
+
+def _check_network(module: Any) -> None:
+    _check_module(module)
+    layers = any(parameter.ndim in LAST for parameter in module.parameters())
+    expect(layers, "module", type(module).__name__, "a network with 2D or 3D layers")
 
 
 def _run(network: nn.Module, inputs: Any, step: Callable[..., Tensor], context: Callable[..., Any]) -> None:

@@ -170,11 +170,10 @@ class CyclicSchedule(LRScheduler):
         self.total_size, self.step_ratio = float(up + down), up / (up + down)
 
     def _warn_if_short(self, trainer: RunLength) -> None:
-        limits = [self._max_steps, -1 if trainer.max_epochs is None else trainer.max_epochs * _steps_per_epoch(trainer)]
-        steps = min((limit for limit in limits if limit is not None and limit >= 0), default=math.inf)
+        steps = _run_steps(trainer, self._max_steps)
         up = self.total_size * self.step_ratio
-        silent = getattr(trainer, "fast_dev_run", False) or not getattr(trainer, "is_global_zero", True)
-        if steps < up and not silent:
+        told = getattr(trainer, "is_global_zero", True) and not getattr(trainer, "fast_dev_run", False)
+        if steps < up and told:
             warnings.warn(
                 f"This run makes {steps:.0f} steps, fewer than the {up:.0f} steps that the learning rate takes to "
                 "rise: max_lr is never reached. Shorten steps_up or epochs_up, or train longer.",
@@ -362,9 +361,12 @@ def _momentum(optimizer: Optimizer, momentum: Any) -> tuple[float, float] | None
     """Check the bounds of the momentum; warn where no group has any."""
     if momentum is None:
         return None
-    pair = isinstance(momentum, (list, tuple)) and len(momentum) == 2 and all(is_number(v) for v in momentum)
-    valid = pair and 0 < momentum[0] <= momentum[1] < 1
-    expect(valid, "momentum", momentum, "(lowest, highest) with 0 < lowest <= highest < 1, for example (0.8, 0.9)")
+    expect(
+        _is_range(momentum),
+        "momentum",
+        momentum,
+        "(lowest, highest) with 0 < lowest <= highest < 1, for example (0.8, 0.9)",
+    )
     if not any(group.get("momentum") for group in optimizer.param_groups):
         warnings.warn(
             f"momentum={momentum!r} is not cycled: {type(optimizer).__name__} has no momentum here. Leave the argument "
@@ -375,9 +377,21 @@ def _momentum(optimizer: Optimizer, momentum: Any) -> tuple[float, float] | None
     return momentum[0], momentum[1]
 
 
+def _is_range(pair: Any) -> bool:
+    numbers_only = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_number, pair))
+    return numbers_only and 0 < pair[0] <= pair[1] < 1
+
+
 def _steps_per_epoch(trainer: RunLength) -> float:
     batches = trainer.num_training_batches
     return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else math.inf
+
+
+def _run_steps(trainer: RunLength, max_steps: int | None) -> float:
+    """Return the optimizer steps of the run, infinity without an end."""
+    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+    limits = (max_steps, epochs * _steps_per_epoch(trainer))
+    return min((limit for limit in limits if limit is not None and limit >= 0), default=math.inf)
 
 
 def _epoch_length(trainer: RunLength | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -84,8 +84,7 @@ class GradientRelease:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients are released."""
-        owned = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        return [parameter for parameter in owned if id(parameter) not in self._leave]
+        return [parameter for parameter in _parameters_of(self.optimizer) if id(parameter) not in self._leave]
 
     @property
     def watched(self) -> bool:
@@ -113,8 +112,12 @@ class GradientRelease:
             # Weak references, so that the first step's gradients are freed when the loop lets go of them.
             self._seen = [(p, TensorWeakRef(p.grad)) for p in self.parameters if p.grad is not None]
             return
-        kept = any(parameter.grad is not None and parameter.grad is seen() for parameter, seen in self._seen)
+        kept = any(_same(parameter.grad, seen()) for parameter, seen in self._seen)
         self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
+
+
+def _same(gradient: Tensor | None, seen: Tensor | None) -> bool:
+    return gradient is not None and gradient is seen
 
 
 def release_after_steps(optimizers: Iterable[Optimizer]) -> list[GradientRelease]:
@@ -136,7 +139,11 @@ def release_after_steps(optimizers: Iterable[Optimizer]) -> list[GradientRelease
         2
     """
     optimizers = list(optimizers)
-    owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    owners = Counter(id(parameter) for parameter in owned)
+    owned = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
+    owners = Counter(map(id, owned))
     shared = [parameter for parameter in owned if owners[id(parameter)] > 1]
     return [GradientRelease(optimizer, leave=shared) for optimizer in optimizers]
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

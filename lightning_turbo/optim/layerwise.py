@@ -50,14 +50,19 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         (1, 3)
     """
     _check_module(module, "split_parameters")
-    normed = {id(p) for part in module.modules() if isinstance(part, NORMS) for p in part.parameters(recurse=False)}
+    norms = (part for part in module.modules() if isinstance(part, NORMS))
+    normed = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     weights: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            plain = parameter.ndim < 2 or id(parameter) in normed or name.rpartition(".")[2] == "bias"
+            plain = id(parameter) in normed or _is_plain(name, parameter)
             (rest if plain else weights).append(parameter)
     return weights, rest
+
+
+def _is_plain(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim < 2 or name.rpartition(".")[2] == "bias"
 
 
 def lars(

@@ -46,11 +46,9 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
-    valid = is_number(begin) and is_number(end) and 0 < begin < end <= 1
+    valid = all(map(is_number, (begin, end))) and 0 < begin < end <= 1
     expect(valid, "begin and end", (begin, end), "0 < begin < end <= 1")
-    expect(len(lrs) == len(losses), "losses", len(losses), f"as many as the {len(lrs)} learning rates")
-    curve = [(float(lr), float(loss)) for lr, loss in zip(lrs, losses, strict=True) if math.isfinite(loss)]
-    expect(len(curve) >= 5, "losses", len(curve), "at least 5 that are finite")
+    curve = _finite_part(lrs, losses)
     falling = _falling_part(curve)
     start, fall = falling[0][1], falling[0][1] - falling[-1][1]
     if fall <= 1e-3 * abs(start):  # a running mean rounds
@@ -60,6 +58,13 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
         )
     low, high = (next(lr for lr, loss in falling if start - loss >= share * fall) for share in (begin, end))
     return LRRange(low, high, [lr for lr, _ in curve], [loss for _, loss in curve])
+
+
+def _finite_part(lrs: Sequence[float], losses: Sequence[float]) -> list[tuple[float, float]]:
+    expect(len(lrs) == len(losses), "losses", len(losses), f"as many as the {len(lrs)} learning rates")
+    curve = [(float(lr), float(loss)) for lr, loss in zip(lrs, losses, strict=True) if math.isfinite(loss)]
+    expect(len(curve) >= 5, "losses", len(curve), "at least 5 that are finite")
+    return curve
 
 
 def _falling_part(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -57,24 +57,28 @@ def preview(
     expect(is_whole(steps, 1), "steps", steps, "a whole number of at least 1")
     if path is not None:
         require("matplotlib", "preview(path=...)")
-    groups = max(len(rate) if isinstance(rate, Sequence) else 1 for rate in (base_lr, max_lr)) or 1
+    groups = max(_groups(base_lr), _groups(max_lr), 1)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.0, momentum=0.9)
     schedule = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"]
-    rows = []
+    curves: dict[str, list[list[float]]] = {name: [[] for _ in range(groups)] for name in ("lr", "momentum")}
     for _ in range(steps):
-        rows.append([(float(group["lr"]), float(group["momentum"])) for group in optimizer.param_groups])
+        _note(optimizer, curves)
         optimizer.step()
         schedule.step()
-    lr, momentum = ([list(curve) for curve in zip(*each, strict=True)] for each in _split(rows))
-    seen = CyclePreview(lr, momentum if cycle.get("momentum") else [])
+    seen = CyclePreview(curves["lr"], curves["momentum"] if cycle.get("momentum") else [])
     if path is not None:
         _draw(seen, Path(path))
     return seen
 
 
-def _split(rows: list[list[tuple[float, float]]]) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the rates of each step and the momenta of each step."""
-    return [[lr for lr, _ in row] for row in rows], [[momentum for _, momentum in row] for row in rows]
+def _groups(rate: float | Sequence[float]) -> int:
+    return len(rate) if isinstance(rate, Sequence) else 1
+
+
+def _note(optimizer: torch.optim.Optimizer, curves: dict[str, list[list[float]]]) -> None:
+    for name, groups in curves.items():
+        for curve, group in zip(groups, optimizer.param_groups, strict=True):
+            curve.append(float(group[name]))
 
 
 def _draw(seen: CyclePreview, path: Path) -> None:
