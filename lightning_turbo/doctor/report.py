@@ -59,8 +59,7 @@ def verdict(facts: Facts) -> str:
         return "No step was timed."
     waits = f"waits {facts.waiting:.0%} of its {facts.step * 1e3:.2f} ms for data"
     if facts.waiting > WAITING:
-        noticeable = facts.phases["data"] > NOTICEABLE
-        return f"Your step {waits}: {'loading ahead helps' if noticeable else 'so short a wait is hard to hide'}."
+        return f"Your step {waits}{': loading ahead helps' if facts.phases['data'] > NOTICEABLE else ''}."
     shares = {
         "Compute-bound": ("forward", "backward", "optimizer"),
         "Bound by copies to the device": ("copy",),

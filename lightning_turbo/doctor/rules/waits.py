@@ -46,9 +46,8 @@ def _host_sync(facts: Facts) -> Iterator[Hit]:
 )
 def _progress_bar_sync(facts: Facts) -> Iterator[Hit]:
     what = "self.log({name!r}, prog_bar=True) is turned into a number after the step, {rate}"
-    return hits_of_calls(
-        facts, "log", what, "one wait for the device a step (estimated)" if facts.cuda else FREE, "info"
-    )
+    cost = "one wait for the device a step (estimated)" if facts.cuda else FREE
+    return (replace(hit, cause="bar") for hit in hits_of_calls(facts, "log", what, cost, "info"))
 
 
 @rule(

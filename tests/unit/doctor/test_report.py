@@ -86,7 +86,7 @@ def test_picture_table_json_and_console_have_one_total(report):
     ("phases", "said"),
     [
         ({"data": 0.043, "forward": 0.057}, "Your step waits 43% of its 100.00 ms for data: loading ahead helps."),
-        ({"data": 0.001, "forward": 0.001}, "Your step waits 50% of its 2.00 ms for data: so short a wait is hard to"),
+        ({"data": 0.001, "forward": 0.001}, "Your step waits 50% of its 2.00 ms for data."),
         (
             {"data": 0.001, "backward": 0.099},
             "Compute-bound: your step waits 1% of its 100.00 ms for data, so prefetch",
