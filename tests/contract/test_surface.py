@@ -40,6 +40,8 @@ def test_every_module_states_its_names(path):
         return
     dotted = ".".join(("lightning_turbo", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     module = importlib.import_module(dotted)
+    if path.parent.name == "rules" and not hasattr(module, "__all__"):
+        return  # it only registers its rules
     names = module.__all__
     assert names == in_order(names), f"{dotted}.__all__ is not sorted"
     for name in names:
