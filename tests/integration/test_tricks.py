@@ -163,14 +163,6 @@ def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder(mo
     assert trainer.lr_scheduler_configs[0].scheduler.total_size == 15
 
 
-@pytest.mark.filterwarnings("ignore:.*The parameter.*")
-def test_a_run_too_short_after_the_trials_of_the_batch_size_finder_is_warned_of():
-    model = Net(lambda o, t: cyclic_lr(o, 0.001, 0.05, steps_up=15, trainer=t))
-    finder = BatchSizeFinder(steps_per_trial=2, init_val=2, max_trials=2)
-    with pytest.warns(TurboWarning, match="makes 10 steps, fewer than the 15 steps"):
-        fit(model, [finder], max_epochs=1)
-
-
 @pytest.fixture
 def _no_tqdm_monitor(monkeypatch):
     """Lightning's finder shows a bar of tqdm, which keeps a thread for the process."""
@@ -213,17 +205,6 @@ def test_a_constant_loss_comes_out_constant():
 def test_lr_range_refuses_the_impossible(arguments, message):
     with pytest.raises(ValueError, match=message):
         lr_range(Trainer(**FLAGS), Net(), **arguments)
-
-
-def test_lr_range_needs_a_trainer():
-    with pytest.raises(TypeError, match=r"lr_range\(trainer\): expected a Trainer, got None"):
-        lr_range(None, Net())
-
-
-@pytest.mark.filterwarnings("ignore:.*fast_dev_run.*")
-def test_lr_range_says_that_a_fast_dev_run_has_no_finder():
-    with pytest.raises(ValueError, match="skips its finder in a fast_dev_run"):
-        lr_range(Trainer(**{**FLAGS, "fast_dev_run": True}), Net())
 
 
 # EffectiveBatchSize
@@ -353,15 +334,6 @@ def test_a_loader_that_does_not_tell_its_size_needs_help():
         fit(Silent(), [EffectiveBatchSize(4)])
     trainer = fit(Silent(), [EffectiveBatchSize(4, batch_size=2)])
     assert trainer.accumulate_grad_batches == 2
-
-
-def test_the_same_trainer_fits_twice():
-    callback = EffectiveBatchSize(8)
-    trainer = fit(Net(), [callback], max_epochs=1)
-    model = Net()
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model)
-    assert model.rates[0] == pytest.approx(0.2)
 
 
 @pytest.mark.filterwarnings("ignore:.*The parameter.*", "ignore:.*Scaler.*", "ignore:.*LeafSpec.*")
