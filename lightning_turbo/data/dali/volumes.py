@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -185,12 +186,11 @@ def _read_lines(path: Path) -> list[tuple[str, int]]:
         raise FileNotFoundError(f"source={str(path)!r} is not a file. Pass a text file with lines 'path label'.")
     pairs = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        name, _, label = line.strip().rpartition(" ")
-        if not name or not label.lstrip("-").isdigit():
+        parts = re.fullmatch(r"\s*(\S.*)\s+(-?\d+)\s*", line)
+        if parts:
+            pairs.append((parts[1].strip(), int(parts[2])))
+        elif line.strip():
             raise ValueError(f"{path}, line {number}: {line!r} is not 'path label' with an integer label.")
-        pairs.append((name.strip(), int(label)))
     return pairs
 
 
