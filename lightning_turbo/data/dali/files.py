@@ -91,12 +91,12 @@ class FilePipeline(ABC):
 
         return pipeline
 
-    def explain(self, error: RuntimeError) -> Exception:
-        """Return an error that names the file which the pipeline failed at, or ``error`` if it was no file's."""
+    def explain(self, error: RuntimeError) -> ValueError | None:
+        """Return an error that names the file which the pipeline failed at; ``None`` if no file is to blame."""
         message = str(error)
         file = next((file for file in self.files if file in message), None) or self.find_broken()
         if file is None:
-            return error
+            return None
         reason = message.partition("encountered:")[2].strip().partition("\n")[0]
         return ValueError(f"{file!r} could not be made a sample ({reason}). Repair the file or remove it.")
 

@@ -181,8 +181,8 @@ class DALILoader:
             tensors = built.take()
         except RuntimeError as error:  # the pipeline has ended: the next epoch needs another one
             self._built = None
-            if isinstance(self.pipeline, FilePipeline):
-                raise self.pipeline.explain(error) from error
+            if isinstance(self.pipeline, FilePipeline) and (broken := self.pipeline.explain(error)):
+                raise broken from error
             raise
         return self.pipeline.finish(tensors) if isinstance(self.pipeline, FilePipeline) else tensors
 
