@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 __all__ = ["check_classes", "find_classes", "list_files"]
 
@@ -15,12 +17,8 @@ def list_files(folder: str | os.PathLike[str], suffixes: Sequence[str]) -> list[
     Hidden files and folders (``.DS_Store``, ``.ipynb_checkpoints``) are passed over. Links to folders are followed,
     unless they lead to a folder that holds the link.
     """
-    files: list[Path] = []
-    for where, folders, names in os.walk(folder, followlinks=True):
-        here = Path(where)
-        files += [here / name for name in names if _is_visible(name) and name.lower().endswith(tuple(suffixes))]
-        folders[:] = [name for name in folders if _is_visible(name) and not _leads_up(here / name)]
-    return sorted(files)
+    ends = tuple(suffixes)
+    return sorted(path for path in _walk(Path(folder)) if path.name.lower().endswith(ends))
 
 
 def find_classes(
@@ -36,21 +34,27 @@ def find_classes(
     Raises:
         ValueError: If there is a subfolder that is not in ``classes``, or, without them, one that holds no file.
     """
-    folders = [path.name for path in sorted(root.iterdir()) if _is_class(path)]
-    names = tuple(folders if classes is None else classes)
-    if unknown := set(folders) - set(names):
-        raise ValueError(
-            f"{str(root)!r} holds the folders {sorted(unknown)!r}, which are not in classes={names!r}. "
-            "Add them to classes, in the training set too, or remove the folders."
-        )
+    names = _name_classes(root, classes)
     found = [list_files(root / name, suffixes) for name in names]
     if classes is None and [] in found:
         raise ValueError(
             f"The class {str(root / names[found.index([])])!r} holds no file that ends in {', '.join(suffixes)}. Fill "
             "the folder, remove it, or pass classes= with the names of all classes."
         )
-    labels = [label for label, files in enumerate(found) for _ in files]
-    return names, [file for files in found for file in files], labels
+    labels = np.repeat(np.arange(len(names)), [len(files) for files in found])
+    return names, [file for files in found for file in files], labels.tolist()
+
+
+def _name_classes(root: Path, classes: Sequence[str] | None) -> tuple[str, ...]:
+    """Return ``classes``, or the subfolders of a folder, sorted."""
+    folders = sorted(path.name for path in root.iterdir() if path.is_dir() and _is_wanted(path))
+    names = tuple(folders if classes is None else classes)
+    if unknown := set(folders) - set(names):
+        raise ValueError(
+            f"{str(root)!r} holds the folders {sorted(unknown)!r}, which are not in classes={names!r}. "
+            "Add them to classes, in the training set too, or remove the folders."
+        )
+    return names
 
 
 def check_classes(classes: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -69,14 +73,15 @@ def check_classes(classes: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(classes)
 
 
-def _is_class(path: Path) -> bool:
-    return path.is_dir() and _is_visible(path.name) and not _leads_up(path)
+def _walk(folder: Path) -> Iterator[Path]:
+    """Give every file below a folder that is not hidden."""
+    for where, folders, names in os.walk(folder, followlinks=True):
+        here = Path(where)
+        folders[:] = [name for name in folders if _is_wanted(here / name)]
+        yield from (here / name for name in names if not name.startswith("."))
 
 
-def _is_visible(name: str) -> bool:
-    return not name.startswith(".")
-
-
-def _leads_up(folder: Path) -> bool:
-    """Tell whether a folder is a link to a folder above it, which would never end."""
-    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+def _is_wanted(folder: Path) -> bool:
+    """Tell whether a folder is neither hidden nor a link to a folder above it, which would never end."""
+    endless = folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+    return not folder.name.startswith(".") and not endless

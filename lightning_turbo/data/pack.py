@@ -114,17 +114,20 @@ class _Pack:
         _check_choices(kind, {"labels": labels, "size": size, "mode": mode, "classes": classes})
         if kind != ".npy files":
             require("PIL" if self.images else "nibabel", f"pack_folder with {kind}")
-        self.labels = None if labels is None else _pair(self.files, source, Path(labels))
-        self.classes, self.numbers = (), None
-        nested = any(path.parent != source for path in self.files)
-        if self.labels is None and (nested or classes is not None):
+        self.classes, self.numbers, self.labels, self.mode = (), None, None, mode
+        if labels is not None:
+            self.labels = _pair(self.files, source, Path(labels))
+        elif classes is not None or {path.parent for path in self.files} != {source}:
             self._read_classes(source, KINDS[kind], classes)
-        self.mode = mode or ("L" if self.images and all(map(_is_grey, self.files)) else "RGB")
+        if self.images and mode is None:
+            self.mode = "L" if all(map(_is_grey, self.files)) else "RGB"
 
     def _read_classes(self, source: Path, suffixes: Sequence[str], classes: tuple[str, ...] | None) -> None:
-        if beside := [path for path in self.files if path.parent == source]:
+        parents = {path.parent: path for path in self.files}
+        if source in parents:
             raise ValueError(
-                f"{str(source)!r} holds files beside the folders of the classes, as {beside[0].name!r}. Move them."
+                f"{str(source)!r} holds files beside the folders of the classes, as {parents[source].name!r}. "
+                "Move them into one."
             )
         self.classes, self.files, self.numbers = find_classes(source, suffixes, classes)
 
@@ -224,20 +227,22 @@ def _check_folders(source: Path, target: Path, overwrite: bool) -> None:
     here, there = source.resolve(), target.resolve()
     if here.is_relative_to(there) or (target.exists() and there.is_relative_to(here)):  # it would be packed too
         raise ValueError(f"One of {str(source)!r} and {str(target)!r} lies in the other. Pass a folder beside it.")
-    if target.exists() and not overwrite:
+    if target.exists():
+        _check_replaceable(target, overwrite)
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    """Refuse to replace anything but a packed dataset or an empty folder."""
+    if not overwrite:
         raise FileExistsError(
             f"{str(target)!r} is there already. Pass another folder, or overwrite=True (--overwrite)."
         )
-    if target.exists() and not _is_packed(target):
+    names = {path.name for path in target.iterdir()} if target.is_dir() else {target.name}
+    arrays = {path.name for path in target.glob("*.npy") if path.is_file()}
+    if names and names != {CONTENTS, *arrays}:
         raise FileExistsError(
             f"{str(target)!r} holds more than a packed dataset, so that it is not replaced. Pass another folder."
         )
-
-
-def _is_packed(target: Path) -> bool:
-    names = {path.name for path in target.iterdir()} if target.is_dir() else {""}
-    arrays = {name for name in names if name.endswith(".npy") and (target / name).is_file()}
-    return names in (set(), {CONTENTS, *arrays})
 
 
 @contextlib.contextmanager
@@ -263,7 +268,7 @@ def _find_files(source: Path) -> tuple[str, list[Path]]:
     """Return the kind of the files below a folder, and the files."""
     found = {kind: files for kind, suffixes in KINDS.items() if (files := list_files(source, suffixes))}
     if not found:
-        known = ", ".join(suffix for suffixes in KINDS.values() for suffix in suffixes)
+        known = ", ".join(sum(KINDS.values(), ()))
         raise FileNotFoundError(f"{str(source)!r} holds nothing to pack. Expected files that end in {known}.")
     if len(found) > 1:
         raise ValueError(f"{str(source)!r} holds both {' and '.join(found)}. Pack them from folders of their own.")
@@ -317,11 +322,9 @@ def _unpack(source: Path, partial: Path, progress: Callable[[int, int], Any]) ->
 
 def _pair(files: Sequence[Path], source: Path, labels: Path) -> list[Path]:
     """Return the label volume of each volume: the same path below ``labels``, whatever the kind of file."""
-    suffixes = (".npy", *NIFTI)
-    there = {_stem(path.relative_to(labels)): path for path in list_files(labels, suffixes)}
+    there = {_stem(path.relative_to(labels)): path for path in list_files(labels, (".npy", *NIFTI))}
     names = [_stem(path.relative_to(source)) for path in files]
-    missing = [name for name in names if name not in there]
-    if missing:
+    if missing := sorted(set(names) - set(there)):
         raise FileNotFoundError(
             f"labels={str(labels)!r} holds no label volume for {missing!r}. Expected files of the same name as the "
             "volumes; nnU-Net's _0000 may be left out."
@@ -350,17 +353,22 @@ def _read_image(path: Path, mode: str, size: Sequence[int] | None) -> np.ndarray
     from PIL import Image, ImageOps
 
     with Image.open(path) as opened:
-        stored = re.search(r"\w+;16[BLN]", str(getattr(opened, "tile", "")))  # as what colours of 16 bits are decoded
-        if stored or opened.mode[0] in "IF":  # Pillow would cut their values off, at 255 or to 8 bits
-            kind = stored[0] if stored else opened.mode
-            raise ValueError(f"its pixels are of mode {kind!r}, expected 8 bits; .npy files may hold more")
-        if opened.format == "TIFF" and (pages := getattr(opened, "n_frames", 1)) > 1:
-            raise ValueError(f"it has {pages} pages, expected 1; save what is a volume as a .npy file")
+        _check_pixels(opened)
         image = ImageOps.exif_transpose(opened).convert(mode)
     if size is not None and (image.height, image.width) != tuple(size):
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _check_pixels(image: Any) -> None:
+    """Refuse an image whose values Pillow would cut off, at 255 or to 8 bits, and one of several pages."""
+    stored = re.search(r"\w+;16[BLN]", str(getattr(image, "tile", "")))  # as what colours of 16 bits are decoded
+    if stored or image.mode[0] in "IF":
+        kind = stored[0] if stored else image.mode
+        raise ValueError(f"its pixels are of mode {kind!r}, expected 8 bits; .npy files may hold more")
+    if image.format == "TIFF" and (pages := getattr(image, "n_frames", 1)) > 1:
+        raise ValueError(f"it has {pages} pages, expected 1; save what is a volume as a .npy file")
 
 
 def _read_volume(path: Path) -> tuple[np.ndarray, np.ndarray | None]:

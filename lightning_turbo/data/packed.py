@@ -65,11 +65,8 @@ class PackedDataset(Dataset[Any]):
         sample_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         check_functions(transform=transform, sample_transform=sample_transform)
-        if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
-            raise TypeError(f"keys={keys!r}: pass a sequence of names, for example ('images', 'labels'), or None.")
         self._source = dict(source) if isinstance(source, Mapping) else source
-        self._names = tuple(keys) if isinstance(keys, Mapping) else None
-        self._keys = None if keys is None else tuple(keys.values() if isinstance(keys, Mapping) else keys)
+        self._names, self._keys = _read_keys(keys)
         self.transform, self.sample_transform = transform, sample_transform
         self._open()
 
@@ -122,11 +119,13 @@ class PackedDataset(Dataset[Any]):
         if where.dtype.kind == "b":
             raise TypeError("PackedDataset got a mask; expected indices. Pass np.flatnonzero(mask).")
         rows = {key: torch.from_numpy(_take_rows(array, where)) for key, array in self.arrays.items()}
-        parts = tuple(rows.values() if self._keys is None else (rows[key] for key in self._keys))
-        batch: Any = parts[0] if len(parts) == 1 else parts
-        if self._names is not None:
-            batch = dict(zip(self._names, parts, strict=True))
+        batch = self._arrange([rows[key] for key in self._keys or rows])
         return batch if self.transform is None else self.transform(batch)
+
+    def _arrange(self, parts: list[torch.Tensor]) -> Any:
+        if self._names is not None:
+            return dict(zip(self._names, parts, strict=True))
+        return parts[0] if len(parts) == 1 else tuple(parts)
 
     @staticmethod
     def collate(samples: list[Any]) -> Any:
@@ -140,6 +139,17 @@ class PackedDataset(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._open()
+
+
+def _read_keys(keys: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """Return the names of the entries of a dictionary, if there are any, and those of the arrays."""
+    if keys is None:
+        return None, None
+    if isinstance(keys, Mapping):
+        return tuple(keys), tuple(keys.values())
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise TypeError(f"keys={keys!r}: pass a sequence of names, for example ('images', 'labels'), or None.")
+    return None, tuple(keys)
 
 
 class _Samples(list[Any]):
@@ -194,7 +204,10 @@ def _open_source(source: Any) -> dict[str, Callable[[], np.ndarray]]:
         return {"array": _opener(source)}
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"PackedDataset got {source!r}; pass a folder, an .npz or .npy file, arrays, or a mapping.")
-    path = Path(source)
+    return _open_path(Path(source))
+
+
+def _open_path(path: Path) -> dict[str, Callable[[], np.ndarray]]:
     if path.is_dir():
         if not (path / CONTENTS).is_file():
             raise FileNotFoundError(

@@ -84,38 +84,35 @@ class DALIDataModule(LightningDataModule):
         self._batch_size, self._device, self._images, self._classes = batch_size, device, dict(images or {}), classes
         self._options = options  # in this form jsonargparse finds the arguments of DALILoader
         self.loaders: dict[str, Any] = {}
+        self._dali: dict[str, list[DALILoader]] = {name: [] for name in sources}
         for name, source in sources.items():
             how = last_batch if name == "train" else "partial"
-            several = name != "train" and isinstance(source, (list, tuple))
-            made = [self._make_loader(name, part, how) for part in (source if several else [source])]
-            self.loaders[name] = made if several else made[0]
-            if source is None:
-                self._undefine(f"{name}_dataloader")
+            if isinstance(source, (list, tuple)) and name != "train":
+                self.loaders[name] = [self._make_loader(name, part, how) for part in source]
+            else:
+                self.loaders[name] = self._make_loader(name, source, how) if source is not None else None
+            self._define(f"{name}_dataloader", source)
 
-    def _undefine(self, hook: str) -> None:
-        """Let Lightning take a hook for undefined, unless a subclass defines it."""
-        if getattr(type(self), hook) is getattr(DALIDataModule, hook):
+    def _define(self, hook: str, source: Any) -> None:
+        """Let Lightning take a hook without a source for undefined, unless a subclass defines it."""
+        if source is None and getattr(type(self), hook) is getattr(DALIDataModule, hook):
             setattr(self, hook, None)
 
     def _make_loader(self, name: str, source: Any, last_batch: str) -> Any:
-        """Return the loader of one source, ``None`` if there is none."""
-        if source is None:
-            return None
+        """Return the loader of one source."""
         if isinstance(source, (str, os.PathLike)):
-            kind: dict[str, Any] = {"train": name == "train"}
-            kind |= {"labelled": False} if name == "predict" else {"classes": self._classes}
-            source = ImageFolder(source, **{**kind, **self._images})
+            source = self._open_folder(name, source)
         if isinstance(source, FilePipeline) or getattr(source, "_is_pipeline_def", False):
             source = DALILoader(source, self._batch_size, last_batch=last_batch, **self._options)
-        unmade = isinstance(source, Mapping) and "class_path" in source  # what jsonargparse leaves of an error
-        if unmade or not hasattr(source, "__iter__"):
-            raise TypeError(
-                f"{name}={source!r} is not a source of batches: expected a folder, a ready pipeline such as "
-                "ImageFolder, a function decorated with nvidia.dali.pipeline_def, or a loader. In a file, correct "
-                "class_path and init_args."
-            )
+        if isinstance(source, DALILoader):
+            self._dali[name].append(source)
+        _check_source(name, source)
         self._compare_classes(name, getattr(getattr(source, "pipeline", None), "classes", None))
         return source
+
+    def _open_folder(self, name: str, folder: str | os.PathLike[str]) -> ImageFolder:
+        kind: dict[str, Any] = {"labelled": False} if name == "predict" else {"classes": self._classes}
+        return ImageFolder(folder, **{"train": name == "train", **kind, **self._images})
 
     def _compare_classes(self, name: str, classes: Sequence[str] | None) -> None:
         """Take the first classes for all sources, and refuse others: equal numbers would mean different things."""
@@ -138,8 +135,8 @@ class DALIDataModule(LightningDataModule):
         trainer: Any = self.trainer
         if trainer is None:
             raise ValueError("DALIDataModule.setup needs a Trainer: pass the DALIDataModule to Trainer.fit.")
-        recipe = getattr(self.loaders["train"], "pipeline", None)
-        if stage == "fit" and trainer.overfit_batches and isinstance(recipe, FilePipeline) and recipe.shuffle:
+        shuffled = getattr(getattr(self.loaders["train"], "pipeline", None), "shuffle", False)
+        if stage == "fit" and trainer.overfit_batches and shuffled:
             raise MisconfigurationException(
                 f"overfit_batches={trainer.overfit_batches}, but the training order is shuffled, so that each epoch "
                 "would have other batches. Pass a source that does not shuffle: ImageFolder(..., shuffle=False)."
@@ -184,13 +181,21 @@ class DALIDataModule(LightningDataModule):
             train.load_state_dict(state_dict["train"])
 
     def _own(self, stage: str) -> list[DALILoader]:
-        found = [self.loaders[name] for name in LOADERS[stage]]
-        flat = [part for loader in found for part in (loader if isinstance(loader, list) else [loader])]
-        return [loader for loader in flat if isinstance(loader, DALILoader)]
+        return [loader for name in LOADERS[stage] for loader in self._dali[name]]
+
+
+def _check_source(name: str, source: Any) -> None:
+    unmade = isinstance(source, Mapping) and "class_path" in source  # what jsonargparse leaves of an error
+    if unmade or not hasattr(source, "__iter__"):
+        raise TypeError(
+            f"{name}={source!r} is not a source of batches: expected a folder, a ready pipeline such as ImageFolder, "
+            "a function decorated with nvidia.dali.pipeline_def, or a loader. In a file, correct class_path and "
+            "init_args."
+        )
 
 
 def _check_arguments(sources: Mapping[str, Any], device: Any, images: Any) -> None:
-    if all(source is None for source in sources.values()):
+    if set(map(type, sources.values())) == {type(None)}:
         raise ValueError("DALIDataModule has no source: pass at least one of train, val, test and predict.")
     if device not in (None, "cpu"):
         raise ValueError(f"device={device!r}: expected None, which follows the Trainer, or 'cpu'.")

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from nvidia.dali import fn, pipeline_def, types
 
-from lightning_turbo import ApexAMP, DALIDataModule, DALILoader, _optional
-from lightning_turbo.data.dali import ImageFolder, VolumeFiles
+from lightning_turbo import DALIDataModule, DALILoader, _optional
+from lightning_turbo.data.dali import ImageFolder
 from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos, make_volumes
 
@@ -105,8 +105,13 @@ def whole(photos):
 
 
 @pytest.mark.parametrize(("last_batch", "steps"), [("partial", 6), ("fill", 6), ("drop", 5)])
-def test_every_epoch_is_whole_and_as_long_as_it_says(photos, last_batch, steps):
-    model, runner, _ = fit(photos, data(photos, last_batch=last_batch))
+def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, last_batch, steps):
+    module = data(photos, last_batch=last_batch)
+    assert not module.loaders["train"].built
+    model, runner, _ = fit(photos, module)
+    assert not module.loaders["train"].built, "teardown releases what setup has built"
+    often, _, _ = fit(photos, module, val_check_interval=2)
+    assert often.trained == model.trained, "validation within an epoch disturbs nothing"
     assert runner.num_training_batches == steps
     assert runner.global_step == 2 * steps
     assert runner.num_val_batches == [6]
@@ -124,12 +129,6 @@ def test_limited_epochs_begin_at_their_beginning_and_differ(photos, whole):
     assert len({tuple(numbers(model.trained, epoch)) for epoch in range(3)}) == 3
     assert all(len(set(numbers(model.trained, epoch))) == 8 for epoch in range(3))
     assert [entry[2] for entry in model.validated] == [[0, 1, 2, 3]] * 4
-
-
-def test_validation_within_an_epoch_disturbs_nothing(photos, whole):
-    model, _, _ = fit(photos, max_epochs=3, val_check_interval=2)
-    assert model.trained == whole.trained
-    assert len(model.validated) == 2 + 9 * 6
 
 
 def fails(trainer):
@@ -316,45 +315,6 @@ def test_sources_whose_labels_differ_are_refused(photos, tmp_path):
             ValueError, match=r"(val|test) has the classes \['asphalt', 'grass', 'gravel'\], the sources"
         ):
             DALIDataModule(**sources, batch_size=4)
-
-
-@pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader.*")
-def test_volumes(volumes):
-    module = DALIDataModule(VolumeFiles(volumes, train=True), batch_size=4, num_threads=1)
-    model, runner, _ = fit(None, module, model=Model(12 * 10 * 10))
-    assert runner.global_step == 6
-    assert sorted(numbers(model.trained, 1)) == sorted(n % 3 for n in range(10))
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype"),
-    [("O0", "float32"), ("O1", "float32"), ("O2", "float16"), ("O3", "float16")],
-)
-def test_with_apex_amp_at_every_level(photos, level, dtype):
-    module = data(photos, val=False, images={"size": 8, "channels_last": True, "dtype": dtype, "index": True})
-
-    class Silent(Model):
-        validation_step = LightningModule.validation_step
-
-    model, runner, _ = fit(photos, module, model=Silent(), plugins=[ApexAMP(level, dtype=torch.bfloat16)], max_epochs=1)
-    assert runner.global_step == 6
-    assert sorted(numbers(model.trained)) == list(range(21))
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def test_pipelines_are_built_in_setup_and_released_in_teardown(photos):
-    built = []
-
-    class Look(Callback):
-        def setup(self, trainer, pl_module, stage):
-            built.append([loader.built for loader in (trainer.datamodule.loaders[n] for n in ("train", "val"))])
-
-    module = data(photos)
-    assert not module.loaders["train"].built
-    fit(photos, module, callbacks=[Look()], max_epochs=1)
-    assert built == [[True, True]]
-    assert not module.loaders["train"].built
-    assert not module.loaders["val"].built
 
 
 def resources():

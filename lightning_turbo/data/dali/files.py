@@ -62,16 +62,22 @@ class FilePipeline(ABC):
         rest += [numbers] if self.index else []
         return [self.view(sample), *(part.to(sample.device, non_blocking=True) for part in rest)]
 
-    def definition(self) -> Callable[..., Any]:
+    def definition(self, world_size: int) -> Callable[..., Any]:
         """Return a function that makes the pipeline, as DALI's ``pipeline_def`` does."""
+        if len(self.files) < world_size:
+            raise ValueError(
+                f"{len(self.files)} files for {world_size} ranks: every rank needs at least one. "
+                "Pass more files or use fewer devices."
+            )
         dali = import_dali()
 
         @dali.pipeline_def(enable_conditionals=self.branches)
         def pipeline(shard_id: int, num_shards: int, device: str, order_seed: int) -> Any:
             # DALI shuffles the whole list again after each epoch, but always in the same way: so the list itself
             # comes in an order of the seed. It is the same on every rank, because each reads its part of it.
-            count = len(self.files)
-            order = np.random.default_rng(order_seed).permutation(count) if self.shuffle else np.arange(count)
+            order = np.arange(len(self.files))
+            if self.shuffle:
+                np.random.default_rng(order_seed).shuffle(order)
             encoded, number = dali.fn.readers.file(
                 files=[self.files[place] for place in order],
                 labels=order.tolist(),
@@ -85,12 +91,12 @@ class FilePipeline(ABC):
 
         return pipeline
 
-    def explain(self, error: RuntimeError) -> Exception:
-        """Return an error that names the file which the pipeline failed at, or ``error`` if it was no file's."""
+    def explain(self, error: RuntimeError) -> ValueError | None:
+        """Return an error that names the file which the pipeline failed at; ``None`` if no file is to blame."""
         message = str(error)
         file = next((file for file in self.files if file in message), None) or self.find_broken()
         if file is None:
-            return error
+            return None
         reason = message.partition("encountered:")[2].strip().partition("\n")[0]
         return ValueError(f"{file!r} could not be made a sample ({reason}). Repair the file or remove it.")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,16 +104,16 @@ class ImageFolder(FilePipeline):
     def define(self, dali: Any, encoded: Any, device: str) -> Any:
         """Return decoding, cropping, resizing and normalisation as a DALI graph."""
         fn, types = dali.fn, dali.types
-        image = self._decode(fn, encoded, device="mixed" if device == "gpu" else "cpu", output_type=types.RGB)
-        mirrored = fn.random.coin_flip() if self.train and self.mirror else 0
+        image = self._decode(fn, encoded, device={"gpu": "mixed", "cpu": "cpu"}[device], output_type=types.RGB)
+        mirrored = fn.random.coin_flip(probability=0.5 * (self.train and self.mirror))
         if self.dtype == "uint8":
             return fn.flip(image, horizontal=mirrored)
         return fn.crop_mirror_normalize(
             image,
             mirror=mirrored,
-            mean=[255 * value for value in self.mean],
-            std=[255 * value for value in self.std],
-            dtype=types.FLOAT16 if self.dtype == "float16" else types.FLOAT,
+            mean=(255 * np.array(self.mean)).tolist(),
+            std=(255 * np.array(self.std)).tolist(),
+            dtype={"float16": types.FLOAT16, "float32": types.FLOAT}[self.dtype],
             output_layout="HWC" if self.channels_last else "CHW",
         )
 

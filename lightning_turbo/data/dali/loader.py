@@ -92,10 +92,9 @@ class DALILoader:
         _check_whole(1, batch_size=batch_size, prefetch=prefetch)
         _check_whole(1, optional=True, num_threads=num_threads, world_size=world_size, batches=batches)
         _check_whole(0, optional=True, seed=seed, rank=rank)
-        if (rank is None) != (world_size is None) or (rank or 0) >= (world_size or 1):
-            raise ValueError(f"rank={rank!r}, world_size={world_size!r}: pass both or none, and rank below world_size.")
+        _check_ranks(rank, world_size)
         self.arguments, self.reader, self.batches = dict(arguments or {}), reader, batches
-        _check_pipeline(pipeline, arguments or reader or batches)
+        _check_pipeline(pipeline, any((arguments, reader, batches)))
         self.pipeline, self.batch_size = pipeline, batch_size
         self.last_batch, self.outputs = _check_last_batch(last_batch), _check_names(outputs)
         self.device = check_device(device)
@@ -182,8 +181,8 @@ class DALILoader:
             tensors = built.take()
         except RuntimeError as error:  # the pipeline has ended: the next epoch needs another one
             self._built = None
-            if isinstance(self.pipeline, FilePipeline):
-                raise self.pipeline.explain(error) from error
+            if isinstance(self.pipeline, FilePipeline) and (broken := self.pipeline.explain(error)):
+                raise broken from error
             raise
         return self.pipeline.finish(tensors) if isinstance(self.pipeline, FilePipeline) else tensors
 
@@ -207,20 +206,25 @@ class DALILoader:
         ended = loaded["batch"] == loaded["batches"]
         epoch = loaded["epoch"] + ended if asked is None else asked
         inside = epoch == loaded["epoch"] and loaded["batch"] > 0
-        saved = loaded["pipelines"].get(self._placement().rank)
-        if inside and not ended and saved is None:
-            raise ValueError(
-                f"The state of the DALILoader has no checkpoint of the pipeline at batch {loaded['batch']} of epoch "
-                f"{epoch}: it was saved after close(), or by fewer ranks. Resume from another checkpoint."
-            )
-        if saved is not None and (inside or ended):
-            self._built = None  # the old one goes before the new one takes memory
-            self._built = BuiltPipeline(self, self._placement(), saved["epoch"], saved)
+        if inside or ended:
+            self._restore(loaded, ended)
         built = self._current(epoch) if inside else self._begin(epoch)
         self.epoch, self._batch, self._begun = epoch, loaded["batch"] * inside, True
         if inside and ended:
             self._batch = len(built)  # of another size, maybe: nothing is left
         return built
+
+    def _restore(self, loaded: dict[str, Any], ended: bool) -> None:
+        """Build the pipeline at this rank's checkpoint."""
+        saved = loaded["pipelines"].get(self._placement().rank)
+        if saved is not None:
+            self._built = None  # the old one goes before the new one takes memory
+            self._built = BuiltPipeline(self, self._placement(), saved["epoch"], saved)
+        elif not ended:
+            raise ValueError(
+                f"The state of the DALILoader has no checkpoint of the pipeline at batch {loaded['batch']} of epoch "
+                f"{loaded['epoch']}: it was saved after close(), or by fewer ranks. Resume from another checkpoint."
+            )
 
     def _begin(self, epoch: int) -> BuiltPipeline:
         """Bring the pipeline to the beginning of an epoch; DALI resets none in mid-epoch, so it is built again."""
@@ -325,7 +329,12 @@ def _check_whole(least: int, optional: bool = False, **values: Any) -> None:
             raise kind(f"{name}={value!r}: expected a whole number, at least {least}.")
 
 
-def _check_pipeline(pipeline: Any, options: Any) -> None:
+def _check_ranks(rank: int | None, world_size: int | None) -> None:
+    if (rank is None) != (world_size is None) or (rank or 0) >= (world_size or 1):
+        raise ValueError(f"rank={rank!r}, world_size={world_size!r}: pass both or none, and rank below world_size.")
+
+
+def _check_pipeline(pipeline: Any, options: bool) -> None:
     ready = isinstance(pipeline, FilePipeline)
     if not ready and not getattr(pipeline, "_is_pipeline_def", False):
         raise TypeError(
@@ -344,7 +353,8 @@ def _check_last_batch(last_batch: str) -> str:
 
 
 def _check_names(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
-    names = None if outputs is None else tuple(outputs)
-    if isinstance(outputs, str) or (names is not None and (not names or len(set(names)) < len(names))):
+    if outputs is None:
+        return None
+    if isinstance(outputs, str) or not outputs or len(set(outputs)) < len(outputs):
         raise ValueError(f"outputs={outputs!r}: expected a sequence with a name of its own for each output.")
-    return names
+    return tuple(outputs)

@@ -113,19 +113,15 @@ class BuiltPipeline:
 def _build(loader: DALILoader, placement: Placement, epoch: int, checkpoint: bytes | None) -> Any:
     """Call the definition with what it takes, and build the pipeline that it returns."""
     rank, world_size, device_id, seed = placement
-    definition = loader.pipeline
+    definition, count = loader.pipeline, None
     if isinstance(definition, FilePipeline):
-        if len(definition.files) < world_size:
-            raise ValueError(
-                f"{len(definition.files)} files for {world_size} ranks: every rank needs at least one. "
-                "Pass more files or use fewer devices."
-            )
-        definition = definition.definition()
-    offered = {
+        count, definition = definition.outputs, definition.definition(world_size)
+    arguments = {
         "shard_id": rank,
         "num_shards": world_size,
         "device": "cpu" if device_id is None else "gpu",
         "order_seed": _draw_seed(seed, epoch),
+        **loader.arguments,
     }
     known = inspect.signature(definition).parameters
     if unknown := sorted(set(loader.arguments) - set(known)):
@@ -139,15 +135,16 @@ def _build(loader: DALILoader, placement: Placement, epoch: int, checkpoint: byt
         seed=_draw_seed(seed, epoch, rank + 1),
         enable_checkpointing=True,
         checkpoint=checkpoint,
-        **{**{name: value for name, value in offered.items() if name in known}, **loader.arguments},
+        **{name: value for name, value in arguments.items() if name in known},
     )
     pipeline.build()
-    count = loader.pipeline.outputs if isinstance(loader.pipeline, FilePipeline) else pipeline.num_outputs
-    if loader.outputs is not None and len(loader.outputs) != count:
-        raise ValueError(
-            f"outputs={loader.outputs!r} are {len(loader.outputs)} names, but the pipeline has {count} outputs."
-        )
+    _check_outputs(loader.outputs, count or pipeline.num_outputs)
     return pipeline
+
+
+def _check_outputs(names: tuple[str, ...] | None, count: int) -> None:
+    if names is not None and len(names) != count:
+        raise ValueError(f"outputs={names!r} are {len(names)} names, but the pipeline has {count} outputs.")
 
 
 def _draw_seed(*numbers: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -169,15 +170,17 @@ def _read_list(
     source: str | os.PathLike[str] | Pairs, root: str | os.PathLike[str] | None
 ) -> tuple[list[str], list[int]]:
     """Return paths and labels, from a text file or from pairs."""
-    listed = isinstance(source, (str, os.PathLike))
-    pairs = _read_lines(Path(source)) if listed else list(source)
+    if isinstance(source, (str, os.PathLike)):
+        folder, pairs = Path(source).parent, _read_lines(Path(source))
+    else:
+        folder, pairs = Path(), source
     if not pairs:
         raise ValueError(f"source={source!r} lists no volume.")
-    folder = root if root is not None else Path(source).parent if listed else ""
-    labels = [int(label) for _, label in pairs]
-    if any(float(label) != whole for (_, label), whole in zip(pairs, labels, strict=True)):
+    names, given = zip(*pairs, strict=True)
+    labels = np.array([float(label) for label in given])
+    if not np.array_equal(labels, np.trunc(labels)):
         raise ValueError(f"source={source!r} holds labels that are not whole numbers. Pass integers.")
-    return [os.path.join(folder, name) for name, _ in pairs], labels
+    return [os.path.join(root or folder, name) for name in names], labels.astype(np.int64).tolist()
 
 
 def _read_lines(path: Path) -> list[tuple[str, int]]:
@@ -185,12 +188,11 @@ def _read_lines(path: Path) -> list[tuple[str, int]]:
         raise FileNotFoundError(f"source={str(path)!r} is not a file. Pass a text file with lines 'path label'.")
     pairs = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        name, _, label = line.strip().rpartition(" ")
-        if not name or not label.lstrip("-").isdigit():
+        parts = re.fullmatch(r"\s*(\S.*)\s+(-?\d+)\s*", line)
+        if parts:
+            pairs.append((parts[1].strip(), int(parts[2])))
+        elif line.strip():
             raise ValueError(f"{path}, line {number}: {line!r} is not 'path label' with an integer label.")
-        pairs.append((name.strip(), int(label)))
     return pairs
 
 
@@ -201,8 +203,7 @@ def _check_shapes(files: Sequence[str], crop: tuple[int, int, int] | None) -> tu
         shape = _read_shape(file)
         if crop is not None and not all(np.greater_equal(shape[-3:], crop)):
             raise ValueError(f"{file!r} has the shape {shape}, smaller than crop={tuple(crop)}.")
-        alike = shape[:-3] == first[:-3] and (crop is not None or shape == first)
-        if not alike:
+        if (shape if crop is None else shape[:-3]) != (first if crop is None else first[:-3]):
             raise ValueError(
                 f"{file!r} has the shape {shape}, but {files[0]!r} has {first}. Volumes of one loader need one shape "
                 "and, with crop=, which cuts them alike, one number of channels."

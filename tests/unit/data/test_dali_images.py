@@ -40,16 +40,12 @@ def reference(path, size, resize):
     return np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.float32)
 
 
-def test_classes_files_and_labels(photos):
-    recipe = ImageFolder(photos, train=False)
-    assert recipe.classes == CLASSES
-    assert len(recipe.files) == 24
-    assert recipe.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
-    assert all(f"/{CLASSES[label]}/" in file for file, label in zip(recipe.files, recipe.labels, strict=True))
-
-
 def test_evaluation_equals_pillow(photos):
     recipe = ImageFolder(photos, train=False, size=48, resize=56)
+    assert recipe.classes == CLASSES
+    assert recipe.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    unlabelled = ImageFolder(photos, train=False, size=48, resize=56, labelled=False)
+    assert torch.equal(batches(unlabelled)[0], batches(recipe)[0][0])  # a single output is the tensor itself
     got = torch.cat([images for images, _ in batches(recipe)])
     mean, std = (np.array(v, dtype=np.float32) * 255 for v in (IMAGENET_MEAN, IMAGENET_STD))
     for image, file in zip(got, recipe.files, strict=True):
@@ -59,30 +55,6 @@ def test_evaluation_equals_pillow(photos):
         # end: one level of 255, and float32's rounding of the normalisation.
         assert difference.max() < 1.01, file
         assert difference.mean() < 0.3, file
-
-
-def test_training_windows_differ_between_epochs_and_keep_their_image(photos):
-    recipe = ImageFolder(photos, train=True, size=32, index=True)
-    loader = DALILoader(recipe, 8, num_threads=1)
-    first, second = (
-        {int(n): image for images, _, numbers in loader for image, n in zip(images, numbers, strict=True)} for _ in "ab"
-    )
-    assert sorted(first) == sorted(second) == list(range(24))
-    assert all(not torch.equal(first[n], second[n]) for n in first)
-    loader.close()
-
-
-def test_a_full_window_without_mirroring_is_the_whole_image(photos):
-    square = ImageFolder(photos, train=True, size=40, area=(1, 1), ratio=(110 / 72, 110 / 72), mirror=False, index=True)
-    images, _, numbers = batches(square, 24)[0]
-    mean, std = (np.array(v, dtype=np.float32) * 255 for v in (IMAGENET_MEAN, IMAGENET_STD))
-    for image, n in zip(images, numbers, strict=True):
-        whole = Image.open(square.files[n]).convert("RGB")
-        if whole.size != (110, 72):
-            continue
-        expected = np.asarray(whole.resize((40, 40), Image.Resampling.BILINEAR), dtype=np.float32)
-        difference = np.abs(image.permute(1, 2, 0).numpy() * std + mean - expected)
-        assert difference.mean() < 1.0  # rounding of pixels, and of the window to whole pixels
 
 
 def test_windows_have_the_area_and_ratio_that_were_asked_for(tmp_path):
@@ -129,20 +101,6 @@ def test_uint8_normalised_later_equals_float(photos, train):
         assert torch.equal(labels, same)
         # The float pipeline normalises the same rounded pixels; only the order of float32 operations differs.
         torch.testing.assert_close(small.normalizer()(pixels), images, atol=2e-5, rtol=0)
-
-
-def test_labels_of_a_batch_of_one_keep_their_dimension(photos):
-    images, labels = batches(ImageFolder(photos, train=False, size=32), 1)[-1]
-    assert images.shape == (1, 3, 32, 32)
-    assert labels.shape == (1,)
-    assert labels.dtype == torch.int64
-
-
-def test_without_labels_a_batch_is_the_tensor(photos):
-    recipe = ImageFolder(photos, train=False, size=32, labelled=False)
-    (images, *_) = batches(recipe, 7)
-    assert isinstance(images, torch.Tensor)
-    assert images.shape == (7, 3, 32, 32)
 
 
 def test_grey_and_transparent_images_become_rgb(tmp_path):
@@ -195,6 +153,12 @@ def test_what_a_folder_may_hold(tmp_path):
             ImageFolder(tmp_path, train=True, classes=wrong)
 
 
+@pytest.mark.parametrize("switch", ["train", "channels_last", "mirror", "shuffle", "labelled", "index"])
+def test_a_switch_is_a_bool(photos, switch):
+    with pytest.raises(TypeError, match=f"{switch}='no'"):
+        ImageFolder(photos, **{"train": True, switch: "no"})
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -216,12 +180,6 @@ def test_what_a_folder_may_hold(tmp_path):
 def test_wrong_arguments_are_refused(photos, wrong, message):
     with pytest.raises(ValueError, match=message):
         ImageFolder(photos, train=True, **wrong)
-
-
-@pytest.mark.parametrize("switch", ["train", "channels_last", "mirror", "shuffle", "labelled", "index"])
-def test_a_switch_is_a_bool(photos, switch):
-    with pytest.raises(TypeError, match=f"{switch}='no' is no bool; accepted are True and False"):
-        ImageFolder(photos, **{"train": True, switch: "no"})
 
 
 def encode(image, kind):

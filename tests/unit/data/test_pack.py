@@ -394,7 +394,8 @@ def test_nothing_but_a_packed_dataset_is_overwritten(tmp_path):
     other = tmp_path / "other"
     pack_folder(scans, other)
     (other / "notes").mkdir()
-    for out in (other, tmp_path / "thesis.txt"):
+    shutil.copytree(scans, tmp_path / "more scans")
+    for out in (other, tmp_path / "thesis.txt", tmp_path / "more scans"):
         with pytest.raises(FileExistsError, match="holds more than a packed dataset, so that it is not replaced"):
             pack_folder(scans, out, overwrite=True)
     (other / "notes").rmdir()

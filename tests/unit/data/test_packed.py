@@ -63,10 +63,6 @@ def test_both_ways_of_collating_give_the_same_batches(dataset, workers):
     assert batches(PrefetchLoader, collate_fn=PackedDataset.collate) == batches(DataLoader)
 
 
-def test_collate_of_other_samples_is_the_default():
-    assert PackedDataset.collate([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
-
-
 def test_uncompressed_files_are_mapped_and_not_pickled(tmp_path, arrays):
     np.savez(tmp_path / "a.npz", **arrays)
     np.save(tmp_path / "b.npy", arrays["train_images"])
@@ -85,6 +81,13 @@ def test_batches_are_copies(tmp_path, arrays):
     dataset[0][:] = 0
     assert np.array_equal(np.load(tmp_path / "b.npy"), arrays["train_images"])
     assert np.array_equal(dataset[0].numpy(), arrays["train_images"][0])
+
+
+def test_bad_indices(arrays):
+    with pytest.raises(IndexError):
+        PackedDataset(arrays, keys=KEYS)[20]
+    with pytest.raises(TypeError, match=r"got a mask; expected indices. Pass np.flatnonzero"):
+        PackedDataset(np.arange(3)).batch(np.array([True, False, True]))
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd"])  # the name decides where the numbers begin
@@ -212,10 +215,3 @@ def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, col
 def test_bad_sources(arrays, source, options, error, message):
     with pytest.raises(error, match=message):
         PackedDataset(arrays if isinstance(source, str) and source == "arrays" else source, **options)
-
-
-def test_bad_indices(arrays):
-    with pytest.raises(IndexError):
-        PackedDataset(arrays, keys=KEYS)[20]
-    with pytest.raises(TypeError, match=r"got a mask; expected indices. Pass np.flatnonzero"):
-        PackedDataset(np.arange(3)).batch(np.array([True, False, True]))
