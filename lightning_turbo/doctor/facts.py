@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["BatchTensor", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site"]
+__all__ = ["BatchTensor", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site", "check_steps"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,3 +161,12 @@ class Facts:
     def waiting(self) -> float:
         """Share of the step, 0 to 1, that it waits for data."""
         return self.phases.get("data", 0.0) / self.step if self.step else 0.0
+
+
+def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:
+    """Refuse counts of steps that are not integers, or too small."""
+    for name, value, least in (("warmup", warmup, 1), ("timed", timed, 1), ("watched", watched, 2)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"Doctor({name}={value!r}): expected a number of steps, such as {name}={least}.")
+        if value < least and (name, value) != ("watched", 0):
+            raise ValueError(f"Doctor({name}={value!r}): expected {least} steps or more; use {name}={least}.")

@@ -16,6 +16,7 @@ REMEDIES = {
     "torch.distributions.Distribution.set_default_validate_args(False) once.",
     "torchmetrics": "The metric checks its input: make an aggregator (MeanMetric and its like) with "
     "nan_strategy='disable', any other metric with validate_args=False.",
+    "torch.utils.tensorboard": "Write to the log every so many steps only.",
     LAYER: "The layer does it for itself: nothing to change here, unless another layer serves.",
 }
 
