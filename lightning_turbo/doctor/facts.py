@@ -52,10 +52,10 @@ class BatchTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loader:
-    """The training loader's settings."""
+    """The training loader's settings; of several loaders, or one that does not tell, nothing is known."""
 
-    type: str
-    standard: bool  # whether it is a torch.utils.data.DataLoader
+    type: str = ""
+    standard: bool = False  # whether it is a torch.utils.data.DataLoader
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False
@@ -97,7 +97,7 @@ class Facts:
     """Everything that the rules may look at; times in seconds, sizes in bytes."""
 
     device: str = "cpu"
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] = (0, 0)  # of the CUDA device
     cores: int = 1
     world_size: int = 1
     automatic: bool = True  # whether Lightning runs the optimization
@@ -128,7 +128,7 @@ class Facts:
     layers: tuple[Part, ...] = ()
     scales: tuple[float, ...] = ()  # the loss scale at the start of each watched step, if there is one
 
-    loader: Loader | None = None
+    loader: Loader = Loader()
     batch: tuple[BatchTensor, ...] = ()
     epochs: int | None = None  # that the run may last; None if it has no such end
     batches: int | None = None  # of an epoch; None if unknown

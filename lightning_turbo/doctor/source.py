@@ -143,7 +143,7 @@ class Sources:
         """
         for base in filter(self.owns, cls.__mro__):
             for name, method in vars(base).items():
-                if inspect.isfunction(method) and name in (only or name) and name != skip:
+                if inspect.isfunction(method) and only in ("", name) and name != skip:
                     code = inspect.unwrap(method).__code__
                     lines, start = _source_of(code)
                     own = code.co_varnames[0] if code.co_argcount else "self"
