@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import Hit, rule
 
+__all__ = ["NOTICEABLE", "WAITING"]
+
 WAITING = 0.10  # share of the step; a choice, not a measurement
 NOTICEABLE = 5e-3  # seconds of waiting a step below which nobody would notice
 LARGE = 8 * 2**20  # bytes of a batch above which its size matters for copying

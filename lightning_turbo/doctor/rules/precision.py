@@ -8,6 +8,8 @@ from itertools import pairwise
 from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 
+__all__: list[str] = []
+
 MULTIPLE = 8
 """Half-precision tensor cores want sizes that are multiples of this (NVIDIA, Deep Learning Performance Guide)."""
 

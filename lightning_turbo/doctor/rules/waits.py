@@ -8,6 +8,8 @@ from dataclasses import replace
 from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import LAYER, LEVELS, Hit, hits_of_calls, rule
 
+__all__: list[str] = []
+
 FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
 
 # A library that fetches values when the user's line calls it -> what the user can do about it.
