@@ -7,12 +7,13 @@ import sys
 from typing import Any
 
 from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
+from lightning_turbo.doctor.facts import check_steps
 from lightning_turbo.doctor.report import Report, as_text
 from lightning_turbo.doctor.rules import diagnose
 from lightning_turbo.doctor.session import Session
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["Doctor", "check_steps"]
+__all__ = ["Doctor"]
 
 
 class Doctor(Callback):
@@ -152,12 +153,3 @@ class Doctor(Callback):
         except OSError as error:  # a report is not worth a training run
             rank_zero_warn(f"Doctor could not write its report: {error}.", category=TurboWarning)
         self._leave(trainer)
-
-
-def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:
-    """Refuse counts of steps that are not integers, or too small."""
-    for name, value, least in (("warmup", warmup, 1), ("timed", timed, 1), ("watched", watched, 2)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"Doctor({name}={value!r}): expected a number of steps, such as {name}={least}.")
-        if value < least and (name, value) != ("watched", 0):
-            raise ValueError(f"Doctor({name}={value!r}): expected {least} steps or more; use {name}={least}.")

@@ -52,7 +52,7 @@ def process_facts(device: torch.device) -> dict[str, Any]:
     matmul = torch.get_float32_matmul_precision() if newer is None else "high" if newer == "tf32" else "highest"
     return {
         "device": str(device),
-        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         "cores": count_cores(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
@@ -74,11 +74,11 @@ def compiler_counts() -> tuple[Counter[str], int]:
     return breaks, counters.get("stats", {}).get("unique_graphs", 0)
 
 
-def loader_facts(trainer: Any, sources: Sources) -> Loader | None:
-    """Return the settings of the training loader, ``None`` if there are several or it has not been made."""
+def loader_facts(trainer: Any, sources: Sources) -> Loader:
+    """Return the settings of the training loader; nothing is known if there are several or it has not been made."""
     loader: Any = trainer.train_dataloader
     if loader is None or isinstance(loader, (list, tuple, dict)):
-        return None
+        return Loader()
     names = ("DataLoader", type(loader).__name__)
     owners = (type(trainer.datamodule), type(trainer.lightning_module))
     sites = [sources.call(owner, "train_dataloader", *names) for owner in owners] + [sources.call_anywhere(*names)]

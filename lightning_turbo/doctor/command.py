@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_turbo.doctor.script import run_module, run_script
+from lightning_turbo.doctor.facts import check_steps
+from lightning_turbo.doctor.script import check_script, run_module, run_script
 from lightning_turbo.errors import TurboError
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def examine(
         made.append(Doctor(**steps, html=folder / f"{name}.html", json=folder / f"{name}.json"))
         return made[-1:]
 
-    _check(program, module, **steps)
+    check_steps(**steps)
+    if not module:
+        check_script(Path(program))
     _clear(folder, out)
     run = run_module(str(program), argv, make_doctors) if module else run_script(Path(program), argv, make_doctors)
     sys.stdout.flush()
@@ -64,17 +67,6 @@ def examine(
         told.append(f"{Path(program).name} was not examined: {_reason(made, run.error)}.")
     sys.stderr.write("".join(f"lightning-turbo doctor: {line}\n" for line in told))
     return run.status or int(bool(unwritten))
-
-
-def _check(program: str | Path, module: bool, warmup: int = 3, timed: int = 10, watched: int = 4) -> None:
-    """Refuse what can be refused before the script runs."""
-    if not module and not Path(program).is_file():
-        raise TurboError(
-            f"{str(program)!r} is not a file; give the path of a Python script that trains with a Trainer."
-        )
-    for name, steps, least in (("warmup", warmup, 1), ("timed", timed, 1), ("watched", watched, 2)):
-        if steps < least and (name, steps) != ("watched", 0):
-            raise ValueError(f"--{name} {steps}: expected {least} steps or more.")
 
 
 def _clear(folder: Path, name: str | Path) -> None:

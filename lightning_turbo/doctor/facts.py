@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["BatchTensor", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site"]
+__all__ = ["BatchTensor", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site", "check_steps"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +52,10 @@ class BatchTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loader:
-    """The training loader's settings."""
+    """The training loader's settings; of several loaders, or one that does not tell, nothing is known."""
 
-    type: str
-    standard: bool  # whether it is a torch.utils.data.DataLoader
+    type: str = ""
+    standard: bool = False  # whether it is a torch.utils.data.DataLoader
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False
@@ -97,7 +97,7 @@ class Facts:
     """Everything that the rules may look at; times in seconds, sizes in bytes."""
 
     device: str = "cpu"
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] = (0, 0)  # of the CUDA device
     cores: int = 1
     world_size: int = 1
     automatic: bool = True  # whether Lightning runs the optimization
@@ -128,7 +128,7 @@ class Facts:
     layers: tuple[Part, ...] = ()
     scales: tuple[float, ...] = ()  # the loss scale at the start of each watched step, if there is one
 
-    loader: Loader | None = None
+    loader: Loader = Loader()
     batch: tuple[BatchTensor, ...] = ()
     epochs: int | None = None  # that the run may last; None if it has no such end
     batches: int | None = None  # of an epoch; None if unknown
@@ -161,3 +161,12 @@ class Facts:
     def waiting(self) -> float:
         """Share of the step, 0 to 1, that it waits for data."""
         return self.phases.get("data", 0.0) / self.step if self.step else 0.0
+
+
+def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:
+    """Refuse counts of steps that are not integers, or too small."""
+    for name, value, least in (("warmup", warmup, 1), ("timed", timed, 1), ("watched", watched, 2)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"Doctor({name}={value!r}): expected a number of steps, such as {name}={least}.")
+        if value < least and (name, value) != ("watched", 0):
+            raise ValueError(f"Doctor({name}={value!r}): expected {least} steps or more; use {name}={least}.")

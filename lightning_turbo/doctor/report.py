@@ -21,6 +21,8 @@ from lightning_turbo.doctor.timeline import PHASE_NAMES, Segment
 
 __all__ = ["Report", "as_json", "as_text", "place", "verdict"]
 
+LITTLE = 0.03
+"""Share of the step up to which waiting for data is as good as none; a choice, not a measurement."""
 SHOWN = 3
 """Names of layers or parameters that are shown of each line."""
 
@@ -68,9 +70,9 @@ def verdict(facts: Facts) -> str:
     totals = {name: sum(facts.phases.get(phase, 0.0) for phase in phases) for name, phases in shares.items()}
     bound = max(totals, key=lambda name: totals[name])
     parts = ", ".join(PHASE_NAMES[phase] for phase in shares[bound])
-    return (
-        f"{bound}: your step {waits}, so prefetching will not help; {totals[bound] / facts.step:.0%} of it is {parts}."
-    )
+    helps = "not" if facts.waiting < LITTLE else "hardly"
+    share = f"{totals[bound] / facts.step:.0%} of it is {parts}"
+    return f"{bound}: your step {waits}, so prefetching will {helps} help; {share}."
 
 
 def place(site: Site) -> str:

@@ -22,7 +22,7 @@ from lightning_turbo.errors import TurboError
 if TYPE_CHECKING:  # the script chooses which copy of Lightning it imports
     from lightning_turbo._lightning import Callback
 
-__all__ = ["Ending", "make_callbacks", "run_module", "run_script"]
+__all__ = ["Ending", "check_script", "make_callbacks", "run_module", "run_script"]
 
 INTERRUPTED = 130  # as shells do
 _factories: list[Callable[[], list[Callback]]] = []
@@ -55,11 +55,16 @@ def run_script(path: Path, argv: Sequence[str], callbacks: Callable[[], list[Cal
     Raises:
         TurboError: If there is no such file.
     """
-    if not path.is_file():
-        raise TurboError(f"{str(path)!r} is not a file; give the path of a Python script that trains with a Trainer.")
+    check_script(path)
     script = path.absolute()  # its folder goes first on the path, a link's target's, as with Python
     with _add_callbacks(callbacks), _as_main([str(script), *argv], str(script.resolve().parent)):
         return _end_of(lambda: runpy.run_path(str(script), run_name="__main__"), str(script))
+
+
+def check_script(path: Path) -> None:
+    """Refuse a path that is not a file."""
+    if not path.is_file():
+        raise TurboError(f"{str(path)!r} is not a file; give the path of a Python script that trains with a Trainer.")
 
 
 def run_module(name: str, argv: Sequence[str], callbacks: Callable[[], list[Callback]]) -> Ending:

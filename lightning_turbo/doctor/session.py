@@ -59,6 +59,7 @@ class Session:
         self.batch: tuple[BatchTensor, ...] = ()
         self.shapes: list[Any] = []
         self.used: set[int] = set()
+        self.versions: dict[int, int] = {}
         self.stepped = self.begun = self.anomaly = self.autograd_profiler = self.validation_graph = False
         self.held: list[dict[tuple[str, str], int]] = []
         self.memory: list[int] = []
@@ -133,9 +134,11 @@ class Session:
             self.shapes.append(collect.shapes_of(batch))
 
     def look_at_gradients(self) -> None:
-        """Note which parameters have a gradient."""
+        """Note which parameters have a gradient, or have changed: a callback may train them by itself."""
         self.stepped = True
-        self.used.update(id(each) for each in self.module.parameters() if each.grad is not None)
+        for each in self.module.parameters():
+            if each.grad is not None or each._version != self.versions.setdefault(id(each), each._version):
+                self.used.add(id(each))
 
     def look_at_validation(self, outputs: Any) -> None:
         """Note whether what validation returned has a graph."""

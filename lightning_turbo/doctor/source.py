@@ -31,8 +31,6 @@ _LIBRARIES = tuple(
 )
 # What these do for themselves is no habit of the user's.
 _MACHINERY = tuple(_TORCH + part + os.sep for part in ("optim", "amp", "utils" + os.sep + "data"))
-_LAYERS = _TORCH + os.path.join("nn", "modules") + os.sep
-_DISTRIBUTIONS = _TORCH + "distributions" + os.sep
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _SHRINKING = "clear|pop|popleft|popitem|remove|discard|detach|item"
 _BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__, *Callback.__mro__}
@@ -145,7 +143,7 @@ class Sources:
         """
         for base in filter(self.owns, cls.__mro__):
             for name, method in vars(base).items():
-                if inspect.isfunction(method) and name in (only or name) and name != skip:
+                if inspect.isfunction(method) and only in ("", name) and name != skip:
                     code = inspect.unwrap(method).__code__
                     lines, start = _source_of(code)
                     own = code.co_varnames[0] if code.co_argcount else "self"
@@ -177,12 +175,11 @@ def _site_of(frame: FrameType) -> Site:
 
 def _library_of(file: str, module: str) -> str:
     """The name by which a user knows a library's file; empty for torch's own calls of functions and modules."""
-    if file.startswith(_DISTRIBUTIONS):
-        return "torch.distributions"
-    if file.startswith(_LAYERS) and not file.endswith(os.sep + "module.py"):
-        return "a layer of torch"
-    installed = file.startswith(_LIBRARIES) and not file.startswith(_TORCH) and "site-packages" in file
-    return module.partition(".")[0] if installed else ""
+    if file.startswith(_TORCH):
+        layer = "nn.modules." in module and not module.endswith("modules.module")
+        parts = [part for part in ("torch.distributions", "torch.utils.tensorboard") if module.startswith(part)]
+        return parts[0] if parts else "a layer of torch" if layer else ""
+    return module.partition(".")[0] if "site-packages" in file and not file.startswith(_HERE) else ""
 
 
 def _file_of(cls: type) -> str | None:

@@ -155,18 +155,17 @@ class Watch:
             return func(*args, **kwargs)
         call = _Function(name, args, kwargs, find_tensors(args, kwargs), frame)
         on_host = bool(call.tensors) and all(map(self.origins.on_host, call.tensors))
-        sync = None if on_host or not args else _sync_name(name, args, kwargs)
-        copies = name == "tensor" and isinstance(next(iter(args), None), (np.ndarray, np.generic, torch.Tensor))
-        self._named, self._name = sync is not None or copies or on_host, name
+        sync = None if on_host else _sync_name(name, args, kwargs)
+        copied = _copied_kind(name, args)
+        self._named, self._name = any((sync, copied, on_host)), name
         start = time.perf_counter()
         with self._operations:
             result = func(*args, **kwargs)
         call.seconds = time.perf_counter() - start
         if sync is not None:
             self._note_sync(sync, call, result)
-        if copies:
-            what = "tensor" if isinstance(args[0], torch.Tensor) else "array"
-            self.note("copy", f"torch.tensor(existing {what})", self.sources.site(frame), call.seconds)
+        if copied:
+            self.note("copy", f"torch.tensor(existing {copied})", self.sources.site(frame), call.seconds)
         if isinstance(result, torch.Tensor):
             self._follow(call, result)
         return result
@@ -237,6 +236,8 @@ class _Operations(TorchDispatchMode):
 
 def _sync_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return what a call that fetches values would look like in the user's code, ``None`` if it fetches nothing."""
+    if not args:
+        return None
     if name == "where" and len(args) + len(kwargs) == 1:
         return "torch.where with one argument"
     if name == "__getitem__" and _has_mask(args[1]):
@@ -246,6 +247,12 @@ def _sync_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str 
     if name == "to" and _leaves_cuda(args[0], args, kwargs):
         return ".to('cpu')"
     return _NAMES.get(name)
+
+
+def _copied_kind(name: str, args: tuple[Any, ...]) -> str:
+    """What ``torch.tensor`` copies although it is an array or a tensor already; empty for all else."""
+    given = args[0] if name == "tensor" and args else None
+    return "tensor" if isinstance(given, torch.Tensor) else "array" * isinstance(given, (np.ndarray, np.generic))
 
 
 def _has_mask(index: Any) -> bool:

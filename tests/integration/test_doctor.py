@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -268,6 +268,24 @@ def test_backward_by_hand_is_backward():
     trained(doctor, model=Manual)
     phases = doctor.report.facts.phases
     assert phases["backward"] > phases["forward"] > 0
+
+
+class Probe(Callback):
+    """Trains a layer of the module by itself, as online evaluation does."""
+
+    def on_fit_start(self, trainer, module):
+        module.probe, module.spare = nn.Linear(36, 4), nn.Linear(36, 4)
+        self.optimizer = torch.optim.SGD(module.probe.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        F.cross_entropy(module.probe(batch[0].flatten(1)), batch[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def test_what_a_callback_trains_is_not_unused():
+    trained(doctor := Doctor(**SHORT), Probe())
+    assert [each.name for each in doctor.report.facts.unused] == ["spare.weight", "spare.bias"]
 
 
 def test_a_doctor_may_time_only():

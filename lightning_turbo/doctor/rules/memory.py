@@ -8,6 +8,8 @@ from itertools import pairwise
 from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 
+__all__: list[str] = []
+
 GROWTH = 2**20
 
 

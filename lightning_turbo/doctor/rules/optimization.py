@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 
+__all__: list[str] = []
+
 NOT_YOURS = "the schedule is not the one you wrote"
 
 

@@ -8,6 +8,8 @@ from itertools import pairwise
 from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 
+__all__: list[str] = []
+
 MULTIPLE = 8
 """Half-precision tensor cores want sizes that are multiples of this (NVIDIA, Deep Learning Performance Guide)."""
 
@@ -19,7 +21,7 @@ MULTIPLE = 8
     "torch.set_float32_matmul_precision('high').",
 )
 def _float32(facts: Facts) -> Iterator[Hit]:
-    major, minor = facts.capability or (0, 0)
+    major, minor = facts.capability
     if major < 7 or "16" in facts.precision or "64" in facts.precision:
         return
     if major < 8 or facts.matmul_precision == "highest":
@@ -30,7 +32,7 @@ def _float32(facts: Facts) -> Iterator[Hit]:
 
 @rule("odd-sizes", "apex-amp", "Round layer widths and vocabulary sizes up to a multiple of 8, better 64.")
 def _odd_sizes(facts: Facts) -> Iterator[Hit]:
-    for layer in facts.layers if "16" in facts.precision and (facts.capability or (0, 0)) >= (7, 0) else ():
+    for layer in facts.layers if "16" in facts.precision and facts.capability >= (7, 0) else ():
         odd = [str(size) for size in layer.sizes if size >= 64 and size % MULTIPLE]
         if odd:
             what = f"{layer.name} has size {', '.join(odd)}, no multiple of {MULTIPLE}"

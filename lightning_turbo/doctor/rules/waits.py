@@ -8,6 +8,8 @@ from dataclasses import replace
 from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import LAYER, LEVELS, Hit, hits_of_calls, rule
 
+__all__: list[str] = []
+
 FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
 
 # A library that fetches values when the user's line calls it -> what the user can do about it.
@@ -16,6 +18,7 @@ REMEDIES = {
     "torch.distributions.Distribution.set_default_validate_args(False) once.",
     "torchmetrics": "The metric checks its input: make an aggregator (MeanMetric and its like) with "
     "nan_strategy='disable', any other metric with validate_args=False.",
+    "torch.utils.tensorboard": "Write to the log every so many steps only.",
     LAYER: "The layer does it for itself: nothing to change here, unless another layer serves.",
 }
 

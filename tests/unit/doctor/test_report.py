@@ -91,6 +91,10 @@ def test_picture_table_json_and_console_have_one_total(report):
             {"data": 0.001, "backward": 0.099},
             "Compute-bound: your step waits 1% of its 100.00 ms for data, so prefetch",
         ),
+        (
+            {"data": 0.009, "forward": 0.091},
+            "Compute-bound: your step waits 9% of its 100.00 ms for data, so prefetching will h",
+        ),
         ({"copy": 0.06, "forward": 0.04}, "Bound by copies to the device: your step waits 0%"),
         ({"hooks": 0.003, "logging": 0.003, "forward": 0.004}, "Bound by the loop: your step waits 0%"),
         ({}, "No step was timed."),

@@ -264,7 +264,7 @@ def test_a_rule_speaks_at_its_threshold(name, facts, level):
     findings = next(rule for rule in RULES if rule.name == name).findings(facts)
     assert {finding.level for finding in findings} == ({level} if level else set())
     assert all(finding.rule == name and finding.what and finding.cost for finding in findings)
-    assert all(finding.remedy.endswith(".") for finding in findings)
+    assert all(finding.remedy.endswith(".") and finding.diff == "" for finding in findings)
 
 
 def test_nothing_is_said_of_nothing():

@@ -172,5 +172,6 @@ def test_calls_are_found(module):
     assert line(found) == "return torch.optim.SGD(self.parameters(), lr=rate)"
     assert line(sources.call(module.Net, "configure_optimizers", "Adam")) == "def configure_optimizers(self):"
     assert sources.call(module.Net, "train_dataloader", "DataLoader") is None
+    assert sources.call(module.Net, "configure_optimizers_later", "SGD") is None
     assert line(sources.call_anywhere("SGD")) == "return torch.optim.SGD(self.parameters(), lr=rate)"
     assert sources.call_anywhere("Linear") is None, "several lines do"

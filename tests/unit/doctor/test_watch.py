@@ -52,6 +52,15 @@ def seen(watch, function, *args):
         (lambda x: F.one_hot(x.long().abs()), "one_hot (by _local_scalar_dense)"),
         (lambda x: torch.allclose(x, x), "torch.allclose"),
         (lambda x: [0, 1, 2][x.argmax()], "a tensor as an index of a list"),
+        (lambda x: torch.equal(x, x), "torch.equal"),
+        (lambda x: torch.unique(x), "torch.unique"),
+        (lambda x: x.numpy(), ".numpy()"),
+        (lambda x: x.tolist(), ".tolist()"),
+        (lambda x: int(x.max()), "int(tensor)"),
+        (lambda x: torch.isfinite(x[0]) and 1, "`if tensor`"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave (by repeat_interleave)"),
+        (lambda x: x.masked_select(x > 0), "masked_select"),
+        (lambda x: x.__setitem__(x > -1, x * 2), "tensor[mask] = values"),
     ],
 )
 def test_what_fetches_a_value_counts_once(watch, function, expected):
