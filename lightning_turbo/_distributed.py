@@ -106,7 +106,8 @@ def _meet(limit: float | None) -> Any:
     """
     global _group
     timeout = None if limit is None else timedelta(seconds=limit)
-    group, _group = _group, None
+    group: Any = _group
+    _group = None
     fresh = group is None or not _is_known(group)
     if fresh:
         group = torch.distributed.new_group(backend="gloo", timeout=timeout)

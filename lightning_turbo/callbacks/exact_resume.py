@@ -175,10 +175,14 @@ def _position(trainer: Any, fit: dict[str, Any]) -> tuple[bool, bool, int | None
     # with its end. Where max_steps ends a run, Lightning goes on in it all the same.
     ended = begins or (epochs["started"] == epochs["processed"] and trainer.max_steps == -1)
     over = not within_step and batch["ready"] > 0 and (progress["is_last_batch"] or ended)
-    step = getattr(trainer.lightning_module, "training_step", None)
-    if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
-        return over, begins, None
-    return over, begins, batch["completed" if within_step else "processed"]
+    used = None if _takes_loader(trainer.lightning_module) else batch["completed" if within_step else "processed"]
+    return over, begins, used
+
+
+def _takes_loader(module: Any) -> bool:
+    """Whether ``training_step`` takes its batches from the loader itself."""
+    step = getattr(module, "training_step", None)
+    return step is not None and "dataloader_iter" in inspect.signature(step).parameters
 
 
 def _complete_epoch(fit: dict[str, Any]) -> None:
@@ -212,12 +216,17 @@ def _correct_counters(trainer: Any, held: _Held) -> None:
 def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
     """Load the states of loaders that are to begin an epoch; one that would go on at its end begins anew."""
     stateful = [each for each in loop._combined_loader.flattened if hasattr(each, "load_state_dict")]
-    torchdata = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", ())
     for loader, state in zip(stateful, states, strict=False):
-        behind = loader.loader if isinstance(loader, DevicePrefetcher) else loader
-        knows = hasattr(behind, "set_epoch") or (isinstance(behind, PrefetchLoader) and is_between_epochs(state))
-        if knows or not isinstance(behind, torchdata):
+        if _begins_an_epoch(loader.loader if isinstance(loader, DevicePrefetcher) else loader, state):
             loader.load_state_dict(state)
+
+
+def _begins_an_epoch(loader: Any, state: Any) -> bool:
+    """Whether a loader begins the next epoch with a state of the end of one; torchdata's own would give nothing."""
+    torchdata = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", ())
+    if hasattr(loader, "set_epoch") or not isinstance(loader, torchdata):
+        return True
+    return isinstance(loader, PrefetchLoader) and is_between_epochs(state)
 
 
 def _loader_states(trainer: Any, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:

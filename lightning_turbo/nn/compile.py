@@ -48,9 +48,10 @@ def check_compile(how: Any) -> None:
         raise TypeError(
             f"compile={how!r}: expected None, 'network', 'blocks' or a dict of arguments for torch.compile."
         )
-    what = how.get("what", "network") if isinstance(how, dict) else how
-    if what not in (None, *_WHAT):
-        raise ValueError(f"compile={how!r}: expected 'network' or 'blocks' as what is compiled, got {what!r}.")
+    if how is not None and _split(how)[0] not in _WHAT:
+        raise ValueError(
+            f"compile={how!r}: expected 'network' or 'blocks' as what is compiled, got {_split(how)[0]!r}."
+        )
 
 
 @contextmanager
@@ -82,15 +83,10 @@ def compiled_in_place(
         >>> list(model.state_dict())
         ['0.weight', '0.bias']
     """
-    options = dict(how) if isinstance(how, dict) else {"what": how}
-    what = options.pop("what", "network")
-    parts = repeated_blocks(module) if what == "blocks" else _networks(module)
-    if not parts:
-        found = "no block that is there twice" if what == "blocks" else "no child with parameters"
-        raise ValueError(f"compile={how!r}: {type(module).__name__} has {found}. Leave compile out.")
-    parts = [part for part in parts if part._compiled_call_impl is None]
-    before = compile_counts()
+    what, options = _split(how)
+    parts = [part for part in _find(module, what) if part._compiled_call_impl is None]
     codes: dict[Any, CodeType] = {}
+    before = compile_counts()
     try:
         for part in parts:
             _compile(part, codes, type(part) if what == "blocks" else part, options)
@@ -100,6 +96,20 @@ def compiled_in_place(
             part._compiled_call_impl = None
         if say is not None:
             say(f"compile={what!r}: {_difference(compile_counts(), before)}.")
+
+
+def _split(how: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return what is compiled, and the arguments for ``torch.compile``."""
+    options = dict(how) if isinstance(how, dict) else {"what": how}
+    return options.pop("what", "network"), options
+
+
+def _find(module: nn.Module, what: str) -> list[nn.Module]:
+    parts = repeated_blocks(module) if what == "blocks" else _networks(module)
+    if not parts:
+        found = "no block that is there twice" if what == "blocks" else "no child with parameters"
+        raise ValueError(f"compile={what!r}: {type(module).__name__} has {found}. Leave compile out.")
+    return parts
 
 
 def _compile(part: nn.Module, codes: dict[Any, CodeType], key: Any, options: dict[str, Any]) -> None:
@@ -151,17 +161,23 @@ def compile_counts() -> CompileReport:
     """
     from torch._dynamo import utils  # it takes a second to import
 
-    again: Counter[str] = Counter()
-    for metrics in utils.get_compilation_metrics():
-        identity = str(getattr(metrics, "compile_id", None) or "")
-        if "/" in identity and not identity.endswith("/0"):
-            reason = getattr(metrics, "recompile_reason", None) or "torch gives no reason"
-            again[f"{metrics.co_filename}:{metrics.co_firstlineno} {metrics.co_name}: {reason}"] += 1
+    again = Counter(_describe(each) for each in utils.get_compilation_metrics() if _is_recompilation(each))
     breaks: Counter[str] = Counter()
     for each in utils.graph_break_reasons:
         line = f"{each.user_stack[-1].filename}:{each.user_stack[-1].lineno}: " if each.user_stack else ""
         breaks[line + each.reason.partition("\n")[0]] += 1
     return CompileReport(utils.counters["stats"]["unique_graphs"], dict(again), dict(breaks))
+
+
+def _is_recompilation(metrics: Any) -> bool:
+    """Whether torch compiled a function again: it numbers its compilations of one as 3/0, 3/1, 3/2."""
+    _, _, number = str(metrics.compile_id).partition("/")
+    return number not in ("", "0")
+
+
+def _describe(metrics: Any) -> str:
+    reason = getattr(metrics, "recompile_reason", None) or "torch gives no reason"
+    return f"{metrics.co_filename}:{metrics.co_firstlineno} {metrics.co_name}: {reason}"
 
 
 def _difference(now: CompileReport, before: CompileReport) -> CompileReport:

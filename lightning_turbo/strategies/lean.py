@@ -349,20 +349,26 @@ class LeanEpochLoop(TrainingEpochLoop):
         output, ends_epoch = self._train_on(batch, batch_idx)
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
-            self.update_lr_schedulers("step", update_plateau_schedulers=False)
-            if self._num_ready_batches_reached():
-                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            self._step_schedulers()
         if ends_epoch:
             raise StopIteration
         call_callbacks(trainer, module, "on_train_batch_end", output, batch, batch_idx)
         call_hook(module, module, "on_train_batch_end", output, batch, batch_idx)
-        if self._results:
-            connector.on_batch_end()
-        else:
+        self._end_batch(connector)
+
+    def _step_schedulers(self) -> None:
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def _end_batch(self, connector: Any) -> None:
+        if not self._results:  # nothing was logged
             self._results.batch = self._results.batch_size = None
-        progress.increment_completed()
-        if self._results:
-            connector.update_train_step_metrics()
+            self.batch_progress.increment_completed()
+            return
+        connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        connector.update_train_step_metrics()
 
     def _train_on(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
         """Return the output of a step, and whether a hook has ended the epoch before it."""

@@ -1,7 +1,6 @@
 """The lean parts of the turbo strategies: the same calls, values, counters and bits as Lightning's own loop."""
 
 import contextlib
-import functools
 import hashlib
 import inspect
 from pathlib import Path
@@ -374,24 +373,6 @@ def is_stock(trainer):
     )
 
 
-@pytest.mark.parametrize("levels", [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor(2.0, dtype=torch.float64), torch.tensor(2.0).half()])
-def test_a_metric_that_took_a_value_is_in_the_state_that_lightnings_is_in(levels, value):
-    metrics = []
-    for results in (_ResultCollection(True), LeanResults(_ResultCollection(True))):
-        for _ in range(3):  # the first makes it
-            results.log("training_step", "value", value, on_step=levels[0], on_epoch=levels[1])
-        state = dict(vars(results["training_step.value"]))
-        metrics.append({name: kept for name, kept in state.items() if not callable(kept)})
-    ours = {name: metrics[1].pop(name) for name in ("settings", "device_of_all")}
-    assert ours["settings"] is not None
-    assert ours["device_of_all"] == value.device
-    assert len(metrics[0]) > 20
-    assert {"_update_count": 3, "_computed": None}.items() <= metrics[1].items()
-    assert same(metrics[0].pop("meta"), metrics[1].pop("meta"))
-    assert same(metrics[0], metrics[1])
-
-
 @pytest.mark.parametrize("strategy", [stock, lean])
 def test_a_name_that_is_logged_in_another_way_is_refused(strategy):
     class Changes(Net):
@@ -403,43 +384,11 @@ def test_a_name_that_is_logged_in_another_way_is_refused(strategy):
         fit(strategy(), make=Changes)
 
 
-CALLED = {  # who overrides what Lightning calls although there is nothing to clip, to clear or to surround
-    "clip: class": lambda call: {"make": type("Clips", (Net,), {"configure_gradient_clipping": call})},
-    "clip: plugin": lambda call: {"plugins": [type("Plugin", (Precision,), {"clip_gradients": call})()]},
-    "clear: class": lambda call: {"make": type("Clears", (Net,), {"optimizer_zero_grad": call})},
-    "clear: instance": lambda call: {"make": lambda: with_method(Net(), "optimizer_zero_grad", call)},
-    "clear: optimizer": lambda call: {"make": lambda: with_adam({"zero_grad": call})},
-    "surround: plugin": lambda call: {"plugins": [type("P", (Precision,), {"forward_context": call})()]},
-}  # fmt: skip
-
-
-def with_method(owner, name, call):
-    setattr(owner, name, functools.partial(call, owner))
-    return owner
-
-
-def with_adam(methods):
-    model = Net()
-    model.configure_optimizers = lambda: type("Own", (torch.optim.Adam,), methods)(model.parameters())
-    return model
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_what_somebody_overrides_is_called_without_need_too(name):
-    called = []
-
-    def call(*args, **kwargs):
-        called.append(kwargs)
-        return contextlib.nullcontext()
-
-    trainer, *_ = fit(lean(), hooks=(), max_epochs=1, limit_val_batches=0, **CALLED[name](call))
-    assert len(called) == trainer.global_step > 5
-
-
 OWNERS = {
     "class": (lambda trainer: type(trainer.lightning_module), ("configure_gradient_clipping", "optimizer_zero_grad")),
     "class that moves": (lambda trainer: type(trainer.lightning_module), TRANSFER_HOOKS),
     "datamodule": (lambda trainer: trainer.datamodule, TRANSFER_HOOKS),
+    "optimizer": (lambda trainer: trainer.optimizers[0], ("zero_grad",)),
     "strategy": (lambda trainer: trainer.strategy, ("batch_to_device", "training_step")),
     "plugin": (
         lambda trainer: trainer.precision_plugin,
@@ -501,21 +450,6 @@ def test_gradients_that_nobody_released_are_cleared():
     seen = []
     trainer, *_ = fit(TurboStrategy(release_gradients=False), callbacks=[Looks()])
     assert seen == [[]] * trainer.global_step
-
-
-def test_a_training_step_that_a_strategy_surrounds_is_surrounded():
-    class Surrounds(TurboStrategy):
-        def training_step(self, *args, **kwargs):
-            entered.append("class")
-            return super().training_step(*args, **kwargs)
-
-    on_itself, entered = TurboStrategy(), []
-    found = on_itself.training_step
-    on_itself.training_step = lambda *args, **kwargs: entered.append("object") or found(*args, **kwargs)
-    for strategy in (Surrounds(), on_itself):
-        entered.clear()
-        trainer, *_ = fit(strategy, limit_val_batches=0)
-        assert len(entered) == trainer.global_step > 5
 
 
 def test_values_are_passed_on_when_they_are_read_and_not_before(monkeypatch):
