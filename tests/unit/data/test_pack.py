@@ -334,7 +334,7 @@ def test_what_an_npz_may_hold(save, tmp_path):
         ({"mode": "CMYK"}, ValueError, "mode='CMYK': expected 'RGB', 'L' for grey, or None"),
         ({"labels": "masks"}, ValueError, "labels='masks' does not go with images. Leave it out"),
         ({"classes": "cat"}, TypeError, "classes='cat': expected a sequence of names"),
-        ({"progress": 3}, TypeError, "progress=3 cannot be called"),
+        ({"progress": 3}, TypeError, "progress=3: expected a function or None"),
         ({"overwrite": "no"}, TypeError, "overwrite='no'"),
         ({"skip_broken": "no"}, TypeError, "skip_broken='no'"),
     ],
