@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["can_move", "holders_in", "map_batch", "move_batch", "pin_batch", "tensors_in"]
+__all__ = ["addresses_in", "can_move", "copy_batch", "holders_in", "map_batch", "move_batch", "pin_batch", "tensors_in"]
 
 _ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
@@ -175,3 +175,24 @@ def pin_batch(batch: Any) -> Any:
         return part.pin_memory()
 
     return map_batch(batch, pin, "pin_memory")
+
+
+def addresses_in(batch: Any) -> set[int]:
+    """Return where in memory the tensors and arrays of a batch begin, those of objects with a ``.to`` not among them."""
+    parts: list[Any] = []
+    map_batch(batch, parts.append, "__array__")
+    found = {
+        part.data_ptr() if isinstance(part, Tensor) else part.__array_interface__["data"][0]
+        for part in parts
+        if (isinstance(part, Tensor) and part.layout == torch.strided) or isinstance(part, np.ndarray)
+    }
+    return found - {0}
+
+
+def copy_batch(batch: Any) -> Any:
+    """Return ``batch`` with copies of its tensors and arrays."""
+
+    def clone(part: Any) -> Any:
+        return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
+
+    return map_batch(batch, clone, "__array__")

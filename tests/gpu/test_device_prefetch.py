@@ -50,7 +50,7 @@ def busy(matrix, times):
         (DataLoader, 2),
         (PrefetchLoader, 0),
         (PrefetchLoader, 2),
-        (functools.partial(PrefetchLoader, prefetch_threads=3), 0),
+        (functools.partial(PrefetchLoader, threads=3), 0),
     ],
 )
 def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):

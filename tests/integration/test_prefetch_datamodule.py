@@ -226,7 +226,7 @@ def test_it_can_be_inherited_alone():
             return DataLoader(Numbers(), 4, shuffle=True)
 
     plain = fit(Theirs(), limit_val_batches=0).losses
-    assert fit(Alone(prefetch_batches=2)).losses == fit(Alone(prefetch_threads=3)).losses == plain
+    assert fit(Alone(prefetch_batches=2)).losses == fit(Alone(threads=3)).losses == plain
     loader = Alone(prefetch_batches=2).train_dataloader()
     assert isinstance(loader, PrefetchLoader)
     assert loader.prefetch_batches == 2
@@ -455,8 +455,8 @@ def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset
     [
         ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
         ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
-        ({"prefetch_threads": 0}, ValueError, r"prefetch_threads=0 is out of range; pass the number of threads"),
-        ({"prefetch_threads": True}, TypeError, r"prefetch_threads=True is no integer"),
+        ({"threads": 0}, ValueError, r"threads=0 is out of range; pass the number of threads"),
+        ({"threads": True}, TypeError, r"threads=True is no integer"),
         ({"device_prefetch": object()}, TypeError, r"device_prefetch=<object object at .*> is no bool"),
         ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda' is no bool; accepted are True and False"),
         ({"device_transform": 1}, TypeError, r"device_transform=1 cannot be called"),
@@ -485,7 +485,7 @@ def test_a_constructor_that_does_not_call_up_is_told():
 
 
 def test_it_can_be_pickled():
-    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, prefetch_threads=2)))
+    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, threads=2)))
     loader = twin.train_dataloader()
     assert (loader.prefetch_batches, loader.prefetch_threads) == (3, 2)
 
@@ -567,7 +567,7 @@ class StatefulMine(PrefetchDataModule, Stateful):
         (StatefulMine, {"num_workers": 2}),
         (Mine, {"num_workers": 0}),
         (Mine, {"num_workers": 2}),
-        (Mine, {"num_workers": 0, "prefetch_threads": 3}),
+        (Mine, {"num_workers": 0, "threads": 3}),
     ],
 )
 def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, settings, tmp_path):
@@ -596,10 +596,10 @@ RANKS = """
     torch.set_num_threads(1)
     sys.path.insert(0, {folder!r})
     import pytest
-    from lightning_turbo.data import randomness
+    from lightning_turbo.data import prefetcher
     from tests.integration.test_prefetch_datamodule import Mine, Model, trainer, nothing_is_left
 
-    randomness.WORTH = 0.0  # the loader gets its threads, fast as it is
+    prefetcher.WORTH = 0.0  # the loader gets its threads, fast as it is
     started, start = [], threading.Thread.start
 
     def noted(thread):
@@ -617,7 +617,7 @@ RANKS = """
     if __name__ == "__main__":
         torch.manual_seed(0)
         one = trainer(devices=2, strategy="ddp_fork", limit_val_batches=0)
-        one.fit(Notes(), datamodule=Mine(num_workers=0, prefetch_threads={several}))
+        one.fit(Notes(), datamodule=Mine(num_workers=0, threads={several}))
         nothing_is_left()
 """
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from lightning_turbo.data import PrefetchLoader, randomness
+from lightning_turbo.data import PrefetchLoader, prefetcher
 from lightning_turbo.data.background import BackgroundIterator
-from lightning_turbo.data.transfer import DeviceTransfer
+from lightning_turbo.data import DeviceTransfer
 from tests.unit.data.test_resume import saved
 
 pytestmark = pytest.mark.timeout(120)
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    monkeypatch.setattr(randomness, "WORTH", 0.0)  # the thread begins, fast as the loader is
+    monkeypatch.setattr(prefetcher, "WORTH", 0.0)  # the thread begins, fast as the loader is
 
 
 class Twenty(Dataset):
@@ -77,7 +77,7 @@ def some(loader, batches, pause, kept=None):
 
 
 @pytest.mark.parametrize("how", ["dropped", "kept", "closed"])
-@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"threads": 3}, {"num_workers": 1}], ids=str)
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
     workers = {"num_workers": settings.get("num_workers", 0)}
@@ -145,7 +145,7 @@ class Slow(Twenty):
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_a_batch_that_is_under_way_when_the_epoch_is_broken_off(make, threads):
     plain = DataLoader(Twenty(), batch_size=3, **make())
-    ours = PrefetchLoader(Slow(), batch_size=3, prefetch_threads=threads, **make())
+    ours = PrefetchLoader(Slow(), batch_size=3, threads=threads, **make())
     for batches in (6, 3, 2):
         assert some(ours, batches, 0.01) == some(plain, batches, 0)
     ours.close()
@@ -190,7 +190,7 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
         return index
 
     plain = DataLoader(Twenty(), batch_size=1, **python_lazily())
-    ours = PrefetchLoader(Twenty(), batch_size=1, prefetch_threads=threads, sampler=Lazy(draw))
+    ours = PrefetchLoader(Twenty(), batch_size=1, threads=threads, sampler=Lazy(draw))
     kept = []
     assert some(ours, 2, 0, kept) == some(plain, 2, 0)
     assert drawing.wait(10)
@@ -201,7 +201,7 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"threads": 3}, {"num_workers": 1}], ids=str)
 def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator_and_puts_back(settings):
     own, given, collected, holder = random.Random(3), threading.Event(), threading.Event(), []
 
@@ -223,7 +223,7 @@ def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator_and_pu
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"threads": 3}, {"num_workers": 1}], ids=str)
 def test_a_state_that_is_asked_for_while_an_index_is_drawn_is_that_of_the_last_batch(settings):
     own, drawing, go_on = random.Random(3), threading.Event(), threading.Event()
 

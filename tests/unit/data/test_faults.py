@@ -68,7 +68,7 @@ def _all_ends():
 
 @pytest.mark.parametrize(("workers", "several"), [(0, 1), (0, 3), (2, 1)])
 def test_error_in_the_dataset(workers, several):
-    loader = PrefetchLoader(Broken(ValueError("row 9 is bad")), 2, num_workers=workers, prefetch_threads=several)
+    loader = PrefetchLoader(Broken(ValueError("row 9 is bad")), 2, num_workers=workers, threads=several)
     got = []
     with pytest.raises(ValueError, match="row 9 is bad") as caught:
         got.extend(batch for batch in loader if got.append(batch.tolist()))
@@ -81,7 +81,7 @@ def test_error_in_the_dataset(workers, several):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_base_exceptions_in_the_dataset_are_no_short_epoch(error, several):
     with pytest.raises(error) as caught:
-        list(PrefetchLoader(Broken(error()), 2, prefetch_threads=several))
+        list(PrefetchLoader(Broken(error()), 2, threads=several))
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
@@ -179,7 +179,7 @@ def broken_off(loader, epochs):
 )
 def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epochs):
     dataset = torch.zeros(40, 64, 1024)  # 1 MiB a batch of 4: a leak of batches would show
-    loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent, prefetch_threads=several)
+    loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent, threads=several)
     broken_off(loader, 5)
     gc.collect()
     if not persistent:
@@ -219,7 +219,7 @@ def test_an_iterator_abandoned_in_a_cycle_is_collected():
 @pytest.mark.parametrize(("dataset", "several"), [(Endless(), 1), (range(10**6), 3)])
 def test_an_error_in_the_loop_releases_the_iterator(dataset, several):
     def loop():
-        for number, _ in enumerate(PrefetchLoader(dataset, 2, prefetch_threads=several)):
+        for number, _ in enumerate(PrefetchLoader(dataset, 2, threads=several)):
             if number == 3:
                 raise ValueError("in the step")
 
@@ -352,7 +352,7 @@ def test_leaving_the_interpreter_in_mid_epoch(workers, persistent, several, end)
 
         if __name__ == "__main__":
             loader = PrefetchLoader(
-                Slow(), 4, num_workers={workers}, persistent_workers={persistent}, prefetch_threads={several}
+                Slow(), 4, num_workers={workers}, persistent_workers={persistent}, threads={several}
             )
             iterator = iter(loader)
             for _ in range(4):
@@ -368,9 +368,9 @@ def test_an_error_at_top_level_in_mid_epoch_is_an_ordinary_exit():
     status, said = leave(
         """
         import threading
-        from lightning_turbo.data import PrefetchLoader, randomness
+        from lightning_turbo.data import PrefetchLoader, prefetcher
 
-        randomness.WORTH = 0.0  # the loader gets a thread, fast as it is
+        prefetcher.WORTH = 0.0  # the loader gets a thread, fast as it is
         for number, batch in enumerate(PrefetchLoader(range(10**6), 4)):
             if number == 5:
                 assert any(t.name.startswith("lightning_turbo-prefetch") for t in threading.enumerate())
@@ -397,7 +397,7 @@ def test_ctrl_c_while_waiting_for_a_batch(several):
                 time.sleep(0.2)
                 return index
 
-        iterator = iter(PrefetchLoader(Slow(), 1, prefetch_threads={several}))
+        iterator = iter(PrefetchLoader(Slow(), 1, threads={several}))
         next(iterator), next(iterator)
         threading.Timer(0.5, _thread.interrupt_main).start()
         try:

@@ -127,7 +127,7 @@ SETTINGS = {
 @pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_batches_and_random_state_equal_the_plain_loaders(settings, several):
-    ours = {**settings(), "prefetch_threads": several}
+    ours = {**settings(), "threads": several}
     assert epochs(PrefetchLoader, Numbers(), ours) == epochs(DataLoader, Numbers(), settings())
 
 
@@ -155,7 +155,7 @@ def test_other_start_methods(method):
 
 @pytest.mark.parametrize("several", [1, 3])
 def test_random_augmentation_without_workers_is_that_of_the_plain_loader(several):
-    settings = {"batch_size": 3, "shuffle": True, "prefetch_threads": several}
+    settings = {"batch_size": 3, "shuffle": True, "threads": several}
     with pytest.warns(NoEffectWarning, match="torch and random and numpy"):
         prefetched = epochs(PrefetchLoader, Augmented(), settings)
     assert prefetched == epochs(DataLoader, Augmented(), {"batch_size": 3, "shuffle": True})
@@ -211,7 +211,7 @@ def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread():
     with pytest.warns(
         NoEffectWarning, match=r"generator that the dataset holds.*One thread loads instead of prefetch_"
     ):
-        ours = epochs(PrefetchLoader, Jittered(), {**settings, "prefetch_threads": 3})
+        ours = epochs(PrefetchLoader, Jittered(), {**settings, "threads": 3})
     assert ours == epochs(DataLoader, Jittered(), settings)
 
 
@@ -229,7 +229,7 @@ class Inside(Numbers):
 
 
 def test_several_threads_load_at_the_same_time_and_batches_keep_their_order():
-    loader = PrefetchLoader(Inside(3), 2, prefetch_threads=3)
+    loader = PrefetchLoader(Inside(3), 2, threads=3)
     assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 42, 2)]
 
 
@@ -247,8 +247,8 @@ def test_several_threads_load_at_the_same_time_and_batches_keep_their_order():
     ],
 )
 def test_threads_that_cannot_be_used_are_told_of_once(make, why):
-    loader = make(prefetch_threads=2)
-    with pytest.warns(NoEffectWarning, match=rf"prefetch_threads=2 has no effect here: .*{why}"):
+    loader = make(threads=2)
+    with pytest.warns(NoEffectWarning, match=rf"threads=2 has no effect here: .*{why}"):
         first = [flat(batch) for batch in loader]
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)
@@ -277,10 +277,10 @@ def test_it_is_a_dataloader_with_its_constructor():
 def test_bad_depth(value):
     with pytest.raises(ValueError, match=rf"prefetch_batches={value} is out of range"):
         PrefetchLoader(Numbers(), prefetch_batches=value)
-    with pytest.raises(ValueError, match=rf"prefetch_threads={value} is out of range; pass the number of threads"):
-        PrefetchLoader(Numbers(), prefetch_threads=value)
-    with pytest.raises(TypeError, match=r"prefetch_threads='2' is no integer"):
-        PrefetchLoader.of(DataLoader(Numbers()), prefetch_threads="2")
+    with pytest.raises(ValueError, match=rf"threads={value} is out of range; pass the number of threads"):
+        PrefetchLoader(Numbers(), threads=value)
+    with pytest.raises(TypeError, match=r"threads='2' is no integer"):
+        PrefetchLoader.of(DataLoader(Numbers()), threads="2")
 
 
 def test_two_iterators_of_one_loader_both_see_everything():

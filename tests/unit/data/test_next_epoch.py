@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_turbo.data import DevicePrefetcher, PrefetchLoader, randomness
+from lightning_turbo.data import DevicePrefetcher, PrefetchLoader, prefetcher
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 WORKERS = [
     {"num_workers": 0},
-    {"num_workers": 0, "prefetch_threads": 3},
+    {"num_workers": 0, "threads": 3},
     {"num_workers": 2},
     {"num_workers": 2, "persistent_workers": True},
 ]
@@ -49,7 +49,7 @@ class Stream(IterableDataset):
         yield from range(20) if info is None else range(info.id, 20, info.num_workers)
 
 
-def plain_loader(dataset, prefetch_threads=1, **settings):
+def plain_loader(dataset, threads=1, **settings):
     return DataLoader(dataset, **settings)
 
 
@@ -122,7 +122,7 @@ def test_a_seed_gives_one_order_however_long_loading_takes(workers, worth, monke
         return seen, torch.get_rng_state().tolist()
 
     expected = run()
-    monkeypatch.setattr(randomness, "WORTH", worth)
+    monkeypatch.setattr(prefetcher, "WORTH", worth)
     assert run() == expected
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
-from lightning_turbo.data.resume import judge_states
+from lightning_turbo.data.position import correct_states
 from lightning_turbo.errors import TurboWarning
 
 pytestmark = [
@@ -42,7 +42,7 @@ def plain(seed=5, **settings):
 
 
 def by_threads(**settings):
-    return PrefetchLoader(range(20), prefetch_threads=1 if settings.get("num_workers") else 3, **settings)
+    return PrefetchLoader(range(20), threads=1 if settings.get("num_workers") else 3, **settings)
 
 
 def stateful(**settings):
@@ -555,7 +555,7 @@ def test_an_epoch_may_end_before_a_loader_and_go_on_after_it(make):
     for state, over, batches in ((ended, True, 7), (ended, False, 0), (begun, True, 7), (begun, False, 6)):
         other = make(batch_size=3)
         states = [dict(state), {"whole": 1}, None]
-        judge_states(states, over)
+        correct_states(states, over)
         assert states[1:] == [{"whole": 1}, None]  # of other loaders
         other.load_state_dict(states[0])
         assert len(list(other)) == batches
@@ -567,7 +567,7 @@ def test_an_epoch_that_was_begun_is_not_over():
     list(loader)
     assert loader.start_next_epoch()
     state = saved(loader.state_dict())
-    judge_states([state], over=True)
+    correct_states([state], over=True)
     other = PrefetchLoader(range(20), **OWN["torch"]())
     other.load_state_dict(state)
     assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]

@@ -16,7 +16,7 @@ from prefetch_generator import BackgroundGenerator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_turbo.data import PrefetchLoader, tune_workers
-from lightning_turbo.data.workers import WorkerRow, _choose
+from lightning_turbo.data.tune_workers import WorkerRow, _choose
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -61,7 +61,7 @@ def test_waiting_is_shared_among_workers():
 
 def test_several_threads_are_measured_as_they_load():
     def seconds(several):
-        make_loader = maker(Waits(0.01), PrefetchLoader, prefetch_threads=several)
+        make_loader = maker(Waits(0.01), PrefetchLoader, threads=several)
         return tune_workers(make_loader, seconds=1.5, max_workers=0, show=None).rows[0].seconds
 
     assert seconds(4) < seconds(1) / 2
