@@ -65,15 +65,11 @@ class Epoch(BackgroundIterator):
     def hand_out(self, record: Record) -> Any:
         """Count a batch and return it, or raise the error or the end."""
         position = self.position
+        position.ended = record.end
         if record.error is not None:
             recorded = self._recorder() if self._recorder is not None else None
             position.reached = record.state if record.state is not None else recorded
-            try:
-                raise record.error
-            finally:
-                del record  # else the traceback would hold what holds it
-        position.ended = record.end
-        if not record.end:
+        elif not record.end:
             position.advance(record.state)
             while self._is_room():
                 self._send()

@@ -203,7 +203,9 @@ class PrefetchLoader(DataLoader[T]):
             sampler.position = position
         left = None if self.persistent_workers else source
         dispose = functools.partial(_leave, left, sampler, position, None if self.num_workers else samples)
-        return self._epoch(source, position, sampler, skip, dispose, self.threads if samples else 0)
+        return self._epoch(
+            source, position, sampler=sampler, skip=skip, dispose=dispose, samples=None if self.num_workers else samples
+        )
 
     def _make_source(self, sampler: Any) -> tuple[Any, ThreadedDataset | None]:
         """Return torch's iterator over the batches, and the dataset of threads that it loads from, if there is one.
@@ -250,17 +252,16 @@ class PrefetchLoader(DataLoader[T]):
         start = snapshot() if start is None and hasattr(source, "state_dict") else start
         position = Position(done, start)
         dispose = functools.partial(_leave, None if self.persistent_workers else source, None, position, None)
-        return self._epoch(source, position, None, 0, dispose, 0, snapshot=snapshot)
+        return self._epoch(source, position, dispose=dispose, snapshot=snapshot)
 
-    def _epoch(
-        self, source: Any, position: Position, sampler: Any, skip: int, dispose: Any, ahead: int, **more: Any
-    ) -> Epoch:
+    def _epoch(self, source: Any, position: Position, *, samples: Any = None, **more: Any) -> Epoch:
         self._prefetch_profile.workers = self.num_workers > 0
+        shared = self.num_workers == 0 and samples is None
         return Epoch(
-            source, position, sampler,
-            skip=skip, dispose=dispose, profile=self._prefetch_profile, wanted=self._wanted(position.consumed),
-            prefetch_batches=self.prefetch_batches, ahead=0 if self.num_workers else ahead, timeout=self.timeout,
-            turn=None if self.num_workers or ahead else self._prefetch_turn or turn_of(self.dataset), **more,
+            source, position,
+            profile=self._prefetch_profile, wanted=self._wanted(position.consumed), timeout=self.timeout,
+            prefetch_batches=self.prefetch_batches, samples=samples, ahead=0 if samples is None else self.threads,
+            turn=(self._prefetch_turn or turn_of(self.dataset)) if shared else None, **more,
         )  # fmt: skip
 
     def _state_to_load(self) -> dict[str, Any]:
@@ -429,7 +430,7 @@ def old_name_of_threads(value: Any) -> Any:
     return value
 
 
-def _leave(source: Any, sampler: ResumableSampler | None, position: Position, samples: ThreadedDataset | None) -> None:
+def _leave(source: Any, sampler: ResumableSampler | None, position: Position, samples: Any) -> None:
     """Let go of an iterator: end its worker processes and threads, and put back what its sampler drew ahead."""
     end_workers(source)
     if samples is not None:

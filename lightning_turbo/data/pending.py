@@ -133,8 +133,10 @@ class ThreadedDataset:
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        pool = self._pool
+        vars(self)["_pool"] = None
+        if pool is not None:
+            pool.shutdown()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while this object is being unpickled

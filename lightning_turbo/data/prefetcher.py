@@ -104,6 +104,7 @@ class _Loading:
         self.snapshot: Callable[[], Any] | None = settings["snapshot"]
         self.dispose: Callable[[], None] | None = settings["dispose"]
         self.skip: int = settings["skip"]
+        self.samples: Any = settings["samples"]
         self.turn: Any = settings["turn"] or contextlib.nullcontext()
         self.stages: list[Callable[[Any], Any]] = []
         self.process = os.getpid()
@@ -167,9 +168,11 @@ class _Loading:
             yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
         while drawn and not self.dropped:
             yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
+        for record in drawn:
+            _cancel(record)
+        if self.samples is not None:
+            self.samples.close()
         if self.dropped:
-            for record in drawn:
-                _cancel(record)
             _empty(self.thread)  # so that there is room for the mark at the end, for which nobody waits
             self.let_go()
 
@@ -272,6 +275,7 @@ class BackgroundIterator(Iterator[Any]):
         prefetch_batches: How many items to keep ready, 1 or more; one more is in preparation.
         profile: What is known of the source.
         ahead: How many items to begin before the first of them is finished, for a source that gives ``Pending`` ones.
+        samples: The ``ThreadedDataset`` behind those.
         snapshot: Called after each item is taken from ``source``; ``hand_out`` gets what it gave.
         wanted: How many items will be asked for, if that is known. No more than these are taken ahead.
         dispose: Called once when ``source`` is done with, for example to end its worker processes.
@@ -302,6 +306,7 @@ class BackgroundIterator(Iterator[Any]):
         turn: Any = None,
         timeout: float = 0,
         skip: int = 0,
+        samples: Any = None,
     ) -> None:
         if not hasattr(source, "__next__"):
             raise TypeError(
@@ -312,7 +317,7 @@ class BackgroundIterator(Iterator[Any]):
         self._profile = profile or LoadProfile()
         self._loading = _Loading(
             source, self._profile,
-            prefetch_batches=prefetch_batches, ahead=ahead, snapshot=snapshot, dispose=dispose, turn=turn, skip=skip,
+            prefetch_batches=prefetch_batches, ahead=ahead, snapshot=snapshot, dispose=dispose, turn=turn, skip=skip, samples=samples,
         )  # fmt: skip
         self._wanted = float("inf") if wanted is None else wanted
         self._timeout = timeout or None
@@ -345,6 +350,7 @@ class BackgroundIterator(Iterator[Any]):
     def hand_out(self, record: Record) -> Any:
         """Return the item of a record, or raise its error or the end."""
         if record.error is not None:
+            self.park()  # whoever keeps the error keeps this object
             try:
                 raise record.error
             finally:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import _random
 from lightning_turbo.data import background, producer, randomness, surroundings
-from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo.data.prefetcher import BackgroundIterator
 from lightning_turbo.data.randomness import LoadWatch
 from lightning_turbo.data.surroundings import SWITCH_INTERVAL
 from lightning_turbo.errors import NoEffectWarning

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from lightning_turbo.data import PrefetchLoader, prefetcher
-from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo.data.prefetcher import BackgroundIterator
 from lightning_turbo.data import DeviceTransfer
 from tests.unit.data.test_resume import saved
 
@@ -63,7 +63,7 @@ def shuffled():
     return {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
 
 
-SAMPLERS = [shuffled, torch_lazily, python_lazily, numpy_lazily]
+SAMPLERS = [shuffled, torch_lazily]
 
 
 def some(loader, batches, pause, kept=None):
@@ -237,7 +237,7 @@ def test_a_state_that_is_asked_for_while_an_index_is_drawn_is_that_of_the_last_b
     ours = PrefetchLoader(Twenty(), batch_size=1, sampler=Lazy(draw), **settings)
     iterator = iter(ours)
     next(iterator), next(iterator)
-    before = ours._prefetch_place.state
+    before = ours._prefetch_position.state
     assert drawing.wait(10)
     state = ours.state_dict()
     go_on.set()

@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, PrefetchLoader
-from lightning_turbo.data.surroundings import SWITCH_INTERVAL, short_switches
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -249,33 +248,6 @@ def test_fork_while_running():
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert next(iterator).tolist() == [4, 5]
-
-
-class SwitchInterval(Dataset):
-    """What the process that loads has before, while and after it works ahead itself."""
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        before = sys.getswitchinterval()
-        with short_switches():
-            inside = sys.getswitchinterval()
-        return before, inside, sys.getswitchinterval()
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_worker_processes_have_the_switch_interval_of_the_program():
-    before, program = sys.getswitchinterval(), 0.005
-    sys.setswitchinterval(program)
-    try:
-        with short_switches():
-            (seen,) = DataLoader(SwitchInterval(), num_workers=1, multiprocessing_context="fork")
-            assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
-        assert sys.getswitchinterval() == pytest.approx(program)
-    finally:
-        sys.setswitchinterval(before)
-    assert [each.item() for each in seen] == pytest.approx([program, SWITCH_INTERVAL, program])
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
