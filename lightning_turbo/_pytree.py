@@ -48,16 +48,10 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
     if isinstance(batch, Tensor) or (callable(getattr(batch, method, None)) and not isinstance(batch, type)):
         return function(batch)
     if isinstance(batch, Mapping):
-        moved = {key: map_batch(value, function, method) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return moved
-        twin = copy.copy(batch)
-        twin.update(moved)
-        return twin
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(value, function, method) for value in batch))
+        return _with_values(batch, {key: map_batch(value, function, method) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_batch(value, function, method) for value in batch)
+        parts = [map_batch(value, function, method) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for field in dataclasses.fields(batch):
@@ -65,6 +59,15 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
             object.__setattr__(twin, field.name, map_batch(value, function, method))
         return twin
     return batch
+
+
+def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping like ``mapping`` with other values."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return values
+    twin = copy.copy(mapping)
+    twin.update(values)
+    return twin
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -178,7 +181,7 @@ def pin_batch(batch: Any) -> Any:
 
 
 def addresses_in(batch: Any) -> set[int]:
-    """Return where in memory the tensors and arrays of a batch begin, those of objects with a ``.to`` not among them."""
+    """Return where in memory the tensors and arrays of a batch begin, those in objects not among them."""
     parts: list[Any] = []
     map_batch(batch, parts.append, "__array__")
     found = {

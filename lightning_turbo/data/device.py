@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_turbo._checks import check_functions
 from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo._random import changed_generators, shared_state
 from lightning_turbo.data.epoch import Epoch
@@ -51,13 +52,11 @@ class DeviceTransfer:
     ) -> None:
         self.device = _check_device(device)
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        check_functions(transform=transform, transfer=transfer)
         if isinstance(min_bytes, bool) or not isinstance(min_bytes, int):
             raise TypeError(f"min_bytes={min_bytes!r} is not an integer; pass a number of bytes, 0 or more.")
         if min_bytes < 0:
             raise ValueError(f"min_bytes={min_bytes!r} is negative; pass a number of bytes, 0 or more.")
-        for name, value in (("transform", transform), ("transfer", transfer)):
-            if value is not None and not callable(value):
-                raise TypeError(f"{name}={value!r} cannot be called; pass a function of the batch, or None.")
         self.min_bytes = min_bytes
         self.transform = transform
         self.transfer = transfer
@@ -121,23 +120,20 @@ class DeviceTransfer:
 
     def _on_side(self, batch: Any, work: Callable[[Any], Any], before: Any = None) -> tuple[Any, Any]:
         """Do ``work`` on the side stream if the batch is worth it, else on the current one."""
-        stream = self.stream()
-        if stream is None:
-            return work(batch), None
-        tensors = list(tensors_in(batch))
-        if before is None and not self._stays and sum(t.nbytes for t in tensors) < self.min_bytes:
+        stream, tensors = self.stream(), list(tensors_in(batch))
+        small = before is None and not self._stays and sum(t.nbytes for t in tensors) < self.min_bytes
+        if stream is None or small:
             return work(batch), None
         current = torch.cuda.current_stream(self.device)
         comes = not self._stays and (self.transform is not None or self.transfer is not None)
         self._stays = self._stays or comes
         with torch.cuda.stream(stream):
-            there = [t for t in tensors if t.is_cuda] if before is None else []
+            there = [t for t in tensors if t.is_cuda and before is None]
             if there or comes:
                 stream.wait_stream(current)  # the loader made them there, or small batches came before
             for tensor in there:
                 tensor.record_stream(stream)  # and their memory goes back to that stream only after this one
-            batch = work(batch)
-            return batch, stream.record_event()
+            return work(batch), stream.record_event()
 
     def _move(self, batch: Any) -> Any:
         if self.transfer is not None:
@@ -218,10 +214,10 @@ class DevicePrefetcher:
         self.transfer = DeviceTransfer(
             device, prefetch_batches=prefetch_batches, min_bytes=min_bytes, transform=transform, transfer=transfer
         )
-        plain = isinstance(loader, DataLoader) and not isinstance(loader, PrefetchLoader)
-        if plain and self.transfer.device.type == "cuda":
-            loader = PrefetchLoader.of(loader, prefetch_batches=prefetch_batches)
-        self.loader = loader
+        self.loader: Iterable[Any] = loader
+        if isinstance(loader, DataLoader) and self.transfer.device.type == "cuda":
+            own = isinstance(loader, PrefetchLoader)
+            self.loader = loader if own else PrefetchLoader.of(loader, prefetch_batches=prefetch_batches)
         self._profile = LoadProfile()
         self._live: weakref.ref[Any] | None = None
         self._position: Position | None = None

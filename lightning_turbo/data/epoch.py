@@ -55,7 +55,7 @@ class Epoch(BackgroundIterator):
         if not self._copied:
             self._send()
         record = self._copied.popleft()
-        if record.error is None and not record.end:
+        if not record.last:
             try:
                 record = record._replace(item=self.transfer.receive(record.item))
             except BaseException as error:
@@ -80,12 +80,12 @@ class Epoch(BackgroundIterator):
         copied, transfer = self._copied, self.transfer
         if transfer is None or transfer.stream() is None or len(copied) >= transfer.prefetch_batches:
             return False
-        return not (copied and (copied[-1].end or copied[-1].error is not None)) and super().ready()
+        return not (copied and copied[-1].last) and super().ready()
 
     def _send(self) -> None:
         """Take a batch, waiting for it if need be, and start its copy; an error or the end is kept for its turn."""
         record = self._take()
-        if record.error is None and not record.end:
+        if not record.last:
             try:
                 record = record._replace(item=self.transfer.send(record.item))
             except StopIteration:

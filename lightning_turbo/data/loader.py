@@ -270,7 +270,7 @@ class PrefetchLoader(DataLoader[T]):
         return START if state is None or (position is not None and not position.untouched) else state
 
     def _wanted(self, done: int) -> int | None:
-        """How many batches to take ahead at most, ``None`` for all. Samplers that draw at their end are not asked for it."""
+        """How many batches to take ahead, ``None`` for all; some samplers draw once more if asked for their end."""
         asked = self._prefetch_wanted and self._prefetch_wanted()
         length = None if isinstance(self.dataset, IterableDataset) else length_of(self)
         wanted = min(number for number in (length, asked, float("inf")) if number is not None)
@@ -292,13 +292,9 @@ class PrefetchLoader(DataLoader[T]):
         """
         if self._prefetch_next is not None:
             return True
-        mapped = not isinstance(self.dataset, IterableDataset)
-        if self._stateful or not (mapped or self.num_workers):
+        if self._stateful or (isinstance(self.dataset, IterableDataset) and not self.num_workers):
             return False
-        live, position = self._current(), self._prefetch_position
-        if live is not None and not live.ended:
-            whole = mapped and position is not None and position.consumed == length_of(self)
-            live.finish() if whole else live.close("the next epoch was started")
+        self._leave_current()
         epoch: Any = PrefetchLoader.__iter__(self)  # to which the __iter__ of a class in front leads in its turn
         if self._prefetch_sampler is not None:
             self._prefetch_sampler.draw()
@@ -308,24 +304,28 @@ class PrefetchLoader(DataLoader[T]):
         vars(self)["_prefetch_next"] = epoch
         return True
 
+    def _leave_current(self) -> None:
+        live = self._current()
+        if live is not None and not live.ended:
+            whole = not isinstance(self.dataset, IterableDataset) and live.position.consumed == length_of(self)
+            live.finish() if whole else live.close("the next epoch was started")
+
     def _current(self) -> Any:
         return self._prefetch_live() if self._prefetch_live is not None else None
 
     def _retire(self) -> None:
         """End the thread of the iterator before this one."""
         live, loading, sampler = self._current(), self._prefetch_loading, self._prefetch_sampler
-        if live is not None and live.ended:
-            live = None
-        if self.persistent_workers:
-            if live is not None:
-                live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
-            if loading is not None and not loading.has_ended():
-                raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
-        elif live is not None:
-            if live.park() and sampler is not None:
-                sampler.put_back(sampler.position)
-        elif loading is not None and sampler is not None and sampler.own:
-            loading.has_ended()  # what was drawn ahead is put back then
+        if live is not None and not live.ended:
+            if not self.persistent_workers:
+                if live.park() and sampler is not None:
+                    sampler.put_back(sampler.position)
+                return
+            live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
+        draws = sampler is not None and bool(sampler.own)  # what was drawn ahead is put back when the thread ends
+        ended = loading is None or not (draws or self.persistent_workers) or loading.has_ended()
+        if self.persistent_workers and not ended:
+            raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest iterator is, counted in batches that were handed out.
@@ -412,7 +412,23 @@ def turn_of(dataset: Any) -> Any:
 
 def lock_of(owner: Any) -> Any:
     """Return the lock that belongs to an object as long as anybody holds it, in this process."""
-    return _locks.setdefault((os.getpid(), id(owner)), threading.Lock())
+    return _locks.setdefault((os.getpid(), id(owner)), _Turn())
+
+
+class _Turn:
+    """A lock that may be copied and pickled with the loader that holds it; the copy is another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return _Turn, ()
 
 
 def check_threads(value: Any) -> int:

@@ -72,6 +72,7 @@ class PendingCollate:
         self.collate_fn = collate_fn
 
     def __call__(self, samples: Any) -> Pending:
+        """Return the batch of these samples, which are being loaded."""
         return Pending(samples, self.collate_fn)
 
 
@@ -123,13 +124,14 @@ class ThreadedDataset:
             )
 
     def _executor(self) -> ThreadPoolExecutor:
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             pool = ThreadPoolExecutor(self._threads, "lightning_turbo-prefetch", initializer=ThreadState().enter)
             vars(self)["_pool"] = pool
             if get_worker_info() is not None:  # a worker that ends does not load what nobody will ask for
                 settings = {"wait": False, "cancel_futures": True}
                 multiprocessing.util.Finalize(None, pool.shutdown, kwargs=settings, exitpriority=1)
-        return self._pool
+        return pool
 
     def close(self) -> None:
         """End the threads."""

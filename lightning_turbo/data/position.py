@@ -16,8 +16,8 @@ from lightning_turbo._random import set_shared_state, shared_state, uncollected
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "KEY", "START", "Position", "ResumableSampler", "add_history", "begin_epoch", "correct_states", "generators_of", "has_epoch",
-    "is_between_epochs", "length_of", "note_state", "state_to_begin_with", "warn_of_gaps", "wrong_kind",
+    "KEY", "START", "Position", "ResumableSampler", "add_history", "begin_epoch", "correct_states", "generators_of",
+    "has_epoch", "is_between_epochs", "length_of", "note_state", "state_to_begin_with", "warn_of_gaps", "wrong_kind",
 ]  # fmt: skip
 
 # The state of a loader that has handed out nothing yet.
@@ -283,15 +283,19 @@ def correct_states(states: Iterable[Any], over: bool, anew: bool = False, used: 
     for state, count in pairs:
         # One that had ended before the others gave nothing to what was not used.
         rest = min(count["consumed"], most - unused) if count.get("ended") else count["consumed"] - unused
-        count["consumed"] = max(0, rest)
-        count["whole"] = over and count["consumed"] > 0  # at 0 it is the epoch after that was begun
-        before = None if count["whole"] else count.get("earlier", {}).get(count["consumed"])
-        if before is not None:
-            state.clear()
-            state.update({**before, KEY: {**count, "ended": False, "earlier": {}, **before[KEY]}})
-        if count["whole"] and anew:
-            state.clear()
-            state.update(START if count is state else {})
+        _correct_state(state, count, max(0, rest), over, anew)
+
+
+def _correct_state(state: dict[str, Any], count: dict[str, Any], consumed: int, over: bool, anew: bool) -> None:
+    whole = over and consumed > 0  # at 0 it is the epoch after that was begun
+    count.update(consumed=consumed, whole=whole)
+    before = None if whole else count.get("earlier", {}).get(consumed)
+    if before is not None:
+        state.clear()
+        state.update({**before, KEY: {**count, "ended": False, "earlier": {}, **before[KEY]}})
+    if whole and anew:
+        state.clear()
+        state.update(START if count is state else {})
 
 
 def is_between_epochs(state: Any) -> bool:
@@ -396,6 +400,10 @@ def begin_epoch(loader: Any, behind: Any, loaded: dict[str, Any], position: Posi
         start = _state_after_epoch(position.state, _by_batches(position), position.consumed, position.ended)
         start[KEY]["next"] = _epochs(loader)
         return behind.__iter__(), start
+    return _begin_loaded(loader, behind, loaded)
+
+
+def _begin_loaded(loader: Any, behind: Any, loaded: dict[str, Any]) -> tuple[Any, Any]:
     known, theirs = loaded[KEY], {name: value for name, value in loaded.items() if name != KEY}
     after = known["next"] or _epochs(loader)
     _set_epochs(loader, known["epochs"])  # whoever counts them may not have told it yet

@@ -38,6 +38,11 @@ class Record(NamedTuple):
     error: BaseException | None = None
     end: bool = False
 
+    @property
+    def last(self) -> bool:
+        """Whether it holds no item: nothing is taken from the source after it."""
+        return self.end or self.error is not None
+
 
 class LoadProfile:
     """What the first batches of a loader showed. One object for each loader, so that it is found out once.
@@ -97,7 +102,7 @@ class _Loading:
     """
 
     def __init__(self, source: Iterator[Any], profile: LoadProfile, **settings: Any) -> None:
-        self.source = source
+        self.source: Any = source
         self.profile = profile
         self.depth: int = settings["prefetch_batches"]
         self.ahead: int = settings["ahead"]
@@ -134,7 +139,7 @@ class _Loading:
             return Record(error=error)
 
     def _finish(self, record: Record) -> Record:
-        if record.end or record.error is not None:
+        if record.last:
             return record
         try:
             item = record.item.result() if isinstance(record.item, Pending) else record.item
@@ -160,10 +165,8 @@ class _Loading:
         drawn: deque[Record] = deque()
         last = False
         while not self.stopping.is_set():
-            while not (last or self.stopping.is_set()) and len(drawn) <= self.ahead and self.taken < limit:
-                drawn.append(self._draw())
-                last = drawn[-1].end or drawn[-1].error is not None
-            if not drawn:
+            last = last or self._fill(drawn, limit)
+            if not drawn or self.dropped:  # then nobody makes room for it
                 break
             yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
         while drawn and not self.dropped:
@@ -175,6 +178,14 @@ class _Loading:
         if self.dropped:
             _empty(self.thread)  # so that there is room for the mark at the end, for which nobody waits
             self.let_go()
+
+    def _fill(self, drawn: deque[Record], limit: float) -> bool:
+        """Draw as many records as are begun ahead; tell whether nothing follows the last of them."""
+        while len(drawn) <= self.ahead and self.taken < limit and not self.stopping.is_set():
+            drawn.append(self._draw())
+            if drawn[-1].last:
+                return True
+        return False
 
     def get(self, timeout: float | None) -> Record | None:
         """Wait for a record of the thread; ``None`` once the thread has ended."""
@@ -317,7 +328,8 @@ class BackgroundIterator(Iterator[Any]):
         self._profile = profile or LoadProfile()
         self._loading = _Loading(
             source, self._profile,
-            prefetch_batches=prefetch_batches, ahead=ahead, snapshot=snapshot, dispose=dispose, turn=turn, skip=skip, samples=samples,
+            prefetch_batches=prefetch_batches, ahead=ahead, snapshot=snapshot, dispose=dispose, turn=turn, skip=skip,
+            samples=samples,
         )  # fmt: skip
         self._wanted = float("inf") if wanted is None else wanted
         self._timeout = timeout or None
@@ -393,7 +405,7 @@ class BackgroundIterator(Iterator[Any]):
                 record = record._replace(item=copy_batch(record.item))
         # Kept until the second item is there, as memory that was given back may be given out again.
         self._previous = record.item if profile.draws is None else None
-        if not record.end and record.error is None:
+        if not record.last:
             self._start()  # so that the next item is made while this one is used
         return record
 

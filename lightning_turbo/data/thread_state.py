@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import threading
 
 import torch
 from torch.autograd.grad_mode import inference_mode
 
 __all__ = ["ThreadState"]
+
+_here = threading.local()
 
 
 class ThreadState:
@@ -36,9 +40,10 @@ class ThreadState:
         if self.stream is not None:
             torch.cuda.set_device(self.stream.device)
             torch.cuda.set_stream(self.stream)
-        if self.inference:
-            # The class itself, because Lightning replaces torch.inference_mode in the middle of a step.
-            inference_mode(True).__enter__()
+        # The class itself, because Lightning replaces torch.inference_mode in the middle of a step. The mode ends with
+        # this object, which has to end in the thread that it is for.
+        _here.mode = inference_mode(True) if self.inference else contextlib.nullcontext()
+        _here.mode.__enter__()
         torch._C._set_grad_enabled(self.grad)
         if _default_device() != self.device:
             self.device.__enter__()

@@ -189,7 +189,7 @@ def _with_prefetching(method: Callable[..., Any], name: str, owner: Any = None) 
             )
         return _add_prefetching(datamodule, method(*self), name)
 
-    loaders._prefetches = True  # pyright: ignore[reportFunctionMemberAccess]
+    vars(loaders)["_prefetches"] = True
     return loaders
 
 

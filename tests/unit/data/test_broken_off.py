@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.data import DeviceTransfer, PrefetchLoader, prefetcher
 from lightning_turbo.data.prefetcher import BackgroundIterator
-from lightning_turbo.data import DeviceTransfer
 from tests.unit.data.test_resume import saved
 
 pytestmark = pytest.mark.timeout(120)
@@ -124,7 +123,7 @@ def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loade
     workers, own = {"num_workers": int(where == "workers")}, {}
     dataset = Twenty() if "transform" in where else Faulty()
     if "threads" in where:
-        own["prefetch_threads"] = 3
+        own["threads"] = 3
     if "transform" in where:
         own["transfer"] = DeviceTransfer("cpu", transform=refuse)
     plain = DataLoader(Faulty(), batch_size=3, **make(), **workers)

@@ -139,7 +139,7 @@ def test_a_subclass_may_iterate_in_its_own_way(workers, wrap):
 
     settings = dict(workers)
     loader = squared(PrefetchLoader)
-    settings.pop("prefetch_threads", None)
+    settings.pop("threads", None)
     assert epochs(wrap(loader), 3, early=True) == epochs(squared(DataLoader), 3)
     loader.close()
     nothing_is_left()
