@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -308,12 +307,6 @@ class Drawn(Sampler):
         return 20
 
 
-def shuffled(rng):
-    order = list(range(20))
-    rng.shuffle(order)
-    return order
-
-
 class Batches(Sampler):
     """A batch sampler with a sampler under a name of its own."""
 
@@ -330,13 +323,6 @@ class Batches(Sampler):
 
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
-
-
-def by_numpy(bits):
-    return lambda: {
-        "batch_size": 3,
-        "sampler": Drawn(np.random.Generator(bits(0)), lambda rng: rng.permutation(20).tolist()),
-    }
 
 
 OWN = {
@@ -380,89 +366,6 @@ def test_a_later_epoch_goes_on_whatever_its_order_comes_from(settings, used):
     if len(got) < 7:
         got += [batch.tolist() for batch in other]
     assert got == expected
-
-
-def test_generators_of_datasets_and_of_the_process_are_no_part_of_the_order():
-    class Noisy(Dataset):
-        def __init__(self):
-            self.rng = np.random.default_rng(0)
-
-        def __len__(self):
-            return 20
-
-        def __getitem__(self, index):
-            return index
-
-    data = Noisy()
-    of_the_process = Drawn(np.random.mtrand._rand, shuffled)
-    of_the_process.shuffle = random.shuffle
-    for settings, count in (
-        ({"shuffle": True, "generator": torch.default_generator}, 0),
-        ({"sampler": of_the_process}, 0),
-        ({"sampler": Drawn(random.SystemRandom(), shuffled)}, 0),
-        ({"sampler": RandomSampler(data, generator=seeded(0))}, 1),
-    ):
-        loader = PrefetchLoader(data, 3, **settings)
-        next(iter(loader))
-        state = loader.state_dict()
-        assert len(state["own"]) == len(state["order"]["own"]) == count
-
-
-class Noise(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rng = seeded(7)
-
-    def score(self):
-        return torch.randn(1, generator=self.rng)
-
-
-class Holds:
-    def __init__(self):
-        super().__init__()
-        self.rng = seeded(7)
-
-
-class Module(Holds, LightningModule):
-    pass
-
-
-class Data(Holds, LightningDataModule):
-    pass
-
-
-class Hooks(Holds, Callback):
-    pass
-
-
-HOLDERS = {
-    "module": Noise,
-    "method": lambda: Noise().score,
-    "function": lambda: (lambda net: lambda: net.score())(Noise()),
-    "LightningModule": Module,
-    "LightningDataModule": Data,
-    "Callback": Hooks,
-    "Trainer": lambda: Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Hooks()]),
-    "DataLoader": lambda: DataLoader(range(4), generator=seeded(7)),
-}
-
-
-@pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
-def test_generators_of_what_trains_are_no_part_of_the_order(make):
-    sampler = Drawn(seeded(0), lambda rng: torch.randperm(20, generator=rng).tolist())
-    sampler.follows = {"what": [make()]}
-    loader = PrefetchLoader(range(20), 3, sampler=sampler)
-    next(iter(loader))
-    assert [state.tolist() for state in loader.state_dict()["order"]["own"]] == [seeded(0).get_state().tolist()]
-
-
-def test_a_generator_of_a_module_that_the_sampler_knows_never_goes_back():
-    net = Noise()
-    sampler = Drawn(seeded(0), lambda rng: torch.randperm(20, generator=rng).tolist())
-    sampler.module = net
-    loader = PrefetchLoader(Slow(), 2, sampler=sampler)
-    noise = [net.score().item() for _ in range(3) for _ in loader]
-    assert noise == torch.cat([torch.randn(1, generator=rng) for rng in [seeded(7)] for _ in range(30)]).tolist()
 
 
 @pytest.mark.parametrize("settings", [OWN["torch"], OWN["own batch sampler"]])

@@ -9,11 +9,10 @@ import threading
 import time
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from prefetch_generator import BackgroundGenerator
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo.data import PrefetchLoader, tune_workers
 from lightning_turbo.data.tune_workers import WorkerRow, _choose
@@ -47,33 +46,6 @@ def maker(dataset, cls=DataLoader, **more):
 def nothing_is_left():
     ours = [t for t in threading.enumerate() if t.name == "lightning_turbo-tune" or isinstance(t, BackgroundGenerator)]
     return not multiprocessing.active_children() and not ours
-
-
-def test_waiting_is_shared_among_workers():
-    """Loads that only wait gain from every worker, so the most workers are best."""
-    tuning = tune_workers(maker(Waits(0.01)), seconds=5, max_workers=4, prefetch_factors=[2], show=None)
-    times = {row.num_workers: row.seconds for row in tuning.rows}
-    assert set(times) == {0, 1, 2, 4}
-    assert times[4] < times[0] / 2
-    assert tuning.num_workers >= 2
-    assert nothing_is_left()
-
-
-def test_several_threads_are_measured_as_they_load():
-    def seconds(several):
-        make_loader = maker(Waits(0.01), PrefetchLoader, threads=several)
-        return tune_workers(make_loader, seconds=1.5, max_workers=0, show=None).rows[0].seconds
-
-    assert seconds(4) < seconds(1) / 2
-    assert nothing_is_left()
-
-
-def test_more_workers_are_not_always_faster():
-    """A load that costs nothing is slowed by every process that it has to come from."""
-    tuning = tune_workers(maker(range(10**6)), seconds=4, max_workers=4, show=None)
-    assert tuning.num_workers == 0
-    assert tuning.prefetch_factor is None
-    assert nothing_is_left()
 
 
 def row(workers, seconds, factor=2, pinned=False):
@@ -124,13 +96,6 @@ def test_a_loader_that_hangs_is_left_in_time_and_its_workers_are_ended(cls, step
     assert nothing_is_left()
 
 
-def test_the_budget_holds():
-    started = time.monotonic()
-    tune_workers(maker(Waits(0.02)), seconds=2, max_workers=2, show=None)
-    assert time.monotonic() - started < 3  # a second for a busy machine
-    assert nothing_is_left()
-
-
 def test_random_generators_are_put_back():
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(1)
@@ -143,54 +108,6 @@ def test_random_generators_are_put_back():
     assert torch.equal(generator.get_state(), expected[0])
     assert torch.equal(torch.get_rng_state(), expected[1])
     assert random.getstate() == expected[2]
-
-
-class Draws(Dataset):
-    def __init__(self):
-        self.parts = {
-            "torch": torch.Generator().manual_seed(1),
-            "random": random.Random(1),
-            "numpy": [np.random.default_rng(1), np.random.RandomState(1)],
-        }
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        drawn = [float(torch.rand(1, generator=self.parts["torch"])), self.parts["random"].random()]
-        return torch.tensor([*drawn, *(generator.random() for generator in self.parts["numpy"])])
-
-
-class Permutes(Sampler):
-    def __init__(self):
-        self.generator = np.random.default_rng(3)
-
-    def __iter__(self):
-        return iter(self.generator.permutation(40).tolist())
-
-    def __len__(self):
-        return 40
-
-
-class Noise:
-    def __init__(self):
-        self.generator = random.Random(5)
-
-    def __call__(self, samples):
-        return torch.stack(samples) + self.generator.random()
-
-
-def test_generators_of_the_dataset_the_sampler_and_the_collate_function_are_put_back():
-    def first_batch(loader):
-        return next(iter(loader))
-
-    dataset, sampler, noise = Draws(), Permutes(), Noise()
-    tune_workers(
-        maker(dataset, sampler=sampler, collate_fn=noise), seconds=0.5, max_workers=0, show=None
-    )  # fmt: skip
-    got = first_batch(DataLoader(dataset, 4, sampler=sampler, collate_fn=noise))
-    assert torch.equal(got, first_batch(DataLoader(Draws(), 4, sampler=Permutes(), collate_fn=Noise())))
-    assert sampler.generator.random() != np.random.default_rng(3).random()  # it was used
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -207,19 +124,6 @@ def test_workers_that_start_too_slowly_leave_what_is_left_to_0_workers(method, c
     assert [row.note for row in tuning.rows] == ["", *["too late to start"] * 2]
     assert nothing_is_left()
     time.sleep(0.1)  # an error of a process that ended is raised by a signal, in the main thread
-
-
-def test_the_time_of_a_setting_begins_with_its_first_batch():
-    class StartsSlowly(Waits):
-        def __getitem__(self, index):
-            if not hasattr(self, "started"):
-                time.sleep(0.7)  # in each worker process anew
-            self.started = True
-            return super().__getitem__(index)
-
-    tuning = tune_workers(maker(StartsSlowly(0.001)), seconds=2, max_workers=1, prefetch_factors=[2, 3], show=None)
-    assert [row.num_workers for row in tuning.rows[:2]] == [0, 1]
-    assert 0.004 < tuning.rows[1].seconds < 0.1  # a third of 2 s would have been too short
 
 
 def test_workers_that_cannot_be_started_are_told():
@@ -255,19 +159,6 @@ def test_the_step_is_part_of_what_is_measured_and_runs_where_training_does():
 def test_an_error_in_the_step_is_raised_and_nothing_is_left():
     with pytest.raises(ZeroDivisionError):
         tune_workers(maker(range(10**6)), seconds=1, max_workers=1, show=None, step=lambda batch: 1 / 0)
-    assert nothing_is_left()
-
-
-def test_a_prefetch_loader_is_measured_as_it_runs_beside_a_step():
-    """Its thread hides a load as long as the step, so that workers have nothing left to gain."""
-    options = {"seconds": 3, "max_workers": 2, "prefetch_factors": [2], "show": None, "tolerance": 0.3}
-    slow = Waits(0.005)  # 20 ms a batch
-    plain = tune_workers(maker(slow), step=lambda batch: time.sleep(0.02), **options)
-    ahead = tune_workers(maker(slow, PrefetchLoader), step=lambda batch: time.sleep(0.02), **options)
-    assert plain.rows[0].seconds > 0.04
-    assert plain.num_workers > 0
-    assert ahead.rows[0].seconds < 0.035
-    assert ahead.num_workers == 0
     assert nothing_is_left()
 
 
