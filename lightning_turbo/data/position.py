@@ -247,7 +247,7 @@ def _samplers_in(sampler: Any) -> list[Any]:
             continue
         found.append(each)
         waiting += [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, Sampler)]
-        waiting.append(getattr(getattr(each, "dataset", None), "_sampler", None))
+        waiting += [getattr(each, "sampler", None), getattr(getattr(each, "dataset", None), "_sampler", None)]
     return found
 
 

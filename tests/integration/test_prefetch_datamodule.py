@@ -4,6 +4,7 @@ import functools
 import gc
 import multiprocessing
 import pickle
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.datamodules import prefetch
@@ -130,10 +131,8 @@ def nothing_is_left():
 def fit(datamodule, **settings):
     torch.manual_seed(0)
     model = Model()
-    interval = sys.getswitchinterval()
     trainer(**settings).fit(model, datamodule=datamodule)
     nothing_is_left()
-    assert sys.getswitchinterval() == interval
     return model
 
 
@@ -450,6 +449,87 @@ def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset
         with pytest.raises(OSError, match="bad disk"):
             next(iter(loader))
     nothing_is_left()
+
+
+class Undivided(IterableDataset):
+    def __iter__(self):
+        yield from range(8)
+
+
+class Opens(Unmeasurable):
+    """Holds something that belongs to one process."""
+
+    def __init__(self, thing):
+        super().__init__(8)
+        self.thing = {"inside": [thing]}
+
+
+KEPT = {
+    "a stream": (Undivided, "is an IterableDataset"),
+    "an open file": (lambda: Opens(open(__file__, "rb")), "processes cannot share"),  # noqa: SIM115
+    "a connection": (lambda: Opens(sqlite3.connect(":memory:")), "processes cannot share"),
+    "half of it": (lambda: Subset(Opens(threading.Lock()), range(4)), "processes cannot share"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("make", "why"), KEPT.values(), ids=KEPT)
+def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make, why):
+    dataset = make()
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(dataset, batch_size=2)
+
+    with pytest.warns(NoEffectWarning, match=f"leaves a loader of train_dataloader as it is, .*{why}"):
+        loader = Data(num_workers="auto").train_dataloader()
+    assert loader.num_workers == 0
+
+
+class Shares(Dataset):
+    """As one file that the whole DataModule reads: two threads must not be inside at the same time."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        assert self.lock.acquire(blocking=False), "two threads read at once"
+        time.sleep(0.001)
+        self.lock.release()
+        return torch.ones(4), index
+
+
+def test_loaders_of_one_datamodule_load_in_turns_whatever_they_share():
+    lock = threading.Lock()
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(Shares(lock), batch_size=2)
+
+        def val_dataloader(self):
+            return DataLoader(Shares(lock), batch_size=2)
+
+    fit(Data(), val_check_interval=4, max_epochs=1)
+
+
+def test_a_loader_with_prefetching_of_its_own_is_used_as_it_is():
+    own = PrefetchLoader(Numbers(), 4, prefetch_batches=2, threads=3)
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return own
+
+    iterator = iter(own)
+    next(iterator)
+    own.load_state_dict(own.state_dict())
+    loader = Data(prefetch_batches=5).train_dataloader()
+    assert loader is own
+    assert (loader.prefetch_batches, loader.threads) == (2, 3)
+    assert len(list(loader)) == 5  # it goes on from the state that was loaded
 
 
 @pytest.mark.parametrize(
