@@ -103,6 +103,7 @@ class PrefetchLoader(DataLoader[T]):
         self._prefetch_loaded: dict[str, Any] | None = None
         self._prefetch_wanted: Callable[[], Any] | None = None
         self._prefetch_turn: Any = None
+        self._prefetch_samples: ThreadedDataset | None = None
         self._prefetch_refused = False
 
     @classmethod
@@ -215,8 +216,9 @@ class PrefetchLoader(DataLoader[T]):
         """
         if self.threads == 1 or not self._can_use_threads():
             return cast(Any, super()).__iter__(), None
-        alone = None if self.num_workers else self._prefetch_profile.draws
-        samples = ThreadedDataset(self.dataset, self.threads, alone)
+        known = None if self.num_workers else self._prefetch_samples
+        samples = ThreadedDataset(self.dataset, self.threads, None if known is None else known.is_alone)
+        self._prefetch_samples = samples
         view: Any = object.__new__(DataLoader)
         vars(view).update(vars(self))
         vars(view).update(dataset=samples, collate_fn=PendingCollate(cast(Any, self.collate_fn)))
@@ -387,7 +389,7 @@ class PrefetchLoader(DataLoader[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        gone = ("live", "loading", "next", "position", "sampler", "wanted", "turn")
+        gone = ("live", "loading", "next", "position", "sampler", "wanted", "turn", "samples")
         state.update({f"_prefetch_{name}": None for name in gone}, _iterator=None)
         state["_prefetch_loaded"] = self._state_to_load()
         return state

@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_turbo._pytree import pin_batch
 from lightning_turbo._random import changed_generators, shared_state
+from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning
 
@@ -79,8 +80,8 @@ class PendingCollate:
 class ThreadedDataset:
     """A dataset that hands out futures of its samples, which so many threads load. All else is the dataset's own.
 
-    The first batch is loaded by the asking thread alone. If that draws from the process-wide random generators, so are
-    all others: among several threads no seed would fix who draws what.
+    The first batch is loaded by the asking thread alone. If that draws from the process-wide random generators, or from
+    one that the dataset holds, so are all others: among several threads no seed would fix who draws what.
 
     Args:
         dataset: A dataset with indices. One with ``__getitems__`` is asked for a whole batch at a time.
@@ -105,18 +106,19 @@ class ThreadedDataset:
 
     def _begin(self, load: Callable[[Callable[..., Future[Any]]], Any]) -> Any:
         if self._alone is None:
-            before = shared_state()
+            contents = Contents(self._dataset)
+            before = shared_state(), contents.states()
             samples = load(_call)
-            self._decide(before)
+            self._decide(changed_generators(before[0], shared_state()), before[1] != contents.states())
             return samples
         return load(_call if self._alone else self._executor().submit)
 
-    def _decide(self, before: dict[str, Any]) -> None:
-        drew = changed_generators(before, shared_state())
-        vars(self)["_alone"] = bool(drew)
-        if drew and get_worker_info() is not None:  # in the process itself, the loader says so
+    def _decide(self, drew: list[str], own: bool) -> None:
+        vars(self)["_alone"] = own or bool(drew)
+        if own or (drew and get_worker_info() is not None):  # in the process itself, the loader speaks of the others
+            whose = "a random generator that the dataset holds" if own else f"the process-wide {' and '.join(drew)}"
             warnings.warn(
-                f"Loading draws from the process-wide generator of {' and '.join(drew)}: among several threads no seed "
+                f"Loading draws from {whose}: among several threads no seed "
                 f"would fix who draws what. One thread loads instead of threads={self._threads}. Derive the random "
                 "numbers of a sample from its index, or use more worker processes.",
                 NoEffectWarning,
@@ -132,6 +134,11 @@ class ThreadedDataset:
                 settings = {"wait": False, "cancel_futures": True}
                 multiprocessing.util.Finalize(None, pool.shutdown, kwargs=settings, exitpriority=1)
         return pool
+
+    @property
+    def is_alone(self) -> bool | None:
+        """Whether one thread has to load; ``None`` if that is not known yet."""
+        return self._alone
 
     def close(self) -> None:
         """End the threads."""

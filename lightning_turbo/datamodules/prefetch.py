@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import pickle
 import sys
-import types
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -38,6 +34,7 @@ from lightning_turbo._loops import (
     epoch_of_checkpoint,
     take_loader_state,
 )
+from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader, check_threads, lock_of, old_name_of_threads
 from lightning_turbo.data.position import correct_states, is_between_epochs
@@ -320,21 +317,6 @@ def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
     return {key: getattr(loader, key) for key in ("num_workers", "prefetch_factor", "pin_memory")}
 
 
-class _Check(pickle.Pickler):
-    """Pickles an object into nothing, without data, functions and classes: it fails at what belongs to a process."""
-
-    def persistent_id(self, obj: Any) -> str | None:
-        """Leave out what every process can have."""
-        skipped = (torch.Tensor, np.ndarray, type, types.FunctionType, types.ModuleType)
-        return "left out" if isinstance(obj, skipped) else None
-
-
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        """Throw data away."""
-        return len(data)
-
-
 def _why_processes_would_differ(dataset: Any) -> str:
     """Return why worker processes might not load what this process loads; empty if nothing speaks against them."""
     if isinstance(dataset, IterableDataset):
@@ -342,14 +324,13 @@ def _why_processes_would_differ(dataset: Any) -> str:
             f"{type(dataset).__name__} is an IterableDataset, and with another number of processes it gives other "
             "batches: each sample several times, if it does not divide its data among them. Pass a number."
         )
-    try:
-        _Check(_Nowhere()).dump(dataset)
-    except Exception as error:
-        return (
-            f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). Open "
-            "it anew in each process, at the first sample, or pass a number."
-        )
-    return ""
+    error = Contents(dataset).error
+    if error is None:
+        return ""
+    return (
+        f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). Open it "
+        "in each process, at the first sample, or pass a number."
+    )
 
 
 def _overridden(owner: Any, base: type) -> list[str]:

@@ -255,7 +255,7 @@ def test_a_file_can_name_two_at_once_and_fit():
         data={"batch_size": 2, "prefetch_batches": 3, "threads": 2, "device_prefetch": False},
     )
     assert cli.datamodule.train_dataloader().prefetch_batches == 3
-    assert cli.datamodule.train_dataloader().prefetch_threads == 2
+    assert cli.datamodule.train_dataloader().threads == 2
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.accumulate_grad_batches == 4
 

@@ -97,7 +97,7 @@ def test_threads_that_would_share_a_transforms_generator_are_refused_however_muc
     data = Prefetched(threads=2)
     more = [{"n": [[i] for _ in range(10)]} for i in range(200)]
     data.dataset._cache = [{**item, "more": copy.deepcopy(more)} for item in data.dataset._cache]
-    with pytest.warns(NoEffectWarning, match="One thread loads instead of prefetch_threads"):
+    with pytest.warns(NoEffectWarning, match="One thread loads instead of threads=2"):
         list(data.train_dataloader())
 
 

@@ -178,6 +178,40 @@ def test_random_augmentation_in_a_worker_is_that_of_the_plain_loader(several, ca
     assert ("One thread loads instead of threads=3" in capfd.readouterr().err) == (several == 3)
 
 
+class Noise:
+    """A transform with a generator of its own."""
+
+    def __init__(self, make):
+        self.parts = {"inner": [make()]}
+
+    def __call__(self):
+        rng = self.parts["inner"][0]
+        return torch.rand(1, generator=rng).item() if isinstance(rng, torch.Generator) else float(rng.random())
+
+
+class Jittered(Numbers):
+    def __init__(self, make):
+        super().__init__(23)
+        self.noise = Noise(make)
+
+    def __getitem__(self, index):
+        time.sleep(0.001 * (index % 3))  # others would overtake it
+        return index + self.noise()
+
+
+@pytest.mark.parametrize(
+    "make", [random.Random, np.random.default_rng, np.random.RandomState, torch.Generator], ids=lambda m: m.__name__
+)
+def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread(make):
+    def seeded():
+        return make().manual_seed(0) if make is torch.Generator else make(0)
+
+    settings = {"batch_size": 2, "shuffle": True}
+    with pytest.warns(NoEffectWarning, match="generator that the dataset holds.*One thread loads instead of threads=3"):
+        ours = epochs(PrefetchLoader, Jittered(seeded), {**settings, "threads": 3})
+    assert ours == epochs(DataLoader, Jittered(seeded), settings)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_runs_with_one_seed_give_one_result(workers):
     """Random augmentation, dropout in the model, and an early break: the loss is the same to the last bit."""
