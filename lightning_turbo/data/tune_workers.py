@@ -221,7 +221,11 @@ def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: d
             loading.stop(kill=over and not times)
         for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
-    if error is not None and not over:
+    return _row(settings, times, None if over else error, loader)
+
+
+def _row(settings: dict[str, Any], times: list[float], error: BaseException | None, loader: Any) -> WorkerRow:
+    if error is not None:
         return WorkerRow(**settings, note=f"{type(error).__name__}: {error}".splitlines()[0])
     if not times:
         return WorkerRow(**settings, note=_LATE if _forks(loader) else "too late to start")
