@@ -364,7 +364,7 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
         root_device = torch.device("cuda", 0)
 
     class Pretended:
-        callbacks = []
+        callbacks = ()
         strategy = Strategy()
         lightning_module = Hooked()
 
