@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_turbo._lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
-from lightning_turbo.amp.convert import move_scaler_state, to_torch_adam
+from lightning_turbo.amp.checkpoints import move_scaler_state, to_torch_adam
 
 __all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
 

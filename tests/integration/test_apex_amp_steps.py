@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP
-from lightning_turbo.amp.function_casts import cache_survives_no_grad
+from lightning_turbo.amp.autocast import cache_survives_no_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 

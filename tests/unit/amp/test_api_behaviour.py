@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_turbo import amp
-from lightning_turbo.amp.function_casts import cache_survives_no_grad
+from lightning_turbo.amp.autocast import cache_survives_no_grad
 
 FACTS = {
     fact["id"]: fact

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_turbo import amp
-from lightning_turbo.amp import functions
+from lightning_turbo.amp import registration
 from lightning_turbo.errors import AmpStateError, AmpUsageError
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -22,7 +22,7 @@ LEVELS = ("O0", "O1", "O2", "O3")
 def _shut_down():
     yield
     amp.shutdown()
-    functions._registered.clear()
+    registration._registered.clear()
 
 
 def net(seed=0):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_turbo.amp.float_state import float_state
+from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = [
@@ -91,6 +91,29 @@ def move_scaler_state(checkpoint: dict[str, Any]) -> str | None:
         checkpoint[OWN_KEY] = state
         del checkpoint[key]
     return key
+
+
+def float_state(weights: Mapping[str, Any], old: str = "", new: str = "") -> OrderedDict[str, Any]:
+    """Return a ``state_dict`` with its half tensors in float32, and with another prefix to its names.
+
+    Args:
+        weights: Is not changed.
+        old: What names begin with; those that do not keep all of theirs.
+        new: What they begin with then.
+    """
+    wide = OrderedDict(
+        (new + name.removeprefix(old), value.detach().float() if _is_half(value) else value)
+        for name, value in weights.items()
+    )
+    vars(wide)["_metadata"] = {  # the versions of modules, by path: some read their weights by them
+        (new + (path and f"{path}.").removeprefix(old)).removesuffix("."): versions
+        for path, versions in getattr(weights, "_metadata", {}).items()
+    }
+    return wide
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in HALF_DTYPES
 
 
 def to_torch_adam(optimizer: Any) -> Any:
