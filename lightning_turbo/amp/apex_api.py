@@ -501,7 +501,7 @@ def _check_model(model: nn.Module, engine: AmpEngine) -> None:
             f"{earlier.engine.properties.opt_level}: expected a model once. Call amp.shutdown() before; or, for layers "
             "that are trained from now on, optimizer.add_param_group on the optimizer that you have."
         )
-    name = first_tensor_of(model, [torch.float16, engine.dtype])
+    name = first_tensor_of(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
     if name is not None:
         raise AmpUsageError(
             f"initialize was given a model whose {name!r} is half precision: expected float32. Do not call .half() "

@@ -119,7 +119,7 @@ class HalfForward:
         self._swaps: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._roots: list[weakref.ref[nn.Module]] = []
         self._handles: list[Any] = []
-        self._own_forward: Any = None
+        self._step_owner: tuple[nn.Module, Any] | None = None
         self._has_looked = False
         self._begin_untraced = torch.compiler.disable(self._begin)
         self._reset_untraced = torch.compiler.disable(self.reset)
@@ -140,7 +140,7 @@ class HalfForward:
         """
         roots = list(roots)
         self._roots = [weakref.ref(root) for root in roots]
-        self._own_forward = roots[0].forward if steps else None
+        self._step_owner = (roots[0], roots[0].forward) if steps else None
         for module in dict.fromkeys((*roots, *inner)):
             # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
             self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
@@ -159,7 +159,7 @@ class HalfForward:
             handle.remove()
         self._handles.clear()
         self._roots.clear()
-        self._own_forward = None
+        self._step_owner = None
         self.copies.clear()
 
     def reset(self) -> None:
@@ -233,8 +233,7 @@ class HalfForward:
 
     def _begin(self, module: nn.Module) -> bool:
         """Begin an outermost call; returns whether it is a call of the network at all."""
-        own = self._own_forward
-        if own is not None and own.__self__ is module and module.forward != own:
+        if self._step_owner is not None and self._step_owner[0] is module and module.forward != self._step_owner[1]:
             return False
         if "_is_replica" in vars(module):
             self._cast_replica(module)
