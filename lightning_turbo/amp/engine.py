@@ -138,7 +138,6 @@ class AmpEngine:
             props.cast_model_type,
             props.cast_model_outputs or torch.float32,
             bool(props.keep_batchnorm_fp32),
-            self.keeps_masters,
         )
         forward.keep(kept)
         forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)

@@ -98,22 +98,20 @@ class HalfForward:
         dtype: The half dtype.
         output_dtype: Dtype of the floating outputs of the outermost call.
         keep_batchnorm_fp32: Whether affine batch norm, synchronised too, keeps its float32 weights and statistics.
-        with_copies: Whether half copies are put in (O2). ``False`` where the weights are half themselves (O3).
 
     Note:
         The state of a call is not kept by thread: two threads must not call one model at the same time. Replicas of
         ``DataParallel`` are objects of their own and may.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, output_dtype: torch.dtype, keep_batchnorm_fp32: bool, with_copies: bool
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self.keep_batchnorm_fp32 = keep_batchnorm_fp32
-        self.with_copies = with_copies
         self.copies: dict[Tensor, tuple[Any, Tensor]] = {}  # by parameter: what it was like, and its half copy
-        self.outermost: Any = None  # the module whose call is under way, or this object in a backward pass
+        # The id of the module whose call is under way, or of this object in a backward pass; torch.compile, which
+        # traces the hooks of inner calls, can follow a number better than a module.
+        self.outermost = 0
         self._recursions = 0  # calls of the outermost module within its own call
         self._mode: Any = None
         self._swaps: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -127,7 +125,7 @@ class HalfForward:
 
     def __reduce__(self) -> Any:
         # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
-        return HalfForward, (self.dtype, self.output_dtype, self.keep_batchnorm_fp32, self.with_copies)
+        return HalfForward, (self.dtype, self.output_dtype, self.keep_batchnorm_fp32)
 
     def guard(self, roots: Iterable[nn.Module], inner: Iterable[nn.Module] = (), *, steps: bool = False) -> None:
         """Watch the calls of modules, each of which may be the outermost.
@@ -165,7 +163,7 @@ class HalfForward:
     def reset(self) -> None:
         """End a call that never came to its end, because of a ``KeyboardInterrupt`` for example."""
         self._swap_out()
-        self.outermost, self._recursions = None, 0
+        self.outermost, self._recursions = 0, 0
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -173,13 +171,13 @@ class HalfForward:
 
         For activation checkpointing, which calls parts of the model again in the backward pass.
         """
-        if self.outermost is not None:
+        if self.outermost:
             yield
             return
         for root in self._roots if self.copies else ():
             if (module := root()) is not None:
                 self._swap_in(module, known_only=True)
-        self.outermost = self
+        self.outermost = id(self)
         try:
             yield
         finally:
@@ -198,17 +196,17 @@ class HalfForward:
     # The hooks
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.outermost is None:
+        if not self.outermost:
             # torch.compile breaks its graph here, and compiles what runs inside of the call.
             begin = self._begin_untraced if torch.compiler.is_compiling() else self._begin
             if not begin(module):
                 return None
-        elif self.outermost is module:
+        elif self.outermost == id(module):
             self._recursions += 1
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.outermost is module:
+        if self.outermost == id(module):
             if self._recursions:
                 self._recursions -= 1
                 return None
@@ -226,7 +224,7 @@ class HalfForward:
         return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
 
     def _leave_float32(self, module: nn.Module, args: Any, output: Any) -> Any:
-        inside = self.outermost is not None or "_amp_replica" in vars(module)
+        inside = bool(self.outermost) or "_amp_replica" in vars(module)
         return cast_floats(output, self.dtype) if inside else None
 
     # Copies
@@ -242,9 +240,8 @@ class HalfForward:
         if mode != self._mode:
             self.copies.clear()  # they cannot serve the other mode
             self._mode = mode
-        if self.with_copies:
-            self._swap_in(module)
-        self.outermost = module
+        self._swap_in(module)
+        self.outermost = id(module)
         return True
 
     def _cast_replica(self, module: nn.Module) -> None:
@@ -253,7 +250,7 @@ class HalfForward:
             return
         for part in self.cast_modules(module):
             vars(part)["_amp_replica"] = "inner"
-            weights = {**part._parameters, **vars(part).get("_former_parameters", {})} if self.with_copies else {}
+            weights = {**part._parameters, **vars(part).get("_former_parameters", {})}
             vars(part).update({k: t.to(self.dtype) for k, t in weights.items() if _is_wide(t, self.dtype)})
             part._buffers.update({k: t.to(self.dtype) for k, t in part._buffers.items() if _is_wide(t, self.dtype)})
         vars(module)["_amp_replica"] = "outermost"
@@ -354,7 +351,7 @@ class HalfWeights:
         """Give modules their float32 back, what was added to them too, and optimizers theirs."""
         for handle in self._handles:
             handle.remove()
-        for module in {part for module in self._modules for part in module.modules()}:
+        for module in {part for known in self._modules for part in known.modules()}:
             for tensor in _tensors_of(module):
                 if tensor.dtype is self.dtype:
                     tensor.data, tensor.grad = tensor.data.float(), None

@@ -295,6 +295,12 @@ class ApexAMP(Precision):
                 "one trains. In a loop by hand, with Fabric too, take lightning_turbo.amp."
             )
         engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
+        if engine.scales and not self._optimizers:
+            raise MisconfigurationException(
+                f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
+                "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
+                "self.optimizers(); or pass loss_scale=1.0."
+            )
         trained = [o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o))]
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
@@ -458,6 +464,7 @@ def _compress(ddp: DistributedDataParallel, dtype: torch.dtype) -> None:
     """Let gradients travel between ranks in half precision, unless the user has a hook of their own there."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-    if not ddp._comm_hooks:
-        hook: Any = bf16_compress_hook if dtype is torch.bfloat16 else fp16_compress_hook
+    half = dtype is torch.float16
+    if not ddp._comm_hooks and (half or next(ddp.parameters()).is_cuda):  # torch's hook for bfloat16 needs NCCL
+        hook: Any = fp16_compress_hook if half else bf16_compress_hook
         ddp.register_comm_hook(None, hook)
