@@ -287,7 +287,8 @@ class HalfForward:
                 holder[name] = wide
             elif now is half:
                 holder[name] = wide
-                if not half.is_inference() and half._version:
+                # Batch norm's kernel does not count its changes as such.
+                if not half.is_inference() and (half._version or name.startswith("running_")):
                     _take_changes(wide, half)
             elif isinstance(now, Tensor) and now.dtype is half.dtype and not isinstance(now, nn.Parameter):
                 holder[name] = now.detach().to(wide.dtype)  # a buffer that the module has assigned anew
@@ -387,7 +388,7 @@ def _is_keeping(hook: Any) -> bool:
 @torch.no_grad()
 def _take_changes(wide: Tensor, half: Tensor) -> None:
     """Let a float32 tensor take the entries that a module has changed in its half copy; the others stay exact."""
-    wide.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
+    wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
 
 
 def _explain_refusal(error: BaseException | None) -> None:

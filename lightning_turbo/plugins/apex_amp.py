@@ -35,6 +35,7 @@ from lightning_turbo.plugins.skip_aware import SkipAwareConfig
 
 __all__ = ["ApexAMP"]
 
+_SWITCHES = ("exact_masters", "compress_gradients", "cast_cache", "log_scale")
 NO_SCALE = {"loss_scale": 1.0, "unskipped": 0}  # what a run without a scale saves
 
 
@@ -105,11 +106,12 @@ class ApexAMP(Precision):
 
     def __new__(cls, opt_level: str = "O1", **settings: Any) -> Any:
         """Return a ``RealApexAMP`` where ``backend`` asks for one."""
-        if is_native(settings.get("backend", "native")):
+        arguments = inspect.signature(cls.__init__).bind(None, opt_level, **settings).arguments
+        check_switches(**{name: arguments[name] for name in _SWITCHES if name in arguments})
+        if is_native(settings.pop("backend", "native")):
             return super().__new__(cls)
-        parameters = inspect.signature(cls.__init__).parameters
-        given = {name: value for name, value in settings.items() if value != parameters[name].default}
-        return RealApexAMP(opt_level, **{name: value for name, value in given.items() if name != "backend"})
+        defaults = inspect.signature(cls.__init__).parameters
+        return RealApexAMP(opt_level, **{k: v for k, v in settings.items() if v != defaults[k].default})
 
     def __init__(
         self,
@@ -134,12 +136,6 @@ class ApexAMP(Precision):
         log_scale: bool = False,
         backend: str = "native",
     ) -> None:
-        check_switches(
-            exact_masters=exact_masters,
-            cast_cache=cast_cache,
-            log_scale=log_scale,
-            compress_gradients=compress_gradients,
-        )
         super().__init__()
         check_binding("ApexAMP")
         if not isinstance(max_consecutive_skips, int) or isinstance(max_consecutive_skips, bool):
@@ -295,13 +291,13 @@ class ApexAMP(Precision):
                 "one trains. In a loop by hand, with Fabric too, take lightning_turbo.amp."
             )
         engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
-        if engine.scales and not self._optimizers:
+        trained = [o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o))]
+        if engine.scales and not trained:
             raise MisconfigurationException(
                 f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
                 "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
                 "self.optimizers(); or pass loss_scale=1.0."
             )
-        trained = [o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o))]
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
         later = (

@@ -149,7 +149,7 @@ class AmpCheckpointIO(CheckpointIO):
         check_binding("AmpCheckpointIO")
         if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
             raise TypeError(
-                f"checkpoint_io={checkpoint_io!r} is a {type(checkpoint_io).__name__}; accepted is a CheckpointIO of "
+                f"checkpoint_io={checkpoint_io!r} is a {type(checkpoint_io).__name__}: expected a CheckpointIO of "
                 "Lightning. Leave it out for Lightning's own."
             )
         self.checkpoint_io = AtomicCheckpointIO() if checkpoint_io is None else checkpoint_io

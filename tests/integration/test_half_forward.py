@@ -218,7 +218,7 @@ class Proxy(Callback):
         self.callback = callback
 
     def __getattribute__(self, name):
-        own = name in ("callback", "__class__", "state_key") or not name.startswith("on_")
+        own = not name.startswith("on_") and name not in ("setup", "teardown")
         return object.__getattribute__(self, name) if own else getattr(object.__getattribute__(self, "callback"), name)
 
 
@@ -273,7 +273,9 @@ class Scheduled(Net):
 
 ROWS = {
     "plain": (plain, list, {}),
-    "learning rate monitor": (Scheduled, lambda: [LearningRateMonitor()], {"logger": CSVLogger, "log_every_n_steps": 2}),
+    "learning rate monitor": (
+        Scheduled, lambda: [LearningRateMonitor()], {"logger": CSVLogger, "log_every_n_steps": 2},
+    ),
     "pruning": (plain, pruning(False), {}),
     "pruning with the lottery ticket": (plain, pruning(True), {}),
     "pruned before": (with_modules(pruned), list, {}),
@@ -295,7 +297,7 @@ ROWS = {
     "double backward": (DoubleBackward, list, {}),
     "several losses": (TwoLosses, list, {"num_losses": 2}),
     "accumulation": (plain, list, {"accumulate_grad_batches": 4}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
