@@ -110,12 +110,12 @@ def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return value
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return {**parts, **changed}
-    twin = copy.copy(value)
+    twin: Any = copy.copy(value)
     for key, new in changed.items():
         if isinstance(value, (Mapping, list, deque)):
             twin[key] = new
         else:
-            object.__setattr__(twin, key, new)
+            object.__setattr__(twin, str(key), new)
     return twin
 
 

@@ -130,21 +130,18 @@ class AmpEngine:
         props = self.properties
         if props.cast_model_type is None:
             return
-        for module in (module for root in roots for module in root.modules()):
-            _check_castable(module, props.opt_level)
+        _check_castable(roots, props.opt_level)
+        forward = HalfForward(
+            props.cast_model_type, props.cast_model_outputs or torch.float32, bool(props.keep_batchnorm_fp32)
+        )
         kept = find_kept(roots, self.keep_float32)
         beneath = {part for module in kept for part in module.modules()}
-        forward = HalfForward(
-            props.cast_model_type,
-            props.cast_model_outputs or torch.float32,
-            bool(props.keep_batchnorm_fp32),
-        )
         forward.keep(kept)
         forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)
         self.half_forward = forward
         if not self.keeps_masters:
-            with_weights = [child for child in roots[0].children() if any(True for _ in child.parameters())]
-            self.half_weights = HalfWeights(forward, with_weights, roots[0]) if steps else HalfWeights(forward, roots)
+            owner = roots[0] if steps else None
+            self.half_weights = HalfWeights(forward, roots if owner is None else _with_weights(owner), owner)
         elif not self.exact_masters:
             round_weights(forward, roots)
 
@@ -221,14 +218,7 @@ class AmpEngine:
             of_buckets: Whether gradients may be views of DDP's buckets, which it writes over; copies are taken then.
         """
         for optimizer in optimizers:
-            # An overflow is over when its gradients are: stepped with, or released.
-            if self._of(optimizer).stepped or all(param.grad is None for param in params_of(optimizer)):
-                self.forget_overflow(optimizer)
-            if self.scales and self._of(optimizer).scaled_by not in (None, loss_id):
-                raise AmpUsageError(
-                    f"loss_id={loss_id!r}: gradients of loss {self._of(optimizer).scaled_by!r} wait with its scale, "
-                    "and cannot be added to these. Step first, or use one loss_id until the gradients are unscaled."
-                )
+            self._prepare(optimizer, loss_id)
         scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
         alone = [] if delay_unscale else [o for o in optimizers if scaled.isdisjoint(params_of(o))]
         kept = self._take_aside(alone, of_buckets)
@@ -238,6 +228,17 @@ class AmpEngine:
             self._of(optimizer).scaled_by = loss_id if delay_unscale else None
         if not delay_unscale:
             self._unscale(optimizers, kept, loss_id)
+
+    def _prepare(self, optimizer: Optimizer, loss_id: int) -> None:
+        own = self._of(optimizer)
+        # An overflow is over when its gradients are: stepped with, or released.
+        if own.stepped or all(param.grad is None for param in params_of(optimizer)):
+            self.forget_overflow(optimizer)
+        if self.scales and own.scaled_by not in (None, loss_id):
+            raise AmpUsageError(
+                f"loss_id={loss_id!r}: gradients of loss {own.scaled_by!r} wait with its scale, and cannot be added to "
+                "these. Step first, or use one loss_id until the gradients are unscaled."
+            )
 
     def _take_aside(self, optimizers: Sequence[Optimizer], of_buckets: bool) -> dict[Tensor, Tensor | None]:
         kept: dict[Tensor, Tensor | None] = {}
@@ -343,6 +344,11 @@ class AmpEngine:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None if flag.item() else run()
 
+    def note_backward(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note that a pass without any scale has made gradients for these."""
+        for optimizer in optimizers:
+            self._of(optimizer).waiting = True
+
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step has used the gradients."""
         self._of(optimizer).stepped, self._of(optimizer).waiting = True, False
@@ -431,7 +437,17 @@ def _skips_by_itself(optimizer: Optimizer) -> bool:
     )
 
 
-def _check_castable(module: nn.Module, opt_level: str) -> None:
+def _with_weights(owner: nn.Module) -> list[nn.Module]:
+    """Return the parts of a LightningModule that have weights; losses and metrics have none, and stay as they are."""
+    return [child for child in owner.children() if next(child.parameters(), None) is not None]
+
+
+def _check_castable(roots: Sequence[nn.Module], opt_level: str) -> None:
+    for module in (module for root in roots for module in root.modules()):
+        _check_module(module, opt_level)
+
+
+def _check_module(module: nn.Module, opt_level: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise AmpUsageError(
             f"{opt_level} was given a TorchScript module ({module.original_name}): expected modules of Python. "

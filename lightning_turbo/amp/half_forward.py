@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +119,8 @@ class HalfForward:
         self._handles: list[Any] = []
         self._step_owner: tuple[nn.Module, Any] | None = None
         self._has_looked = False
-        self._begin_untraced = torch.compiler.disable(self._begin)
-        self._reset_untraced = torch.compiler.disable(self.reset)
+        self._begin_untraced: Any = torch.compiler.disable(fn=self._begin)
+        self._reset_untraced: Any = torch.compiler.disable(fn=self.reset)
         _live.add(self)
 
     def __reduce__(self) -> Any:
@@ -174,24 +174,25 @@ class HalfForward:
         if self.outermost:
             yield
             return
-        for root in self._roots if self.copies else ():
+        for root in self._roots:
             if (module := root()) is not None:
-                self._swap_in(module, known_only=True)
+                self._swap_in(module, again=True)
         self.outermost = id(self)
         try:
             yield
         finally:
             self.reset()
 
-    def cast_modules(self, root: nn.Module) -> Iterator[nn.Module]:
-        """Yield the modules from ``root`` downwards whose own tensors are cast."""
-        if any(_is_keeping(hook) for hook in root._forward_pre_hooks.values()):
-            return
-        if not (self.keep_batchnorm_fp32 and isinstance(root, _BatchNorm) and root.affine):
-            yield root
+    def cast_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return the modules from ``root`` downwards whose own tensors are cast."""
+        if any(getattr(hook, "__func__", None) is _ENTER_FLOAT32 for hook in root._forward_pre_hooks.values()):
+            return []  # it is kept in float32
+        kept = self.keep_batchnorm_fp32 and isinstance(root, _BatchNorm) and root.affine
+        modules = [] if kept else [root]
         for child in root._modules.values():
             if child is not None:
-                yield from self.cast_modules(child)
+                modules += self.cast_modules(child)
+        return modules
 
     # The hooks
 
@@ -203,6 +204,8 @@ class HalfForward:
                 return None
         elif self.outermost == id(module):
             self._recursions += 1
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype:
+            return None  # nothing to cast, as in most calls
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -255,16 +258,22 @@ class HalfForward:
             part._buffers.update({k: t.to(self.dtype) for k, t in part._buffers.items() if _is_wide(t, self.dtype)})
         vars(module)["_amp_replica"] = "outermost"
 
-    def _swap_in(self, root: nn.Module, *, known_only: bool = False) -> None:
+    def _swap_in(self, root: nn.Module, *, again: bool = False) -> None:
+        """Let half copies take the positions of the tensors below ``root``.
+
+        Args:
+            root: A module.
+            again: In a backward pass: leave frozen weights that were not used alone, as those of a teacher.
+        """
         swaps = self._swaps
         for module in self.cast_modules(root):
-            for name, tensor in module._parameters.items():
-                if _is_wide(tensor, self.dtype) and (not known_only or tensor in self.copies):
-                    swaps.append((module._parameters, name, tensor, self._copy_of(tensor)))
-            for name, tensor in module._buffers.items():
-                if _is_wide(tensor, self.dtype):
-                    swaps.append((module._buffers, name, tensor, tensor.detach().to(self.dtype)))
-            if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them anew
+            for name, weight in module._parameters.items():
+                if _is_wide(weight, self.dtype) and not (again and weight not in self.copies and _is_frozen(weight)):
+                    swaps.append((module._parameters, name, weight, self._copy_of(weight)))
+            for name, buffer in module._buffers.items():
+                if _is_wide(buffer, self.dtype):
+                    swaps.append((module._buffers, name, buffer, buffer.detach().to(self.dtype)))
+            if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
                 swaps += [(vars(module), name, vars(module)[name], None) for name in _LISTS_OF_RNN]
         for holder, name, _, half in swaps:
             if half is not None:
@@ -307,6 +316,9 @@ class HalfForward:
                     )
 
 
+_ENTER_FLOAT32 = HalfForward._enter_float32
+
+
 @torch.no_grad()
 def round_weights(forward: HalfForward, models: Iterable[nn.Module]) -> None:
     """Round all that ``forward`` casts in these models to half, once, as apex's masters begin."""
@@ -331,17 +343,20 @@ class HalfWeights:
         self.dtype = forward.dtype
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         modules = [module for model in models for module in forward.cast_modules(model)]
-        for module in modules if step_owner is None else [step_owner, *modules]:
-            for tensor in step_owner._parameters.values() if module is step_owner else _tensors_of(module):
-                if tensor is not None and _is_wide(tensor, self.dtype):
-                    tensor.data, tensor.grad = tensor.data.to(self.dtype), None
+        for module in modules:
+            self._cast(_tensors_of(module))
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
+        if step_owner is not None:
+            self._cast(p for p in step_owner._parameters.values() if p is not None)
+            modules.append(step_owner)
         self._modules = weakref.WeakSet(modules)
         self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
-        if step_owner is not None:
-            self._modules.add(step_owner)
-            self._handles.append(step_owner.register_state_dict_post_hook(_save_float32))
+
+    def _cast(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if _is_wide(tensor, self.dtype):
+                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
 
     def attach(self, optimizer: Optimizer) -> None:
         """Bring what an optimizer has gathered to the dtype of its parameters."""
@@ -377,12 +392,12 @@ def _save_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadat
             state[name] = tensor.float()
 
 
-def _is_wide(tensor: Tensor | None, dtype: torch.dtype) -> bool:
+def _is_wide(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return tensor is not None and tensor.is_floating_point() and tensor.dtype is not dtype
 
 
-def _is_keeping(hook: Any) -> bool:
-    return getattr(hook, "__func__", None) is HalfForward._enter_float32
+def _is_frozen(weight: Tensor) -> bool:
+    return not weight.requires_grad
 
 
 @torch.no_grad()

@@ -292,12 +292,18 @@ class ApexAMP(Precision):
             )
         engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
         trained = [o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o))]
-        if engine.scales and not trained:
+        if not trained:
             raise MisconfigurationException(
                 f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
                 "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
                 "self.optimizers(); or pass loss_scale=1.0."
             )
+        if not engine.scales:
+            with engine.backward_region():
+                model.backward(tensor.float(), *args, **kwargs)
+            engine.note_backward(trained)
+            engine.forget_casts()
+            return
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
         later = (
