@@ -344,14 +344,15 @@ class AmpEngine:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None if flag.item() else run()
 
-    def note_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note that a pass without any scale has made gradients for these."""
+    def note_backward(self, optimizers: Iterable[Optimizer], loss_id: int) -> None:
+        """Note that a pass whose scale is 1.0 has made gradients for these."""
         for optimizer in optimizers:
-            self._of(optimizer).waiting = True
+            self._of(optimizer).waiting, self._of(optimizer).scaled_by = True, loss_id
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step has used the gradients."""
-        self._of(optimizer).stepped, self._of(optimizer).waiting = True, False
+        own = self._of(optimizer)
+        own.stepped, own.waiting, own.scaled_by = True, False, None
 
     def note_no_step(self) -> None:
         """Note that there were no gradients to step with; it counts as no skipped step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,12 +29,11 @@ from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins import pending_gradients
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
-from lightning_turbo.plugins.real_apex import RealApexAMP, is_native
+from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
 
 __all__ = ["ApexAMP"]
 
-_SWITCHES = ("exact_masters", "compress_gradients", "cast_cache", "log_scale")
 NO_SCALE = {"loss_scale": 1.0, "unskipped": 0}  # what a run without a scale saves
 
 
@@ -104,15 +102,6 @@ class ApexAMP(Precision):
 
     owns_pending_gradients = True  # see pending_gradients
 
-    def __new__(cls, opt_level: str = "O1", **settings: Any) -> Any:
-        """Return a ``RealApexAMP`` where ``backend`` asks for one."""
-        arguments = inspect.signature(cls.__init__).bind(None, opt_level, **settings).arguments
-        check_switches(**{name: arguments[name] for name in _SWITCHES if name in arguments})
-        if is_native(settings.pop("backend", "native")):
-            return super().__new__(cls)
-        defaults = inspect.signature(cls.__init__).parameters
-        return RealApexAMP(opt_level, **{k: v for k, v in settings.items() if v != defaults[k].default})
-
     def __init__(
         self,
         opt_level: str = "O1",
@@ -136,6 +125,15 @@ class ApexAMP(Precision):
         log_scale: bool = False,
         backend: str = "native",
     ) -> None:
+        check_switches(
+            exact_masters=exact_masters,
+            compress_gradients=compress_gradients,
+            cast_cache=cast_cache,
+            log_scale=log_scale,
+        )
+        if not is_native(backend):
+            take_over(self, locals())
+            return
         super().__init__()
         check_binding("ApexAMP")
         if not isinstance(max_consecutive_skips, int) or isinstance(max_consecutive_skips, bool):
@@ -301,7 +299,7 @@ class ApexAMP(Precision):
         if not engine.scales:
             with engine.backward_region():
                 model.backward(tensor.float(), *args, **kwargs)
-            engine.note_backward(trained)
+            engine.note_backward(trained, loss_id)
             engine.forget_casts()
             return
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_turbo.amp.checkpoints import find_scaler_state
 from lightning_turbo.amp.levels import resolve
 from lightning_turbo.errors import AmpUsageError, MissingExtraError
 
-__all__ = ["RealApexAMP", "import_apex_amp", "is_native"]
+__all__ = ["RealApexAMP", "import_apex_amp", "is_native", "take_over"]
 
 # Sub-packages by which NVIDIA's apex is told from PyPI's unrelated project of that name.
 _NVIDIA = ("contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel", "transformer")
@@ -188,3 +189,20 @@ def is_native(backend: str) -> bool:
             "apex.amp). Leave it out if unsure."
         )
     return backend == "native"
+
+
+def take_over(plugin: Any, arguments: dict[str, Any]) -> None:
+    """Turn a plugin under construction into a ``RealApexAMP`` with those of its arguments that are no defaults.
+
+    Args:
+        plugin: An ``ApexAMP`` whose constructor has just begun.
+        arguments: The local variables there.
+    """
+    parameters = inspect.signature(type(plugin)).parameters
+    given = {
+        name: arguments[name]
+        for name, parameter in parameters.items()
+        if name not in ("opt_level", "backend") and arguments[name] != parameter.default
+    }
+    plugin.__class__ = RealApexAMP
+    plugin.__init__(arguments["opt_level"], **given)
