@@ -265,19 +265,21 @@ class HalfForward:
             root: A module.
             again: In a backward pass: leave frozen weights that were not used alone, as those of a teacher.
         """
-        swaps = self._swaps
         for module in self.cast_modules(root):
             for name, weight in module._parameters.items():
                 if _is_wide(weight, self.dtype) and not (again and weight not in self.copies and _is_frozen(weight)):
-                    swaps.append((module._parameters, name, weight, self._copy_of(weight)))
-            for name, buffer in module._buffers.items():
-                if _is_wide(buffer, self.dtype):
-                    swaps.append((module._buffers, name, buffer, buffer.detach().to(self.dtype)))
-            if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
-                swaps += [(vars(module), name, vars(module)[name], None) for name in _LISTS_OF_RNN]
-        for holder, name, _, half in swaps:
+                    self._swaps.append((module._parameters, name, weight, self._copy_of(weight)))
+            self._swap_in_others(module)
+        for holder, name, _, half in self._swaps:
             if half is not None:
                 holder[name] = half
+
+    def _swap_in_others(self, module: nn.Module) -> None:
+        for name, buffer in module._buffers.items():
+            if _is_wide(buffer, self.dtype):
+                self._swaps.append((module._buffers, name, buffer, buffer.detach().to(self.dtype)))
+        if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
+            self._swaps += [(vars(module), name, vars(module)[name], None) for name in _LISTS_OF_RNN]
 
     def _copy_of(self, weight: Tensor) -> Tensor:
         """Return a half copy, the same one until the weight changes or the backward pass is over."""

@@ -227,7 +227,7 @@ class ApexAMP(Precision):
         self._is_automatic = module.automatic_optimization
         for optimizer in optimizers:
             self._take(optimizer, module)
-        if self._ddp is not None and optimizers and engine.keeps_masters and self._compress_gradients:
+        if optimizers and engine.keeps_masters and self._compress_gradients:
             _compress(self._ddp, engine.dtype)
         if engine.is_dynamic:
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
@@ -460,11 +460,13 @@ def _refuse_many_closures(optimizer: Optimizer, engine: AmpEngine, *, automatic:
         raise MisconfigurationException(f"ApexAMP({level!r}) was given {type(optimizer).__name__}, which {what}.")
 
 
-def _compress(ddp: DistributedDataParallel, dtype: torch.dtype) -> None:
+def _compress(ddp: DistributedDataParallel | None, dtype: torch.dtype) -> None:
     """Let gradients travel between ranks in half precision, unless the user has a hook of their own there."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
     half = dtype is torch.float16
-    if not ddp._comm_hooks and (half or next(ddp.parameters()).is_cuda):  # torch's hook for bfloat16 needs NCCL
+    if (
+        ddp is not None and not ddp._comm_hooks and (half or next(ddp.parameters()).is_cuda)
+    ):  # torch's hook for bfloat16 needs NCCL
         hook: Any = fp16_compress_hook if half else bf16_compress_hook
         ddp.register_comm_hook(None, hook)
