@@ -92,7 +92,10 @@ def loaders(kind):
         def val_dataloader(self):
             return DataLoader(Numbers(), batch_size=4)
 
-    plain = {"train_dataloaders": Data.train_dataloader.__wrapped__(None), "val_dataloaders": Data.val_dataloader.__wrapped__(None)}
+    plain = {
+        "train_dataloaders": Data.train_dataloader.__wrapped__(None),
+        "val_dataloaders": Data.val_dataloader.__wrapped__(None),
+    }
     return {
         "datamodule": (lambda: {"datamodule": Data()}, "auto", ()),
         "datamodule, turbo": (lambda: {"datamodule": Data()}, "turbo", ()),

@@ -364,9 +364,11 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
         root_device = torch.device("cuda", 0)
 
     class Pretended:
-        callbacks = ()
         strategy = Strategy()
         lightning_module = Hooked()
+
+        def __init__(self):
+            self.callbacks = []
 
     datamodule = Mine()
     monkeypatch.setattr(datamodule, "trainer", Pretended(), raising=False)

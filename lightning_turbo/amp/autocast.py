@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp import cast_lists
-from lightning_turbo.amp.model_casts import cast_floats
+from lightning_turbo.amp.half_forward import cast_floats
 from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["BannedFunctionError", "FunctionCasts", "map_tensors", "to_float", "to_half", "to_widest"]
+__all__ = ["BannedFunctionError", "FunctionCasts", "to_float", "to_half", "to_widest"]
 
 # Autocast casts these to half itself, weights from its cache; only float64 is left for us.
 _AUTOCAST_KNOWS = {
@@ -27,28 +27,14 @@ _AUTOCAST_KNOWS = {
 }  # fmt: skip
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return ``value`` with ``change`` applied to its tensors, also those in lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(change, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is list:
-        return [map_tensors(change, item) for item in value]
-    if type(value) is dict:
-        return {key: map_tensors(change, item) for key, item in value.items()}
-    return value
-
-
 def to_half(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with its floating tensors in the half ``dtype``."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, value)
+    return cast_floats(value, dtype)
 
 
 def to_float(value: Any) -> Any:
     """Return ``value`` with its floating tensors in float32."""
-    return map_tensors(lambda t: t.float() if t.is_floating_point() and t.dtype is not torch.float32 else t, value)
+    return cast_floats(value, torch.float32)
 
 
 def to_widest(value: Any) -> Any:
@@ -57,13 +43,13 @@ def to_widest(value: Any) -> Any:
     if len(dtypes) < 2:
         return value
     widest = functools.reduce(torch.promote_types, dtypes)
-    return map_tensors(lambda t: t.to(widest) if t.is_floating_point() else t, value)
+    return cast_floats(value, widest)
 
 
 def _float_dtypes(value: Any, counts: Callable[[Tensor], bool] = torch.is_floating_point) -> list[torch.dtype]:
     """Return the floating dtypes among the tensors of ``value`` that count, each once."""
     found: dict[torch.dtype, None] = {}
-    map_tensors(lambda t: (found.setdefault(t.dtype) if counts(t) else None, t)[1], value)
+    map_tensors(value, lambda t: (found.setdefault(t.dtype) if counts(t) else None, t)[1])
     return list(found)
 
 
@@ -100,7 +86,7 @@ class FunctionCasts:
     def __init__(self, device_type: str, dtype: torch.dtype, lists: str = "apex", *, cache: bool = False) -> None:
         if lists not in ("apex", "torch"):
             raise AmpUsageError(
-                f"cast_lists={lists!r} is unknown; accepted are 'apex' (apex's lists of functions) and 'torch' "
+                f"cast_lists={lists!r} is unknown: expected 'apex' (apex's lists of functions) and 'torch' "
                 "(those of torch.autocast). Leave it out if unsure."
             )
         self.device_type = device_type
@@ -141,22 +127,13 @@ class FunctionCasts:
         ):
             yield
 
-    def start(self, models: Iterable[nn.Module] = ()) -> None:
+    def start(self) -> None:
         """Cast on this thread from now on until ``stop``, as ``apex.amp.initialize`` does for O1.
 
-        The lists go with replicas of ``models`` to the threads of DataParallel; autocast, which torch hands over to
-        its threads, decides there whether they are obeyed.
+        In the threads of ``DataParallel`` autocast alone casts, which torch hands over to them.
         """
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.region())
-        self._entered = stack
-        if self._mode is not None:
-            _elsewhere.append(_Elsewhere(self._mode))
-            stack.callback(_elsewhere.clear)
-            for model in models:
-                # No hook of the model's own, so that it can be scripted and pickled as it is.
-                replicate: Any = types.MethodType(_replicate_for_data_parallel, model)
-                model._replicate_for_data_parallel = replicate
+        self._entered = contextlib.ExitStack()
+        self._entered.enter_context(self.region())
 
     def stop(self) -> None:
         """End what ``start`` began."""
@@ -164,52 +141,12 @@ class FunctionCasts:
             self._entered.close()
             self._entered = None
 
-    def cast_outputs(self, models: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
-        """Cast the models' floating outputs to ``dtype``, if one is asked for."""
-        if dtype is not None:
-            for model in models:
-                model.register_forward_hook(functools.partial(_cast_output, dtype))
-
     def register(self, function: Callable[..., Any], kind: str) -> None:
         """Add a function of torch's to a list: ``"half"``, ``"float"`` or ``"promote"``."""
         if self._mode is None:
             self._mode = _ApexLists(self.device_type, self.dtype, {})
         # What a program registers has the last word: autocast does not change it any more.
         self._mode.actions[function] = (_CHANGES[kind], _ApexLists.leave_alone)
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return cast_floats(output, dtype)
-
-
-class _Elsewhere:
-    """Obeys the lists during a module's call on a thread other than the one that made this object."""
-
-    def __init__(self, mode: TorchFunctionMode) -> None:
-        self.mode = mode
-        self.home = threading.get_ident()
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != self.home:
-            self.mode.__enter__()
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() != self.home:
-            self.mode.__exit__(None, None, None)
-
-
-_elsewhere: list[_Elsewhere] = []  # for the plain loop that is on
-
-
-def _replicate_for_data_parallel(self: Any) -> Any:
-    """Return the replica that a model's class makes, one that obeys the lists on other threads."""
-    replica = type(self)._replicate_for_data_parallel(self)
-    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
-        setattr(replica, hooks, getattr(replica, hooks).copy())  # they were the model's
-    for elsewhere in _elsewhere:
-        replica.register_forward_pre_hook(elsewhere.enter)
-        replica.register_forward_hook(elsewhere.leave, always_call=True)
-    return replica
 
 
 class _ApexLists(TorchFunctionMode):
@@ -242,19 +179,19 @@ class _ApexLists(TorchFunctionMode):
         def change(tensor: Tensor) -> Tensor:
             return tensor.to(self.dtype) if tensor.dtype is not self.dtype and self.here(tensor) else tensor
 
-        return map_tensors(change, args), map_tensors(change, kwargs)
+        return map_tensors(args, change), map_tensors(kwargs, change)
 
     def half_beyond_autocast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def change(tensor: Tensor) -> Tensor:
             return tensor.to(self.dtype) if tensor.dtype is torch.float64 and self.here(tensor) else tensor
 
-        return map_tensors(change, args), map_tensors(change, kwargs)
+        return map_tensors(args, change), map_tensors(kwargs, change)
 
     def float(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def change(tensor: Tensor) -> Tensor:
             return tensor.float() if tensor.dtype is not torch.float32 and self.here(tensor) else tensor
 
-        return map_tensors(change, args), map_tensors(change, kwargs)
+        return map_tensors(args, change), map_tensors(kwargs, change)
 
     def promote(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return to_widest((args, kwargs))
@@ -265,7 +202,7 @@ class _ApexLists(TorchFunctionMode):
         def change(tensor: Tensor) -> Tensor:
             return tensor.to(own) if tensor.dtype is not own and self.here(tensor) else tensor
 
-        return map_tensors(change, args), map_tensors(change, kwargs)
+        return map_tensors(args, change), map_tensors(kwargs, change)
 
     def refuse(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.dtype in _float_dtypes((args, kwargs), self.here):

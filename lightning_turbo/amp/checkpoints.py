@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_turbo.amp.float_state import float_state
+from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = [
@@ -93,6 +93,29 @@ def move_scaler_state(checkpoint: dict[str, Any]) -> str | None:
     return key
 
 
+def float_state(weights: Mapping[str, Any], old: str = "", new: str = "") -> OrderedDict[str, Any]:
+    """Return a ``state_dict`` with its half tensors in float32, and with another prefix to its names.
+
+    Args:
+        weights: Is not changed.
+        old: What names begin with; those that do not keep all of theirs.
+        new: What they begin with then.
+    """
+    wide = OrderedDict(
+        (new + name.removeprefix(old), value.detach().float() if _is_half(value) else value)
+        for name, value in weights.items()
+    )
+    vars(wide)["_metadata"] = {  # the versions of modules, by path: some read their weights by them
+        (new + (path and f"{path}.").removeprefix(old)).removesuffix("."): versions
+        for path, versions in getattr(weights, "_metadata", {}).items()
+    }
+    return wide
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in HALF_DTYPES
+
+
 def to_torch_adam(optimizer: Any) -> Any:
     """Return the state of apex's FusedAdam as ``torch.optim.AdamW(fused=True)`` and ``Adam(fused=True)`` read it.
 
@@ -167,14 +190,14 @@ def convert_checkpoint(
             for a plain file without scaler state, and for scalers beyond the one that ``"16-mixed"`` has.
     """
     if to not in ("apex", "mixed"):
-        raise ValueError(f"to={to!r} is unknown; accepted are 'apex' (ApexAMP) and 'mixed' (precision='16-mixed').")
+        raise ValueError(f"to={to!r} is unknown: expected 'apex' (ApexAMP) and 'mixed' (precision='16-mixed').")
     if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
-        raise ValueError(f"growth_interval={growth_interval!r} is no number of steps; accepted is an int from 1 on.")
+        raise ValueError(f"growth_interval={growth_interval!r}: expected an int from 1 on.")
     old, new = Path(old), Path(new)
     if not old.is_file():
-        raise FileNotFoundError(f"{str(old)!r} is no file; accepted is an old checkpoint. Check the path.")
+        raise FileNotFoundError(f"{str(old)!r} does not exist: expected an old checkpoint. Check the path.")
     if new.exists():
-        raise FileExistsError(f"{str(new)!r} exists; accepted is a path that is free. Name another file.")
+        raise FileExistsError(f"{str(new)!r} exists: expected a path that is free. Name another file.")
     if not new.parent.is_dir():
         raise FileNotFoundError(f"The folder {str(new.parent)!r} of the new file does not exist. Make it first.")
     checkpoint = _read(old, trust)
@@ -228,7 +251,7 @@ def _read(path: Path, trust: bool) -> dict[str, Any]:
         raise _broken(path, error) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
-            f"{str(path)!r} holds a {type(checkpoint).__name__}; accepted is a dict, {{'model', 'optimizer', 'amp'}} "
+            f"{str(path)!r} holds a {type(checkpoint).__name__}: expected a dict, {{'model', 'optimizer', 'amp'}} "
             "or a checkpoint of Lightning. Save the parts together."
         )
     return checkpoint
@@ -266,7 +289,7 @@ def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> tuple[di
     parts = {part: None if name is None else checkpoint[name] for part, name in taken.items()}
     if not isinstance(parts["model"], Mapping):
         raise CheckpointError(
-            f"'model' in {str(path)!r} is a {type(parts['model']).__name__}; accepted is what model.state_dict() "
+            f"'model' in {str(path)!r} is a {type(parts['model']).__name__}: expected what model.state_dict() "
             "returned. Save that."
         )
     weights = parts["model"]
@@ -289,7 +312,7 @@ def _count(path: Path, name: str | None, value: Any) -> int:
         return 0 if value is None else int(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{name!r} in {str(path)!r} is {value!r}; accepted is a whole number. Correct it and save the file anew."
+            f"{name!r} in {str(path)!r} is {value!r}: expected a whole number. Correct it and save the file anew."
         ) from error
 
 

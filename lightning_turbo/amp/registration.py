@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_turbo.amp.function_casts import FunctionCasts, to_float, to_half, to_widest
+from lightning_turbo.amp.autocast import FunctionCasts, to_float, to_half, to_widest
 
 __all__ = [
     "apply_registered",

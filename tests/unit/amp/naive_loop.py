@@ -1,20 +1,10 @@
-"""The recorded cases of O2 and O3 against loops written by hand in plain torch: every bit, on any machine."""
+"""The recorded cases of O2 and O3 as loops written by hand in plain torch."""
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
-from lightning_turbo import amp
-from tests.unit.amp.recorded import CASES, FOLDER, build_loss, build_model, build_optimizer, run_case
-
-IDS = [name for name, row in CASES.items() if row["opt_level"] in ("O2", "O3") and not row["clip_max_norm"]]
-
-
-@pytest.fixture(autouse=True)
-def _shut_down():
-    yield
-    amp.shutdown()
+from tests.unit.amp.recorded import FOLDER, build_loss, build_model, build_optimizer
 
 
 def naive(row):
@@ -79,16 +69,5 @@ def naive(row):
             optimizer.step()
             for weight, master in masters.items():
                 weight.data.copy_(master.data)
-    return model, losses, held
-
-
-@pytest.mark.parametrize("case", IDS)
-def test_a_hand_written_loop_gives_the_same_bits(case):
-    row = CASES[case]
-    _, ours = run_case(row, amp)
-    model, losses, held = naive(row)
-    np.testing.assert_array_equal(ours["loss"], np.asarray(losses))
-    for name, parameter in model.named_parameters():
-        np.testing.assert_array_equal(ours[f"final_stored/{name}"].numpy(), parameter.detach().numpy(), err_msg=name)
-    for name, parameter in zip(row["optimizer_param_order"], held, strict=True):
-        np.testing.assert_array_equal(ours[f"master/{name}"].numpy(), parameter.detach().numpy(), err_msg=name)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, weights, [parameter.detach() for parameter in held]
