@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_turbo._skipped_steps import skip_flag
+
 __all__ = ["overflow_flag", "was_skipped"]
 
 
@@ -16,7 +18,7 @@ def overflow_flag(optimizer: Optimizer) -> Tensor | None:
     Args:
         optimizer: Just after its step.
     """
-    return getattr(optimizer, "found_inf", None)
+    return skip_flag(optimizer)
 
 
 def was_skipped(flag: Tensor | None) -> bool:
