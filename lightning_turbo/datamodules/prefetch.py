@@ -16,26 +16,17 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_functions, check_switches
 from lightning_turbo._lightning import (
-    Callback,
     CombinedLoader,
     LightningDataModule,
     LightningModule,
     MisconfigurationException,
+    batch_limits,
     check_binding,
     given_hyperparameters,
-    is_fitting,
-    set_sampler_epoch,
 )
-from lightning_turbo._loops import (
-    batch_limits,
-    count_as_one_run,
-    end_epoch_of_checkpoint,
-    epoch_of_checkpoint,
-    take_loader_state,
-)
+from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.background import check_count, check_threads
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader
-from lightning_turbo.data.resume import is_between_epochs, judge_states
 from lightning_turbo.data.transfer import DeviceTransfer
 from lightning_turbo.data.workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
@@ -121,6 +112,11 @@ class PrefetchDataModule(LightningDataModule):
         with given_hyperparameters(num_workers=num_workers, pin_memory=pin_memory):
             super().__init__(*args, **kwargs)  # jsonargparse reads here which class takes the others
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "trainer" and value is not None:  # Lightning sets it before a run restores anything
+            attach_exact_resume(value)
+
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         # Whoever defined the method, here or in a class behind, or set it on the object: its loaders get prefetching.
@@ -176,14 +172,6 @@ class _Settings:
     def apply(self, loaders: Any, name: str, trainer: Any, datamodule: Any) -> Any:
         """Return the loaders of one method with prefetching; their structure stays."""
         transfer = self._transfer(trainer, datamodule) if trainer is not None else None
-        loop = getattr(trainer, "fit_loop", None)
-        if trainer is not None and loop is not None and name == "train_dataloader":
-            epoch = epoch_of_checkpoint(trainer)
-            judge_states(loop._combined_loader_states_to_load, **epoch)
-            if is_fitting(trainer) and trainer.train_dataloader is None:
-                trainer.callbacks = [_Resumed(), *trainer.callbacks]
-                if epoch["over"]:
-                    end_epoch_of_checkpoint(trainer)
         count = iter(range(1 << 30))
 
         def convert(loader: DataLoader[Any]) -> Any:
@@ -252,38 +240,6 @@ class _Settings:
             apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
             self.transfers[str(device)] = DeviceTransfer(device, transform=self.device_transform, **apart)
         return self.transfers[str(device)]
-
-
-class _Resumed(Callback):
-    """Has loaders begin as a checkpoint says where Lightning does not, for one run.
-
-    It leaves their states where they are from a checkpoint of a whole epoch, and with loaders that were set up before
-    it restored its loops: whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them
-    up. And it tells samplers their epoch after worker processes have their first indices.
-    """
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.teardown(trainer, pl_module, "fit")
-        loop = trainer.fit_loop
-        count_as_one_run(trainer)
-        loaders, epoch = loop._combined_loader.flattened, epoch_of_checkpoint(trainer)
-        again = epoch["over"] and all(isinstance(each, PrefetchLoader) and each.rewinds for each in loaders)
-        if loop._combined_loader_states_to_load:
-            judge_states(loop._combined_loader_states_to_load, **epoch)
-            if loop.restarting:
-                loop._load_combined_loader_states()
-            for loader in [] if loop.restarting else loaders:
-                state = take_loader_state(trainer, loader)
-                if isinstance(loader, PrefetchLoader) and state is not None and is_between_epochs(state):
-                    loader.load_state_dict(state)
-        elif not again:
-            return
-        for loader in loaders:
-            set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-        iter(loop._data_fetcher)
 
 
 class _Wanted:
