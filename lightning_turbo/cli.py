@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import lightning_turbo
 from lightning_turbo import _optional
@@ -99,28 +99,36 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what is wrong with this machine, or what slows a training script, and how to mend it",
+        help="say what is wrong with this machine, or what slows a training script, and what to do",
         description="Without a script: look at what is installed and at the machine; the exit status is 1 if there is "
         "a real fault. With a script: run it with a Doctor in each of its Trainers, and write doctor.html and "
         "doctor.json; the exit status is the script's own, or 1 if that is 0 and a report could not be written.",
-        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--fix] [--warmup N] [--timed N] [--watched N] "
-        "SCRIPT [-- ARGUMENT ...]",
+        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] "
+        "[-m] SCRIPT [-- ARGUMENT ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: runs/doctor)")
-    parser.add_argument(
-        "--fix", action="store_true", default=None, help="apply what is safe at run time and can be undone"
-    )
+    parser.add_argument("--fix", action=_Removed, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("--warmup", type=int, metavar="N", help="steps before the first look (default: 3)")
     parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
     parser.add_argument("--watched", type=int, metavar="N", help="steps to watch from inside (default: 4)")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", default=None, help="SCRIPT is a module, as in python -m"
+    )
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python script that trains with a Trainer")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     parser.set_defaults(run=_doctor)
 
 
+class _Removed(argparse.Action):
+    """Refuses an option that has gone."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        parser.error("--fix has gone; leave it out, and make the changes that the report names yourself")
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
-    names = ("out", "fix", "warmup", "timed", "watched")
+    names = ("module", "out", "warmup", "timed", "watched")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.script is None:
         if given:
@@ -133,11 +141,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return 1 if environment.failed(lines) else 0
     if arguments.json:
         return _refused("--json is for the machine alone; with a script, doctor.json is written to --out")
-    from lightning_turbo.doctor import script
+    from lightning_turbo.doctor.command import examine
 
     own = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
     try:
-        return script.run(arguments.script, own, **given)
+        return examine(arguments.script, own, **given)
     except ValueError as error:
         return _refused(str(error))
 

@@ -81,8 +81,8 @@ def test_the_bad_habit_is_named_with_its_line(path, monkeypatch):
     assert len(marks) == 1, "a module of the corpus has one marked line"
     report = examine(path, monkeypatch)
     assert not report.short
-    found = [(finding.site.line, finding.rule) for finding in report.findings
-             if finding.site is not None and Path(finding.site.file) == path]  # fmt: skip
+    found = [(place.site.line, finding.rule) for finding in report.findings for place in finding.places
+             if place.site is not None and Path(place.site.file) == path]  # fmt: skip
     assert marks[0] in found, f"found {[(f.rule, f.site) for f in report.findings]}"
 
 

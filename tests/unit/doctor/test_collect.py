@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo import DALILoader, PrefetchLoader
 from lightning_turbo.data.dali import ImageFolder
-from lightning_turbo.doctor import inspection
+from lightning_turbo.doctor import collect
 from lightning_turbo.doctor.source import Sources
 from tests.dali_samples import make_photos
 
@@ -55,7 +55,7 @@ class Stream(IterableDataset):
 
 def facts(loader):
     trainer = SimpleNamespace(train_dataloader=loader, datamodule=None, lightning_module=torch.nn.Module())
-    return inspection.loader(trainer, Sources([]))
+    return collect.loader_facts(trainer, Sources([]))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_tensors_of_other_kinds_are_described_or_passed_over():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     batch = {"image": image.as_subclass(Uncut), "words": nested, "label": torch.ones(3)}
     plain = {"image": image, "label": torch.ones(3)}
-    assert inspection.batch_tensors(batch) == inspection.batch_tensors(plain)
-    assert inspection.shapes_of(batch) == inspection.shapes_of(plain) == ((1, 2, 2, 2), (3,))
+    assert collect.batch_tensors(batch) == collect.batch_tensors(plain)
+    assert collect.shapes_of(batch) == collect.shapes_of(plain) == ((1, 2, 2, 2), (3,))
 
 
 def test_a_stream_within_a_wrapper_is_one():
@@ -99,49 +99,54 @@ def test_a_dali_loader_is_left_to_itself(tmp_path):
     assert not loader.built, "to ask builds nothing"
 
 
+def schedulers(make, **more):
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    given = {"interval": "step", "frequency": 1, "automatic": True, "max_epochs": 5, "max_steps": -1, "accumulate": 1}
+    given = SimpleNamespace(**{**given, **more})
+    module = torch.nn.Module()
+    module.automatic_optimization = given.automatic
+    config = SimpleNamespace(scheduler=make(optimizer), interval=given.interval, frequency=given.frequency)
+    trainer = SimpleNamespace(
+        lr_scheduler_configs=[config],
+        lightning_module=module, accumulate_grad_batches=given.accumulate, max_epochs=given.max_epochs,
+        max_steps=given.max_steps,
+    )  # fmt: skip
+    (found,) = collect.scheduler_facts(trainer, Sources([]), 10)
+    return found
+
+
+def cycle(optimizer):
+    return CyclicLR(optimizer, 0.01, 0.1, step_size_up=4)
+
+
 @pytest.mark.parametrize(
     ("make", "length", "turn"),
     [
         (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10), 9, None),
-        (lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=4), 4, 4),
+        (cycle, 4, 4),
         (lambda optimizer: StepLR(optimizer, 3), None, None),
     ],
 )
 def test_lengths_of_schedules(make, length, turn):
-    scheduler = make(SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9))
-    config = SimpleNamespace(scheduler=scheduler, interval="epoch")
-    module = torch.nn.Module()
-    module.automatic_optimization = False
-    trainer = SimpleNamespace(lr_scheduler_configs=[config], lightning_module=module)
-    (found,) = inspection.schedulers(trainer, Sources([]), None, [0], 17, 17)
+    found = schedulers(make)
     assert (found.length, found.turn) == (length, turn)
 
 
 @pytest.mark.parametrize(
-    ("automatic", "ends", "accumulate", "frequency", "taken", "steps"),
+    ("settings", "steps"),
     [
-        (True, (5, -1), 1, 1, 10, 50),
-        (True, (5, -1), 1, 2, 5, 25),
-        (True, (5, -1), 2, 2, 5, 25),
-        (True, (5, -1), 2, 4, 3, 13),
-        (True, (-1, 30), 1, 1, 10, 30),
-        (False, (5, -1), 1, 1, 10, 55),
-        (False, (5, -1), 1, 1, 0, None),
-        (False, (-1, 40), 1, 1, 10, 22),
-        (False, (-1, -1), 1, 1, 10, None),
+        ({}, 50),
+        ({"frequency": 2}, 25),
+        ({"accumulate": 2, "frequency": 2}, 25),
+        ({"accumulate": 2, "frequency": 4}, 13),
+        ({"max_epochs": -1, "max_steps": 30}, 30),
+        ({"max_epochs": -1}, None),
+        ({"interval": "epoch"}, None),
+        ({"automatic": False}, None),
     ],
 )
-def test_the_steps_of_a_schedule_in_the_run(automatic, ends, accumulate, frequency, taken, steps):
-    scheduler = CyclicLR(SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9), 0.01, 0.1, 4)
-    config = SimpleNamespace(scheduler=scheduler, interval="step", frequency=frequency)
-    module = torch.nn.Module()
-    module.automatic_optimization = automatic
-    trainer = SimpleNamespace(
-        lr_scheduler_configs=[config], lightning_module=module, accumulate_grad_batches=accumulate,
-        max_epochs=ends[0], max_steps=ends[1],
-    )  # fmt: skip
-    (found,) = inspection.schedulers(trainer, Sources([]), 10, [taken], 10, 20)  # two optimizers, if by hand
-    assert found.steps == steps
+def test_the_steps_of_a_schedule_in_the_run(settings, steps):
+    assert schedulers(cycle, **settings).steps == steps
 
 
 @pytest.mark.parametrize(
@@ -161,4 +166,4 @@ def test_the_end_of_a_run_in_epochs(max_epochs, max_steps, batches, automatic, e
     trainer = SimpleNamespace(
         max_epochs=max_epochs, max_steps=max_steps, accumulate_grad_batches=2, lightning_module=module
     )
-    assert inspection.epochs(trainer, batches) == epochs
+    assert collect.count_epochs(trainer, batches) == epochs
