@@ -8,7 +8,15 @@ from lightning_turbo.measure.picture import Bar, draw_bars
 from lightning_turbo.measure.process import Process, ProcessError
 from lightning_turbo.measure.progress import Progress, Work
 from lightning_turbo.measure.report import console_for, markdown_table, print_table, three_digits, write_json
-from lightning_turbo.measure.statistics import Summary, interval, ratio, step_seconds, summarise
+from lightning_turbo.measure.statistics import (
+    Summary,
+    interval,
+    interval_of,
+    log_quotients,
+    ratio,
+    step_seconds,
+    summarise,
+)
 from lightning_turbo.measure.turns import LATE, Turns, new_row
 from lightning_turbo.measure.worker import Channel, SkippedError, open_channel, serve
 
@@ -33,6 +41,8 @@ __all__ = [
     "draw_bars",
     "huge_pages",
     "interval",
+    "interval_of",
+    "log_quotients",
     "markdown_table",
     "new_row",
     "open_channel",

@@ -79,15 +79,6 @@ def _commit() -> str | None:
         return None
 
 
-def huge_pages() -> str | None:
-    """Return the kernel's rule for large pages, ``always``, ``madvise`` or ``never``; ``None`` where it has none."""
-    try:
-        rules = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return None
-    return rules.partition("[")[2].partition("]")[0] or None
-
-
 def describe_machine(device: str) -> dict[str, Any]:
     """Return what a reader must know of the machine and the software to judge a number.
 

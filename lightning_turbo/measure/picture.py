@@ -34,7 +34,15 @@ class Bar:
     start: float = 0.0
 
 
-def draw_bars(bars: Sequence[Bar], path: Path, *, title: str, label: str, colours: Mapping[str, str]) -> None:
+def draw_bars(
+    bars: Sequence[Bar],
+    path: Path,
+    *,
+    title: str,
+    label: str,
+    colours: Mapping[str, str],
+    curves: Mapping[str, Sequence[float]] | None = None,
+) -> None:
     """Draw bars from top to bottom and write the picture.
 
     Args:
@@ -42,15 +50,22 @@ def draw_bars(bars: Sequence[Bar], path: Path, *, title: str, label: str, colour
         path: A PNG file to write.
         title: Above the picture.
         label: Of the axis.
-        colours: Kind of a bar, as the legend names it, and its colour.
+        colours: Kind of a bar, or name of a curve, as the legend names it, and its colour.
+        curves: Losses of each step, drawn below the bars.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    picture = Figure(figsize=(9.0, 1.6 + 0.34 * len(bars)), layout="constrained")
+    height = 1.6 + 0.34 * len(bars)
+    picture = Figure(figsize=(9.0, height + (2.5 if curves else 0.0)), layout="constrained")
     FigureCanvasAgg(picture)
-    axes = picture.add_subplot()
+    axes = picture.add_subplot(2, 1, 1) if curves else picture.add_subplot()
+    if curves:
+        below = picture.add_subplot(2, 1, 2)
+        for name, values in curves.items():
+            below.plot(values, label=name, color=colours[name], linewidth=1)
+        below.set_xlabel("loss of each step")
     for position, bar in enumerate(bars):
         axes.barh(position, bar.value - bar.start, left=bar.start, color=colours[bar.kind])
         axes.hlines(position, bar.low, bar.high, color="black", linewidth=1, alpha=0.7)

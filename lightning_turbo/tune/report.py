@@ -1,0 +1,254 @@
+"""What comes out: ``tune.json``, ``turbo.yaml``, ``turbo.py``, ``tune.png``, and a table."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_turbo._files import whole_file
+from lightning_turbo.measure import Bar, describe_machine, draw_bars, print_table, three_digits, write_json
+from lightning_turbo.tune.candidates import Facts, Settings, combine
+from lightning_turbo.tune.search import Comparison, Search, Trial
+
+__all__ = ["describe_headroom", "make_results", "print_results", "script_text", "write_results", "yaml_text"]
+
+HOMES = {"FusedOptimizers": "lightning_turbo.tune", "LoaderSettings": "lightning_turbo.tune"}
+COLOURS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
+
+
+def describe_headroom(facts: Facts) -> str:
+    """Return in one sentence what a step waits for."""
+    waiting = facts.waiting * facts.step_ms
+    text = f"Your step takes {three_digits(facts.step_ms)} ms, {three_digits(waiting)} of them waiting for data"
+    if facts.waiting < 0.03:
+        return f"{text}: prefetching cannot help."
+    return f"{text}; without waiting it would be {1 / (1 - facts.waiting):.1f} times as fast."
+
+
+def _numbers(comparison: Comparison) -> dict[str, Any]:
+    ratio = comparison.ratio
+    return {
+        "ratio": ratio if math.isfinite(ratio) else None,
+        "interval": list(comparison.interval) if comparison.interval else None,
+    }
+
+
+def make_results(search: Search, command: Sequence[str], device: str) -> dict[str, Any]:
+    """Return what was found as plain values.
+
+    Args:
+        search: After its run.
+        command: The script as it is started without tune.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    facts = search.facts
+    headroom = None
+    if facts is not None:
+        headroom = {
+            "one_batch_ms": facts.one_batch_ms,
+            "loader_ms": facts.loader_ms,
+            "waiting_ms": facts.waiting * facts.step_ms,
+            "sentence": describe_headroom(facts),
+        }
+    return {
+        "format": 1,
+        "command": list(command),
+        "machine": describe_machine(device),
+        "interrupted": search.interrupted,
+        "verdict": search.verdict,
+        "default": {"step_ms": None if facts is None else facts.step_ms},
+        "headroom": headroom,
+        "candidates": [
+            {
+                "name": trial.candidate.name,
+                **_numbers(trial.alone),
+                "kept": trial.kept,
+                "why": trial.why,
+                "result": search.result(trial.alone, trial.candidate),
+                "beside": _numbers(trial.beside) if trial.beside.logs else None,
+            }
+            for trial in search.trials.values()
+        ],
+        "chosen": {
+            "settings": list(search.chosen.names),
+            **_numbers(search.final if search.chosen.names else Comparison()),
+            "result": _chosen_result(search),
+        },
+    }
+
+
+def _chosen_result(search: Search) -> str:
+    """What the chosen settings do to the result; without any, nothing."""
+    if not search.chosen.names:
+        return "same bits"
+    declared = [search.trials[name].candidate.result for name in search.chosen.names]
+    worst = next(each for each in ("other maths", "rounding", "same bits") if each in declared)
+    return search.result(search.final) or worst
+
+
+def _headline(results: Mapping[str, Any]) -> str:
+    chosen = results["chosen"]
+    if not chosen["settings"]:
+        return results["verdict"]
+    low, high = chosen["interval"]
+    return f"{chosen['ratio']:.2f} ({low:.2f} to {high:.2f}) of the default's time a step; result: {chosen['result']}"
+
+
+def _settings(search: Search) -> Settings:
+    return combine(search.trials[name].candidate for name in search.chosen.names)
+
+
+def _start_line(settings: Settings, command: Sequence[str]) -> str:
+    variables = " ".join(f"{name}={value}" for name, value in settings.environment.items())
+    return f"# Start it with: {variables} {shlex.join(command)}\n" if variables else ""
+
+
+def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
+    """Return ``turbo.yaml``: a further ``--config`` for LightningCLI.
+
+    Args:
+        settings: What was chosen.
+        headline: What it brings.
+        command: The script as it is started without tune.
+    """
+    import yaml  # Lightning brings it
+
+    trainer: dict[str, Any] = {}
+    if settings.strategy:
+        trainer["strategy"] = {"class_path": "lightning_turbo.TurboStrategy", "init_args": dict(settings.strategy)}
+    if settings.precision:
+        trainer["precision"] = settings.precision
+    if settings.opt_level:
+        trainer["plugins"] = [{"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": settings.opt_level}}]
+    if settings.callbacks:
+        trainer["callbacks+"] = [
+            {"class_path": f"{HOMES.get(name, 'lightning_turbo')}.{name}", "init_args": dict(arguments)}
+            for name, arguments in settings.callbacks.items()
+        ]
+    head = f"# {headline}\n# Use it as a further config: --config turbo.yaml, after yours.\n"
+    return f"{head}{_start_line(settings, command)}{yaml.safe_dump({'trainer': trainer}, sort_keys=False)}"
+
+
+def script_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
+    """Return ``turbo.py``: the arguments of the Trainer in a script.
+
+    Args:
+        settings: What was chosen.
+        headline: What it brings.
+        command: The script as it is started without tune.
+    """
+    homes: dict[str, list[str]] = {}
+    names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
+    for name in sorted(names):
+        homes.setdefault(HOMES.get(name, "lightning_turbo"), []).append(name)
+    imports = "".join(f"from {home} import {', '.join(names)}\n" for home, names in sorted(homes.items()))
+    made = ", ".join(f"{name}({_arguments(arguments)})" for name, arguments in settings.callbacks.items())
+    lines = [f'"callbacks": [*callbacks, {made}],' if made else '"callbacks": [*callbacks],']
+    if settings.strategy:
+        lines.append(f'"strategy": TurboStrategy({_arguments(settings.strategy)}),')
+    if settings.precision:
+        lines.append(f'"precision": "{settings.precision}",')
+    if settings.opt_level:
+        lines.append(f'"plugins": [ApexAMP("{settings.opt_level}")],')
+    body = "".join(f"        {line}\n" for line in lines)
+    text = f'"""{headline}.\n\nIn the script: ``Trainer(..., **turbo(callbacks=[...]))``.\n"""\n'
+    text += _start_line(settings, command) + (f"\n{imports}" if imports else "")
+    return (
+        f'{text}\n\ndef turbo(callbacks=()):\n    """Return arguments for a Trainer."""\n    return {{\n{body}    }}\n'
+    )
+
+
+def _arguments(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _bars(search: Search, step_ms: float) -> list[Bar]:
+    """From the default to the chosen settings; each setting's share is that of the comparison with it left out."""
+    ratio = search.final.ratio
+    low, high = search.final.interval or (ratio, ratio)
+    trials = [search.trials[name] for name in search.chosen.names]
+    shares = [_share(trial) for trial in trials]
+    bars = [Bar(name="default", value=step_ms, low=step_ms, high=step_ms, text=three_digits(step_ms), kind="default")]
+    at = step_ms
+    for trial, share in zip(trials, shares, strict=True):
+        # The settings help one another or stand in one another's way: the whole is divided in proportion.
+        after = at * ratio ** (share / sum(shares))
+        comparison = trial.beside if trial.beside.logs else search.final
+        spread = comparison.interval or (comparison.ratio, comparison.ratio)
+        text = f"{comparison.ratio:.2f} ({spread[0]:.2f}-{spread[1]:.2f})"
+        ends = [after * end / comparison.ratio for end in spread]
+        bars.append(
+            Bar(name=trial.candidate.name, start=at, value=after, low=ends[0], high=ends[1], text=text, kind="setting")
+        )
+        at = after
+    text = f"{three_digits(step_ms * ratio)}  ({ratio:.2f}x)"
+    return [
+        *bars,
+        Bar(name="chosen", value=step_ms * ratio, low=step_ms * low, high=step_ms * high, text=text, kind="chosen"),
+    ]
+
+
+def _share(trial: Trial) -> float:
+    """How much of the gain a setting has, as a logarithm above 0."""
+    comparison = trial.beside if trial.beside.logs else trial.alone
+    return max(1e-6, -math.log(comparison.ratio)) if comparison.logs else 1e-6
+
+
+def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list[Path]:
+    """Write the files.
+
+    Args:
+        search: After its run.
+        results: As ``make_results`` returns them.
+        out: The folder.
+
+    Returns:
+        Their paths.
+    """
+    settings, headline = _settings(search), _headline(results)
+    paths = [write_json(results, out / "tune.json")]
+    for name, text in (("turbo.yaml", yaml_text), ("turbo.py", script_text)):
+        with whole_file(out / name) as part:
+            part.write_text(text(settings, headline, results["command"]))
+        paths.append(out / name)
+    if search.facts is not None:
+        changed = results["chosen"]["result"] == "other maths"
+        above, below = search.final.losses
+        curves: dict[str, list[float]] = {"default": below, "chosen": above} if changed else {}
+        draw_bars(
+            _bars(search, search.facts.step_ms) if search.chosen.names else _bars(search, search.facts.step_ms)[:1],
+            out / "tune.png",
+            title=f"{shlex.join(results['command'])}\n{headline}",
+            label="ms a step",
+            colours=COLOURS,
+            curves=curves,
+        )
+        paths.append(out / "tune.png")
+    return paths
+
+
+def print_results(results: Mapping[str, Any], paths: Sequence[Path], console: Any) -> None:
+    """Show the candidates in a table, and what is recommended.
+
+    Args:
+        results: As ``make_results`` returns them.
+        paths: Of the files.
+        console: A rich console.
+    """
+    lines = []
+    for each in results["candidates"]:
+        ratio = "" if each["ratio"] is None else f"{each['ratio']:.3f}"
+        spread = "" if each["interval"] is None else "{:.3f}-{:.3f}".format(*each["interval"])
+        lines.append([each["name"], ratio, spread, each["result"] if ratio else "", each["why"]])
+    print_table(console, "alone", ["setting", "time / default", "95 % interval", "result", "note"], lines)
+    plain = {"markup": False, "highlight": False, "soft_wrap": True}
+    if results["headroom"]:
+        console.print(results["headroom"]["sentence"], **plain)
+    if results["chosen"]["settings"]:
+        console.print(f"Chosen: {' + '.join(results['chosen']['settings'])}", **plain)
+    console.print(f"{_headline(results)}.", **plain)
+    for path in paths:
+        console.print(str(path), **plain)
