@@ -173,6 +173,8 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
     from lightning_turbo import ApexAMP, TurboStrategy
 
     old = trainer.strategy
+    if (name := type(old).__name__) not in STRATEGIES:  # before it starts the processes of further ranks
+        probe.refuse(f"its Trainer has strategy {name}; expected one device and the default strategy, or 'turbo'.")
     if settings["strategy"]:
         new = TurboStrategy(device=old.root_device, accelerator=old.accelerator, **settings["strategy"])
         new.precision_plugin = old.precision_plugin
@@ -186,7 +188,7 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
 
     def setup_environment() -> None:  # the first thing that a run calls of what is made by now
         vars(strategy).pop("setup_environment", None)
-        silence(trainer, probe)
+        silence(trainer)
         set_up()
 
     strategy.setup_environment = setup_environment
@@ -196,13 +198,8 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
     return [make_callback(name, arguments) for name, arguments in settings["callbacks"].items()]
 
 
-def silence(trainer: Any, probe: Probe) -> None:
-    """Let a run write nothing and validate nothing; refuse one that cannot be measured."""
-    if trainer.world_size > 1:
-        probe.refuse(f"its Trainer has {trainer.world_size} ranks; expected one. Give it devices=1 and num_nodes=1.")
-    name = type(trainer.strategy).__name__
-    if name not in STRATEGIES:
-        probe.refuse(f"its Trainer has strategy {name}; expected one device and the default strategy, or 'turbo'.")
+def silence(trainer: Any) -> None:
+    """Let a run write nothing and validate nothing."""
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.callbacks = [
         each for each in trainer.callbacks if not UNWANTED & {kind.__name__ for kind in type(each).__mro__}

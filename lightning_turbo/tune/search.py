@@ -219,7 +219,7 @@ class Search:
         for count in range(1, SCREENING + 1):
             for start in range(0, len(alive), GROUP):
                 chunk = alive[start : start + GROUP]
-                if self.runner.left < 0.4 * self.total:
+                if not self._has_time(len(chunk) + 1, 0.3 * self.total):
                     break
                 rows = self._measure([DEFAULT, *(Case((trial.candidate.name,)) for trial in chunk)])
                 for trial in chunk:
@@ -263,7 +263,9 @@ class Search:
             case: What is left of the winners.
         """
         if case == DEFAULT:
-            self.verdict = "nothing helps here"
+            late = [t for t in self.trials.values() if not t.why and not t.alone.logs and not t.alone.error]
+            short = f"nothing is recommended: no time was left to try {len(late)} of {len(self.trials)} settings"
+            self.verdict = short if late else "nothing helps here"
             return
         for _ in range(FINAL):
             rows = self._measure([DEFAULT, case])
@@ -301,16 +303,20 @@ class Search:
 
     def _leave_out(self, whole: Case, kept: Sequence[Trial]) -> bool:
         """Measure a case against itself without each of its candidates; tell whether there was time for it."""
-        reserve = 2.4 * FINAL * self.runner.cost
         for _ in range(ELIMINATION):
             for start in range(0, len(kept), GROUP):
                 chunk = kept[start : start + GROUP]
-                if self.runner.left - (len(chunk) + 1) * self.runner.cost < reserve:
+                if not self._has_time(len(chunk) + 1):
                     return all(len(trial.beside.logs) > 1 for trial in kept)
                 rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in chunk)])
                 for trial in chunk:
                     trial.beside.add(rows[whole], rows[whole.without(trial.candidate.name)])
         return True
+
+    def _has_time(self, processes: int, reserve: float = 0.0) -> bool:
+        """Whether there is time for so many processes, with what the last comparison takes and a reserve."""
+        last = 2.4 * FINAL * self.runner.cost  # a fifth more than it has taken so far
+        return self.runner.left - processes * self.runner.cost >= max(last, reserve)
 
     def _measure(self, cases: Sequence[Case]) -> dict[Case, dict[str, Any]]:
         rows = self.runner.measure(cases)
