@@ -70,7 +70,8 @@ class ExactResume(Callback):
       after one of ``on_train_epoch_start`` it leaves out all batches but one; with ``max_steps`` it trains a batch of
       an epoch that is over. Here such a checkpoint is read as one of a whole epoch.
     - It counts a step twice that a signal or an error broke off. Here it is counted once.
-    - It forgets a ``GradientAccumulationScheduler`` in the rest of an epoch. Here it is asked when training starts.
+    - It forgets a ``GradientAccumulationScheduler`` in the rest of an epoch. The turbo strategies ask it when training
+      starts; this callback cannot, because that one then refuses what was set before it.
     - It forgets when ``reload_dataloaders_every_n_epochs`` loaded last. Here the schedule goes on.
 
     Note:
@@ -125,7 +126,6 @@ class ExactResume(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let counters, loaders and random generators go on as the checkpoint says."""
         self._training = True
-        accumulate_as_scheduled(trainer)
         held, self._held = self._held, None
         if held is None:
             return
@@ -154,7 +154,8 @@ def attach_exact_resume(trainer: Any) -> None:
 def accumulate_as_scheduled(trainer: Any) -> None:
     """Set what a ``GradientAccumulationScheduler`` says for the epoch that a Trainer begins to train.
 
-    The callback sets it in ``on_train_epoch_start``, which Lightning does not call where a run goes on in mid-epoch.
+    The callback sets it in ``on_train_epoch_start``, which Lightning does not call where a run goes on in mid-epoch. A
+    strategy calls this in its ``on_train_start``, the last of these hooks.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):

@@ -346,19 +346,7 @@ class LeanEpochLoop(TrainingEpochLoop):
         progress.increment_ready()
         connector = trainer._logger_connector
         connector.on_batch_start(batch)
-        output: Any = None
-        ends_epoch = False
-        if batch is None:
-            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
-        else:
-            call_callbacks(trainer, module, "on_train_batch_start", batch, batch_idx)
-            ends_epoch = call_hook(module, module, "on_train_batch_start", batch, batch_idx) == -1
-            call_hook(strategy, module, "on_train_batch_start", batch, batch_idx)
-            if ends_epoch:
-                progress.increment_by(0, is_last_batch=True)
-            else:
-                progress.increment_started()
-                output = self._optimized(batch, batch_idx)
+        output, ends_epoch = self._train_on(batch, batch_idx)
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -375,6 +363,22 @@ class LeanEpochLoop(TrainingEpochLoop):
         progress.increment_completed()
         if self._results:
             connector.update_train_step_metrics()
+
+    def _train_on(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
+        """Return the output of a step, and whether a hook has ended the epoch before it."""
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            return None, False
+        trainer = self.trainer
+        strategy, module = trainer.strategy, trainer.lightning_module
+        call_callbacks(trainer, module, "on_train_batch_start", batch, batch_idx)
+        ends_epoch = call_hook(module, module, "on_train_batch_start", batch, batch_idx) == -1
+        call_hook(strategy, module, "on_train_batch_start", batch, batch_idx)
+        if ends_epoch:
+            self.batch_progress.increment_by(0, is_last_batch=True)
+            return None, True
+        self.batch_progress.increment_started()
+        return self._optimized(batch, batch_idx), False
 
     def _optimized(self, batch: Any, batch_idx: int) -> Any:
         module = self.trainer.lightning_module

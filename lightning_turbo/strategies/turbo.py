@@ -24,7 +24,7 @@ from lightning_turbo._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_turbo.callbacks.exact_resume import attach_exact_resume
+from lightning_turbo.callbacks.exact_resume import accumulate_as_scheduled, attach_exact_resume
 from lightning_turbo.callbacks.grad_to_none import release_in
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.data.dali import DALILoader
@@ -107,7 +107,7 @@ class TurboParts(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is started with it, has nothing to put back.
-        return {**vars(self), "_borrowed": ExitStack()}
+        return {**super().__getstate__(), "_borrowed": ExitStack()}
 
     @property
     def prefetches_to_device(self) -> bool:
@@ -184,6 +184,11 @@ class TurboParts(Strategy):
             self._say("lean_step off: a profiler names every call of Lightning's own training loop.")
             step = False
         self._borrowed.callback(install_lean(trainer, step=step, logging=logging, sigterm_every=sigterm_every))
+
+    def on_train_start(self) -> None:
+        """Accumulate what a scheduler says in the rest of an epoch too."""
+        super().on_train_start()
+        accumulate_as_scheduled(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keep the next batches on the device, or return the loader as it is where that has no use."""
@@ -271,7 +276,13 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
         precision_plugin: Precision | None = None,
         **parts: Any,
     ) -> None:
-        super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin, **parts)
+        super().__init__(
+            device="cpu" if device is None else device,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            **parts,
+        )
         self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 
     @property

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_turbo._checks import check_switches
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._lightning import DDPStrategy, MisconfigurationException, check_lean, is_fitting
-from lightning_turbo.callbacks.exact_resume import accumulate_as_scheduled
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.turbo import TurboParts, check_choice, check_counts
 
@@ -134,7 +133,6 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         """
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
-        accumulate_as_scheduled(trainer)
         if self.static_graph and trainer.accumulate_grad_batches > 1:
             raise MisconfigurationException(
                 f"expected accumulate_grad_batches=1 with static_graph=True, got {trainer.accumulate_grad_batches}: "

@@ -13,6 +13,7 @@ __all__ = ["Candidate", "Facts", "combine", "list_candidates", "select"]
 
 Result = Literal["same bits", "rounding", "other maths"]
 LEAN = {"lean_step": True, "lean_logging": True}
+SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as some steps
 SMALL_SHARE = 0.03  # of a step; what cannot save more than this is not tried
 LIGHTNING_MS = 0.6  # what Lightning's own loop can cost in a step, with bar and logged values
 
@@ -163,28 +164,34 @@ def _huge(facts: Facts) -> str:
     )
 
 
+def _long_epochs(facts: Facts, batches: float) -> str:
+    long = facts.batches is None or facts.batches > batches
+    return "epochs are so long that their first batches hardly count" if long else ""
+
+
 def _next_epoch(facts: Facts) -> str:
-    if facts.batches is None or facts.batches * SMALL_SHARE > 1:
-        return "epochs are so long that their first batches hardly count"
-    return _in_thread(facts)
+    return _first(_long_epochs(facts, 1 / SMALL_SHARE), _in_thread(facts))
 
 
 def _threads(facts: Facts) -> str:
     return _first(_computing(facts), "" if facts.device == "cpu" else "it is for a CPU")
 
 
-def _workers(count: int) -> Callable[[Facts], str]:
+def _workers(count: int, persistent: bool = False) -> Callable[[Facts], str]:
     def why_not(facts: Facts) -> str:
-        return _loading(facts) or ("the loader has as many" if facts.num_workers == count else "")
+        as_many = "the loader has as many" if facts.num_workers == count else ""
+        return _first(_loading(facts), as_many, _long_epochs(facts, SHORT_EPOCH) if persistent else "")
 
     return why_not
 
 
-def _loader(name: str, why_not: Callable[[Facts], str], next_epoch: bool = False, **settings: Any) -> Candidate:
+def _loader(
+    name: str, why_not: Callable[[Facts], str], result: Result = "same bits", next_epoch: bool = False, **settings: Any
+) -> Candidate:
     callbacks: dict[str, Mapping[str, Any]] = {"LoaderSettings": settings}
     if next_epoch:
         callbacks["PrefetchNextEpoch"] = {}
-    return Candidate(name=name, slot="loading", result="same bits", why_not=why_not, callbacks=callbacks)
+    return Candidate(name=name, slot="loading", result=result, why_not=why_not, callbacks=callbacks)
 
 
 def _counts(cores: int, most: int = 8) -> list[int]:
@@ -204,6 +211,13 @@ def list_candidates(cores: int) -> list[Candidate]:
         _loader("prefetch", _in_thread, prefetch=True),
         _loader("prefetch-threads", _in_thread, prefetch=True, prefetch_threads=max(2, min(cores, 4))),
         *(_loader(f"workers-{count}", _workers(count), num_workers=count) for count in _counts(cores)),
+        *(
+            _loader(  # the samples of the second epoch come in another order
+                f"workers-{count}-persistent", _workers(count, True), "other maths", num_workers=count,
+                persistent_workers=True,
+            )
+            for count in _counts(cores)
+        ),
         _loader("next-epoch", _next_epoch, prefetch=True, next_epoch=True),
         c(name="lean", slot="lean", result="same bits", why_not=_lean, strategy=LEAN),
         c(name="compile", slot="compile", result="rounding", why_not=_compile, strategy={"compile": "network"}),

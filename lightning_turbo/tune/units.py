@@ -26,13 +26,19 @@ def can_fuse(optimizer: Optimizer) -> bool:
 
 
 def set_up_loader(
-    loader: Any, *, num_workers: int | None = None, prefetch: bool = False, prefetch_threads: int = 1
+    loader: Any,
+    *,
+    num_workers: int | None = None,
+    persistent_workers: bool = False,
+    prefetch: bool = False,
+    prefetch_threads: int = 1,
 ) -> Any:
     """Return a loader like ``loader`` with other settings; what is not a ``DataLoader`` comes back as it is.
 
     Args:
         loader: Any loader; it is not changed.
-        num_workers: Worker processes, which stay from epoch to epoch; ``None`` keeps the loader's own.
+        num_workers: Worker processes; ``None`` keeps the loader's own.
+        persistent_workers: Whether they stay from epoch to epoch.
         prefetch: Whether a background thread prepares batches ahead, see ``PrefetchLoader``.
         prefetch_threads: How many threads do.
     """
@@ -44,7 +50,7 @@ def set_up_loader(
         vars(loader).update(
             num_workers=num_workers,
             prefetch_factor=(loader.prefetch_factor or 2) if num_workers else None,
-            persistent_workers=num_workers > 0,
+            persistent_workers=persistent_workers and num_workers > 0,
             _iterator=None,
         )
     if prefetch and not isinstance(loader, PrefetchLoader):
@@ -59,6 +65,8 @@ class LoaderSettings(Callback):
 
     Args:
         num_workers: Worker processes of each ``DataLoader``; ``None`` keeps the loader's own.
+        persistent_workers: Whether they stay from epoch to epoch: each epoch begins sooner, and from the second one on
+            the samples come in another order than without, because torch draws a random number less.
         prefetch: Whether a background thread prepares batches ahead, see ``PrefetchLoader``.
         prefetch_threads: How many threads do, 1 or more.
 
@@ -67,9 +75,20 @@ class LoaderSettings(Callback):
         >>> callback = LoaderSettings(num_workers=2)
     """
 
-    def __init__(self, num_workers: int | None = None, prefetch: bool = False, prefetch_threads: int = 1) -> None:
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        persistent_workers: bool = False,
+        prefetch: bool = False,
+        prefetch_threads: int = 1,
+    ) -> None:
         check_binding("LoaderSettings")
-        self.settings = {"num_workers": num_workers, "prefetch": prefetch, "prefetch_threads": prefetch_threads}
+        self.settings: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": persistent_workers,
+            "prefetch": prefetch,
+            "prefetch_threads": prefetch_threads,
+        }
         self._strategy: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -116,12 +116,13 @@ def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
     plain = run(script())[0]["losses"]
     found, _ = run(script(), name)
     tolerance = {"same bits": 0.0, "rounding": 1e-4, "other maths": 0.1}[TABLE[name].result]
-    assert found["losses"] == pytest.approx(plain, rel=tolerance, abs=tolerance)
+    epoch = 8 if name.endswith("persistent") else 20  # the second one has another order of samples
+    assert found["losses"][:epoch] == pytest.approx(plain[:epoch], rel=tolerance, abs=tolerance)
     if TABLE[name].result == "other maths":
         assert found["losses"] != plain
     facts = found["facts"]
     assert facts["prefetches"] == (name in ("prefetch", "prefetch-threads", "next-epoch"))
-    assert facts["num_workers"] == (int(name[-1]) if name.startswith("workers-") else 0)
+    assert facts["num_workers"] == (int(name.split("-")[1]) if name.startswith("workers-") else 0)
     assert facts["strategy"] == ("TurboStrategy" if TABLE[name].strategy else "SingleDeviceStrategy")
 
 
@@ -146,8 +147,11 @@ class Line(LightningModule):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten())
 
+    def forward(self, x):
+        return self.net(x)
+
     def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
+        return self(batch).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -188,14 +192,16 @@ def test_the_configuration_that_is_written_runs(names, tmp_path, monkeypatch):
     (tmp_path / "turbo.yaml").write_text(yaml_text(settings, "0.5 of the time", ["python", "-m", "pkg"]))
     own = {
         "accelerator": "cpu", "max_steps": 3, "logger": False, "enable_checkpointing": False,
-        "callbacks": [{"class_path": "lightning_turbo.ExactAccumulation"}],
+        "callbacks": [{"class_path": "lightning.pytorch.callbacks.Timer"}],
     }  # fmt: skip
-    (tmp_path / "own.yaml").write_text(json.dumps({"trainer": {**own, "enable_progress_bar": False}}))
+    (tmp_path / "own.yaml").write_text(
+        json.dumps({"trainer": {**own, "enable_progress_bar": False, "enable_model_summary": False}})
+    )
     monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", "own.yaml", "--config", "turbo.yaml"])
-    made = cli.LightningCLI(Line, save_config_callback=None)
+    made = cli.LightningCLI(Line, save_config_callback=None, seed_everything_default=0)
     assert made.trainer.global_step == 3
     kinds = [type(callback).__name__ for callback in made.trainer.callbacks]
-    assert set(kinds) >= {"ExactAccumulation", *settings.callbacks}
+    assert set(kinds) >= {"Timer", *settings.callbacks}
     assert (type(made.trainer.precision_plugin).__name__ == "ApexAMP") == ("O1" in names)
 
 
