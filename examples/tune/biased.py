@@ -4,6 +4,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 
 class Biased(LightningModule):
@@ -36,7 +37,8 @@ class Biased(LightningModule):
 def main() -> None:
     """Train on batches that are in memory."""
     torch.manual_seed(0)
-    loader = [(torch.randn(4, 3, 8, 8), torch.arange(4)) for _ in range(100)]
+    batches = [(torch.randn(4, 3, 8, 8), torch.arange(4)) for _ in range(100)]
+    loader = DataLoader(batches, batch_size=None)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Biased(), loader)
 
 

@@ -3,6 +3,7 @@
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 
 class Square(LightningModule):
@@ -30,7 +31,8 @@ class Square(LightningModule):
 def main() -> None:
     """Train on one batch that is in memory."""
     torch.manual_seed(0)
-    loader = [torch.randn(700, 700)] * 64
+    batches = [torch.randn(700, 700)] * 64
+    loader = DataLoader(batches, batch_size=None)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Square(), loader)
 
 

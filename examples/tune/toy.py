@@ -4,6 +4,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 
 class Toy(LightningModule):
@@ -27,7 +28,8 @@ class Toy(LightningModule):
 def main() -> None:
     """Train on batches that are in memory."""
     torch.manual_seed(0)
-    loader = [(torch.randn(16, 32), torch.randint(10, (16,))) for _ in range(200)]
+    batches = [(torch.randn(16, 32), torch.randint(10, (16,))) for _ in range(200)]
+    loader = DataLoader(batches, batch_size=None)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Toy(), loader)
 
 

@@ -4,6 +4,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 
 class Volumes(LightningModule):
@@ -32,7 +33,8 @@ class Volumes(LightningModule):
 def main() -> None:
     """Train on batches that are in memory."""
     torch.manual_seed(0)
-    loader = [(torch.randn(8, 1, 16, 16, 16), torch.arange(8) % 2) for _ in range(50)]
+    batches = [(torch.randn(8, 1, 16, 16, 16), torch.arange(8) % 2) for _ in range(50)]
+    loader = DataLoader(batches, batch_size=None)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Volumes(), loader)
 
 

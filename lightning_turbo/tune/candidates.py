@@ -9,56 +9,34 @@ from typing import Any, Literal
 
 from lightning_turbo.errors import TurboError
 
-__all__ = ["Candidate", "Facts", "combine", "list_candidates", "select"]
+__all__ = ["Candidate", "Facts", "Settings", "combine", "list_candidates", "select", "why_not"]
 
 Result = Literal["same bits", "rounding", "other maths"]
-LEAN = {"lean_step": True, "lean_logging": True}
-SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as some steps
 SMALL_SHARE = 0.03  # of a step; what cannot save more than this is not tried
-LIGHTNING_MS = 0.6  # what Lightning's own loop can cost in a step, with bar and logged values
+LIGHTNING_MS = 0.6  # what Lightning's own loop can cost in a step, with logged values
+SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as some steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the first run found out about the script and the machine; times in milliseconds.
-
-    Args:
-        step_ms: A step as it is.
-        one_batch_ms: A step that is given one batch again and again.
-        loader_ms: A batch from the loader alone.
-        device: ``"cpu"`` or ``"cuda"``.
-        cores: Cores that a process may use.
-        strategy: Name of the strategy's class.
-        precision: The precision that the script sets, ``"32-true"`` by default.
-        automatic: Whether Lightning steps the optimizers.
-        can_fuse: Whether an optimizer can be fused.
-        convolutions: Whether there are weights of four or five dimensions.
-        norms: Whether there are norm layers, and convolutions with a bias.
-        dataloader: Whether the training loader is a ``DataLoader`` of torch.
-        num_workers: Its worker processes.
-        prefetches: Whether it prepares batches in a thread already.
-        batches: Batches of an epoch; ``None`` where it has no length.
-        followed: Whether Lightning is one that the lean step follows.
-        compiler: Whether torch finds a compiler.
-        huge_pages: The kernel's rule for large pages.
-    """
+    """What the first runs found out about the script and the machine; ``probe.describe`` says how."""
 
     step_ms: float
-    one_batch_ms: float
-    loader_ms: float
+    one_batch_ms: float  # of a step that is given one batch again and again
+    loader_ms: float  # of a batch from the loader alone
     device: str = "cpu"
     cores: int = 1
     strategy: str = "SingleDeviceStrategy"
     precision: str = "32-true"
-    automatic: bool = True
+    automatic: bool = True  # whether Lightning steps the optimizers
     can_fuse: bool = False
     convolutions: bool = False
-    norms: bool = False
+    norms: bool = False  # norm layers, and convolutions with a bias
     dataloader: bool = True
     num_workers: int = 0
     prefetches: bool = False
-    batches: int | None = None
-    followed: bool = True
+    batches: int | None = None  # of an epoch
+    followed: bool = True  # whether Lightning is one that the lean step follows
     compiler: bool = True
     huge_pages: str | None = None
 
@@ -68,189 +46,104 @@ class Facts:
         return max(0.0, 1.0 - self.one_batch_ms / self.step_ms)
 
 
+# What a candidate needs: whether it is there, and what is said if it is not.
+NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
+    "waiting": (lambda f: f.waiting >= SMALL_SHARE, "a step waits for data less than 3 % of its time"),
+    "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, "a step computes less than 3 % of its time"),
+    "dataloader": (lambda f: f.dataloader, "the training loader is not a DataLoader"),
+    "no thread": (lambda f: not f.prefetches, "the loader prepares batches in a thread already"),
+    "epochs": (lambda f: (f.batches or 1e9) * SMALL_SHARE <= 1, "epochs are long, so that their starts hardly count"),
+    "short epochs": (lambda f: (f.batches or 1e9) <= SHORT_EPOCH, "epochs are long, so that their starts hardly count"),
+    "own strategy": (lambda f: f.strategy == "SingleDeviceStrategy", "the script sets a strategy"),
+    "own precision": (lambda f: f.precision == "32-true", "the script sets a precision"),
+    "short step": (lambda f: f.one_batch_ms * SMALL_SHARE < LIGHTNING_MS, "a step is long beside Lightning's loop"),
+    "Lightning 2.6": (lambda f: f.followed, "it needs Lightning 2.6"),
+    "compiler": (lambda f: f.compiler, "torch finds no C++ compiler"),
+    "optimizer": (lambda f: f.can_fuse, "no optimizer can be fused, or each is already"),
+    "convolutions": (lambda f: f.convolutions, "there is no 2D or 3D convolution"),
+    "norms": (lambda f: f.norms, "there is no bias before a norm layer"),
+    "automatic": (lambda f: f.automatic, "the script steps its optimizers"),
+    "cuda": (lambda f: f.device == "cuda", "it needs a CUDA device"),
+    "cpu": (lambda f: f.device == "cpu", "it is for a CPU"),
+    "huge pages": (lambda f: f.huge_pages == "madvise", "the kernel gives large pages to every program, or to none"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One setting.
-
-    Args:
-        name: On the command line and in the reports.
-        slot: Of the candidates of a slot at most one is chosen.
-        result: What it may do to the result.
-        why_not: Why it is not tried, or an empty text.
-        strategy: Arguments of a ``TurboStrategy``.
-        precision: The Trainer's ``precision``.
-        opt_level: Level of an ``ApexAMP``, in bfloat16.
-        callbacks: Names of callbacks with their arguments.
-        environment: Variables of the process.
-    """
+    """One setting."""
 
     name: str
-    slot: str
-    result: Result
-    why_not: Callable[[Facts], str]
-    strategy: Mapping[str, Any] = field(default_factory=dict)
-    precision: str = ""
-    opt_level: str = ""
-    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...]  # keys of NEEDS
+    slot: str = ""  # of the candidates of a slot at most one is chosen; by default the name
+    result: Result = "same bits"  # what it may do to the result
+    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of a TurboStrategy
+    precision: str = ""  # the Trainer's
+    opt_level: str = ""  # of an ApexAMP
+    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the process
 
 
-def _loading(facts: Facts) -> str:
-    if facts.waiting < SMALL_SHARE:
-        return f"a step waits for data {100 * facts.waiting:.0f} % of its time"
-    return "" if facts.dataloader else "the training loader is not a DataLoader"
+def why_not(candidate: Candidate, facts: Facts) -> str:
+    """Return why a candidate is not tried, or an empty text."""
+    if facts.num_workers and candidate.callbacks.get("LoaderSettings", {}).get("num_workers") == facts.num_workers:
+        return "the loader has as many"
+    return next((NEEDS[need][1] for need in candidate.needs if not NEEDS[need][0](facts)), "")
 
 
-def _in_thread(facts: Facts) -> str:
-    return _loading(facts) or ("the loader prepares batches in a thread already" if facts.prefetches else "")
+LOADING = ("waiting", "dataloader")
+THREAD = (*LOADING, "no thread")
+COMPILE = ("computing", "own strategy", "compiler")
+CUDA = ("cuda", "own strategy")
 
 
-def _computing(facts: Facts) -> str:
-    share = facts.one_batch_ms / facts.step_ms
-    return f"a step computes {100 * share:.0f} % of its time only" if share < SMALL_SHARE else ""
+def _loader(name: str, needs: tuple[str, ...], result: Result = "same bits", **settings: Any) -> Candidate:
+    return Candidate(name=name, slot="loading", needs=needs, result=result, callbacks={"LoaderSettings": settings})
 
 
-def _strategy(facts: Facts) -> str:
-    return "" if facts.strategy == "SingleDeviceStrategy" else f"the script has strategy {facts.strategy}"
-
-
-def _first(*reasons: str) -> str:
-    return next(filter(None, reasons), "")
-
-
-def _precision(facts: Facts) -> str:
-    own = "" if facts.precision == "32-true" else f"the script sets precision {facts.precision!r}"
-    return _first(_computing(facts), own)
-
-
-def _lean(facts: Facts) -> str:
-    slow = (
-        "" if facts.one_batch_ms * SMALL_SHARE < LIGHTNING_MS else "a step is long beside what Lightning's loop costs"
-    )
-    other = "" if facts.followed else "it needs Lightning 2.6"
-    return _first(_computing(facts), _strategy(facts), other, slow)
-
-
-def _compile(facts: Facts) -> str:
-    return _first(_computing(facts), _strategy(facts), "" if facts.compiler else "torch finds no C++ compiler")
-
-
-def _fused(facts: Facts) -> str:
-    return _first(_computing(facts), "" if facts.can_fuse else "no optimizer can be fused, or each is already")
-
-
-def _format(facts: Facts) -> str:
-    return _first(_computing(facts), "" if facts.convolutions else "there is no 2D or 3D convolution")
-
-
-def _bias(facts: Facts) -> str:
-    return _first(_computing(facts), "" if facts.norms else "there is no bias before a norm layer")
-
-
-def _release(facts: Facts) -> str:
-    return _first(_computing(facts), _strategy(facts), "" if facts.automatic else "the script steps its optimizers")
-
-
-def _cuda(facts: Facts) -> str:
-    return _first("" if facts.device == "cuda" else "it needs a CUDA device", _strategy(facts))
-
-
-def _huge(facts: Facts) -> str:
-    return _first(
-        "" if facts.device == "cpu" else "it is for a CPU",
-        {"always": "the kernel gives large pages to every program", None: "this kernel has no large pages"}.get(
-            facts.huge_pages, ""
-        ),
-    )
-
-
-def _long_epochs(facts: Facts, batches: float) -> str:
-    long = facts.batches is None or facts.batches > batches
-    return "epochs are so long that their first batches hardly count" if long else ""
-
-
-def _next_epoch(facts: Facts) -> str:
-    return _first(_long_epochs(facts, 1 / SMALL_SHARE), _in_thread(facts))
-
-
-def _threads(facts: Facts) -> str:
-    return _first(_computing(facts), "" if facts.device == "cpu" else "it is for a CPU")
-
-
-def _workers(count: int, persistent: bool = False) -> Callable[[Facts], str]:
-    def why_not(facts: Facts) -> str:
-        as_many = "the loader has as many" if facts.num_workers == count else ""
-        return _first(_loading(facts), as_many, _long_epochs(facts, SHORT_EPOCH) if persistent else "")
-
-    return why_not
-
-
-def _loader(
-    name: str, why_not: Callable[[Facts], str], result: Result = "same bits", next_epoch: bool = False, **settings: Any
-) -> Candidate:
-    callbacks: dict[str, Mapping[str, Any]] = {"LoaderSettings": settings}
-    if next_epoch:
-        callbacks["PrefetchNextEpoch"] = {}
-    return Candidate(name=name, slot="loading", result=result, why_not=why_not, callbacks=callbacks)
-
-
-def _counts(cores: int, most: int = 8) -> list[int]:
-    """Powers of two up to the number of cores."""
-    return [count for count in (1, 2, 4, 8) if count <= min(cores, most)]
+def _workers(count: int) -> list[Candidate]:
+    # Where they stay, the samples of the second epoch come in another order.
+    short = (*LOADING, "short epochs")
+    return [
+        _loader(f"workers-{count}", LOADING, num_workers=count),
+        _loader(f"workers-{count}-persistent", short, "other maths", num_workers=count, persistent_workers=True),
+    ]
 
 
 def list_candidates(cores: int) -> list[Candidate]:
-    """Return the table, for a machine with so many cores.
-
-    Args:
-        cores: Cores that a process may use.
-    """
-    reduce_overhead = {"compile": {"what": "network", "mode": "reduce-overhead"}}
+    """Return the table, for a machine with so many cores."""
+    counts = [count for count in (1, 2, 4, 8) if count <= cores]
+    half = str(max(1, cores // 2))
+    threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
+    ahead = {"LoaderSettings": {"prefetch": True}, "PrefetchNextEpoch": {}}
+    channels_last = {"MemoryFormat": {"memory_format": "channels_last"}}
+    graphs = {"compile": {"what": "network", "mode": "reduce-overhead"}}
+    lean = ("computing", "own strategy", "Lightning 2.6", "short step")
+    precision: dict[str, Any] = {
+        "slot": "precision", "needs": ("computing", "own precision"), "result": "other maths",
+    }  # fmt: skip
     c = Candidate
     return [
-        _loader("prefetch", _in_thread, prefetch=True),
-        _loader("prefetch-threads", _in_thread, prefetch=True, prefetch_threads=max(2, min(cores, 4))),
-        *(_loader(f"workers-{count}", _workers(count), num_workers=count) for count in _counts(cores)),
-        *(
-            _loader(  # the samples of the second epoch come in another order
-                f"workers-{count}-persistent", _workers(count, True), "other maths", num_workers=count,
-                persistent_workers=True,
-            )
-            for count in _counts(cores)
-        ),
-        _loader("next-epoch", _next_epoch, prefetch=True, next_epoch=True),
-        c(name="lean", slot="lean", result="same bits", why_not=_lean, strategy=LEAN),
-        c(name="compile", slot="compile", result="rounding", why_not=_compile, strategy={"compile": "network"}),
-        c(
-            name="compile-reduce-overhead", slot="compile", result="rounding", strategy=reduce_overhead,
-            why_not=lambda facts: _first(_cuda(facts), _compile(facts)),
-        ),
-        c(name="bf16-mixed", slot="precision", result="other maths", why_not=_precision, precision="bf16-mixed"),
-        c(name="O1", slot="precision", result="other maths", why_not=_precision, opt_level="O1"),
-        c(name="O2", slot="precision", result="other maths", why_not=_precision, opt_level="O2"),
-        c(
-            name="channels-last", slot="format", result="rounding", why_not=_format,
-            callbacks={"MemoryFormat": {"memory_format": "channels_last"}},
-        ),
-        c(name="no-bias", slot="bias", result="rounding", why_not=_bias, callbacks={"DropBiasBeforeNorm": {}}),
-        c(name="fused", slot="fused", result="rounding", why_not=_fused, callbacks={"FusedOptimizers": {}}),
-        c(name="release-gradients", slot="release", result="same bits", why_not=_release, callbacks={"GradToNone": {}}),
-        c(
-            name="huge-pages", slot="pages", result="same bits", why_not=_huge,
-            environment={"THP_MEM_ALLOC_ENABLE": "1"},
-        ),
-        *(
-            c(
-                name=f"threads-{count}", slot="threads", result="rounding", why_not=_threads,
-                environment={"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)},
-            )
-            for count in _counts(max(1, cores // 2))[-1:]
-            if cores > 1
-        ),
-        c(name="device-prefetch", slot="device", result="same bits", why_not=_cuda, strategy={"device_prefetch": True}),
-        c(name="cudnn-benchmark", slot="cudnn", result="rounding", why_not=_cuda, strategy={"cudnn_benchmark": True}),
-        c(name="tf32", slot="tf32", result="other maths", why_not=_cuda, strategy={"matmul_precision": "high"}),
-    ]  # fmt: skip
+        _loader("prefetch", THREAD, prefetch=True),
+        _loader("prefetch-threads", THREAD, prefetch=True, prefetch_threads=max(2, min(cores, 4))),
+        c(name="next-epoch", slot="loading", needs=(*THREAD, "epochs"), callbacks=ahead),
+        *(candidate for count in counts for candidate in _workers(count)),
+        c(name="lean", needs=lean, strategy={"lean_step": True, "lean_logging": True}),
+        c(name="compile", needs=COMPILE, result="rounding", strategy={"compile": "network"}),
+        c(name="compile-graphs", slot="compile", needs=("cuda", *COMPILE), result="rounding", strategy=graphs),
+        c(name="bf16-mixed", **precision, precision="bf16-mixed"),
+        c(name="O1", **precision, opt_level="O1"),
+        c(name="O2", **precision, opt_level="O2"),
+        c(name="channels-last", needs=("computing", "convolutions"), result="rounding", callbacks=channels_last),
+        c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),
+        c(name="fused", needs=("computing", "optimizer"), result="rounding", callbacks={"FusedOptimizers": {}}),
+        c(name="release-gradients", needs=("computing", "automatic"), callbacks={"GradToNone": {}}),
+        c(name="huge-pages", needs=("cpu", "huge pages"), environment={"THP_MEM_ALLOC_ENABLE": "1"}),
+        c(name=f"threads-{half}", needs=("cpu", "computing"), result="rounding", environment=threads),
+        c(name="device-prefetch", needs=CUDA, strategy={"device_prefetch": True}),
+        c(name="cudnn-benchmark", needs=CUDA, result="rounding", strategy={"cudnn_benchmark": True}),
+        c(name="tf32", needs=CUDA, result="other maths", strategy={"matmul_precision": "high"}),
+    ]
 
 
 def select(
@@ -268,31 +161,30 @@ def select(
         TurboError: If a pattern matches no name, or nothing is left.
     """
     table = list(candidates)
-    names = ", ".join(each.name for each in table)
+    names = [each.name for each in table]
+
+    def named(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
     for pattern in (*only, *without):
-        if not any(fnmatchcase(each.name, pattern) for each in table):
-            raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
-    chosen = [
-        each
-        for each in table
-        if (not only or any(fnmatchcase(each.name, pattern) for pattern in only))
-        and not any(fnmatchcase(each.name, pattern) for pattern in without)
-        and not (same_maths and each.result != "same bits")
-    ]
+        if not any(named(name, [pattern]) for name in names):
+            raise TurboError(f"{pattern!r} names no candidate; expected some of {', '.join(names)}.")
+    chosen = [each for each in table if named(each.name, only or ["*"]) and not named(each.name, without)]
+    chosen = [each for each in chosen if each.result == "same bits" or not same_maths]
     if not chosen:
-        raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {names}.")
+        raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {', '.join(names)}.")
     return chosen
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Settings:
     """Candidates put together: what a Trainer and its process are given."""
 
-    strategy: dict[str, Any]
-    precision: str
-    opt_level: str
-    callbacks: dict[str, dict[str, Any]]
-    environment: dict[str, str]
+    strategy: dict[str, Any] = field(default_factory=dict)
+    precision: str = ""
+    opt_level: str = ""
+    callbacks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 # Of a TurboStrategy: what is not chosen stays as Lightning has it.
@@ -306,17 +198,13 @@ OFF: dict[str, Any] = {
 
 
 def combine(candidates: Iterable[Candidate]) -> Settings:
-    """Return the settings of some candidates together.
-
-    Args:
-        candidates: At most one of each slot.
-    """
-    chosen = list(candidates)
-    strategy = {name: value for each in chosen for name, value in each.strategy.items()}
-    return Settings(
-        strategy={**OFF, **strategy} if strategy else {},
-        precision=next((each.precision for each in chosen if each.precision), ""),
-        opt_level=next((each.opt_level for each in chosen if each.opt_level), ""),
-        callbacks={name: dict(arguments) for each in chosen for name, arguments in each.callbacks.items()},
-        environment={name: value for each in chosen for name, value in each.environment.items()},
-    )
+    """Return the settings of some candidates together."""
+    settings = Settings()
+    for each in candidates:
+        if each.strategy:
+            settings.strategy = {**OFF, **settings.strategy, **each.strategy}
+        settings.precision = each.precision or settings.precision
+        settings.opt_level = each.opt_level or settings.opt_level
+        settings.callbacks.update(each.callbacks)
+        settings.environment.update(each.environment)
+    return settings

@@ -43,23 +43,20 @@ def run_tune(settings: TuneSettings, console: Any = None) -> int:
         search = Search(candidates, runner, same_maths=settings.same_maths)
         search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
         search.run()
-    device = "cpu" if search.facts is None else search.facts.device
-    results = make_results(search, settings.command, device)
+    results = make_results(search, settings.command)
     print_results(results, write_results(search, results, settings.out), console_for(console))
     return 130 if interrupt.pressed else 0
 
 
 def _check(settings: TuneSettings) -> None:
-    """Refuse what can be refused before anything is measured, and make the folder."""
+    """Make the folder, and refuse a device that is not there."""
+    import torch
+
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise TurboError("device='cuda', but torch sees no CUDA device: expected 'cpu' or 'auto' here.")
     try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-        (settings.out / "logs").mkdir(exist_ok=True)
+        (settings.out / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TurboError(
             f"out={str(settings.out)!r}: {error.strerror or error}; expected a folder that can be made and written."
         ) from error
-    if settings.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise TurboError("device='cuda', but torch sees no CUDA device: expected 'cpu' or 'auto' here.")

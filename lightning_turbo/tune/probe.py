@@ -40,39 +40,22 @@ STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy")
 
 
 class Repeat:
-    """The first batch of a loader again and again, in epochs of the same length.
-
-    Args:
-        loader: Any loader.
-    """
+    """The first batch of a loader again and again, in epochs of the same length."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.batch: Any = None
+        self.batches: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        if self.batch is None:
-            self.batch = next(iter(self.loader))
-        length = self._length()
-        return itertools.repeat(self.batch) if length is None else itertools.repeat(self.batch, length)
+        self.batches = self.batches or [next(iter(self.loader))]
+        return itertools.cycle(self.batches)
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def _length(self) -> int | None:
-        try:
-            return len(self.loader)
-        except TypeError:
-            return None
-
 
 class Probe(Callback):
-    """Counts the steps of ``fit``, keeps their losses, and ends the script.
-
-    Args:
-        meter: Of this process.
-        mode: ``"step"`` measures steps, ``"one batch"`` steps with one batch again and again, ``"loader"`` the loader.
-    """
+    """Counts the steps of ``fit``, with one batch again and again, or of the loader alone; and ends the script."""
 
     def __init__(self, meter: Meter, mode: str) -> None:
         self.meter = meter
@@ -160,16 +143,7 @@ def make_callback(name: str, arguments: Mapping[str, Any]) -> Callback:
 
 
 def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> list[Callback]:
-    """Put the settings into a Trainer in construction, and silence it when it begins to run.
-
-    Args:
-        trainer: It has its strategy by now.
-        settings: The fields of ``candidates.Settings``.
-        probe: Refuses what cannot be measured.
-
-    Returns:
-        The callbacks to add.
-    """
+    """Put the settings into a Trainer in construction, and silence it when it begins to run."""
     from lightning_turbo import ApexAMP, TurboStrategy
 
     old = trainer.strategy

@@ -11,7 +11,8 @@ from typing import Any
 from lightning_turbo._files import whole_file
 from lightning_turbo.measure import Bar, describe_machine, draw_bars, print_table, three_digits, write_json
 from lightning_turbo.tune.candidates import Facts, Settings, combine
-from lightning_turbo.tune.search import Comparison, Search, Trial
+from lightning_turbo.tune.evidence import Comparison
+from lightning_turbo.tune.search import Search
 
 __all__ = ["describe_headroom", "make_results", "print_results", "script_text", "write_results", "yaml_text"]
 
@@ -36,27 +37,19 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def make_results(search: Search, command: Sequence[str], device: str) -> dict[str, Any]:
-    """Return what was found as plain values.
-
-    Args:
-        search: After its run.
-        command: The script as it is started without tune.
-        device: ``"cpu"`` or ``"cuda"``.
-    """
+def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
+    """Return what was found as plain values."""
     facts = search.facts
-    headroom = None
-    if facts is not None:
-        headroom = {
-            "one_batch_ms": facts.one_batch_ms,
-            "loader_ms": facts.loader_ms,
-            "waiting_ms": facts.waiting * facts.step_ms,
-            "sentence": describe_headroom(facts),
-        }
+    headroom = facts and {
+        "one_batch_ms": facts.one_batch_ms,
+        "loader_ms": facts.loader_ms,
+        "waiting_ms": facts.waiting * facts.step_ms,
+        "sentence": describe_headroom(facts),
+    }
     return {
         "format": 1,
         "command": list(command),
-        "machine": describe_machine(device),
+        "machine": describe_machine("cpu" if facts is None else facts.device),
         "interrupted": search.interrupted,
         "verdict": search.verdict,
         "default": {"step_ms": None if facts is None else facts.step_ms},
@@ -68,7 +61,7 @@ def make_results(search: Search, command: Sequence[str], device: str) -> dict[st
                 "kept": trial.kept,
                 "why": trial.why,
                 "result": search.result(trial.alone, trial.candidate),
-                "beside": _numbers(trial.beside) if trial.beside.logs else None,
+                "beside": _numbers(trial.beside),
             }
             for trial in search.trials.values()
         ],
@@ -107,13 +100,7 @@ def _start_line(settings: Settings, command: Sequence[str]) -> str:
 
 
 def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
-    """Return ``turbo.yaml``: a further ``--config`` for LightningCLI.
-
-    Args:
-        settings: What was chosen.
-        headline: What it brings.
-        command: The script as it is started without tune.
-    """
+    """Return ``turbo.yaml``: a further ``--config`` for LightningCLI."""
     import yaml  # Lightning brings it
 
     trainer: dict[str, Any] = {}
@@ -133,13 +120,7 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
 
 
 def script_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
-    """Return ``turbo.py``: the arguments of the Trainer in a script.
-
-    Args:
-        settings: What was chosen.
-        headline: What it brings.
-        command: The script as it is started without tune.
-    """
+    """Return ``turbo.py``: the arguments of the Trainer in a script."""
     homes: dict[str, list[str]] = {}
     names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
     for name in sorted(names):
@@ -166,48 +147,30 @@ def _arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def _bars(search: Search, step_ms: float) -> list[Bar]:
-    """From the default to the chosen settings; each setting's share is that of the comparison with it left out."""
-    ratio = search.final.ratio
-    low, high = search.final.interval or (ratio, ratio)
+    """From the default to the chosen settings, each with its share of the whole."""
     trials = [search.trials[name] for name in search.chosen.names]
-    shares = [_share(trial) for trial in trials]
-    bars = [Bar(name="default", value=step_ms, low=step_ms, high=step_ms, text=three_digits(step_ms), kind="default")]
+    parts = [trial.beside if trial.beside.logs else search.final for trial in trials]
+    # The settings help one another or stand in one another's way: the whole is divided in proportion.
+    weights = [max(1e-6, -math.log(part.ratio)) for part in parts]
+    bars = [_bar("default", "default", Comparison([0.0]), 0.0, step_ms)]
     at = step_ms
-    for trial, share in zip(trials, shares, strict=True):
-        # The settings help one another or stand in one another's way: the whole is divided in proportion.
-        after = at * ratio ** (share / sum(shares))
-        comparison = trial.beside if trial.beside.logs else search.final
-        spread = comparison.interval or (comparison.ratio, comparison.ratio)
-        text = f"{comparison.ratio:.2f} ({spread[0]:.2f}-{spread[1]:.2f})"
-        ends = [after * end / comparison.ratio for end in spread]
-        bars.append(
-            Bar(name=trial.candidate.name, start=at, value=after, low=ends[0], high=ends[1], text=text, kind="setting")
-        )
+    for trial, part, weight in zip(trials, parts, weights, strict=True):
+        after = at * search.final.ratio ** (weight / sum(weights))
+        bars.append(_bar(trial.candidate.name, "setting", part, at, after))
         at = after
-    text = f"{three_digits(step_ms * ratio)}  ({ratio:.2f}x)"
-    return [
-        *bars,
-        Bar(name="chosen", value=step_ms * ratio, low=step_ms * low, high=step_ms * high, text=text, kind="chosen"),
-    ]
+    return [*bars, _bar("chosen", "chosen", search.final, 0.0, at)] if trials else bars
 
 
-def _share(trial: Trial) -> float:
-    """How much of the gain a setting has, as a logarithm above 0."""
-    comparison = trial.beside if trial.beside.logs else trial.alone
-    return max(1e-6, -math.log(comparison.ratio)) if comparison.logs else 1e-6
+def _bar(name: str, kind: str, part: Comparison, start: float, value: float) -> Bar:
+    """A bar that ends at ``value``, with the interval of its ratio around that end."""
+    low, high = part.interval or (part.ratio, part.ratio)
+    text = f"{part.ratio:.2f} ({low:.2f}-{high:.2f})" if kind == "setting" else f"{three_digits(value)}"
+    ends = {"low": value * low / part.ratio, "high": value * high / part.ratio}
+    return Bar(name=name, kind=kind, start=start, value=value, text=text, **ends)
 
 
 def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the files.
-
-    Args:
-        search: After its run.
-        results: As ``make_results`` returns them.
-        out: The folder.
-
-    Returns:
-        Their paths.
-    """
+    """Write the files."""
     settings, headline = _settings(search), _headline(results)
     paths = [write_json(results, out / "tune.json")]
     for name, text in (("turbo.yaml", yaml_text), ("turbo.py", script_text)):
@@ -219,7 +182,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
         above, below = search.final.losses
         curves: dict[str, list[float]] = {"default": below, "chosen": above} if changed else {}
         draw_bars(
-            _bars(search, search.facts.step_ms) if search.chosen.names else _bars(search, search.facts.step_ms)[:1],
+            _bars(search, search.facts.step_ms),
             out / "tune.png",
             title=f"{shlex.join(results['command'])}\n{headline}",
             label="ms a step",
@@ -231,13 +194,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
 
 
 def print_results(results: Mapping[str, Any], paths: Sequence[Path], console: Any) -> None:
-    """Show the candidates in a table, and what is recommended.
-
-    Args:
-        results: As ``make_results`` returns them.
-        paths: Of the files.
-        console: A rich console.
-    """
+    """Show the candidates in a table, and what is recommended."""
     lines = []
     for each in results["candidates"]:
         ratio = "" if each["ratio"] is None else f"{each['ratio']:.3f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import Interrupt, Process, Progress, Turns, new_row
 from lightning_turbo.tune.candidates import Candidate, combine
-from lightning_turbo.tune.search import Case
+from lightning_turbo.tune.evidence import Case
 
 __all__ = ["ScriptRunner", "TuneSettings"]
 
@@ -27,32 +28,20 @@ MOST_STEPS = 500  # of a round
 class TuneSettings:
     """What ``lightning-turbo tune`` is asked for.
 
-    Args:
-        program: Path of the script; with ``module`` the name of a module or package.
-        arguments: Of the script.
-        module: Whether ``program`` is the name of a module.
-        minutes: Budget, above 0.
-        out: Folder for the results; made if missing.
-        only: Patterns of candidates to try; empty for all.
-        without: Patterns of candidates not to try.
-        same_maths: Whether only what keeps every bit is kept.
-        seed: Of torch, numpy and random before the script begins.
-        device: ``"auto"`` leaves it to the script, ``"cpu"`` hides every GPU, ``"cuda"`` asks for one.
-
     Raises:
         TurboError: If a value is impossible, or the script is not there.
     """
 
-    program: str
+    program: str  # path of the script, or name of the module
     arguments: tuple[str, ...] = ()
     module: bool = False
     minutes: float = 10.0
     out: Path = Path("runs/tune")
-    only: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()  # patterns of candidates; empty for all
     without: tuple[str, ...] = ()
-    same_maths: bool = False
+    same_maths: bool = False  # only what keeps every bit is kept
     seed: int = 0
-    device: str = "auto"
+    device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
 
     def __post_init__(self) -> None:
         if not self.module and not Path(self.program).is_file():
@@ -101,33 +90,21 @@ class ScriptRunner:
         return self.interrupt.left
 
     def set_pace(self, step_seconds: float, accumulate: int) -> None:
-        """Choose rounds of about a fifth of a second, whole windows of accumulated batches each.
-
-        Args:
-            step_seconds: Of a batch.
-            accumulate: Batches of an optimizer step.
-        """
+        """Choose rounds of about a fifth of a second, whole windows of accumulated batches each."""
         windows = ROUND_SECONDS / max(step_seconds, 1e-9) / accumulate
         steps = accumulate * max(1, min(round(windows), MOST_STEPS // accumulate or 1))
         self.order = {"steps": steps, "lead": max(accumulate, math.ceil(steps / 8))}
         self.warmup = max(2 * accumulate, 3, steps // 2)
 
     def measure(self, cases: Sequence[Case]) -> dict[Case, dict[str, Any]]:
-        """Measure one fresh process of each case.
-
-        Args:
-            cases: What to measure.
-
-        Returns:
-            A row of each, as ``measure.Turns`` fills it.
-        """
+        """Measure one fresh process of each case."""
         by_name = {str(case): case for case in cases}
         rows = {name: new_row() for name in by_name}
         turns = Turns(lambda name: self._spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
         begun = time.monotonic()
         turns.run(list(by_name), self.order, rounds=ROUNDS)
         self._took.append((time.monotonic() - begun) / len(by_name))
-        self.cost = sum(self._took) / len(self._took)
+        self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
         return {case: rows[name] for name, case in by_name.items()}
 
     def _spawn(self, case: Case) -> Process:

@@ -26,22 +26,9 @@ def can_fuse(optimizer: Optimizer) -> bool:
 
 
 def set_up_loader(
-    loader: Any,
-    *,
-    num_workers: int | None = None,
-    persistent_workers: bool = False,
-    prefetch: bool = False,
-    prefetch_threads: int = 1,
+    loader: Any, *, num_workers: int | None, persistent_workers: bool, prefetch: bool, prefetch_threads: int
 ) -> Any:
-    """Return a loader like ``loader`` with other settings; what is not a ``DataLoader`` comes back as it is.
-
-    Args:
-        loader: Any loader; it is not changed.
-        num_workers: Worker processes; ``None`` keeps the loader's own.
-        persistent_workers: Whether they stay from epoch to epoch.
-        prefetch: Whether a background thread prepares batches ahead, see ``PrefetchLoader``.
-        prefetch_threads: How many threads do.
-    """
+    """Return a loader like ``loader`` with these settings; what is not a ``DataLoader`` comes back as it is."""
     if not isinstance(loader, DataLoader):
         return loader
     if num_workers is not None:

@@ -20,19 +20,7 @@ __all__ = ["main", "run_program"]
 
 
 def run_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
-    """Run the script or the module that a task names, with a probe in each Trainer; the first ``fit`` is measured.
-
-    Args:
-        task: As the program that measures sends it.
-        meter: Of this process.
-
-    Returns:
-        What the probe found: ``facts`` and ``losses``.
-
-    Raises:
-        SkippedError: If the script cannot be measured.
-        RuntimeError: If it ended in an error.
-    """
+    """Run the script or the module that a task names, with a probe in each Trainer; the first ``fit`` is measured."""
     made: list[Probe] = []
 
     def callbacks() -> list[Any]:

@@ -62,7 +62,7 @@ trainer.fit(Module(), loader, loader)
 Path("behind").touch()
 """
 TABLE = {each.name: each for each in list_candidates(2)}
-ON_CPU = [n for n in TABLE if n not in ("compile-reduce-overhead", "device-prefetch", "cudnn-benchmark", "tf32")]
+ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch", "cudnn-benchmark", "tf32")]
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, new_row
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
-from lightning_turbo.tune.search import Case, Search, compare_losses
+from lightning_turbo.tune.evidence import Case, compare_losses
+from lightning_turbo.tune.search import Search
 
 FACTS = {"cores": 2, "convolutions": True, "norms": True, "can_fuse": True, "accumulate": 1}
 
@@ -135,7 +136,7 @@ def test_where_nothing_helps_nothing_is_recommended():
             (0.5, 0.5), {"convolutions": False, "norms": False, "can_fuse": False},
             {"compile", *PRECISION, "release-gradients", "threads-1"},
         ),
-        ((0.5, 0.5), {"strategy": "TurboStrategy", "precision": "16-mixed", "compiler": False}, set(PARTS)),
+        ((0.5, 0.5), {"strategy": "TurboStrategy", "precision": "16-mixed", "automatic": False}, set(PARTS)),
         (
             (0.010, 0.005), {"dataloader": False, "compiler": False, "followed": False},
             {*PRECISION, *PARTS, "release-gradients"},
