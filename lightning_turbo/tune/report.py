@@ -60,7 +60,7 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
                 **_numbers(trial.alone),
                 "kept": trial.kept,
                 "why": trial.why,
-                "result": search.result(trial.alone, trial.candidate),
+                "result": search.result(trial.case, trial.alone),
                 "beside": _numbers(trial.beside),
             }
             for trial in search.trials.values()
@@ -68,18 +68,9 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
         "chosen": {
             "settings": list(search.chosen.names),
             **_numbers(search.final if search.chosen.names else Comparison()),
-            "result": _chosen_result(search),
+            "result": search.result(search.chosen, search.final) or "same bits",
         },
     }
-
-
-def _chosen_result(search: Search) -> str:
-    """What the chosen settings do to the result; without any, nothing."""
-    if not search.chosen.names:
-        return "same bits"
-    declared = [search.trials[name].candidate.result for name in search.chosen.names]
-    worst = next(each for each in ("other maths", "rounding", "same bits") if each in declared)
-    return search.result(search.final) or worst
 
 
 def _headline(results: Mapping[str, Any]) -> str:

@@ -19,6 +19,8 @@ SCREENING = 4  # processes of a candidate that comes through to the end of the s
 ELIMINATION = 4  # processes of each comparison with one setting left out
 FINAL = 6  # processes of each side of the last comparison
 
+SEVERITY = ("", "same bits", "rounding", "other maths")
+
 Rows = Mapping[Case, Mapping[str, Any]]
 
 
@@ -135,7 +137,7 @@ class Search:
         gaining = sorted((each for each in self.trials.values() if each.alone.gains), key=lambda t: t.alone.ratio)
         best: dict[str, Trial] = {}
         for trial in gaining:
-            if self.same_maths and self.result(trial.alone, trial.candidate) != "same bits":
+            if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
                 trial.why = "it changes the losses"
             elif best.setdefault(trial.candidate.slot or trial.candidate.name, trial) is not trial:
                 trial.why = "another one of its kind is better"
@@ -172,11 +174,12 @@ class Search:
             for name in case.names:
                 self.trials[name].kept = True
 
-    def result(self, comparison: Comparison, candidate: Candidate | None = None) -> str:
-        """Return what a comparison says of the result, or what the table says where losses differ from run to run."""
+    def result(self, case: Case, comparison: Comparison) -> str:
+        """Return what a case does to the result: what the losses say, but no less than the table if they differ."""
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
-        found = compare_losses(*comparison.losses) if repeatable else ""
-        return found or (candidate.result if candidate is not None else "")
+        measured = compare_losses(*comparison.losses) if repeatable else ""
+        declared = [self.trials[name].candidate.result for name in case.names]
+        return measured if measured == "same bits" else max([measured, *declared], key=SEVERITY.index)
 
     def _objection(self, case: Case) -> str:
         """Why a case is not recommended after the last comparison."""
@@ -184,7 +187,7 @@ class Search:
             return f"nothing is recommended: {case} failed in the last comparison: {self.final.error}"
         if not self.final.gains:
             return f"nothing helps here: the last comparison did not confirm {case}"
-        if self.same_maths and self.result(self.final) not in ("same bits", ""):
+        if self.same_maths and self.result(case, self.final) != "same bits":
             return f"nothing is recommended: {case} changes the losses"
         return ""
 
@@ -234,4 +237,6 @@ def _reason(trial: Trial) -> str:
         return "not tried: no time was left"
     if trial.alone.error:
         return f"failed: {trial.alone.error}"
+    if len(trial.alone.logs) == 1 and trial.alone.ratio < 1.0:
+        return "not decided: no time was left for a second process"
     return "not confirmed" if trial.alone.gains else "no gain"

@@ -243,3 +243,13 @@ def test_names_of_candidates_are_checked():
 def test_facts_tell_the_share_that_waits():
     assert Facts(step_ms=10.0, one_batch_ms=4.0, loader_ms=6.0).waiting == pytest.approx(0.6)
     assert Facts(step_ms=10.0, one_batch_ms=11.0, loader_ms=6.0).waiting == 0.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "result"),
+    [({}, "same bits"), ({"lean": 1e-7}, "rounding"), ({"lean": 0.1}, "other maths"), ({"O1": 1e-7}, "other maths")],
+)
+def test_the_result_is_what_the_losses_say_and_no_less_than_the_table(losses, result):
+    made = search(Machine({"lean": 0.7, "O1": 0.7}, losses=losses), ("O1",) if "O1" in losses else ("lean",))
+    assert made.result(made.chosen, made.final) == result
+    assert made.chosen.names
