@@ -138,7 +138,7 @@ def list_candidates(cores: int) -> list[Candidate]:
         c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),
         c(name="fused", needs=("computing", "optimizer"), result="rounding", callbacks={"FusedOptimizers": {}}),
         c(name="release-gradients", needs=("computing", "automatic"), callbacks={"GradToNone": {}}),
-        c(name="huge-pages", needs=("cpu", "huge pages"), environment={"THP_MEM_ALLOC_ENABLE": "1"}),
+        c(name="huge-pages", needs=("cpu", "computing", "huge pages"), environment={"THP_MEM_ALLOC_ENABLE": "1"}),
         c(name=f"threads-{half}", needs=("cpu", "computing"), result="rounding", environment=threads),
         c(name="device-prefetch", needs=CUDA, strategy={"device_prefetch": True}),
         c(name="cudnn-benchmark", needs=CUDA, result="rounding", strategy={"cudnn_benchmark": True}),

@@ -59,6 +59,11 @@ class Trial:
         return Case((self.candidate.name,))
 
     @property
+    def undecided(self) -> bool:
+        """Whether it was measured in too few processes to say anything, and looked well."""
+        return 0 < len(self.alone.logs) < SCREENING and self.alone.ratio < 0.97 and not self.alone.gains
+
+    @property
     def untried(self) -> bool:
         """Whether nothing ruled it out, and it was not measured."""
         return not (self.why or self.alone.logs or self.alone.error)
@@ -133,8 +138,12 @@ class Search:
             alive = [each for each in measured[: max(GROUP, math.ceil(len(measured) / 2))] if each.alone.ratio < 1.01]
 
     def winners(self) -> list[Trial]:
-        """Return those that gain alone, the best of each slot, the best first."""
-        gaining = sorted((each for each in self.trials.values() if each.alone.gains), key=lambda t: t.alone.ratio)
+        """Return those that gain alone, the best of each slot, the best first.
+
+        Where the time was too short to decide about any, that is the best one, about which the last comparison decides.
+        """
+        measured = sorted((each for each in self.trials.values() if each.alone.logs), key=lambda t: t.alone.ratio)
+        gaining = [each for each in measured if each.alone.gains] or [each for each in measured if each.undecided][:1]
         best: dict[str, Trial] = {}
         for trial in gaining:
             if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
@@ -237,6 +246,6 @@ def _reason(trial: Trial) -> str:
         return "not tried: no time was left"
     if trial.alone.error:
         return f"failed: {trial.alone.error}"
-    if len(trial.alone.logs) == 1 and trial.alone.ratio < 1.0:
-        return "not decided: no time was left for a second process"
+    if trial.undecided:
+        return "not decided: no time was left for further processes"
     return "not confirmed" if trial.alone.gains else "no gain"

@@ -162,6 +162,14 @@ def test_the_budget_holds(seconds):
     assert all(trial.why for trial in made.trials.values())
 
 
+def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
+    machine = Machine({"lean": 0.5, "fused": 0.9}, noise=0.01, cost=8.0, seconds=190.0)
+    made = search(machine, ("lean", "fused", "O1"))
+    assert [len(trial.alone.logs) for trial in made.trials.values()] == [1, 1, 1]
+    assert made.chosen.names == ("lean",)
+    assert made.trials["fused"].why == "not decided: no time was left for further processes"
+
+
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 15])
 def test_ctrl_c_keeps_what_was_measured(stop):
     machine = Machine({"lean": 0.7, "fused": 0.8}, noise=0.01, stop=stop)
