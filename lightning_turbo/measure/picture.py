@@ -13,25 +13,15 @@ __all__ = ["Bar", "draw_bars"]
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar.
+    """One bar."""
 
-    Args:
-        name: At its left.
-        value: Where it ends.
-        low: The lower end of its spread.
-        high: The upper end.
-        text: Behind it.
-        kind: A key of the colours.
-        start: Where it begins.
-    """
-
-    name: str
-    value: float
-    low: float
+    name: str  # at its left
+    value: float  # where it ends
+    low: float  # the lower end of its spread
     high: float
-    text: str
-    kind: str
-    start: float = 0.0
+    text: str  # behind it
+    kind: str  # a key of the colours
+    start: float = 0.0  # where it begins
 
 
 def draw_bars(

@@ -25,19 +25,12 @@ FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # the 97.5 % quantile of Studen
 
 @dataclass(frozen=True)
 class Summary:
-    """The middle of some values and their spread.
-
-    Args:
-        median: The median.
-        low: The lower quartile.
-        high: The upper quartile.
-        count: How many values there were.
-    """
+    """The middle of some values and their spread."""
 
     median: float
-    low: float
-    high: float
-    count: int
+    low: float  # the lower quartile
+    high: float  # the upper quartile
+    count: int  # of the values
 
 
 def summarise(values: Sequence[float]) -> Summary | None:
@@ -60,11 +53,7 @@ def _by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
 
 
 def step_seconds(row: Mapping[str, Any]) -> Summary | None:
-    """Return the seconds of a step, over the rounds of a row.
-
-    Args:
-        row: As ``Turns`` fills it.
-    """
+    """Return the seconds of a step, over the rounds of a row as ``Turns`` fills it."""
     return summarise(list(_by_sweep(row).values()))
 
 
@@ -74,12 +63,7 @@ def ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> Summary | None:
     Each round is divided by the other's round of the same sweep, so that a drift of the machine cancels; the summary
     is that of the quotients.
 
-    Args:
-        row: Above the line.
-        other: Below the line.
-
-    Returns:
-        ``None`` if no round of both belongs to the same sweep.
+    It is ``None`` if no round of both belongs to the same sweep.
     """
     upper, lower = _by_sweep(row), _by_sweep(other)
     return summarise([upper[sweep] / lower[sweep] for sweep in upper if lower.get(sweep)])
@@ -102,10 +86,6 @@ def log_quotients(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[floa
     """Return the mean logarithm of the ratio of two rows' times in each process that measured both.
 
     Rounds of one process share its luck, such as where its memory lies, so that only processes count as independent.
-
-    Args:
-        row: Above the line.
-        other: Below the line.
     """
     lower = _by_sweep(other)
     logs: dict[int, list[float]] = {}
@@ -117,12 +97,7 @@ def log_quotients(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[floa
 
 
 def interval_of(logs: Sequence[float], fewest: int = FEWEST_PROCESSES) -> tuple[float, float] | None:
-    """Return the 95 % interval of a ratio from its logarithm in each process, by Student's t.
-
-    Args:
-        logs: As ``log_quotients`` returns them.
-        fewest: Processes below which there is no interval, 2 or more.
-    """
+    """Return the 95 % interval of a ratio from its logarithm in each process, by Student's t; ``None`` of too few."""
     if len(logs) < fewest:
         return None
     middle = statistics.fmean(logs)

@@ -26,7 +26,8 @@ def describe_headroom(facts: Facts) -> str:
     text = f"Your step takes {three_digits(facts.step_ms)} ms, {three_digits(waiting)} of them waiting for data"
     if facts.waiting < 0.03:
         return f"{text}: prefetching cannot help."
-    return f"{text}; without waiting it would be {1 / (1 - facts.waiting):.1f} times as fast."
+    times = 1 / (1 - facts.waiting)
+    return f"{text}; without waiting it would be {times:.{1 if times >= 1.1 else 2}f} times as fast."
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:

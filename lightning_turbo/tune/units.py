@@ -89,6 +89,10 @@ class LoaderSettings(Callback):
         """Leave the strategy as it was."""
         self._restore()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the strategy as it was."""
+        self._restore()
+
     def _restore(self) -> None:
         if self._strategy is not None:
             vars(self._strategy).pop("process_dataloader", None)
@@ -99,7 +103,7 @@ class FusedOptimizers(Callback):
     """Run the steps of Adam, AdamW, SGD and Adagrad fused, as ``fused=True`` in their constructors does.
 
     Warns:
-        NoEffectWarning: If no optimizer has a fused step, or each is fused already.
+        NoEffectWarning: If no optimizer has a fused step.
 
     Example:
         >>> from lightning_turbo.tune import FusedOptimizers
@@ -118,9 +122,9 @@ class FusedOptimizers(Callback):
             for parameter, state in optimizer.state.items():
                 if isinstance(state.get("step"), Tensor):
                     state["step"] = state["step"].to(parameter.device)
-        if not able:
+        if not any(type(optimizer) in FUSED for optimizer in trainer.optimizers):
             rank_zero_warn(
-                "FusedOptimizers changes nothing here: no optimizer is an Adam, AdamW, SGD or Adagrad of torch that is "
-                "not fused already. Remove it.",
+                "FusedOptimizers changes nothing here: no optimizer is an Adam, AdamW, SGD or Adagrad of torch. "
+                "Remove it.",
                 category=NoEffectWarning,
             )
