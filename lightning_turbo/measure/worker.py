@@ -58,11 +58,7 @@ class Channel:
 
 
 def open_channel() -> Channel:
-    """Take over standard input and output of this process as the pipe.
-
-    Returns:
-        The channel; from now on, reading standard input gives nothing, and what is printed goes to standard error.
-    """
+    """Take over standard input and output of this process as the pipe; what is printed goes to standard error."""
     orders = os.fdopen(os.dup(0), "r")
     events = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)

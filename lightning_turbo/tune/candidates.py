@@ -161,19 +161,20 @@ def select(
         TurboError: If a pattern matches no name, or nothing is left.
     """
     table = list(candidates)
-    names = [each.name for each in table]
-
-    def named(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
+    names = ", ".join(each.name for each in table)
     for pattern in (*only, *without):
-        if not any(named(name, [pattern]) for name in names):
-            raise TurboError(f"{pattern!r} names no candidate; expected some of {', '.join(names)}.")
-    chosen = [each for each in table if named(each.name, only or ["*"]) and not named(each.name, without)]
-    chosen = [each for each in chosen if each.result == "same bits" or not same_maths]
+        if not any(_matches(each, [pattern]) for each in table):
+            raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
+    chosen = [each for each in table if _matches(each, only or ["*"]) and not _matches(each, without)]
+    if same_maths:
+        chosen = [each for each in chosen if each.result == "same bits"]
     if not chosen:
-        raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {', '.join(names)}.")
+        raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {names}.")
     return chosen
+
+
+def _matches(candidate: Candidate, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(candidate.name, pattern) for pattern in patterns)
 
 
 @dataclass(kw_only=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 from lightning_turbo._optional import require
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import Interrupt, Progress, Work, console_for
+from lightning_turbo.measure import Interrupt, Progress, Work, console_for, count_cores
 from lightning_turbo.tune.candidates import list_candidates, select
 from lightning_turbo.tune.report import describe_headroom, make_results, print_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
@@ -33,8 +32,7 @@ def run_tune(settings: TuneSettings, console: Any = None) -> int:
     """
     for module in ("rich", "matplotlib"):
         require(module, "lightning-turbo tune")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    candidates = select(list_candidates(cores), settings.only, settings.without, settings.same_maths)
+    candidates = select(list_candidates(count_cores()), settings.only, settings.without, settings.same_maths)
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
     with interrupt.caught(), Progress(interrupt.deadline) as progress:

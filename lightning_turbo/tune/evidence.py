@@ -77,6 +77,8 @@ def compare_losses(losses: Sequence[float | None], other: Sequence[float | None]
     pairs = list(zip(losses, other, strict=False))
     if all(one == two for one, two in pairs):
         return "same bits" if pairs else ""
-    early = [(one, two) for one, two in pairs[:3] if one is not None and two is not None]
-    near = all(math.isclose(one, two, rel_tol=1e-4, abs_tol=1e-6) for one, two in early)
-    return "rounding" if early and near else "other maths"
+    return "rounding" if all(_near(one, two) for one, two in pairs[:3]) else "other maths"
+
+
+def _near(one: float | None, two: float | None) -> bool:
+    return one is not None and two is not None and math.isclose(one, two, rel_tol=1e-4, abs_tol=1e-6)

@@ -25,7 +25,7 @@ from lightning_turbo._lightning import (
     replace_strategy,
 )
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.measure import Meter, huge_pages
+from lightning_turbo.measure import Meter, count_cores, huge_pages
 from lightning_turbo.tune.units import FusedOptimizers, LoaderSettings, can_fuse
 
 __all__ = ["Probe", "prepare_trainer", "trainer_in_construction"]
@@ -96,31 +96,44 @@ class Probe(Callback):
 
 
 def describe(trainer: Any, module: Any) -> dict[str, Any]:
-    """Return what decides which candidates can help, as the fields of ``Facts`` that a script determines."""
-    loaders = trainer.fit_loop._combined_loader.flattened
-    first = loaders[0].loader if isinstance(loaders[0], Repeat) else loaders[0]
-    parts = list(module.modules())
-    norms = any(isinstance(part, (nn.modules.batchnorm._NormBase, nn.GroupNorm)) for part in parts)
-    biased = any(isinstance(part, nn.modules.conv._ConvNd) and part.bias is not None for part in parts)
-    batches = trainer.num_training_batches
+    """Return the fields of ``Facts`` that need no measurement, and how many batches make a step."""
+    device = trainer.strategy.root_device.type
     return {
-        "device": trainer.strategy.root_device.type,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "device": device,
+        "cores": count_cores(),
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "automatic": bool(module.automatic_optimization),
         "accumulate": int(trainer.accumulate_grad_batches),
         "can_fuse": any(can_fuse(optimizer) for optimizer in trainer.optimizers),
-        "convolutions": any(parameter.ndim in (4, 5) for parameter in module.parameters()),
-        "norms": norms and biased,
-        "dataloader": isinstance(first, DataLoader),
-        "num_workers": getattr(first, "num_workers", 0),
-        "prefetches": isinstance(first, PrefetchLoader),
-        "batches": int(batches) if batches != float("inf") else None,
         "followed": is_followed(),
-        "compiler": shutil.which(os.environ.get("CXX", "c++")) is not None
-        or trainer.strategy.root_device.type == "cuda",
+        "compiler": device == "cuda" or bool(shutil.which(os.environ.get("CXX", "c++"))),
         "huge_pages": huge_pages(),
+        **describe_network(module),
+        **describe_loader(trainer),
+    }
+
+
+def describe_network(module: nn.Module) -> dict[str, Any]:
+    """Return what the network has that a candidate changes."""
+    norms = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+    biased = any(isinstance(part, nn.modules.conv._ConvNd) and part.bias is not None for part in module.modules())
+    return {
+        "convolutions": any(parameter.ndim in (4, 5) for parameter in module.parameters()),
+        "norms": biased and any(isinstance(part, norms) for part in module.modules()),
+    }
+
+
+def describe_loader(trainer: Any) -> dict[str, Any]:
+    """Return how the first training loader loads."""
+    loader = trainer.fit_loop._combined_loader.flattened[0]
+    loader = loader.loader if isinstance(loader, Repeat) else loader
+    batches = trainer.num_training_batches
+    return {
+        "dataloader": isinstance(loader, DataLoader),
+        "num_workers": getattr(loader, "num_workers", 0),
+        "prefetches": isinstance(loader, PrefetchLoader),
+        "batches": int(batches) if batches != float("inf") else None,
     }
 
 

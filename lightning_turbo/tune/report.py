@@ -12,7 +12,7 @@ from lightning_turbo._files import whole_file
 from lightning_turbo.measure import Bar, describe_machine, draw_bars, print_table, three_digits, write_json
 from lightning_turbo.tune.candidates import Facts, Settings, combine
 from lightning_turbo.tune.evidence import Comparison
-from lightning_turbo.tune.search import Search
+from lightning_turbo.tune.search import Search, Trial
 
 __all__ = ["describe_headroom", "make_results", "print_results", "script_text", "write_results", "yaml_text"]
 
@@ -40,13 +40,7 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
 
 def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
     """Return what was found as plain values."""
-    facts = search.facts
-    headroom = facts and {
-        "one_batch_ms": facts.one_batch_ms,
-        "loader_ms": facts.loader_ms,
-        "waiting_ms": facts.waiting * facts.step_ms,
-        "sentence": describe_headroom(facts),
-    }
+    facts, chosen = search.facts, search.chosen
     return {
         "format": 1,
         "command": list(command),
@@ -54,23 +48,34 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
         "interrupted": search.interrupted,
         "verdict": search.verdict,
         "default": {"step_ms": None if facts is None else facts.step_ms},
-        "headroom": headroom,
-        "candidates": [
-            {
-                "name": trial.candidate.name,
-                **_numbers(trial.alone),
-                "kept": trial.kept,
-                "why": trial.why,
-                "result": search.result(trial.case, trial.alone),
-                "beside": _numbers(trial.beside),
-            }
-            for trial in search.trials.values()
-        ],
+        "headroom": None if facts is None else _headroom(facts),
+        "candidates": [_row(search, trial) for trial in search.trials.values()],
         "chosen": {
-            "settings": list(search.chosen.names),
-            **_numbers(search.final if search.chosen.names else Comparison()),
-            "result": search.result(search.chosen, search.final) or "same bits",
+            "settings": list(chosen.names),
+            **_numbers(search.final if chosen.names else Comparison()),
+            "result": search.result(chosen, search.final) or "same bits",
         },
+    }
+
+
+def _headroom(facts: Facts) -> dict[str, Any]:
+    return {
+        "one_batch_ms": facts.one_batch_ms,
+        "loader_ms": facts.loader_ms,
+        "waiting_ms": facts.waiting * facts.step_ms,
+        "sentence": describe_headroom(facts),
+    }
+
+
+def _row(search: Search, trial: Trial) -> dict[str, Any]:
+    result = search.result(trial.case, trial.alone)
+    return {
+        "name": trial.candidate.name,
+        **_numbers(trial.alone),
+        "kept": trial.kept,
+        "why": trial.why,
+        "result": result,
+        "beside": _numbers(trial.beside),
     }
 
 
@@ -113,29 +118,28 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
 
 def script_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
     """Return ``turbo.py``: the arguments of the Trainer in a script."""
-    homes: dict[str, list[str]] = {}
-    names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
-    for name in sorted(names):
-        homes.setdefault(HOMES.get(name, "lightning_turbo"), []).append(name)
-    imports = "".join(f"from {home} import {', '.join(names)}\n" for home, names in sorted(homes.items()))
-    made = ", ".join(f"{name}({_arguments(arguments)})" for name, arguments in settings.callbacks.items())
-    lines = [f'"callbacks": [*callbacks, {made}],' if made else '"callbacks": [*callbacks],']
+    callbacks = ["*callbacks", *(_call(name, arguments) for name, arguments in settings.callbacks.items())]
+    lines = {"callbacks": f"[{', '.join(callbacks)}]"}
     if settings.strategy:
-        lines.append(f'"strategy": TurboStrategy({_arguments(settings.strategy)}),')
+        lines["strategy"] = _call("TurboStrategy", settings.strategy)
     if settings.precision:
-        lines.append(f'"precision": "{settings.precision}",')
+        lines["precision"] = repr(settings.precision)
     if settings.opt_level:
-        lines.append(f'"plugins": [ApexAMP("{settings.opt_level}")],')
-    body = "".join(f"        {line}\n" for line in lines)
-    text = f'"""{headline}.\n\nIn the script: ``Trainer(..., **turbo(callbacks=[...]))``.\n"""\n'
-    text += _start_line(settings, command) + (f"\n{imports}" if imports else "")
-    return (
-        f'{text}\n\ndef turbo(callbacks=()):\n    """Return arguments for a Trainer."""\n    return {{\n{body}    }}\n'
-    )
+        lines["plugins"] = f"[ApexAMP({settings.opt_level!r})]"
+    body = "".join(f'        "{name}": {value},\n' for name, value in lines.items())
+    head = f'"""{headline}.\n\nIn the script: ``Trainer(..., **turbo(callbacks=[...]))``.\n"""\n'
+    imports = "\n".join(["", *_imports(settings), ""])
+    function = f'def turbo(callbacks=()):\n    """Return arguments for a Trainer."""\n    return {{\n{body}    }}\n'
+    return f"{head}{_start_line(settings, command)}{imports}\n\n{function}"
 
 
-def _arguments(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+def _imports(settings: Settings) -> list[str]:
+    names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
+    return [f"from {HOMES.get(name, 'lightning_turbo')} import {name}" for name in sorted(names)]
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 def _bars(search: Search, step_ms: float) -> list[Bar]:
@@ -187,11 +191,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
 
 def print_results(results: Mapping[str, Any], paths: Sequence[Path], console: Any) -> None:
     """Show the candidates in a table, and what is recommended."""
-    lines = []
-    for each in results["candidates"]:
-        ratio = "" if each["ratio"] is None else f"{each['ratio']:.3f}"
-        spread = "" if each["interval"] is None else "{:.3f}-{:.3f}".format(*each["interval"])
-        lines.append([each["name"], ratio, spread, each["result"] if ratio else "", each["why"]])
+    lines = [_cells(each) for each in results["candidates"]]
     print_table(console, "alone", ["setting", "time / default", "95 % interval", "result", "note"], lines)
     plain = {"markup": False, "highlight": False, "soft_wrap": True}
     if results["headroom"]:
@@ -201,3 +201,9 @@ def print_results(results: Mapping[str, Any], paths: Sequence[Path], console: An
     console.print(f"{_headline(results)}.", **plain)
     for path in paths:
         console.print(str(path), **plain)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+    spread = "{:.3f}-{:.3f}".format(*row["interval"]) if row["interval"] else ""
+    return [row["name"], ratio, spread, row["result"] if ratio else "", row["why"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,9 +121,7 @@ class Search:
         self.facts = Facts(step_ms=step, one_batch_ms=one_batch or step, loader_ms=loader, **facts)
         self.on_headroom(self.facts)
         self.runner.set_pace(step / 1e3, accumulate)
-        for trial in self.trials.values():
-            reason = why_not(trial.candidate, self.facts)
-            trial.why = f"not tried: {reason}" if reason else ""
+        self._rule_out(self.facts)
 
     def screen(self) -> None:
         """Compare each candidate with the script as it is; the better half goes on, up to four processes."""
@@ -131,24 +129,19 @@ class Search:
         for count in range(1, SCREENING + 1):
             for chunk in _chunks(alive):
                 if self._has_time(len(chunk) + 1, 0.3 * self._total):
-                    rows = self._measure([DEFAULT, *(trial.case for trial in chunk)])
-                    for trial in chunk:
-                        trial.alone.add(rows[trial.case], rows[DEFAULT])
-            measured = sorted((each for each in alive if len(each.alone.logs) == count), key=lambda t: t.alone.ratio)
-            alive = [each for each in measured[: max(GROUP, math.ceil(len(measured) / 2))] if each.alone.ratio < 1.01]
+                    self._compare_alone(chunk)
+            alive = _better_half([trial for trial in alive if len(trial.alone.logs) == count])
 
     def winners(self) -> list[Trial]:
         """Return those that gain alone, the best of each slot, the best first.
 
         Where the time was too short to decide about any, that is the best one, about which the last comparison decides.
         """
-        measured = sorted((each for each in self.trials.values() if each.alone.logs), key=lambda t: t.alone.ratio)
+        measured = _by_ratio(self.trials.values())
         gaining = [each for each in measured if each.alone.gains] or [each for each in measured if each.undecided][:1]
         best: dict[str, Trial] = {}
-        for trial in gaining:
-            if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
-                trial.why = "it changes the losses"
-            elif best.setdefault(trial.candidate.slot or trial.candidate.name, trial) is not trial:
+        for trial in filter(self._keeps_maths, gaining):
+            if best.setdefault(trial.candidate.slot or trial.candidate.name, trial) is not trial:
                 trial.why = "another one of its kind is better"
         return list(best.values())
 
@@ -200,6 +193,22 @@ class Search:
             return f"nothing is recommended: {case} changes the losses"
         return ""
 
+    def _rule_out(self, facts: Facts) -> None:
+        for trial in self.trials.values():
+            reason = why_not(trial.candidate, facts)
+            trial.why = f"not tried: {reason}" if reason else ""
+
+    def _compare_alone(self, trials: Sequence[Trial]) -> None:
+        rows = self._measure([DEFAULT, *(trial.case for trial in trials)])
+        for trial in trials:
+            trial.alone.add(rows[trial.case], rows[DEFAULT])
+
+    def _keeps_maths(self, trial: Trial) -> bool:
+        if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
+            trial.why = "it changes the losses"
+            return False
+        return True
+
     def _case(self, trials: Sequence[Trial]) -> Case:
         names = {trial.candidate.name for trial in trials}
         return Case(tuple(name for name in self.trials if name in names))
@@ -230,6 +239,16 @@ class Search:
 
 def _chunks(trials: Sequence[Trial]) -> list[Sequence[Trial]]:
     return [trials[start : start + GROUP] for start in range(0, len(trials), GROUP)]
+
+
+def _by_ratio(trials: Iterable[Trial]) -> list[Trial]:
+    return sorted((trial for trial in trials if trial.alone.logs), key=lambda trial: trial.alone.ratio)
+
+
+def _better_half(trials: Sequence[Trial]) -> list[Trial]:
+    """The better half, or four if that is more, without those that lose."""
+    half = _by_ratio(trials)[: max(GROUP, math.ceil(len(trials) / 2))]
+    return [trial for trial in half if trial.alone.ratio < 1.01]
 
 
 def _seconds(row: Mapping[str, Any]) -> float:

@@ -25,6 +25,15 @@ def can_fuse(optimizer: Optimizer) -> bool:
     return type(optimizer) in FUSED and not any(group.get("fused") for group in groups)
 
 
+def fuse(optimizer: Optimizer) -> None:
+    """Switch an optimizer to its fused step, whose counts are on the device of the parameters."""
+    for group in optimizer.param_groups:
+        group.update(fused=True, foreach=False)
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(parameter.device)
+
+
 def set_up_loader(
     loader: Any, *, num_workers: int | None, persistent_workers: bool, prefetch: bool, prefetch_threads: int
 ) -> Any:
@@ -32,16 +41,21 @@ def set_up_loader(
     if not isinstance(loader, DataLoader):
         return loader
     if num_workers is not None:
-        loader = copy.copy(loader)
-        # DataLoader refuses to change some of these once it is made; a copy that nobody iterates has no workers yet.
-        vars(loader).update(
-            num_workers=num_workers,
-            prefetch_factor=(loader.prefetch_factor or 2) if num_workers else None,
-            persistent_workers=persistent_workers and num_workers > 0,
-            _iterator=None,
-        )
+        loader = _with_workers(loader, num_workers, persistent_workers)
     if prefetch and not isinstance(loader, PrefetchLoader):
         return PrefetchLoader.of(loader, prefetch_threads=prefetch_threads)
+    return loader
+
+
+def _with_workers(loader: DataLoader[Any], num_workers: int, persistent: bool) -> DataLoader[Any]:
+    loader = copy.copy(loader)
+    # DataLoader refuses to change some of these once it is made; a copy that nobody iterates has no workers yet.
+    vars(loader).update(
+        num_workers=num_workers,
+        prefetch_factor=(loader.prefetch_factor or 2) if num_workers else None,
+        persistent_workers=persistent and num_workers > 0,
+        _iterator=None,
+    )
     return loader
 
 
@@ -115,13 +129,8 @@ class FusedOptimizers(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Switch the optimizers, whose states are restored by now."""
-        able = [optimizer for optimizer in trainer.optimizers if can_fuse(optimizer)]
-        for optimizer in able:
-            for group in optimizer.param_groups:
-                group.update(fused=True, foreach=False)
-            for parameter, state in optimizer.state.items():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].to(parameter.device)
+        for optimizer in filter(can_fuse, trainer.optimizers):
+            fuse(optimizer)
         if not any(type(optimizer) in FUSED for optimizer in trainer.optimizers):
             rank_zero_warn(
                 "FusedOptimizers changes nothing here: no optimizer is an Adam, AdamW, SGD or Adagrad of torch. "

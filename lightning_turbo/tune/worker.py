@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_turbo.doctor.script import run_module, run_script
+from lightning_turbo.doctor.script import Ending, run_module, run_script
 from lightning_turbo.measure import Meter, SkippedError, open_channel, serve
 
 if TYPE_CHECKING:
@@ -34,16 +34,21 @@ def run_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
         ending = run_module(program, arguments, callbacks)
     else:
         ending = run_script(Path(program), arguments, callbacks)
-    for each in made:
-        if each.refusal:
-            raise SkippedError(each.refusal)
+    _check(ending, made, meter)
+    used = next(each for each in made if each.facts)
+    return {"facts": used.facts, "losses": [loss.item() for loss in used.losses]}
+
+
+def _check(ending: Ending, made: list[Probe], meter: Meter) -> None:
+    """Say why nothing was measured."""
+    for probe in made:
+        if probe.refusal:
+            raise SkippedError(probe.refusal)
     if ending.error is not None:
         raise RuntimeError(f"{type(ending.error).__name__}: {ending.error}")
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")
-    used = next(each for each in made if each.facts)
-    return {"facts": used.facts, "losses": [loss.item() for loss in used.losses]}
 
 
 def main() -> None:
