@@ -162,19 +162,19 @@ def select(
     """
     table = list(candidates)
     names = ", ".join(each.name for each in table)
-    for pattern in (*only, *without):
-        if not any(_matches(each, [pattern]) for each in table):
-            raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
-    chosen = [each for each in table if _matches(each, only or ["*"]) and not _matches(each, without)]
-    if same_maths:
-        chosen = [each for each in chosen if each.result == "same bits"]
+    unknown = [pattern for pattern in (*only, *without) if not _matching(table, [pattern])]
+    if unknown:
+        raise TurboError(f"{unknown[0]!r} names no candidate; expected some of {names}.")
+    left_out = _matching(table, without)
+    chosen = [each for each in _matching(table, only or ["*"]) if each not in left_out]
+    chosen = [each for each in chosen if each.result == "same bits" or not same_maths]
     if not chosen:
         raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {names}.")
     return chosen
 
 
-def _matches(candidate: Candidate, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(candidate.name, pattern) for pattern in patterns)
+def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[Candidate]:
+    return [each for each in candidates if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
 
 
 @dataclass(kw_only=True)
