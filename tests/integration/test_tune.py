@@ -77,14 +77,14 @@ def script(tmp_path, monkeypatch):
     return write
 
 
-def run(script, *names, mode="step", steps=20, warmup=4):
+def run(program, *names, mode="step", steps=20, warmup=4, module=False, arguments=("--rate", "1")):
     """Run a script in this process for so many steps."""
     asked = []
     orders = iter([{"order": "round", "lead": 0, "steps": steps - warmup}, {"order": "end"}])
     meter = Meter(lambda event: asked.append(event) or next(orders), warmup=warmup)
     settings = dataclasses.asdict(combine(TABLE[name] for name in names))
-    task = {"program": str(script), "module": False, "arguments": ["--rate", "1"], "mode": mode, "settings": settings}
-    return run_program(task, meter), asked
+    task = {"program": str(program), "module": module, "arguments": list(arguments), "mode": mode}
+    return run_program({**task, "settings": settings}, meter), asked
 
 
 @pytest.mark.parametrize("mode", ["step", "one batch", "loader"])
@@ -131,6 +131,41 @@ def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
 def test_a_script_that_cannot_be_run_so_says_why(script, text, arguments, reason):
     with pytest.raises((SkippedError, RuntimeError), match=reason):
         run(script(text, **arguments))
+
+
+PROGRAM = """
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(8, 4), 2)
+
+LightningCLI(Module, seed_everything_default=0)
+"""
+
+
+def test_a_package_with_a_command_line_runs_and_its_configuration_is_not_saved(tmp_path, monkeypatch):
+    pytest.importorskip("jsonargparse")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("trainer: {accelerator: cpu, max_steps: 2}")
+    (tmp_path / "program_of_mine.py").write_text(PROGRAM)
+    found, _ = run("program_of_mine", "lean", module=True, arguments=["fit", "--config", "own.yaml"])
+    assert len(found["losses"]) == 20
+    assert found["facts"]["strategy"] == "TurboStrategy"
+    assert {path.name for path in tmp_path.iterdir()} <= {"own.yaml", "program_of_mine.py", "__pycache__"}
 
 
 class Line(LightningModule):
