@@ -125,7 +125,7 @@ class Search:
 
     def screen(self) -> None:
         """Compare each candidate with the script as it is; the better half goes on, up to four processes."""
-        alive = [trial for trial in self.trials.values() if not trial.why]
+        alive = sorted((trial for trial in self.trials.values() if not trial.why), key=self._share, reverse=True)
         for count in range(1, SCREENING + 1):
             for chunk in _chunks(alive):
                 if self._has_time(len(chunk) + 1, 0.3 * self._total):
@@ -197,6 +197,11 @@ class Search:
         for trial in self.trials.values():
             reason = why_not(trial.candidate, facts)
             trial.why = f"not tried: {reason}" if reason else ""
+
+    def _share(self, trial: Trial) -> float:
+        """The share of a step that a candidate can make shorter: the largest is tried first."""
+        waiting = 0.0 if self.facts is None else self.facts.waiting
+        return waiting if trial.candidate.slot == "loading" else 1.0 - waiting
 
     def _compare_alone(self, trials: Sequence[Trial]) -> None:
         rows = self._measure([DEFAULT, *(trial.case for trial in trials)])

@@ -170,6 +170,13 @@ def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
     assert made.trials["fused"].why == "not decided: no time was left for further processes"
 
 
+@pytest.mark.parametrize(("one_batch", "first"), [(0.009, "lean"), (0.003, "prefetch")])
+def test_what_can_save_most_is_tried_first(one_batch, first):
+    machine = Machine({}, step=(0.010, one_batch))
+    search(machine)
+    assert machine.calls[2][1] == Case((first,))
+
+
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 15])
 def test_ctrl_c_keeps_what_was_measured(stop):
     machine = Machine({"lean": 0.7, "fused": 0.8}, noise=0.01, stop=stop)
