@@ -55,7 +55,7 @@ def draw_bars(
         below = picture.add_subplot(2, 1, 2)
         for name, values in curves.items():
             below.plot(values, label=name, color=colours[name], linewidth=1)
-        below.set_xlabel("loss of each step")
+        below.set(xlabel="step", ylabel="loss")
     for position, bar in enumerate(bars):
         axes.barh(position, bar.value - bar.start, left=bar.start, color=colours[bar.kind])
         axes.hlines(position, bar.low, bar.high, color="black", linewidth=1, alpha=0.7)
