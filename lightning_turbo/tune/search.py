@@ -127,7 +127,7 @@ class Search:
         """Compare each candidate with the script as it is; the better half goes on, up to four processes."""
         alive = sorted((trial for trial in self.trials.values() if not trial.why), key=self._share, reverse=True)
         for count in range(1, SCREENING + 1):
-            for chunk in _chunks(alive):
+            for chunk in self._groups(alive):
                 if self._has_time(len(chunk) + 1, 0.3 * self._total):
                     self._compare_alone(chunk)
             alive = _better_half([trial for trial in alive if len(trial.alone.logs) == count])
@@ -198,6 +198,11 @@ class Search:
             reason = why_not(trial.candidate, facts)
             trial.why = f"not tried: {reason}" if reason else ""
 
+    def _groups(self, trials: Sequence[Trial]) -> list[Sequence[Trial]]:
+        """Those that are measured at the same time; all of a group have to fit into the memory of a GPU."""
+        size = 1 if self.facts is not None and self.facts.device == "cuda" else GROUP
+        return [trials[start : start + size] for start in range(0, len(trials), size)]
+
     def _share(self, trial: Trial) -> float:
         """The share of a step that a candidate can make shorter: the largest is tried first."""
         waiting = 0.0 if self.facts is None else self.facts.waiting
@@ -221,7 +226,7 @@ class Search:
     def _leave_out(self, whole: Case, kept: Sequence[Trial]) -> list[Trial]:
         """Compare a case with itself without each of its candidates, and return those that gain nothing in it."""
         for _ in range(ELIMINATION):
-            for chunk in _chunks(kept):
+            for chunk in self._groups(kept):
                 if not self._has_time(len(chunk) + 1):
                     return []  # the last comparison is of the whole, then
                 rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in chunk)])
@@ -240,10 +245,6 @@ class Search:
         if losses := rows.get(DEFAULT, {}).get("numbers", {}).get("losses"):
             self._defaults.append(losses)
         return rows
-
-
-def _chunks(trials: Sequence[Trial]) -> list[Sequence[Trial]]:
-    return [trials[start : start + GROUP] for start in range(0, len(trials), GROUP)]
 
 
 def _by_ratio(trials: Iterable[Trial]) -> list[Trial]:

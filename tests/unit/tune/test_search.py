@@ -162,6 +162,13 @@ def test_the_budget_holds(seconds):
     assert all(trial.why for trial in made.trials.values())
 
 
+@pytest.mark.parametrize(("device", "most"), [("cpu", 5), ("cuda", 2)])
+def test_fewer_processes_share_a_gpu(device, most):
+    machine = Machine({"fused": 0.8, "O1": 0.7, "no-bias": 0.9}, facts={"device": device})
+    assert search(machine).chosen.names == ("no-bias", "fused", "O1")
+    assert max(len(cases) for cases in machine.calls[2:]) == most
+
+
 def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
     machine = Machine({"lean": 0.5, "fused": 0.9}, noise=0.01, cost=8.0, seconds=190.0)
     made = search(machine, ("lean", "fused", "O1"))
