@@ -177,11 +177,16 @@ class Search:
                 self.trials[name].kept = True
 
     def result(self, case: Case, comparison: Comparison) -> str:
-        """Return what a case does to the result: what the losses say, but no less than the table if they differ."""
+        """Return what a case does to the result.
+
+        That is what the losses say; but other maths, as the order of samples in the next epoch, need not show in them, and
+        where they differ it is no less than what the table says.
+        """
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
         measured = compare_losses(*comparison.losses) if repeatable else ""
         declared = [self.trials[name].candidate.result for name in case.names]
-        return measured if measured == "same bits" else max([measured, *declared], key=SEVERITY.index)
+        same = measured == "same bits" and "other maths" not in declared
+        return measured if same else max([measured, *declared], key=SEVERITY.index)
 
     def _objection(self, case: Case) -> str:
         """Why a case is not recommended after the last comparison."""

@@ -269,7 +269,13 @@ def test_facts_tell_the_share_that_waits():
 
 @pytest.mark.parametrize(
     ("losses", "result"),
-    [({}, "same bits"), ({"lean": 1e-7}, "rounding"), ({"lean": 0.1}, "other maths"), ({"O1": 1e-7}, "other maths")],
+    [
+        ({}, "same bits"),
+        ({"lean": 1e-7}, "rounding"),
+        ({"lean": 0.1}, "other maths"),
+        ({"O1": 1e-7}, "other maths"),
+        ({"O1": 0.0}, "other maths"),
+    ],
 )
 def test_the_result_is_what_the_losses_say_and_no_less_than_the_table(losses, result):
     made = search(Machine({"lean": 0.7, "O1": 0.7}, losses=losses), ("O1",) if "O1" in losses else ("lean",))
