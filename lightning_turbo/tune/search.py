@@ -179,8 +179,8 @@ class Search:
     def result(self, case: Case, comparison: Comparison) -> str:
         """Return what a case does to the result.
 
-        That is what the losses say; but other maths, as the order of samples in the next epoch, need not show in them, and
-        where they differ it is no less than what the table says.
+        That is what the losses say; but other maths, as the order of samples in the next epoch, need not show in them,
+        and where they differ it is no less than what the table says.
         """
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
         measured = compare_losses(*comparison.losses) if repeatable else ""
