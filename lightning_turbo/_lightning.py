@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
     from lightning.pytorch.core.hooks import DataHooks
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
     from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -68,6 +69,7 @@ __all__ = [
     "loss_scale",
     "lower_found_batch_size",
     "register_strategies",
+    "replace_strategy",
     "takes_batch_index",
     "when_lightning_is_imported",
 ]
@@ -81,6 +83,7 @@ _MODULES = (
     "core",
     "core.hooks",
     "loggers",
+    "loggers.logger",
     "loops.fetchers",
     "loops.fit_loop",
     "loops.optimization.automatic",
@@ -364,3 +367,8 @@ def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
     registry = importlib.import_module(f"{bound_name()}.strategies").StrategyRegistry
     for name, make in strategies.items():
         registry.register(name, make, description="lightning_turbo", override=True)
+
+
+def replace_strategy(trainer: Any, strategy: Any) -> None:
+    """Give a Trainer in construction another strategy, as ``Trainer(strategy=...)`` would have."""
+    trainer._accelerator_connector.strategy = strategy
