@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_turbo.data.loader import PrefetchLoader
     from lightning_turbo.data.normalize import Normalize
     from lightning_turbo.data.packed import PackedDataset
-    from lightning_turbo.data.workers import tune_workers
+    from lightning_turbo.data.tune_workers import tune_workers
     from lightning_turbo.datamodules.dali import DALIDataModule
     from lightning_turbo.datamodules.prefetch import PrefetchDataModule
     from lightning_turbo.doctor.callback import Doctor
@@ -94,7 +94,7 @@ _HOMES = {
     "lamb": "lightning_turbo.optim.layerwise",
     "lars": "lightning_turbo.optim.layerwise",
     "lr_range": "lightning_turbo.callbacks.lr_range",
-    "tune_workers": "lightning_turbo.data.workers",
+    "tune_workers": "lightning_turbo.data.tune_workers",
 }
 
 

@@ -13,7 +13,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo._loops import end_epoch_of_checkpoint, epoch_of_checkpoint, take_loader_state
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import is_between_epochs, judge_states
+from lightning_turbo.data.position import correct_states, is_between_epochs
 
 __all__ = ["accumulate_as_scheduled", "set_up_again", "set_up_loader"]
 
@@ -86,7 +86,7 @@ def _begin_as_restored(trainer: Any, loader: Any, first: bool) -> None:
     loop = trainer.fit_loop
     epoch = loop.epoch_progress.current.processed
     ended = epoch_of_checkpoint(trainer)
-    judge_states(loop._combined_loader_states_to_load, **ended)
+    correct_states(loop._combined_loader_states_to_load, **ended)
     if first and ended["over"]:
         end_epoch_of_checkpoint(trainer)
         loop.update_restart_stage()

@@ -44,7 +44,7 @@ def _slow(facts: Facts) -> bool:
     name="waits-for-data",
     symptom="The step waits for data; the GPU's utilisation comes and goes.",
     threshold="the median step waits for data more than 10 % of its time, and more than 5 ms",
-    remedy="Load ahead: PrefetchLoader for a background thread or several (prefetch_threads), PackedDataset for data "
+    remedy="Load ahead: PrefetchLoader for a background thread or several (threads), PackedDataset for data "
     "that fits one file, DALI for images.",
     card="background-prefetch",
 )

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from lightning_turbo._random import changed_generators as moved
 from lightning_turbo._random import shared_state
-from lightning_turbo.data.randomness import moved
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn import drop_bias_before_norm
 

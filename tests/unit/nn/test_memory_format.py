@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_turbo._random import changed_generators as moved
 from lightning_turbo._random import shared_state
-from lightning_turbo.data.randomness import moved
 from lightning_turbo.nn import measure_memory_format, set_memory_format
 
 
