@@ -83,7 +83,6 @@ def main(folder, length, *words):
     for number, settings in enumerate(map(json.loads, words)):
         torch.save(load(int(length), **settings), f"{folder}/{number}_{rank}.pt")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ WORKER = Path(__file__).with_name("seeds_worker.py")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore:.*set_vital", "ignore:This DataLoader will create", ),
+    pytest.mark.filterwarnings("ignore:.*set_vital", "ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:Loading a batch draws", "ignore:threads=4 has no effect"),
 ]
 
 
@@ -87,7 +88,8 @@ def live(path, life, num_workers, kind):
             rows.append(batch)
             taken += 1
             if taken == saved_at:
-                torch.save({"epoch": epoch, "rows": rows, "loader": loader.state_dict()}, path)
+                over = len(rows) == (epoch + 1) * len(loader)
+                torch.save({"epoch": epoch + over, "rows": rows, "loader": loader.state_dict()}, path)
             if taken == killed_at and life < KILLS:
                 os.kill(os.getpid(), signal.SIGKILL)
         epoch += 1
