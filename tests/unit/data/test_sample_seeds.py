@@ -436,6 +436,13 @@ def test_a_fit_resumes_at_each_step_with_other_workers_and_is_the_same_run(reloa
         assert step % 3 == 0 or all(map(torch.equal, left[: 3 - step % 3], whole[step:]))
 
 
+@QUIET
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_measuring_workers_counts_no_epoch():
+    module = Module(sample_seeds=SEED, num_workers="auto")
+    assert torch.equal(rows_of(module.train_dataloader()), expected())
+
+
 @pytest.mark.parametrize(("seed", "error"), [("1", TypeError), (1.5, TypeError), (-1, ValueError)])
 def test_seeds_of_loaders_and_datamodules_that_are_refused(seed, error):
     for make in (functools.partial(PrefetchLoader, range(3)), Module):
