@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import PrefetchDataModule
 from lightning_turbo._random import shared_state
-from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples
+from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
 from lightning_turbo.data.sample_seeds import SeededDataset
 from lightning_turbo.errors import NoEffectWarning
 
@@ -436,11 +436,10 @@ def test_a_fit_resumes_at_each_step_with_other_workers_and_is_the_same_run(reloa
         assert step % 3 == 0 or all(map(torch.equal, left[: 3 - step % 3], whole[step:]))
 
 
-@QUIET
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_measuring_workers_counts_no_epoch():
-    module = Module(sample_seeds=SEED, num_workers="auto")
-    assert torch.equal(rows_of(module.train_dataloader()), expected())
+    loader = seed_samples(DataLoader(Augmented()), SEED)
+    tune_workers(lambda **settings: loader, seconds=0.2, max_workers=0, show=None)
+    assert torch.equal(rows_of(loader), expected())
 
 
 @pytest.mark.parametrize(("seed", "error"), [("1", TypeError), (1.5, TypeError), (-1, ValueError)])
