@@ -121,8 +121,7 @@ class DeviceTransfer:
     def _on_side(self, batch: Any, work: Callable[[Any], Any], before: Any = None) -> tuple[Any, Any]:
         """Do ``work`` on the side stream if the batch is worth it, else on the current one."""
         stream, tensors = self.stream(), list(tensors_in(batch))
-        small = before is None and not self._stays and sum(t.nbytes for t in tensors) < self.min_bytes
-        if stream is None or small:
+        if stream is None or (before is None and self._is_small(tensors)):
             return work(batch), None
         current = torch.cuda.current_stream(self.device)
         comes = not self._stays and (self.transform is not None or self.transfer is not None)
@@ -131,9 +130,11 @@ class DeviceTransfer:
             there = [t for t in tensors if t.is_cuda and before is None]
             if there or comes:
                 stream.wait_stream(current)  # the loader made them there, or small batches came before
-            for tensor in there:
-                tensor.record_stream(stream)  # and their memory goes back to that stream only after this one
+            _record(there, stream)  # and their memory goes back to that stream only after this one
             return work(batch), stream.record_event()
+
+    def _is_small(self, tensors: list[torch.Tensor]) -> bool:
+        return not self._stays and sum(t.nbytes for t in tensors) < self.min_bytes
 
     def _move(self, batch: Any) -> Any:
         if self.transfer is not None:
@@ -161,6 +162,11 @@ class DeviceTransfer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_stream": None, "_stays": False}
+
+
+def _record(tensors: list[torch.Tensor], stream: Any) -> None:
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 class DevicePrefetcher:

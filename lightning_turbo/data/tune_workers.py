@@ -225,7 +225,11 @@ def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: d
             generator.set_state(state)
         if hasattr(sampler, "continue_after"):  # it counts its passes
             sampler.continue_after([epoch], over=False)
-    if error is not None and not over:
+    return _row(settings, times, None if over else error, loader)
+
+
+def _row(settings: dict[str, Any], times: list[float], error: BaseException | None, loader: Any) -> WorkerRow:
+    if error is not None:
         return WorkerRow(**settings, note=f"{type(error).__name__}: {error}".splitlines()[0])
     if not times:
         return WorkerRow(**settings, note=_LATE if _forks(loader) else "too late to start")

@@ -164,10 +164,10 @@ class PrefetchDataModule(LightningDataModule):
             if "batch_size" in kwargs:
                 del kwargs["batch_size"]  # noqa: RUF051
             if args or kwargs:
-                passed = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
                 raise TypeError(
-                    f"{type(self).__name__} has no argument for {passed}; expected are {', '.join(_ACCEPTED)}, by "
-                    "name, and those of a DataModule behind it. Remove or rename what was passed."
+                    f"{type(self).__name__} has no argument for {_describe(args, kwargs)}; expected are "
+                    f"{', '.join(_ACCEPTED)}, by name, and those of a DataModule behind it. Remove or rename what was "
+                    "passed."
                 )
         # save_hyperparameters in a class behind reads these names here, and is to find what that class got.
         behind = {**_defaults_behind(type(self)), **dict(zip(theirs, args, strict=False))}
@@ -180,6 +180,10 @@ class PrefetchDataModule(LightningDataModule):
         # from_datasets, and some users, set the methods on the object.
         value = _with_prefetching(value, name, self) if name in _LOADERS and callable(value) else value
         super().__setattr__(name, value)
+
+
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
 
 
 def _with_prefetching(method: Callable[..., Any], name: str, owner: Any = None) -> Callable[..., Any]:
