@@ -202,7 +202,9 @@ def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: d
     if share < 0.01:
         return WorkerRow(**settings, note="no time")
     loader = make_loader(**settings)
-    own = generators_of(getattr(loader, "generator", None), loader.batch_sampler or loader.sampler)
+    sampler = loader.batch_sampler or loader.sampler
+    epoch = getattr(sampler, "epoch", None)
+    own = generators_of(getattr(loader, "generator", None), sampler)
     states = [generator.get_state() for generator in own]
     times: list[float] = []
     error, over, loading = None, False, None
@@ -221,6 +223,8 @@ def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: d
             loading.stop(kill=over and not times)
         for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
+        if hasattr(sampler, "continue_after"):  # it counts its passes
+            sampler.continue_after([epoch], over=False)
     return _row(settings, times, None if over else error, loader)
 
 

@@ -360,7 +360,8 @@ def test_the_old_name_of_threads_works_and_is_told():
 
 def test_it_is_a_dataloader_with_its_constructor():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (PrefetchLoader, DataLoader))
-    assert [name for name in ours if name not in ("prefetch_batches", "threads", "transfer")] == list(theirs)
+    added = {"prefetch_batches", "threads", "transfer", "sample_seeds"}
+    assert [name for name in ours if name not in added] == list(theirs)
     assert all(ours[name] == theirs[name] for name in theirs)
     loader = PrefetchLoader(Numbers(), 4, True, num_workers=0)
     assert isinstance(loader, DataLoader)
@@ -445,7 +446,7 @@ def test_other_classes_of_loader_can_be_converted():
     assert type(loader) is Custom
     assert type(PrefetchLoader.of(loader)) is type(twin)
     assert list(inspect.signature(type(twin).__init__).parameters) == [
-        "self", "path", "scale", "prefetch_batches", "threads", "transfer", "kwargs",
+        "self", "path", "scale", "prefetch_batches", "threads", "transfer", "sample_seeds", "kwargs",
     ]  # fmt: skip
     again = type(twin)(path="there", batch_size=3, prefetch_batches=2)
     assert [b.tolist() for b in again] == [[0, 1, 2], [3, 4, 5]]

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods, _set_sampler_epoch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     BatchSampler,
@@ -23,8 +25,11 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_turbo import PrefetchDataModule
 from lightning_turbo._random import shared_state
-from lightning_turbo.data.sample_seeds import SeededDataset, SeededSampler, seed_samples
+from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
+from lightning_turbo.data.sample_seeds import SeededDataset
+from lightning_turbo.errors import NoEffectWarning
 
 SEED, LENGTH = 7, 12
 GOLDEN = [3.0, 0.5156496, 0.6637135, 0.4652026, 0.4095555]
@@ -317,3 +322,133 @@ def test_a_sampler_put_in_later_is_refused():
         next(iter(DataLoader(seeded.dataset)))
     with pytest.raises(TypeError, match="got index 0 without an epoch"):
         SeededDataset(Augmented(), SEED)[0]
+
+
+# ---- With prefetching.
+
+QUIET = pytest.mark.filterwarnings("ignore:Loading a batch draws")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_workers": 0}, "Loading a batch draws from the process-wide generator of torch.*Use num_workers=1"),
+        ({"num_workers": 1, "threads": 3}, "threads=3 has no effect here: the generators that are seeded"),
+        ({"num_workers": 2, "persistent_workers": True, "shuffle": True}, None),
+        ({"num_workers": 1, "sampler": SeededSampler(range(LENGTH), SEED)}, None),
+    ],
+)
+def test_prefetching_changes_no_number_and_says_what_it_cannot_do(settings, said):
+    def load():
+        loader = PrefetchLoader(Augmented(), batch_size=2, sample_seeds=SEED, **settings)
+        if isinstance(loader.sampler, SeededSampler):
+            loader.sampler.set_epoch(0)
+        rows = rows_of(loader, 1)
+        loader.close()
+        return rows
+
+    if said is None:
+        assert torch.equal(load(), expected(1))
+        return
+    with pytest.warns(NoEffectWarning, match=said):
+        assert torch.equal(load(), expected(1))
+
+
+def run_on(loader, epochs):
+    """The rows of these epochs, and the state before each batch."""
+    rows, states = [], []
+    for epoch in epochs:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        states.append((epoch, loader.state_dict()))
+        for batch, drawn in loader:
+            rows.append(torch.cat([batch, drawn.expand(len(batch), 1)], 1))
+            states.append((epoch, loader.state_dict()))
+        states.pop()
+    loader.close()
+    return rows, states
+
+
+@QUIET
+@pytest.mark.parametrize("order", [{"shuffle": True}, {"sampler": SeededSampler(range(LENGTH), SEED)}])
+def test_a_run_with_augmentation_in_worker_processes_resumes_at_every_batch(order):
+    def make(num_workers):
+        settings = {"batch_size": 5, "collate_fn": collate, "num_workers": num_workers, **order}
+        return PrefetchLoader(Augmented(), sample_seeds=SEED, generator=torch.Generator().manual_seed(5), **settings)
+
+    whole, states = run_on(make(1), range(3))
+    assert len(states) == len(whole) == 9
+    for number, (epoch, state) in enumerate(states):
+        torch.manual_seed(number)
+        loader = make(number % 3)
+        loader.load_state_dict(state)
+        rows, _ = run_on(loader, range(epoch, epoch + 1))
+        left = whole[number : 3 * (epoch + 1)]
+        assert len(rows) == len(left)
+        assert all(map(torch.equal, rows, left))
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rows = torch.nn.Linear(5, 1), []
+
+    def training_step(self, batch, batch_idx):
+        self.rows.append(batch)
+        return self.layer(batch.float()).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Module(PrefetchDataModule):
+    num_workers = 1
+
+    def train_dataloader(self):
+        return DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=self.num_workers)
+
+
+def fit(num_workers, ckpt_path=None, **settings):
+    """The rows of a fit that writes a checkpoint after each step."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    keep = ModelCheckpoint(".", "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer, net = Trainer(accelerator="cpu", callbacks=[keep], max_epochs=2, **quiet, **settings), Net()
+    datamodule = Module(sample_seeds=SEED)
+    datamodule.num_workers = num_workers
+    trainer.fit(net, datamodule=datamodule, ckpt_path=ckpt_path)
+    return net.rows
+
+
+@QUIET
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Checkpoint directory")
+@pytest.mark.parametrize("reload", [0, 1])
+def test_a_fit_resumes_at_each_step_with_other_workers_and_is_the_same_run(reload):
+    settings = {"reload_dataloaders_every_n_epochs": reload}
+    whole = fit(1, **settings)
+    rows = torch.cat(whole)
+    assert torch.equal(rows_of([rows[:LENGTH]], 1)[0], expected()[0])
+    assert torch.equal(rows_of([rows[LENGTH:]], 1)[0], expected()[1])
+    for step in (1, 3, 5):
+        left = fit(step // 2, f"step={step}.ckpt", **settings)
+        assert len(left) == 6 - step
+        drawn, epoch = torch.cat(left)[-LENGTH if step <= 3 else 0 :], expected()[1]
+        assert torch.equal(drawn, epoch[drawn[:, 0].long()])
+        assert step % 3 == 0 or all(map(torch.equal, left[: 3 - step % 3], whole[step:]))
+
+
+def test_measuring_workers_counts_no_epoch():
+    loader = seed_samples(DataLoader(Augmented()), SEED)
+    tune_workers(lambda **settings: loader, seconds=0.2, max_workers=0, show=None)
+    assert torch.equal(rows_of(loader), expected())
+
+
+@pytest.mark.parametrize(("seed", "error"), [("1", TypeError), (1.5, TypeError), (-1, ValueError)])
+def test_seeds_of_loaders_and_datamodules_that_are_refused(seed, error):
+    for make in (functools.partial(PrefetchLoader, range(3)), Module):
+        with pytest.raises(error, match=r"got sample_seeds=.*; expected an integer"):
+            make(sample_seeds=seed)
+
+
+def test_a_stream_is_refused_by_a_loader_with_sample_seeds():
+    with pytest.raises(TypeError, match="Stream is an IterableDataset"):
+        PrefetchLoader(Stream(), sample_seeds=SEED)
