@@ -312,7 +312,11 @@ def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
     if not why:
         try:
             return tune_workers(
-                lambda **settings: PrefetchLoader.of(_variant(loader, **settings), threads=threads)
+                lambda **settings: (
+                    _variant(loader, **settings)
+                    if threads == 1
+                    else PrefetchLoader.of(_variant(loader, **settings), threads=threads)
+                )
             ).settings
         except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
             why = f"{error} Pass a number of processes in place of 'auto', for example what tune_workers finds."

@@ -349,8 +349,8 @@ def test_an_error_comes_at_its_batch():
         ({"prefetch_batches": 1.0}, TypeError, r"prefetch_batches=1.0 is not an integer"),
         ({"min_bytes": -1}, ValueError, r"min_bytes=-1 is negative; pass a number of bytes"),
         ({"min_bytes": "1M"}, TypeError, r"min_bytes='1M' is not an integer"),
-        ({"transform": 3}, TypeError, r"transform=3 cannot be called; accepted is a function"),
-        ({"transfer": "x"}, TypeError, r"transfer='x' cannot be called"),
+        ({"transform": 3}, TypeError, r"transform=3: expected a function or None"),
+        ({"transfer": "x"}, TypeError, r"transfer='x': expected a function or None"),
     ],
 )
 def test_bad_settings_are_refused(arguments, error, message):
