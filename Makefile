@@ -2,14 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The demo needs less than the tests: each has a stamp of its own in the same environment.
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 PYTEST_ARGS ?=
 # Processes that share the tests; 0 runs them in one, as a debugger needs it.
 WORKERS ?= 2
 
 .PHONY: demo test check docs unit slow gpu gpu-pretended release pairs clean
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/lightning-turbo demo $(DEMO_ARGS)
 
 test: check unit
@@ -18,11 +20,11 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --clean --strict
 
 # The site, at http://127.0.0.1:8000, built anew when a page changes.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+	$(BIN)/zensical serve
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -51,11 +53,16 @@ pairs: $(STAMP)
 	$(BIN)/python tests/release/pairs.py newest --folder $(PAIRS_FOLDER)
 
 # torch comes first and alone: its exact version decides which build pip takes.
-$(STAMP): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV); the first time takes some minutes.'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dali,demo,dev,docs,optim]'
+	$(PIP) torch
+	$(PIP) -e '.[demo]'
+	touch $@
+
+$(STAMP): $(DEMO_STAMP)
+	$(PIP) -e '.[dali,demo,dev,docs,optim]'
 	touch $@
 
 clean:

@@ -1,7 +1,7 @@
-"""Writes the table of techniques, from the front matter of the cards, into the pages that show it.
+"""Writes generated parts of pages: the techniques, from the cards, and the public names, from the package's table.
 
-    python docs/overview.py            write the pages
-    python docs/overview.py --check    only tell, by the exit status, whether they are up to date
+python docs/overview.py            write the pages
+python docs/overview.py --check    only tell, by the exit status, whether they are up to date
 """
 
 import os
@@ -12,8 +12,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
-PAGES = (CARDS / "README.md", ROOT / "README.md")
-BEGIN, END = "<!-- techniques: made by docs/overview.py -->", "<!-- end of techniques -->"
+API, STABILITY = ROOT / "docs" / "api.md", ROOT / "docs" / "stability.md"
+PAGES = (CARDS / "README.md", ROOT / "README.md", API, STABILITY)
 KEYS = ("name", "class", "function", "maths_unchanged", "needs", "status")
 
 
@@ -66,13 +66,47 @@ def _words(value):
     return ("-" if text.lower() in ("none", "nothing", "") else text).replace("|", "\\|")
 
 
+def public_names():
+    """The table of the package: what the documentation calls them -> names."""
+    sys.path.insert(0, str(ROOT))
+    import lightning_turbo
+
+    return {kind: list(names) for kind, names in lightning_turbo.PUBLIC.items()}
+
+
+def reference(page):
+    """A section for each kind of public names, with the place where mkdocs puts each docstring."""
+    lines = []
+    for kind, names in public_names().items():
+        lines += [f"## {kind}", ""]
+        for name in names:
+            lines += [f"::: lightning_turbo.{name}"]
+            if name == "amp":  # a module
+                lines += ["    options:", "      members: null", '      filters: ["!^_"]']
+            lines += [""]
+    return "\n".join(lines).strip()
+
+
+def list_of_names(page):
+    """The table of public names."""
+    lines = ["| Kind | Names |", "|---|---|"]
+    lines += [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in public_names().items()]
+    return "\n".join(lines)
+
+
+# Page -> the word in the markers around its generated part, and what makes that part.
+PARTS = {API: ("public names", reference), STABILITY: ("public names", list_of_names)}
+
+
 def updated(page):
-    """The text of ``page`` with the table in its place."""
-    before, found, rest = page.read_text().partition(BEGIN)
-    _, closed, after = rest.partition(END)
+    """The text of ``page`` with its generated part in its place."""
+    word, make = PARTS.get(page, ("techniques", table))
+    begin, end = f"<!-- {word}: made by docs/overview.py -->", f"<!-- end of {word} -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ValueError(f"{page}: no place for the table, between {BEGIN!r} and {END!r}.")
-    return f"{before}{BEGIN}\n{table(page)}\n{END}{after}"
+        raise ValueError(f"{page}: expected the markers {begin!r} and {end!r}.")
+    return f"{before}{begin}\n{make(page)}\n{end}{after}"
 
 
 def main(argv):

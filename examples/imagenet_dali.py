@@ -82,7 +82,7 @@ def parse():
     parser.add_argument("--epochs", type=int, default=None, help="default 90, demo 3")
     parser.add_argument("--threads", type=int, default=None, help="of DALI, a device; default: its part of the cores")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", default=None, help="a checkpoint to go on from, of any batch")
+    parser.add_argument("--resume", default=None, help="a checkpoint to continue from, of any batch")
     options = parser.parse_args()
     if (options.folder is None) != options.demo:
         parser.error("give either a folder or --demo")

@@ -8,101 +8,92 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_turbo._lightning import bind_lightning, register_strategies, when_lightning_is_imported
+from lightning_turbo._lightning import register_strategies, when_lightning_is_imported
 
-if TYPE_CHECKING:
-    from lightning_turbo import amp
-    from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm
-    from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize
-    from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation
-    from lightning_turbo.callbacks.grad_to_none import GradToNone
-    from lightning_turbo.callbacks.lr_range import lr_range
-    from lightning_turbo.callbacks.memory_format import MemoryFormat
-    from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
-    from lightning_turbo.data.dali.loader import DALILoader
-    from lightning_turbo.data.device import DevicePrefetcher
-    from lightning_turbo.data.loader import PrefetchLoader
-    from lightning_turbo.data.normalize import Normalize
-    from lightning_turbo.data.packed import PackedDataset
-    from lightning_turbo.data.tune_workers import tune_workers
-    from lightning_turbo.datamodules.dali import DALIDataModule
-    from lightning_turbo.datamodules.prefetch import PrefetchDataModule
-    from lightning_turbo.doctor.callback import Doctor
-    from lightning_turbo.nn.bias import drop_bias_before_norm
-    from lightning_turbo.optim.cyclic import cyclic_lr
-    from lightning_turbo.optim.layerwise import lamb, lars
-    from lightning_turbo.plugins.apex_amp import ApexAMP
-    from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO, AtomicCheckpointIO
-    from lightning_turbo.strategies.turbo import TurboDDPStrategy, TurboStrategy
+if TYPE_CHECKING:  # for type checkers, which read no table; a test compares the two
+    from lightning_turbo import amp as amp
+    from lightning_turbo._lightning import bind_lightning as bind_lightning
+    from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm as DropBiasBeforeNorm
+    from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize as EffectiveBatchSize
+    from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation as ExactAccumulation
+    from lightning_turbo.callbacks.exact_resume import ExactResume as ExactResume
+    from lightning_turbo.callbacks.grad_to_none import GradToNone as GradToNone
+    from lightning_turbo.callbacks.lr_range import lr_range as lr_range
+    from lightning_turbo.callbacks.memory_format import MemoryFormat as MemoryFormat
+    from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch as PrefetchNextEpoch
+    from lightning_turbo.data.dali.loader import DALILoader as DALILoader
+    from lightning_turbo.data.device import DevicePrefetcher as DevicePrefetcher
+    from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
+    from lightning_turbo.data.normalize import Normalize as Normalize
+    from lightning_turbo.data.packed import PackedDataset as PackedDataset
+    from lightning_turbo.data.tune_workers import tune_workers as tune_workers
+    from lightning_turbo.datamodules.dali import DALIDataModule as DALIDataModule
+    from lightning_turbo.datamodules.prefetch import PrefetchDataModule as PrefetchDataModule
+    from lightning_turbo.doctor.callback import Doctor as Doctor
+    from lightning_turbo.nn.bias import drop_bias_before_norm as drop_bias_before_norm
+    from lightning_turbo.optim.cyclic import cyclic_lr as cyclic_lr
+    from lightning_turbo.optim.layerwise import lamb as lamb
+    from lightning_turbo.optim.layerwise import lars as lars
+    from lightning_turbo.plugins.apex_amp import ApexAMP as ApexAMP
+    from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO as AmpCheckpointIO
+    from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+    from lightning_turbo.strategies.turbo import TurboStrategy as TurboStrategy
+    from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy as TurboDDPStrategy
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AmpCheckpointIO",
-    "ApexAMP",
-    "AtomicCheckpointIO",
-    "DALIDataModule",
-    "DALILoader",
-    "DevicePrefetcher",
-    "Doctor",
-    "DropBiasBeforeNorm",
-    "EffectiveBatchSize",
-    "ExactAccumulation",
-    "GradToNone",
-    "MemoryFormat",
-    "Normalize",
-    "PackedDataset",
-    "PrefetchDataModule",
-    "PrefetchLoader",
-    "PrefetchNextEpoch",
-    "TurboDDPStrategy",
-    "TurboStrategy",
-    "amp",
-    "bind_lightning",
-    "cyclic_lr",
-    "drop_bias_before_norm",
-    "lamb",
-    "lars",
-    "lr_range",
-    "tune_workers",
-]
-
-# Public name -> the module that holds it; a module that is public itself has no attribute of its name.
-_HOMES = {
-    "AmpCheckpointIO": "lightning_turbo.plugins.checkpoint_io",
-    "ApexAMP": "lightning_turbo.plugins.apex_amp",
-    "AtomicCheckpointIO": "lightning_turbo.plugins.checkpoint_io",
-    "DALIDataModule": "lightning_turbo.datamodules.dali",
-    "DALILoader": "lightning_turbo.data.dali.loader",
-    "DevicePrefetcher": "lightning_turbo.data.device",
-    "Doctor": "lightning_turbo.doctor.callback",
-    "DropBiasBeforeNorm": "lightning_turbo.callbacks.drop_bias",
-    "EffectiveBatchSize": "lightning_turbo.callbacks.effective_batch_size",
-    "ExactAccumulation": "lightning_turbo.callbacks.exact_accumulation",
-    "GradToNone": "lightning_turbo.callbacks.grad_to_none",
-    "MemoryFormat": "lightning_turbo.callbacks.memory_format",
-    "Normalize": "lightning_turbo.data.normalize",
-    "PackedDataset": "lightning_turbo.data.packed",
-    "PrefetchDataModule": "lightning_turbo.datamodules.prefetch",
-    "PrefetchLoader": "lightning_turbo.data.loader",
-    "PrefetchNextEpoch": "lightning_turbo.callbacks.prefetch_next_epoch",
-    "TurboDDPStrategy": "lightning_turbo.strategies.turbo",
-    "TurboStrategy": "lightning_turbo.strategies.turbo",
-    "amp": "lightning_turbo.amp",
-    "cyclic_lr": "lightning_turbo.optim.cyclic",
-    "drop_bias_before_norm": "lightning_turbo.nn.bias",
-    "lamb": "lightning_turbo.optim.layerwise",
-    "lars": "lightning_turbo.optim.layerwise",
-    "lr_range": "lightning_turbo.callbacks.lr_range",
-    "tune_workers": "lightning_turbo.data.tune_workers",
+# The table of public names: what the documentation calls them -> name -> the module of this package that holds it.
+PUBLIC = {
+    "Precision": {
+        "ApexAMP": "plugins.apex_amp",
+        "AmpCheckpointIO": "plugins.checkpoint_io",
+        "AtomicCheckpointIO": "plugins.checkpoint_io",
+        "amp": "amp",
+    },
+    "Data": {
+        "PrefetchDataModule": "datamodules.prefetch",
+        "PrefetchLoader": "data.loader",
+        "PrefetchNextEpoch": "callbacks.prefetch_next_epoch",
+        "DevicePrefetcher": "data.device",
+        "PackedDataset": "data.packed",
+        "Normalize": "data.normalize",
+        "tune_workers": "data.tune_workers",
+        "DALILoader": "data.dali.loader",
+        "DALIDataModule": "datamodules.dali",
+    },
+    "Around the step": {
+        "cyclic_lr": "optim.cyclic",
+        "lr_range": "callbacks.lr_range",
+        "lamb": "optim.layerwise",
+        "lars": "optim.layerwise",
+        "ExactAccumulation": "callbacks.exact_accumulation",
+        "EffectiveBatchSize": "callbacks.effective_batch_size",
+        "GradToNone": "callbacks.grad_to_none",
+        "MemoryFormat": "callbacks.memory_format",
+        "drop_bias_before_norm": "nn.bias",
+        "DropBiasBeforeNorm": "callbacks.drop_bias",
+    },
+    "Strategies": {
+        "TurboStrategy": "strategies.turbo",
+        "TurboDDPStrategy": "strategies.turbo_ddp",
+        "ExactResume": "callbacks.exact_resume",
+    },
+    "Advice": {
+        "Doctor": "doctor.callback",
+    },
+    "Binding": {
+        "bind_lightning": "_lightning",
+    },
 }
+_HOMES = {name: home for names in PUBLIC.values() for name, home in names.items()}
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_HOMES[name])
-    value = getattr(module, name, module)
+    module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    value = getattr(module, name, module)  # a module that is public itself has no attribute of its name
     globals()[name] = value
     return value
 

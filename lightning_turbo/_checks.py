@@ -6,44 +6,69 @@ import math
 import numbers
 from typing import Any, TypeGuard
 
-__all__ = ["check_functions", "check_switches", "is_number", "is_whole"]
+__all__ = ["check_functions", "check_switches", "expect", "inherits", "is_number", "is_whole"]
 
 
-def check_switches(**switches: Any) -> None:
+def check_switches(*, none: bool = False, **switches: Any) -> None:
     """Refuse what is neither ``True`` nor ``False``.
 
     Args:
-        **switches: What was given, by the name of the argument.
+        none: Whether ``None`` is taken too.
+        **switches: What was passed, by the name of the argument.
 
     Raises:
-        TypeError: If one is no bool.
+        TypeError: If one is not a bool.
     """
     for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is no bool; accepted are True and False. Pass one of the two.")
+        if not (isinstance(value, bool) or (none and value is None)):
+            raise TypeError(f"{name}={value!r}: expected {'True, False or None' if none else 'True or False'}.")
+
+
+def inherits(owner: Any, parent: type, names: tuple[str, ...]) -> bool:
+    """Tell whether an object overrides none of these methods of ``parent``, in its class or on itself.
+
+    It is asked in every step, because a class may be changed between two of them.
+    """
+    kind, own = type(owner), vars(owner)
+    for name in names:  # noqa: SIM110 - all() would take twice as long
+        if name in own or getattr(kind, name) is not getattr(parent, name):
+            return False
+    return True
 
 
 def check_functions(**functions: Any) -> None:
     """Refuse what can neither be called nor is ``None``.
 
     Args:
-        **functions: What was given, by the name of the argument.
+        **functions: What was passed, by the name of the argument.
 
     Raises:
         TypeError: If one is something else.
     """
     for name, value in functions.items():
         if value is not None and not callable(value):
-            raise TypeError(
-                f"{name}={value!r} cannot be called; accepted is a function, or None. Pass one, or leave it out."
-            )
+            raise TypeError(f"{name}={value!r}: expected a function or None.")
+
+
+def expect(valid: object, name: str, value: Any, expected: str, error: type[Exception] = ValueError) -> None:
+    """Raise an error that names the argument, the expected values and the value, unless it is valid.
+
+    Args:
+        valid: Whether the value can be used.
+        name: Name of the argument.
+        value: Value of the argument.
+        expected: Description of the values that can be used.
+        error: Class of the error.
+    """
+    if not valid:
+        raise error(f"{name}: expected {expected}, got {value!r}.")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether a value is a finite real number; ``True`` and ``False`` are none."""
+    """Tell whether a value is a finite real number; ``True`` and ``False`` are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(float(value))
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Tell whether a value is a whole number that is not below ``least``; ``True`` and ``False`` are none."""
+    """Tell whether a value is a whole number that is not below ``least``; ``True`` and ``False`` are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least

@@ -14,8 +14,7 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = ["gather_for_checkpoint", "rank_and_size"]
 
-PATIENCE = 10.0  # seconds that a rank waits for others that may never come
-TRANSFER = 300.0  # seconds for what they send if they have come
+PATIENCE = 10.0  # seconds that a rank waits for others that may never come, and for what they send
 SIGNAL_HANDLER = "_slurm_sigusr_handler_fn"  # Lightning's, which writes a checkpoint wherever a signal finds the rank
 _missed = float("-inf")
 _group: Any = None
@@ -54,38 +53,46 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None, *, to_a
         A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
         Its group is its own, because in that of the run another collective may be under way.
     """
-    global _missed
     rank, size = rank_and_size()
     if size == 1:
         return [own]
     may_be_alone = _may_be_alone()
-    why = "which did not come a moment ago"
-    if not may_be_alone or time.monotonic() - _missed > PATIENCE:
-        try:
-            group = _meet(PATIENCE if may_be_alone else None)
-            places: list[Any] = [None] * size
-            torch.distributed.all_gather_object(places, (name, place if may_be_alone else None), group=group)
-            if all(other == places[0] for other in places):
-                ranks = [own] * size
-                if to_all:
-                    torch.distributed.all_gather_object(ranks, own, group=group)
-                else:
-                    torch.distributed.gather_object(own, ranks if rank == 0 else None, group=group)
-                return ranks
-            why = "which are at other batches"
-        except RuntimeError:
-            if not may_be_alone:
-                raise
-            _missed = time.monotonic()
-            why = f"which did not come within {PATIENCE:g} s"
-    if rank == 0:
+    if may_be_alone and time.monotonic() - _missed <= PATIENCE:
+        ranks, missing = [own], "which did not come a moment ago"
+    else:
+        label = name, place if may_be_alone else None
+        ranks, missing = _gather(own, label, PATIENCE if may_be_alone else None, to_all)
+    if missing and rank == 0:
         warnings.warn(
-            f"The checkpoint is written with the {name} of rank 0 alone, without those of the other ranks, {why}. A "
-            "run can go on from it, but does not equal one that was never stopped.",
+            f"The checkpoint is written with the {name} of rank 0 alone, without those of the other ranks, {missing}. "
+            "A run can go on from it, but does not equal one that was never stopped.",
             TurboWarning,
             stacklevel=3,
         )
-    return [own]
+    return ranks
+
+
+def _gather(own: Any, label: tuple[str, Any], limit: float | None, to_all: bool) -> tuple[list[Any], str]:
+    """Return what the ranks have, and why that is only ``own``; an empty text if it is of all."""
+    global _missed
+    rank, size = rank_and_size()
+    try:
+        group = _meet(limit)
+        labels: list[Any] = [None] * size
+        torch.distributed.all_gather_object(labels, label, group=group)
+        if any(other != label for other in labels):
+            return [own], "which are at other batches"
+        ranks = [own] * size
+        if to_all:
+            torch.distributed.all_gather_object(ranks, own, group=group)
+        else:
+            torch.distributed.gather_object(own, ranks if rank == 0 else None, group=group)
+    except RuntimeError:
+        if limit is None:
+            raise
+        _missed = time.monotonic()
+        return [own], f"which did not come within {PATIENCE:g} s"
+    return ranks, ""
 
 
 def _meet(limit: float | None) -> Any:
@@ -98,20 +105,16 @@ def _meet(limit: float | None) -> Any:
         RuntimeError: If they did not come.
     """
     global _group
-    group, _group = _group, None
+    timeout = None if limit is None else timedelta(seconds=limit)
+    group: Any = _group
+    _group = None
     fresh = group is None or not _is_known(group)
     if fresh:
-        group = _new_group(limit)
-    torch.distributed.monitored_barrier(group, timeout=None if limit is None else timedelta(seconds=limit))
-    if fresh and limit is not None:
-        return _new_group(TRANSFER)
-    _group = group
-    return group
-
-
-def _new_group(limit: float | None) -> Any:
-    group = torch.distributed.new_group(backend="gloo", timeout=None if limit is None else timedelta(seconds=limit))
-    _groups.append(group)
+        group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        _groups.append(group)
+    torch.distributed.monitored_barrier(group, timeout=timeout)
+    if not fresh or limit is None:  # a new one keeps its limit for all that it sends
+        _group = group
     return group
 
 

@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning_turbo._checks import inherits
 from lightning_turbo.errors import LightningMismatchError
 
-if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
+# ruff: noqa: F401
+# The one list of Lightning's names. Type checkers read it, and ``__getattr__`` finds them in the copy that is bound;
+# the two copies are alike.
+if TYPE_CHECKING:
     from lightning.fabric.utilities.apply_func import move_data_to_device
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,6 +30,7 @@ if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
     from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
     from lightning.pytorch.core.hooks import DataHooks
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
     from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -49,56 +54,22 @@ if TYPE_CHECKING:  # the two copies are alike; type checkers are shown one
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
-    "AutomaticOptimization",
-    "BatchSizeFinder",
-    "Callback",
-    "CheckpointIO",
-    "Closure",
-    "ClosureResult",
-    "CombinedLoader",
-    "DDPStrategy",
-    "DataHooks",
-    "DataLoaderIterDataFetcher",
-    "GradientAccumulationScheduler",
-    "LRSchedulerConfig",
-    "LightningDataModule",
-    "LightningModule",
-    "LoggerConnector",
-    "MisconfigurationException",
-    "MixedPrecision",
-    "ModelCheckpoint",
-    "PassThroughProfiler",
-    "Precision",
-    "Profiler",
-    "ResultCollection",
-    "ResultMetric",
-    "SIGTERMException",
-    "SignalConnector",
-    "SingleDeviceStrategy",
-    "Strategy",
-    "StrategyRegistry",
-    "TensorBoardLogger",
-    "TorchCheckpointIO",
-    "Trainer",
-    "TrainingEpochLoop",
-    "Tuner",
-    "WrappingCheckpointIO",
+    "batch_limits",
+    "begin_epoch_again",
     "bind_lightning",
     "bound_name",
     "callbacks_named",
     "check_binding",
     "check_lean",
     "given_hyperparameters",
+    "hooks_before_transfer",
     "is_fitting",
-    "is_overridden",
+    "is_followed",
     "loaded_checkpoint",
     "loss_scale",
     "lower_found_batch_size",
-    "move_data_to_device",
-    "rank_zero_info",
-    "rank_zero_warn",
     "register_strategies",
-    "set_sampler_epoch",
+    "replace_strategy",
     "takes_batch_index",
     "when_lightning_is_imported",
 ]
@@ -106,60 +77,33 @@ __all__ = [
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
 
-# Where each name of __all__ lives below the package that is bound.
-_HOMES = {
-    "AutomaticOptimization": "loops.optimization.automatic",
-    "BatchSizeFinder": "callbacks",
-    "Callback": "callbacks",
-    "CheckpointIO": "plugins.io",
-    "Closure": "loops.optimization.automatic",
-    "ClosureResult": "loops.optimization.automatic",
-    "CombinedLoader": "utilities",
-    "DDPStrategy": "strategies",
-    "DataHooks": "core.hooks",
-    "DataLoaderIterDataFetcher": "loops.fetchers",
-    "GradientAccumulationScheduler": "callbacks",
-    "LRSchedulerConfig": "utilities.types",
-    "LightningDataModule": "core",
-    "LightningModule": "core",
-    "LoggerConnector": "trainer.connectors.logger_connector.logger_connector",
-    "MisconfigurationException": "utilities.exceptions",
-    "MixedPrecision": "plugins.precision",
-    "ModelCheckpoint": "callbacks",
-    "PassThroughProfiler": "profilers",
-    "Precision": "plugins.precision",
-    "Profiler": "profilers",
-    "ResultCollection": "trainer.connectors.logger_connector.result",
-    "ResultMetric": "trainer.connectors.logger_connector.result",
-    "SIGTERMException": "utilities.exceptions",
-    "SignalConnector": "trainer.connectors.signal_connector",
-    "SingleDeviceStrategy": "strategies",
-    "Strategy": "strategies",
-    "StrategyRegistry": "strategies",
-    "TensorBoardLogger": "loggers",
-    "TorchCheckpointIO": "plugins.io",
-    "Trainer": "trainer.trainer",
-    "TrainingEpochLoop": "loops.training_epoch_loop",
-    "Tuner": "tuner.tuning",
-    "WrappingCheckpointIO": "plugins.io.wrapper",
-    "is_overridden": "utilities.model_helpers",
-    "move_data_to_device": "utilities",
-    "rank_zero_info": "utilities.rank_zero",
-    "rank_zero_warn": "utilities.rank_zero",
-    "set_sampler_epoch": "loops.fit_loop",
-}
-# What Lightning keeps private, by the name that it has here.
-_PRIVATE = {
-    "AutomaticOptimization": "_AutomaticOptimization",
-    "DataLoaderIterDataFetcher": "_DataLoaderIterDataFetcher",
-    "LoggerConnector": "_LoggerConnector",
-    "ResultCollection": "_ResultCollection",
-    "ResultMetric": "_ResultMetric",
-    "SignalConnector": "_SignalConnector",
-    "TrainingEpochLoop": "_TrainingEpochLoop",
-    "WrappingCheckpointIO": "_WrappingCheckpointIO",
-    "set_sampler_epoch": "_set_sampler_epoch",
-}
+# The modules below the package that is bound in which a name of Lightning is looked for, with or without an underscore.
+_MODULES = (
+    "callbacks",
+    "core",
+    "core.hooks",
+    "loggers",
+    "loggers.logger",
+    "loops.fetchers",
+    "loops.fit_loop",
+    "loops.optimization.automatic",
+    "loops.training_epoch_loop",
+    "plugins.io",
+    "plugins.io.wrapper",
+    "plugins.precision",
+    "profilers",
+    "strategies",
+    "trainer.connectors.logger_connector.logger_connector",
+    "trainer.connectors.logger_connector.result",
+    "trainer.connectors.signal_connector",
+    "trainer.trainer",
+    "tuner.tuning",
+    "utilities",
+    "utilities.exceptions",
+    "utilities.model_helpers",
+    "utilities.rank_zero",
+    "utilities.types",
+)
 
 _bound: str | None = None
 _reason = ""
@@ -260,14 +204,18 @@ def lower_found_batch_size(trainer: Any, size: int) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name.startswith("__"):  # what Python and tools ask of every module
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     bound = bound_name()
     if bound not in sys.modules:
         _imported_by_us.add(bound)
-    value = getattr(importlib.import_module(f"{bound}.{_HOMES[name]}"), _PRIVATE.get(name, name))
-    globals()[name] = value
-    return value
+    for path in _MODULES:
+        module = importlib.import_module(f"{bound}.{path}")
+        value = getattr(module, name, None) or getattr(module, f"_{name}", None)
+        if value is not None:
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has {bound}")
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -304,12 +252,47 @@ def when_lightning_is_imported(callback: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(callback))
 
 
+def batch_limits(trainer: Any, name: str) -> list[int | float] | None:
+    """Return how many batches a Trainer will ask each of its loaders for; ``None`` before it knows.
+
+    Args:
+        trainer: A Trainer that is running.
+        name: Of the method that gives the loaders, as ``"train_dataloader"``.
+    """
+    loops = {
+        "train_dataloader": trainer.fit_loop,
+        "val_dataloader": trainer.fit_loop.epoch_loop.val_loop if is_fitting(trainer) else trainer.validate_loop,
+        "test_dataloader": trainer.test_loop,
+        "predict_dataloader": trainer.predict_loop,
+    }
+    combined = loops[name]._combined_loader
+    return None if combined is None else combined.limits
+
+
+def begin_epoch_again(trainer: Any) -> None:
+    """Have a Trainer that goes on from a checkpoint call ``iter()`` on its training loaders once more, as it starts."""
+    loop = trainer.fit_loop
+    if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
+        iter(loop._data_fetcher)
+
+
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     """Return the checkpoint that a Trainer is about to restore, empty if there is none.
 
     Lightning gives a plugin only the state under its own class's name; this is how it sees what others wrote.
     """
     return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def hooks_before_transfer(module: Any, datamodule: Any) -> list[str]:
+    """Return the hooks, overridden in a module or a datamodule, that see a batch before its copy to the device."""
+    owners = [(module, __getattr__("LightningModule")), (datamodule, __getattr__("LightningDataModule"))]
+    return [
+        f"{type(owner).__name__}.{name}"
+        for owner, base in owners
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device")
+        if owner is not None and not inherits(owner, base, (name,))
+    ]
 
 
 def is_fitting(trainer: Any) -> bool:
@@ -326,6 +309,11 @@ def loss_scale(trainer: Any) -> float | None:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
 
+def is_followed() -> bool:
+    """Whether Lightning is one whose training loop the lean step follows line by line: 2.6."""
+    return importlib.import_module(bound_name()).__version__.startswith("2.6.")
+
+
 def check_lean(option: str) -> None:
     """Refuse what follows the training loop of Lightning 2.6 line by line under any other.
 
@@ -335,11 +323,11 @@ def check_lean(option: str) -> None:
     Raises:
         LightningMismatchError: If Lightning is not 2.6.
     """
-    version = importlib.import_module(bound_name()).__version__
-    if not version.startswith("2.6."):
+    if not is_followed():
+        version = importlib.import_module(bound_name()).__version__
         raise LightningMismatchError(
-            f"{option} was asked for under Lightning {version}; accepted is Lightning 2.6, whose training loop it "
-            "follows line by line. Leave the option out."
+            f"{option} was passed under Lightning {version}; it needs Lightning 2.6, whose training loop it follows "
+            "line by line. Leave the option out."
         )
 
 
@@ -379,3 +367,8 @@ def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
     registry = importlib.import_module(f"{bound_name()}.strategies").StrategyRegistry
     for name, make in strategies.items():
         registry.register(name, make, description="lightning_turbo", override=True)
+
+
+def replace_strategy(trainer: Any, strategy: Any) -> None:
+    """Give a Trainer in construction another strategy, as ``Trainer(strategy=...)`` would have."""
+    trainer._accelerator_connector.strategy = strategy

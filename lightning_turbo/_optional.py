@@ -14,6 +14,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "PIL": (("pillow",), "dev"),
     "jsonargparse": (("jsonargparse",), "dev"),
     "matplotlib": (("matplotlib",), "demo"),
+    "nibabel": (("nibabel",), "nifti"),
     "nilearn": (("nilearn",), "demo"),
     "nvidia.dali": (("nvidia-dali-cuda120", "nvidia-dali-cuda130"), "dali"),
     "pytorch_optimizer": (("pytorch_optimizer",), "optim"),

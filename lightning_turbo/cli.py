@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import lightning_turbo
 from lightning_turbo import _optional
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_pack(commands)
     _add_convert(commands)
     _add_doctor(commands)
+    _add_tune(commands)
     _add_bench(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -98,28 +101,36 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what is wrong with this machine, or what slows a training script, and how to mend it",
+        help="say what is wrong with this machine, or what slows a training script, and what to do",
         description="Without a script: look at what is installed and at the machine; the exit status is 1 if there is "
         "a real fault. With a script: run it with a Doctor in each of its Trainers, and write doctor.html and "
         "doctor.json; the exit status is the script's own, or 1 if that is 0 and a report could not be written.",
-        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--fix] [--warmup N] [--timed N] [--watched N] "
-        "SCRIPT [-- ARGUMENT ...]",
+        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] "
+        "[-m] SCRIPT [-- ARGUMENT ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: runs/doctor)")
-    parser.add_argument(
-        "--fix", action="store_true", default=None, help="apply what is safe at run time and can be undone"
-    )
+    parser.add_argument("--fix", action=_Removed, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("--warmup", type=int, metavar="N", help="steps before the first look (default: 3)")
     parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
     parser.add_argument("--watched", type=int, metavar="N", help="steps to watch from inside (default: 4)")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", default=None, help="SCRIPT is a module, as in python -m"
+    )
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python script that trains with a Trainer")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     parser.set_defaults(run=_doctor)
 
 
+class _Removed(argparse.Action):
+    """Refuses an option that has gone."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        parser.error("--fix has gone; leave it out, and make the changes that the report names yourself")
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
-    names = ("out", "fix", "warmup", "timed", "watched")
+    names = ("module", "out", "warmup", "timed", "watched")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.script is None:
         if given:
@@ -132,11 +143,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return 1 if environment.failed(lines) else 0
     if arguments.json:
         return _refused("--json is for the machine alone; with a script, doctor.json is written to --out")
-    from lightning_turbo.doctor import script
+    from lightning_turbo.doctor.command import examine
 
     own = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
     try:
-        return script.run(arguments.script, own, **given)
+        return examine(arguments.script, own, **given)
     except ValueError as error:
         return _refused(str(error))
 
@@ -161,7 +172,7 @@ def _add_convert(commands: Commands) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.amp.convert import convert_checkpoint
+    from lightning_turbo.amp.checkpoints import convert_checkpoint
 
     new = convert_checkpoint(
         arguments.old, arguments.new, to=arguments.to, prefix=arguments.prefix, trust=arguments.trust
@@ -174,37 +185,61 @@ def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
         help="pack a folder of images or volumes into arrays that are read a whole batch at a time",
-        description="Pack the images or .npy volumes below FOLDER, or the arrays of an .npz file, for PackedDataset. "
-        "Subfolders are classes. OUT appears when everything is in it, or not at all.",
+        description="Pack the images, .npy or NIfTI volumes below FOLDER, or the arrays of an .npz file, for "
+        "PackedDataset. Subfolders are classes; hidden files are passed over. OUT appears when everything is in it, or "
+        "not at all.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--size", type=_size, metavar="HxW", help="resize images, for example 224x224")
+    parser.add_argument("--labels", type=Path, metavar="FOLDER", help="with a label volume for each volume")
+    parser.add_argument(
+        "--size", type=_size, metavar="HxW", help="resize images, as 224x224; cut or pad volumes, as 96x96x64"
+    )
+    parser.add_argument("--mode", choices=("RGB", "L"), help="colour or grey (default: grey if every image is)")
+    parser.add_argument(
+        "--classes", type=_names, metavar="A,B,...", help="all classes, in the order of their numbers (default: sorted)"
+    )
+    parser.add_argument(
+        "--skip-broken", action="store_true", help="leave out files that cannot be packed; OUT.broken.txt names them"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.set_defaults(run=_pack)
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.data.packing import pack_folder
+    from lightning_turbo.data.pack import pack_folder
 
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done}/{total} files", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
+    names = ("labels", "size", "mode", "classes", "skip_broken", "overwrite")
+    options = {name: getattr(arguments, name) for name in names}
     try:
-        found = pack_folder(
-            arguments.folder, arguments.out, size=arguments.size, overwrite=arguments.overwrite, progress=progress
-        )
+        found = pack_folder(arguments.folder, arguments.out, progress=_show_progress(), **options)
     except ValueError as error:
         return _refused(str(error))
-    print(f"{arguments.out}: {found['samples']} samples, {len(found['classes'] or ())} classes")
+    print(f"{arguments.out}: {found['samples']} samples, {len(found['classes'])} classes")
+    if found["skipped"]:
+        print(f"{arguments.out}.broken.txt: {found['skipped']} files were left out")
     return 0
 
 
-def _size(text: str) -> tuple[int, int]:
-    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
-        raise argparse.ArgumentTypeError(f"size {text!r}: accepted is HEIGHTxWIDTH in pixels, for example 224x224")
-    return int(found[1]), int(found[2])
+def _show_progress() -> Callable[[int, int], None]:
+    """Return a function that draws a bar with the time that is left, if there is somebody to see it."""
+    begun = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        left = (time.monotonic() - begun) * (total - done) / done
+        bar = "#" * (30 * done // total)
+        end = "\n" if done == total else ""
+        print(f"\r[{bar:30}] {done}/{total} files, {left:.0f} s left ", end=end, file=sys.stderr, flush=True)
+
+    return show if sys.stderr.isatty() else lambda done, total: None
+
+
+def _size(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
+        raise argparse.ArgumentTypeError(
+            f"size {text!r}: expected HEIGHTxWIDTH in pixels, as 224x224, or DEPTHxHEIGHTxWIDTH in voxels"
+        )
+    return tuple(int(part) for part in text.split("x"))
 
 
 def _refused(why: str) -> int:
@@ -216,67 +251,45 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _add_bench(commands: Commands) -> None:
-    from lightning_turbo.bench.case import SUITES
-
+def _add_tune(commands: Commands) -> None:
     parser = commands.add_parser(
-        "bench",
-        help="measure speed, memory and loss beside Lightning, plain PyTorch and other libraries",
-        description="Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes "
-        "results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured. "
-        "With `compare A B`, tell what got slower between two results; the exit status is then 1 if something did.",
-        usage="lightning-turbo bench [SUITE] [options]\n       lightning-turbo bench compare A B [--threshold X]",
+        "tune",
+        help="find by measurement what makes a training script faster, and write the settings down",
+        description="Run a script in fresh processes for some steps of fit, with one setting after the other and then "
+        "with what helps together. The script is not edited. Writes tune.json, turbo.yaml for LightningCLI, turbo.py, "
+        "and tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
+        usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...]",
     )
-    parser.add_argument(
-        "suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)"
-    )
-    parser.add_argument(
-        "results", nargs="*", type=Path, metavar="A B", help="for compare: two results or their folders"
-    )
-    parser.add_argument("--quick", action="store_true", help="the main cases in short rounds: under two minutes")
-    parser.add_argument(
-        "--only", nargs="+", action="extend", default=[], metavar="PATTERN", help="cases to run, as 'O1*' 'O2*'"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench"), metavar="FOLDER", help="where to write (default: runs/bench)"
-    )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds a case, however long (default: the suite's)")
-    parser.add_argument(
-        "--minutes", type=float, metavar="M", help="when the measuring ends (default: when all is measured)"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N",
-        help="fresh processes a case, to divide its rounds among (default: 1); for differences of some per cent",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of data and weights (default: 0)")
-    parser.add_argument("--list", action="store_true", help="show the cases and run nothing")
-    parser.add_argument(
-        "--threshold", type=float, default=0.05, metavar="X", help="for compare: smallest change that counts (0.05)"
-    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0, metavar="M", help="when the measuring ends (default: 10)")
+    add("--out", type=Path, default=Path("runs/tune"), metavar="FOLDER", help="where to write (default: runs/tune)")
+    add("--only", type=_names, default=(), metavar="NAME,...", help="settings to try, as fused,'workers-*'")
+    add("--without", type=_names, default=(), metavar="NAME,...", help="settings not to try")
+    add("--same-maths", action="store_true", help="keep only what keeps every bit of the losses")
+    add("--seed", type=int, default=0, metavar="N", help="of torch, numpy and random before the script (default: 0)")
+    add("--device", default="auto", help="auto (default) leaves it to the script; cpu hides every GPU; cuda")
+    add("-m", dest="module", action="store_true", help="run a module or package, as python -m does")
+    add("program", metavar="SCRIPT", help="a Python script that trains with a Trainer, or the name after -m")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    parser.set_defaults(run=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from lightning_turbo.tune.command import run_tune
+    from lightning_turbo.tune.runner import TuneSettings
+
+    names = ("program", "module", "minutes", "out", "only", "without", "same_maths", "seed", "device")
+    given = {name: getattr(arguments, name) for name in names}
+    return run_tune(TuneSettings(arguments=tuple(arguments.arguments), **given))
+
+
+def _add_bench(commands: Commands) -> None:
+    # Whatever follows is taken as it is, so that each former command line gets this answer.
+    parser = commands.add_parser("bench", add_help=False, prefix_chars="\0")
+    parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.bench import command
-
-    if arguments.suite == "compare":
-        if len(arguments.results) != 2:
-            return _refused(f"bench compare takes two results, A and B; {len(arguments.results)} were given")
-        return command.compare_files(*arguments.results, threshold=arguments.threshold)
-    if arguments.results:
-        return _refused(f"bench takes one suite; {str(arguments.results[0])!r} is one too many. Take 'all' for several")
-    settings = command.BenchSettings(
-        suite=arguments.suite,
-        quick=arguments.quick,
-        out=arguments.out,
-        only=tuple(arguments.only),
-        device=arguments.device,
-        threads=arguments.threads,
-        rounds=arguments.rounds,
-        minutes=arguments.minutes,
-        processes=arguments.processes,
-        seed=arguments.seed,
-    )
-    return command.list_cases(settings) if arguments.list else command.run_bench(settings)
+    words = shlex.join(["python", "-m", "benchmarks", *arguments.arguments])
+    return _refused(f"the benchmarks are in the repository and not in the package: clone it, and run `{words}` there")

@@ -27,10 +27,9 @@ from examples.medmnist3d.chart import draw, page, table
 from examples.medmnist3d.data import FastVolumes, Volumes
 from examples.medmnist3d.model import VolumeClassifier
 from examples.medmnist3d.tricks import ALL, PLAIN, TRICKS, Variant
-from lightning_turbo.bench.machine import describe_machine
-from lightning_turbo.bench.progress import Progress, Work
 from lightning_turbo.demo.report import machine
 from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.measure import Progress, Work, describe_machine
 
 __all__ = ["main", "train"]
 

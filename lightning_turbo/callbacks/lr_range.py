@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lightning_turbo._checks import is_number, is_whole
+from lightning_turbo._checks import expect, is_number, is_whole
 from lightning_turbo._lightning import LightningDataModule, LightningModule, Trainer, Tuner, check_binding
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 
@@ -43,7 +43,7 @@ def lr_range(
         ``base_lr`` and ``max_lr`` for ``cyclic_lr``, with the curve.
 
     Raises:
-        TypeError: If ``trainer`` is no Trainer.
+        TypeError: If ``trainer`` is not a Trainer.
         ValueError: If an argument is out of range, or the loss never fell.
 
     Note:
@@ -52,18 +52,14 @@ def lr_range(
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
     check_binding("lr_range")
-    if not isinstance(trainer, Trainer):
-        raise TypeError(f"lr_range(trainer={trainer!r}); accepted is a Trainer. Make one for the test.")
-    if not (is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr):
-        raise ValueError(f"lr_range(min_lr={min_lr!r}, max_lr={max_lr!r}); accepted is 0 < min_lr < max_lr. Swap them.")
-    if not is_whole(num_training, 5):
-        raise ValueError(f"lr_range(num_training={num_training!r}); accepted is a whole number, at least 5. Give more.")
-    if mode not in ("exponential", "linear"):
-        raise ValueError(f"lr_range(mode={mode!r}); accepted are 'exponential' and 'linear'.")
-    if early_stop_threshold is not None and not (is_number(early_stop_threshold) and early_stop_threshold > 0):
-        raise ValueError(
-            f"lr_range(early_stop_threshold={early_stop_threshold!r}); accepted is a number above 0, or None."
-        )
+    expect(isinstance(trainer, Trainer), "lr_range(trainer)", trainer, "a Trainer", TypeError)
+    valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
+    expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
+    expect(is_whole(num_training, 5), "lr_range(num_training)", num_training, "a whole number of at least 5")
+    expect(mode in ("exponential", "linear"), "lr_range(mode)", mode, "'exponential' or 'linear'")
+    endless = early_stop_threshold is None
+    valid = endless or (is_number(early_stop_threshold) and early_stop_threshold > 0)
+    expect(valid, "lr_range(early_stop_threshold)", early_stop_threshold, "a number above 0, or None")
     before = trainer.global_step
     finder = Tuner(trainer).lr_find(
         model,

@@ -9,8 +9,16 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_turbo._checks import is_whole
-from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_info, rank_zero_warn
+from lightning_turbo._checks import expect, is_whole
+from lightning_turbo._lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    check_binding,
+    is_overridden,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.memory_format import FORMATS, FormatTimes, measure_memory_format, set_memory_format
 
@@ -31,7 +39,8 @@ class MemoryFormat(Callback):
             measure with.
 
     Warns:
-        NoEffectWarning: If the module has no weights of four or five dimensions.
+        NoEffectWarning: If the module has no weights of four or five dimensions, as where ``configure_model`` makes
+            the layers, after ``setup``.
 
     Note:
         The measurement runs on a copy of the module and changes nothing in it; give ``example_input_array`` the
@@ -47,13 +56,9 @@ class MemoryFormat(Callback):
         self, memory_format: Literal["measure", "channels_last", "contiguous"] = "measure", rounds: int = 3
     ) -> None:
         check_binding("MemoryFormat")
-        if memory_format not in ("measure", *FORMATS):
-            raise ValueError(
-                f"MemoryFormat(memory_format={memory_format!r}); accepted are 'measure', 'channels_last' and "
-                "'contiguous'. Take 'measure' where you do not know which is faster."
-            )
-        if not is_whole(rounds, 1):
-            raise ValueError(f"MemoryFormat(rounds={rounds!r}); accepted is a whole number, at least 1. Give more.")
+        known = ("measure", *FORMATS)
+        expect(memory_format in known, "MemoryFormat(memory_format)", memory_format, ", ".join(map(repr, known)))
+        expect(is_whole(rounds, 1), "MemoryFormat(rounds)", rounds, "a whole number of at least 1")
         self.memory_format = memory_format
         self.rounds = rounds
         self.chosen: Any = None
@@ -62,10 +67,7 @@ class MemoryFormat(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the format; for training, measure before."""
         if not any(parameter.ndim in (4, 5) for parameter in pl_module.parameters()):
-            rank_zero_warn(
-                f"MemoryFormat changes nothing: {type(pl_module).__name__} has no 2D or 3D layers. Remove it.",
-                category=NoEffectWarning,
-            )
+            self._warn_of_no_effect(pl_module)
             return
         if self.memory_format != "measure":
             self.chosen = self.memory_format
@@ -74,6 +76,17 @@ class MemoryFormat(Callback):
             rank_zero_info(f"MemoryFormat: {self.chosen}, measured {self.times and self.times.seconds} s a step.")
         if self.chosen is not None:
             set_memory_format(pl_module, self.chosen)
+
+    def _warn_of_no_effect(self, pl_module: LightningModule) -> None:
+        name = type(pl_module).__name__
+        if is_overridden("configure_model", pl_module):
+            why = (
+                f"{name} makes its layers in configure_model, after setup. Call "
+                "lightning_turbo.nn.set_memory_format(self, 'channels_last') at the end of configure_model instead"
+            )
+        else:
+            why = f"{name} has no 2D or 3D layers. Remove it"
+        rank_zero_warn(f"MemoryFormat changes nothing: {why}.", category=NoEffectWarning)
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> str:
         inputs: Any = pl_module.example_input_array

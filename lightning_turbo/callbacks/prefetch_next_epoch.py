@@ -9,11 +9,11 @@ from lightning_turbo._lightning import (
     CombinedLoader,
     LightningModule,
     Trainer,
+    begin_epoch_again,
     check_binding,
     rank_zero_warn,
     set_sampler_epoch,
 )
-from lightning_turbo._loops import begin_epoch_again
 from lightning_turbo._random import same_random_numbers
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 

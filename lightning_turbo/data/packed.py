@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_turbo._checks import check_functions
-from lightning_turbo.data.packing import CONTENTS, pack_folder
+from lightning_turbo.data.pack import CONTENTS, pack_folder
 
 __all__ = ["PackedDataset", "pack_folder"]
 
@@ -33,10 +33,14 @@ class PackedDataset(Dataset[Any]):
     Args:
         source: A folder that ``pack_folder`` wrote, an ``.npz`` or ``.npy`` file, an array, or a mapping from names to
             files and arrays.
-        keys: Names of the arrays that make a sample, in this order; by default all. For MedMNIST
-            ``("train_images", "train_labels")``.
-        transform: Called on each batch, a tensor or a tuple of tensors ``(batch, ...)``; on a single row it sees a
-            batch of one. What it returns may be a list or a mapping too; its tensors hold a row for each sample.
+        keys: Names of the arrays that make a sample, in this order; by default all, of a packed folder all but
+            ``affine`` and ``spacing``. For MedMNIST ``("train_images", "train_labels")``. A mapping makes samples
+            dictionaries: ``{"image": "volumes", "label": "labels"}``.
+        transform: Called on each batch, a tensor, a tuple or a dictionary of tensors ``(batch, ...)``; on a single row
+            it sees a batch of one. What it returns may be a list or a mapping too; its tensors hold a row for each
+            sample.
+        sample_transform: Called on each sample, after ``transform``, as MONAI's dictionary transforms are made. What
+            it returns is collated by the loader; ``PackedDataset.collate`` then collates as by default.
 
     Raises:
         FileNotFoundError: If a file or folder is not there.
@@ -56,55 +60,38 @@ class PackedDataset(Dataset[Any]):
         self,
         source: str | os.PathLike[str] | np.ndarray | Mapping[str, Any],
         *,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[str] | Mapping[str, str] | None = None,
         transform: Callable[[Any], Any] | None = None,
+        sample_transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        check_functions(transform=transform)
-        if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
-            raise TypeError(f"keys={keys!r}: pass a sequence of names, for example ('images', 'labels'), or None.")
+        check_functions(transform=transform, sample_transform=sample_transform)
         self._source = dict(source) if isinstance(source, Mapping) else source
-        self._keys = None if keys is None else tuple(keys)
-        self.transform = transform
+        self._names, self._keys = _read_keys(keys)
+        self.transform, self.sample_transform = transform, sample_transform
         self._open()
 
     def _open(self) -> None:
         found = _open_source(self._source)
-        names = tuple(found) if self._keys is None else self._keys
-        missing = [name for name in names if name not in found]
-        if missing:
+        keys = self._read_contents().get("arrays", tuple(found)) if self._keys is None else self._keys
+        if missing := [key for key in keys if key not in found]:
             raise KeyError(f"PackedDataset(keys={self._keys!r}): there is no {missing!r}; there are {list(found)!r}.")
-        self.arrays = {}
-        for name in names:
-            try:
-                self.arrays[name] = array = found[name]()
-            except ValueError as error:
-                raise ValueError(
-                    f"PackedDataset: {name!r} cannot be read: {error}. Store numbers, or leave it out with keys=..."
-                ) from error
-            if array.ndim == 0:
-                raise ValueError(
-                    f"PackedDataset: {name!r} is a single number and has no rows. Leave it out with keys=..."
-                )
-        lengths = {name: len(array) for name, array in self.arrays.items()}
+        self.arrays = {key: _open_array(key, found[key]) for key in keys}
+        lengths = {key: len(array) for key, array in self.arrays.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(
                 f"PackedDataset got arrays of {lengths!r} rows; all must have as many. Pass keys=... to choose."
             )
-        for name, array in self.arrays.items():
-            try:
-                torch.from_numpy(np.empty(0, dtype=array.dtype.newbyteorder("=")))
-            except TypeError as error:
-                raise TypeError(
-                    f"PackedDataset: {name!r} holds {array.dtype!r}, for which torch has no dtype. "
-                    "Store numbers, or leave it out with keys=..."
-                ) from error
+
+    def _read_contents(self) -> dict[str, Any]:
+        """Return what ``pack_folder`` wrote about the folder; of another source nothing."""
+        if isinstance(self._source, (str, os.PathLike)) and Path(self._source, CONTENTS).is_file():
+            return json.loads(Path(self._source, CONTENTS).read_text())
+        return {}
 
     @property
     def classes(self) -> list[str]:
         """Names of the classes, in the order of the labels, of a folder that ``pack_folder`` wrote; else empty."""
-        if isinstance(self._source, (str, os.PathLike)) and Path(self._source, CONTENTS).is_file():
-            return json.loads(Path(self._source, CONTENTS).read_text())["classes"]
-        return []
+        return self._read_contents().get("classes", [])
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -115,23 +102,30 @@ class PackedDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``, in this order, read at once."""
         batch = self.batch(indices)
-        samples = _Samples(_rows_of(batch))
+        samples = _Samples(_split(batch))
+        if self.sample_transform is not None:
+            return [self.sample_transform(sample) for sample in samples]
         samples.whole = batch
         return samples
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """Return the batch at ``indices``: a tensor, or a tuple with one for each array.
+        """Return the batch at ``indices``: a tensor, a tuple with one for each array, or a dictionary of them.
 
         Raises:
             IndexError: If an index is beyond the length.
-            TypeError: If they are no integers, as a mask is not.
+            TypeError: If they are not integers, as a mask is not.
         """
         where = np.asarray(indices)
         if where.dtype.kind == "b":
-            raise TypeError("PackedDataset got a mask; accepted are indices. Pass np.flatnonzero(mask).")
-        parts: tuple[Any, ...] = tuple(torch.from_numpy(_rows(array, where)) for array in self.arrays.values())
-        batch: Any = parts[0] if len(parts) == 1 else parts
+            raise TypeError("PackedDataset got a mask; expected indices. Pass np.flatnonzero(mask).")
+        rows = {key: torch.from_numpy(_take_rows(array, where)) for key, array in self.arrays.items()}
+        batch = self._arrange([rows[key] for key in self._keys or rows])
         return batch if self.transform is None else self.transform(batch)
+
+    def _arrange(self, parts: list[torch.Tensor]) -> Any:
+        if self._names is not None:
+            return dict(zip(self._names, parts, strict=True))
+        return parts[0] if len(parts) == 1 else tuple(parts)
 
     @staticmethod
     def collate(samples: list[Any]) -> Any:
@@ -140,58 +134,87 @@ class PackedDataset(Dataset[Any]):
         return default_collate(samples) if whole is None else whole
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "arrays"}  # mapped anew by the reader
+        return {name: value for name, value in vars(self).items() if name != "arrays"}  # the reader maps them itself
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._open()
 
 
+def _read_keys(keys: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """Return the names of the entries of a dictionary, if there are any, and those of the arrays."""
+    if keys is None:
+        return None, None
+    if isinstance(keys, Mapping):
+        return tuple(keys), tuple(keys.values())
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise TypeError(f"keys={keys!r}: pass a sequence of names, for example ('images', 'labels'), or None.")
+    return None, tuple(keys)
+
+
 class _Samples(list[Any]):
-    """The samples of a batch, and the batch; without it where something else, as a move to a device, makes one anew."""
+    """The samples of a batch, and the batch; a list that something else makes of them, as a move does, is without."""
 
     whole: Any = None
 
 
-def _rows_of(batch: Any) -> Iterable[Any]:
-    """What each row of a batch is: its tensors' rows, in the structure of the batch."""
+def _split(batch: Any) -> Iterable[Any]:
+    """Return the rows of a batch, in the structure of the batch."""
     if isinstance(batch, Mapping):
-        return (dict(zip(batch, row, strict=True)) for row in _rows_of(tuple(batch.values())))
+        return (dict(zip(batch, row, strict=True)) for row in _split(tuple(batch.values())))
     if isinstance(batch, (list, tuple)):
-        return map(getattr(batch, "_make", type(batch)), zip(*map(_rows_of, batch), strict=True))
+        return map(getattr(batch, "_make", type(batch)), zip(*map(_split, batch), strict=True))
     return batch
 
 
-def _rows(array: np.ndarray, where: np.ndarray) -> np.ndarray:
+def _take_rows(array: np.ndarray, where: np.ndarray) -> np.ndarray:
     """Copy rows out of an array, into the byte order of this machine: FreeSurfer's and many old scans have another."""
-    return _taken(array, where).astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _taken(array: np.ndarray, where: np.ndarray) -> np.ndarray:
+    native = array.dtype.newbyteorder("=")
     if array.flags.aligned or not array.flags.c_contiguous or not array.size:
-        return np.take(array, where, axis=0)
+        return np.take(array, where, axis=0).astype(native, copy=False)
     # Members of an .npz file begin at any byte, and numpy copies numbers that are not aligned one by one.
-    taken = np.take(array.reshape(len(array), -1).view(np.uint8), where, axis=0)
-    return taken.view(array.dtype).reshape(*where.shape, *array.shape[1:])
+    rows = np.take(array.reshape(len(array), -1).view(np.uint8), where, axis=0)
+    return rows.view(array.dtype).reshape(*where.shape, *array.shape[1:]).astype(native, copy=False)
+
+
+def _open_array(name: str, opener: Callable[[], np.ndarray]) -> np.ndarray:
+    """Open one array, and refuse what cannot become rows of a tensor."""
+    try:
+        array = opener()
+        torch.from_numpy(np.empty(0, dtype=array.dtype.newbyteorder("=")))
+    except ValueError as error:
+        raise ValueError(
+            f"PackedDataset: {name!r} cannot be read: {error}. Store numbers, or leave it out with keys=..."
+        ) from error
+    except TypeError as error:
+        raise TypeError(
+            f"PackedDataset: {name!r} holds a dtype that torch does not have: {error} "
+            "Store numbers, or leave it out with keys=..."
+        ) from error
+    if array.ndim == 0:
+        raise ValueError(f"PackedDataset: {name!r} is a single number and has no rows. Leave it out with keys=...")
+    return array
 
 
 def _open_source(source: Any) -> dict[str, Callable[[], np.ndarray]]:
-    """What can be opened in a source, by name, not opened yet."""
+    """Return what can be opened in a source, by name, not opened yet."""
     if isinstance(source, Mapping):
         return {str(name): _opener(value) for name, value in source.items()}
     if isinstance(source, np.ndarray):
         return {"array": _opener(source)}
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"PackedDataset got {source!r}; pass a folder, an .npz or .npy file, arrays, or a mapping.")
-    path = Path(source)
+    return _open_path(Path(source))
+
+
+def _open_path(path: Path) -> dict[str, Callable[[], np.ndarray]]:
     if path.is_dir():
         if not (path / CONTENTS).is_file():
             raise FileNotFoundError(
-                f"{str(path)!r} holds no {CONTENTS}, so it is no packed folder. "
+                f"{str(path)!r} holds no {CONTENTS}, so it is not a packed folder. "
                 "Make one with: lightning-turbo pack FOLDER OUT"
             )
-        names = json.loads((path / CONTENTS).read_text())["arrays"]
-        return {name: _opener(path / f"{name}.npy") for name in names}
+        return {file.stem: _opener(file) for file in sorted(path.glob("*.npy"))}
     if path.suffix == ".npz":
         with zipfile.ZipFile(path) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
@@ -209,7 +232,7 @@ def _opener(value: Any) -> Callable[[], np.ndarray]:
 
 
 def _member(path: Path, member: zipfile.ZipInfo) -> np.ndarray:
-    """One array of an ``.npz`` file, mapped if it is stored as it is."""
+    """Return one array of an ``.npz`` file, mapped if it is not compressed."""
     if member.compress_type != zipfile.ZIP_STORED:
         with np.load(path) as arrays:
             return arrays[member.filename[:-4]]

@@ -17,27 +17,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo._checks import check_functions, check_switches
 from lightning_turbo._lightning import (
-    Callback,
     CombinedLoader,
     LightningDataModule,
     LightningModule,
     MisconfigurationException,
+    batch_limits,
     check_binding,
     given_hyperparameters,
-    is_fitting,
-    set_sampler_epoch,
 )
-from lightning_turbo._loops import (
-    batch_limits,
-    count_as_one_run,
-    end_epoch_of_checkpoint,
-    epoch_of_checkpoint,
-    take_loader_state,
-)
+from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader, check_threads, lock_of, old_name_of_threads
-from lightning_turbo.data.position import correct_states, is_between_epochs
 from lightning_turbo.data.prefetcher import check_count
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
@@ -180,6 +171,8 @@ class PrefetchDataModule(LightningDataModule):
         # from_datasets, and some users, set the methods on the object.
         value = _with_prefetching(value, name, self) if name in _LOADERS and callable(value) else value
         super().__setattr__(name, value)
+        if name == "trainer" and value is not None:  # Lightning sets it before a run restores anything
+            attach_exact_resume(value)
 
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -206,8 +199,6 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
     """Return the loaders of one method with prefetching; their structure stays."""
     trainer = getattr(datamodule, "trainer", None)
     transfer = _choose_transfer(datamodule, trainer) if trainer is not None else None
-    if trainer is not None and name == "train_dataloader" and getattr(trainer, "fit_loop", None) is not None:
-        _prepare_resume(trainer)
     count = iter(range(1 << 30))
     seeds = datamodule._prefetch.sample_seeds
 
@@ -390,47 +381,3 @@ def _map_loaders(loaders: Any, function: Callable[[Any], Any]) -> Any:
         return function(each) if isinstance(each, DataLoader) else each
 
     return tree_map(convert, loaders)  # it takes apart what Lightning takes apart
-
-
-# ---- The Trainer's part: a run that continues from a checkpoint. To be replaced by callbacks/exact_resume.py.
-
-
-def _prepare_resume(trainer: Any) -> None:
-    loop, epoch = trainer.fit_loop, epoch_of_checkpoint(trainer)
-    correct_states(loop._combined_loader_states_to_load, **epoch)
-    if is_fitting(trainer) and trainer.train_dataloader is None:
-        trainer.callbacks = [_Resumed(), *trainer.callbacks]
-        if epoch["over"]:
-            end_epoch_of_checkpoint(trainer)
-
-
-class _Resumed(Callback):
-    """Has loaders begin as a checkpoint says where Lightning does not, for one run.
-
-    It leaves their states where they are from a checkpoint of a whole epoch, and with loaders that were set up before
-    it restored its loops: whoever reads ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets them
-    up. And it tells samplers their epoch after worker processes have their first indices.
-    """
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.teardown(trainer, pl_module, "fit")
-        loop = trainer.fit_loop
-        count_as_one_run(trainer)
-        loaders, epoch = loop._combined_loader.flattened, epoch_of_checkpoint(trainer)
-        again = epoch["over"] and all(isinstance(each, PrefetchLoader) and each.rewinds for each in loaders)
-        if loop._combined_loader_states_to_load:
-            correct_states(loop._combined_loader_states_to_load, **epoch)
-            if loop.restarting:
-                loop._load_combined_loader_states()
-            for loader in [] if loop.restarting else loaders:
-                state = take_loader_state(trainer, loader)
-                if isinstance(loader, PrefetchLoader) and state is not None and is_between_epochs(state):
-                    loader.load_state_dict(state)
-        elif not again:
-            return
-        for loader in loaders:
-            set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-        iter(loop._data_fetcher)

@@ -12,18 +12,19 @@ from lightning_turbo._files import whole_file
 
 __all__ = ["draw_results"]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = {"O0": "#5f6b7a", "O1": "#0072b2", "O2": "#009e73", "O3": "#d55e00"}
-PARTS = {"weights": 1.0, "gradients": 0.72, "optimizer_state": 0.48}  # opacity of each part of a memory bar
-WIDTHS = (4.4, 3.4, 1.5, 1.3)  # each level narrower than the one before, so that curves that coincide are all seen
-INK, FAINT = "#22272e", "#d8dde3"
+# Okabe and Ito's palette, which colour-blind readers can tell apart, in shades for light and dark pages.
+COLOURS = {"O0": "#8b949e", "O1": "#1f8fdb", "O2": "#00a37a", "O3": "#e0702a"}
+PARTS = {"weights": 1.0, "gradients": 0.82, "optimizer_state": 0.64}  # opacity of each part of a memory bar
+WIDTHS = (5.0, 3.6, 2.2, 1.2)  # each level narrower than the one before, so that curves that coincide are all seen
+INK = "#7d8590"  # of text and lines, legible on white and on black
+SMOOTHING = 0.96  # share of the mean so far in an exponential mean
 
 
 def draw_results(results: dict[str, Any], path: Path) -> None:
-    """Draw the levels of ``results``, in the form of results.json, into an image file.
+    """Draw the levels of ``results``, in the form of results.json, into an image file with a transparent ground.
 
     Args:
-        results: What the demo wrote to results.json.
+        results: Content of results.json.
         path: The image; its suffix chooses the format.
 
     Raises:
@@ -33,85 +34,93 @@ def draw_results(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = {level: row for level, row in results["levels"].items() if row["step_losses"]}
-    figure = Figure(figsize=(11, 5.6), dpi=140, layout="constrained", facecolor="white")
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.45, 1), wspace=0.06, hspace=0.08)
+    figure = Figure(figsize=(11, 5.2), dpi=140, layout="constrained", facecolor="none")
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.3, 1), wspace=0.05, hspace=0.1)
     curves, speed, memory = (figure.add_subplot(grid[key]) for key in ((slice(None), 0), (0, 1), (1, 1)))
-
-    _curves(curves, rows)
-    _bars(speed, rows)
-    _stacks(memory, rows)
-    made_on, asked = results["machine"], results["settings"]
-    threads = "1 thread" if made_on["threads"] == 1 else f"{made_on['threads']} threads"
-    figure.suptitle(
-        f"lightning-turbo demo: {asked['data']}, one network at {', '.join(rows)}",
-        x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK,
-    )  # fmt: skip
-    figure.supxlabel(
-        f"{made_on['date'].split()[0]}  ·  {made_on['device']}, {threads}  ·  "
-        f"torch {made_on['torch']}  ·  seed {asked['seed']}",
-        x=0.012, ha="left", fontsize=8.5, color=COLOURS["O0"],
-    )  # fmt: skip
+    _draw_curves(curves, rows)
+    _draw_speed(speed, rows)
+    _draw_memory(memory, rows)
+    figure.supxlabel(_caption(results), x=0.012, ha="left", fontsize=8.5, color=INK)
     with whole_file(path) as part:
         figure.savefig(part)
 
 
-def _curves(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
-    for place, (level, row) in enumerate(rows.items()):
-        losses = [math.nan if loss is None else loss for loss in row["step_losses"]]
-        steps = range(1, len(losses) + 1)
-        axes.plot(steps, losses, color=COLOURS[level], alpha=0.13, linewidth=0.8)
-        label = f"{level}   {row['val_accuracy']:.3f}" if row["val_accuracy"] is not None else level
-        axes.plot(steps, _smooth(losses), color=COLOURS[level], linewidth=WIDTHS[place], label=label)
+def _caption(results: dict[str, Any]) -> str:
+    machine, settings = results["machine"], results["settings"]
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    facts = (
+        f"lightning-turbo demo on {settings['data']}",
+        f"{machine['device']}, {threads}",
+        f"torch {machine['torch']}",
+    )
+    return "  ·  ".join((*facts, f"seed {settings['seed']}", machine["date"].split()[0]))
+
+
+def _draw_curves(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
+    for width, (level, row) in zip(WIDTHS, rows.items(), strict=False):
+        losses = _smooth([math.nan if loss is None else loss for loss in row["step_losses"]])
+        label = level if row["val_accuracy"] is None else f"{level}  {row['val_accuracy']:.1%}"
+        axes.plot(range(1, len(losses) + 1), losses, color=COLOURS[level], linewidth=width, label=label)
     axes.set_yscale("log")
     axes.margins(x=0.01)
-    axes.set_xlabel("training step")
+    axes.set_xlabel("training step", color=INK)
     if rows:
-        axes.legend(title="validation accuracy", frameon=False, loc="lower left", alignment="left")
-    _clean(axes, "Training loss", grid="y")
+        legend = axes.legend(title="validation accuracy", frameon=False, loc="lower left", labelcolor=INK, fontsize=11)
+        legend.get_title().set_color(INK)
+    accuracies = [row["val_accuracy"] for row in rows.values() if row["val_accuracy"] is not None]
+    spread = f"; accuracies within {100 * (max(accuracies) - min(accuracies)):.1f} points" if accuracies else ""
+    _style(axes, f"Training loss, smoothed{spread}")
+    axes.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
 
 
-def _bars(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
-    speeds = [row["samples_per_second"] or 0 for row in rows.values()]
-    bars = axes.barh(list(rows), speeds, color=[COLOURS[level] for level in rows], height=0.62)
-    axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=4, color=INK)
-    axes.set_xlim(0, max(speeds, default=1) * 1.16)
-    axes.invert_yaxis()
-    _clean(axes, "Training samples per second", grid=None)
+def _draw_speed(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
+    speeds = {level: row["samples_per_second"] or 0.0 for level, row in rows.items()}
+    bars = axes.barh(list(speeds), list(speeds.values()), color=[COLOURS[level] for level in speeds], height=0.62)
+    axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds.values()], padding=4, color=INK)
+    _style_bars(axes, f"Samples per second{_best(speeds, max, 'times')}", max(speeds.values(), default=1.0))
 
 
-def _stacks(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
-    left = [0.0] * len(rows)
+def _draw_memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
+    totals = dict.fromkeys(rows, 0.0)
     for part, opacity in PARTS.items():
         sizes = [row["bytes"].get(part, 0) / 1024 for row in rows.values()]
-        bars = axes.barh(list(rows), sizes, left=left, height=0.62, color=[COLOURS[k] for k in rows], alpha=opacity)
-        names = [part.replace("optimizer_", "") if place == 0 else "" for place in range(len(rows))]
-        axes.bar_label(bars, names, label_type="center", fontsize=8, color="white")
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    for place, total in enumerate(left):
-        axes.text(total, place, f"  {total:,.0f} KiB", va="center", color=INK)
-    axes.set_xlim(0, max(left, default=1) * 1.22)
+        colours = [COLOURS[level] for level in rows]
+        bars = axes.barh(list(rows), sizes, left=list(totals.values()), height=0.62, color=colours, alpha=opacity)
+        names = [part.replace("optimizer_", "")] + [""] * len(rows)
+        axes.bar_label(bars, names[: len(rows)], label_type="center", fontsize=9, color="white")
+        totals = {level: total + size for (level, total), size in zip(totals.items(), sizes, strict=True)}
+    for position, total in enumerate(totals.values()):
+        axes.text(total, position, f"  {total:,.0f} KiB", va="center", color=INK)
+    _style_bars(axes, f"Memory of training{_best(totals, min, 'of')}", max(totals.values(), default=1.0))
+
+
+def _best(values: dict[str, float], choose: Any, word: str) -> str:
+    """Return the best level and its ratio to O0, as the end of a title, or nothing where O0 is the best or absent."""
+    best = choose(values, key=lambda level: values[level], default="O0")
+    return "" if best == "O0" or not values.get("O0") else f": {best} {values[best] / values['O0']:.2f} {word} O0"
+
+
+def _style_bars(axes: Any, title: str, longest: float) -> None:
+    _style(axes, title)
+    axes.set_xlim(0, longest * 1.22)
     axes.invert_yaxis()
-    _clean(axes, "Weights, gradients, optimizer state", grid=None)
+    axes.set_xticks([])
+    axes.spines[["bottom"]].set_visible(False)
 
 
-def _clean(axes: Any, title: str, grid: str | None) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+def _style(axes: Any, title: str) -> None:
+    axes.set_facecolor("none")
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, length=0, which="both")
-    if grid is None:
-        axes.spines[["bottom"]].set_visible(False)
-        axes.set_xticks([])
-    else:
-        axes.grid(axis=grid, color=FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK, length=0, which="both", labelsize=11)
 
 
-def _smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
-    """Average exponentially, corrected for the start, as TensorBoard does; pass over what is not finite."""
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Average exponentially, corrected for the start, as TensorBoard does; leave out numbers that are not finite."""
     smoothed, mean, weight = [], 0.0, 0.0
     for value in values:
         if math.isfinite(value):
-            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+            mean, weight = SMOOTHING * mean + (1 - SMOOTHING) * value, SMOOTHING * weight + (1 - SMOOTHING)
         smoothed.append(mean / weight if weight else math.nan)
     return smoothed

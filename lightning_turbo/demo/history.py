@@ -1,4 +1,4 @@
-"""What one level did: losses, accuracy, time and memory, kept in the checkpoint so that a resumed run has it all."""
+"""The record of one level: losses, accuracy, time and memory, kept in the checkpoint for a resumed run."""
 
 from __future__ import annotations
 
@@ -43,22 +43,23 @@ def training_bytes(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]
         optimizers: The optimizers that train them.
 
     Returns:
-        Bytes under ``"weights"``, ``"gradients"`` and ``"optimizer_state"``, as they stand now.
+        Bytes under ``"weights"``, ``"gradients"`` and ``"optimizer_state"``, as they are now.
     """
     optimizers = list(optimizers)
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     weights = {id(p): p for p in (*parameters, *held)}.values()
-    state = [v for o in optimizers for values in o.state.values() for v in values.values() if isinstance(v, Tensor)]
+    states = [values for optimizer in optimizers for values in optimizer.state.values()]
     return {
         "weights": _bytes(weights),
-        "gradients": _bytes(p.grad for p in weights if p.grad is not None),
-        "optimizer_state": _bytes(state),
+        "gradients": _bytes(p.grad for p in weights),
+        "optimizer_state": _bytes(value for values in states for value in values.values()),
     }
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-    return sum(storages.values())
+def _bytes(values: Iterable[Any]) -> int:
+    """Count the bytes of those values that are tensors."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class RunHistory(Callback):
@@ -146,28 +147,28 @@ class RunHistory(Callback):
             self.peak_device_bytes = max(self.peak_device_bytes or 0, torch.cuda.max_memory_allocated(pl_module.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that was recorded, as plain Python values."""
+        """Return the record as plain Python values."""
         return {name: getattr(self, name) for name in KEPT}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what an earlier run recorded."""
+        """Load the record of an earlier run."""
         for name in KEPT:
             setattr(self, name, copy.copy(state_dict[name]))
         self._skipped_before = self.skipped_steps
 
 
 def past_history(checkpoint: Path) -> dict[str, Any]:
-    """Read what ``RunHistory`` recorded into a checkpoint, without building a model.
+    """Read the record of a ``RunHistory`` from a checkpoint, without building a model.
 
     Raises:
-        DemoError: If the file is no readable checkpoint of the demo.
+        DemoError: If the file is not a readable checkpoint of the demo.
     """
     try:
         return torch.load(checkpoint, map_location="cpu", weights_only=True)["callbacks"][RunHistory.__qualname__]
     except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
         raise DemoError(
-            f"checkpoint {str(checkpoint)!r}: it cannot be read ({type(error).__name__}); accepted is one that the "
-            "demo wrote. Delete it to train its level anew."
+            f"checkpoint: expected one that the demo wrote, {str(checkpoint)!r} cannot be read "
+            f"({type(error).__name__}). Delete it to train its level again."
         ) from error
 
 

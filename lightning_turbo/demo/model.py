@@ -18,7 +18,7 @@ __all__ = ["DemoNet"]
 class DemoNet(LightningModule):
     """Three convolutions with batch norm, global average pooling, one linear layer.
 
-    It knows nothing of precision: all four levels train this class, unchanged, with the same hyper-parameters.
+    It knows nothing of precision: all levels train this class, unchanged, with the same hyper-parameters.
     Plain SGD with a rate that is warmed up over the first tenth of the steps and then falls along a cosine moves
     weights by more than the spacing of bfloat16 values, so that it also trains weights without float32 masters.
 
@@ -27,13 +27,17 @@ class DemoNet(LightningModule):
         classes: Number of classes, 2 or more.
         width: Channels of the first convolution; the second has twice, the third four times as many.
         learning_rate: Highest learning rate of the schedule.
+        total_steps: Optimizer steps of the schedule; ``None`` is the length of the Trainer's run.
     """
 
-    def __init__(self, *, dims: int, classes: int, width: int = 16, learning_rate: float = 0.1) -> None:
+    def __init__(
+        self, *, dims: int, classes: int, width: int = 16, learning_rate: float = 0.1, total_steps: int | None = None
+    ) -> None:
         super().__init__()
-        conv = nn.Conv2d if dims == 2 else nn.Conv3d
-        norm = nn.BatchNorm2d if dims == 2 else nn.BatchNorm3d
-        pool = nn.AdaptiveAvgPool2d if dims == 2 else nn.AdaptiveAvgPool3d
+        conv, norm, pool = {
+            2: (nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d),
+            3: (nn.Conv3d, nn.BatchNorm3d, nn.AdaptiveAvgPool3d),
+        }[dims]
         layers: list[nn.Module] = []
         channels = 1
         for index, out in enumerate((width, 2 * width, 4 * width)):
@@ -42,6 +46,7 @@ class DemoNet(LightningModule):
             channels = out
         self.net = nn.Sequential(*layers, pool(1), nn.Flatten(), nn.Linear(channels, classes))
         self.learning_rate = learning_rate
+        self.total_steps = total_steps
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of ``(batch, classes)`` for images of ``(batch, 1, *size)``."""
@@ -65,7 +70,7 @@ class DemoNet(LightningModule):
     def configure_optimizers(self) -> Any:
         """Return SGD with Nesterov momentum and its schedule, one step of it per optimizer step."""
         optimizer = SGD(self.parameters(), lr=self.learning_rate, momentum=0.9, nesterov=True)
-        total = int(self.trainer.estimated_stepping_batches)
+        total = self.total_steps or int(self.trainer.estimated_stepping_batches)
         warm_up = max(1, total // 10)
 
         def factor(step: int) -> float:

@@ -14,22 +14,20 @@ __all__ = ["RunProgress"]
 
 
 class RunProgress(Callback):
-    """Shows how far the run is; the same object serves the Trainer of every level.
+    """Shows how far the run is; one object serves the Trainers of all levels.
 
     Args:
         console: Where to write. In anything but a terminal plain lines are written, so that a log stays readable.
         steps: Training batches of the whole run, all levels together.
-        epochs: Epochs per level.
+        done: Batches that an earlier run has done already.
 
     Note:
         Use it as a context manager: the bar is drawn by a thread, which ends on leaving.
     """
 
-    def __init__(self, console: Console, *, steps: int, epochs: int) -> None:
+    def __init__(self, console: Console, *, steps: int, done: int = 0) -> None:
         self.console = console
-        self.epochs = epochs
-        self._level = ""
-        self._score = ""
+        self._epoch = ""
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -42,7 +40,7 @@ class RunProgress(Callback):
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=steps, score="")
+        self._task = self._bar.add_task("", total=steps, completed=done, score="")
 
     def __enter__(self) -> RunProgress:
         self._bar.start()
@@ -53,19 +51,10 @@ class RunProgress(Callback):
     ) -> None:
         self._bar.stop()
 
-    def begin(self, level: str, *, steps_done: int = 0) -> None:
-        """Name the level that comes next.
-
-        Args:
-            level: One of O0 to O3.
-            steps_done: Its steps that an earlier run has done already.
-        """
-        self._level, self._score = level, ""
-        self._bar.update(self._task, advance=steps_done, description=level, score="")
-
-    def say(self, line: str) -> None:
-        """Write one line, above the bar if there is one."""
-        self.console.print(line, highlight=False)
+    def begin(self, level: str, epoch: int, epochs: int) -> None:
+        """Name the level and the epoch, counted from 1, that come next."""
+        self._epoch = f"{level}  epoch {epoch:>2}/{epochs}"
+        self._bar.update(self._task, description=self._epoch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -75,11 +64,7 @@ class RunProgress(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the epoch's validation accuracy."""
-        epoch, accuracy = trainer.current_epoch + 1, float(trainer.callback_metrics["val_accuracy"])
-        self._bar.update(
-            self._task,
-            description=f"{self._level} epoch {epoch}/{self.epochs}",
-            score=f"validation accuracy {accuracy:.3f}",
-        )
+        score = f"validation accuracy {float(trainer.callback_metrics['val_accuracy']):.3f}"
+        self._bar.update(self._task, score=score)
         if not self.console.is_terminal:
-            self.say(f"{self._level}  epoch {epoch:>2}/{self.epochs}  validation accuracy {accuracy:.3f}")
+            self.console.print(f"{self._epoch}  {score}", highlight=False)

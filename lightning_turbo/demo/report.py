@@ -24,7 +24,7 @@ FORMAT = 1  # of results.json
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe what the numbers were made on: device, versions, date."""
+    """Describe the machine of the numbers: device, versions, date."""
     lightning = "lightning" if bound_name().startswith("lightning.") else "pytorch-lightning"
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -50,8 +50,8 @@ def level_row(history: RunHistory, *, epochs: int, floor: float) -> dict[str, An
     """Condense one level's run to its row of results.
 
     Args:
-        history: What was recorded.
-        epochs: Epochs that were asked for.
+        history: The record of the run.
+        epochs: Epochs of a whole run.
         floor: Accuracy that the level has to reach in its last epoch.
     """
     accuracy = history.val_accuracies[-1] if history.val_accuracies else None
@@ -77,30 +77,33 @@ def level_row(history: RunHistory, *, epochs: int, floor: float) -> dict[str, An
 
 def results_table(rows: dict[str, dict[str, Any]], floor: float) -> Table:
     """Lay out one line per level; a score below ``floor`` is marked."""
-    table = Table(
-        caption=f"Accuracy has to reach {floor}. Memory: weights, gradients, state.",
-        caption_justify="left",
-    )
-    table.add_column("level", style="bold")
-    heads = ("accuracy", "s/epoch", "samples/s", "memory", "loss scale", "skipped")
-    for head in heads:
+    caption = f"Accuracy has to reach {floor}. Memory: weights, gradients, state."
+    table = Table("level", caption=caption, caption_justify="left")
+    table.columns[0].style = "bold"
+    for head in ("accuracy", "s/epoch", "samples/s", "memory", "loss scale", "skipped"):
         table.add_column(head, justify="right")
     for level, row in rows.items():
-        accuracy = "-" if row["val_accuracy"] is None else f"{row['val_accuracy']:.3f}"
-        if not row["complete"]:
-            accuracy = f"[yellow]{accuracy} (stopped)[/]"
-        elif not row["passed"]:
-            accuracy = f"[bold red]{accuracy} (too low)[/]"
         table.add_row(
             level,
-            accuracy,
-            "-" if row["seconds_per_epoch"] is None else f"{row['seconds_per_epoch']:.2f}",
-            "-" if row["samples_per_second"] is None else f"{row['samples_per_second']:.0f}",
+            _accuracy(row),
+            _number(row["seconds_per_epoch"], ".2f"),
+            _number(row["samples_per_second"], ".0f"),
             readable_bytes(row["bytes"]["total"]),
             f"{row['loss_scale']:g}",
             str(row["skipped_steps"]),
         )
     return table
+
+
+def _accuracy(row: dict[str, Any]) -> str:
+    accuracy = _number(row["val_accuracy"], ".3f")
+    if not row["complete"]:
+        return f"[yellow]{accuracy} (stopped)[/]"
+    return accuracy if row["passed"] else f"[bold red]{accuracy} (too low)[/]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def readable_bytes(count: int) -> str:
@@ -110,7 +113,7 @@ def readable_bytes(count: int) -> str:
 
 
 def write_results(results: dict[str, Any], path: Path) -> None:
-    """Write ``results`` as JSON, whole or not at all; what is not finite becomes ``null``."""
+    """Write ``results`` as JSON, whole or not at all; numbers that are not finite become ``null``."""
     text = json.dumps(_finite(results), indent=1, allow_nan=False)
     with whole_file(path) as part:
         part.write_text(text + "\n")

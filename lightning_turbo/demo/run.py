@@ -1,4 +1,4 @@
-"""The demo itself: train every level, keep what was done, report."""
+"""The demo itself: train every level, epoch by epoch in turn, and report."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_turbo._checks import expect
 from lightning_turbo._lightning import ModelCheckpoint, TensorBoardLogger, Trainer, bound_name
 from lightning_turbo.demo.data import DemoData, load_digits, load_mni
 from lightning_turbo.demo.figure import draw_results
@@ -27,7 +28,7 @@ from lightning_turbo.demo.settings import EPOCHS, LEVELS, DemoError, DemoSetting
 from lightning_turbo.plugins.apex_amp import ApexAMP
 from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO
 
-__all__ = ["BATCH_SIZE", "run_demo", "train_level"]
+__all__ = ["BATCH_SIZE", "run_demo", "train_epoch"]
 
 BATCH_SIZE = 32
 PASSED, TOO_LOW, INTERRUPTED = 0, 1, 130
@@ -37,131 +38,145 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     """Train a small network at each level, and write results.json, a picture, logs and checkpoints.
 
     Args:
-        settings: What to do. ``settings.out`` is replaced level by level unless ``settings.resume``.
-        console: Where progress and the table go; default standard output.
+        settings: The settings. ``settings.out`` is replaced level by level unless ``settings.resume``.
+        console: Where progress and the table are shown; default standard output.
 
     Returns:
-        Exit status: 0 if every level reached its accuracy, 1 if one did not, 130 after Ctrl-C.
+        Exit status: 0 if every level reached its accuracy, 1 if one did not, 130 after Ctrl-C. Speed never counts.
 
     Raises:
         DemoError: If the device is absent, ``out`` cannot be written, or there is nothing to resume.
         MissingExtraError: If a package of the ``demo`` extra is not installed.
-        OSError: If a file cannot be written later on, for example because the disk is full; what was there is kept.
+        OSError: If a file cannot be written later on, for example because the disk is full; earlier files are kept.
 
     Note:
-        The order of the levels in time can favour one of them; the figures are a demonstration, not a benchmark.
+        The levels take turns epoch by epoch, so that a machine that slows down for a while slows all of them. The
+        figures are a demonstration, not a benchmark.
     """
     console = console or Console()
     device = _device(settings.device)
-    out = settings.out
-    results = _resumed(settings) if settings.resume else _fresh(settings)
-    asked, rows = results["settings"], results["levels"]
+    results = _resume(settings) if settings.resume else _start(settings)
+    asked, out = results["settings"], settings.out
     data = load_digits(asked["seed"]) if asked["data"] == "digits" else load_mni()
-    with _threads(data):
-        results["machine"] = machine(device)
-    results |= {"floor": data.floor, "majority": data.majority}
-    write_results(results, out / "results.json")
+    with _quiet_lightning(), _threads(data):
+        results |= {"machine": machine(device), "floor": data.floor, "majority": data.majority}
+        stopped = not _train_levels(settings.levels or tuple(asked["levels"]), data, results, console, device, out)
+    draw_results(results, out / "demo.png")
+    _conclude(console, results, out, stopped)
+    if stopped:
+        return INTERRUPTED
+    return PASSED if all(row["passed"] for row in results["levels"].values()) else TOO_LOW
 
-    epochs, levels = asked["epochs"], settings.levels or tuple(asked["levels"])
-    steps = len(levels) * epochs * math.ceil(len(data.train) / BATCH_SIZE)
-    console.print(
+
+def _train_levels(
+    levels: tuple[str, ...], data: DemoData, results: dict[str, Any], console: Console, device: torch.device, out: Path
+) -> bool:
+    """Train each level to its last epoch, in turns, and keep the results up to date; return False after Ctrl-C."""
+    epochs, seed = results["settings"]["epochs"], results["settings"]["seed"]
+    histories = {level: _history(data, _checkpoint(out, level)) for level in levels}
+    per_epoch = math.ceil(len(data.train) / BATCH_SIZE)
+    done = per_epoch * sum(min(history.epochs, epochs) for history in histories.values())
+    _say(
+        console,
         f"{data.name}: {len(data.train)} training and {len(data.val)} validation samples, "
         f"{epochs} epochs at {', '.join(levels)} on {results['machine']['device']}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
-    status, stopped_in = PASSED, ""
-    with _quiet_lightning(), _threads(data), RunProgress(console, steps=steps, epochs=epochs) as progress:
-        for level in levels:
-            history = RunHistory(samples=len(data.train))
+
+    def write() -> None:
+        for level, history in histories.items():
+            results["levels"][level] = level_row(history, epochs=epochs, floor=data.floor)
+        write_results(results, out / "results.json")
+
+    write()
+    turns = [(epoch, level) for epoch in range(1, epochs + 1) for level in levels if histories[level].epochs < epoch]
+    with RunProgress(console, steps=len(levels) * epochs * per_epoch, done=done) as progress:
+        for epoch, level in turns:
+            progress.begin(level, epoch, epochs)
             try:
-                train_level(level, data, history, progress, epochs=epochs, seed=asked["seed"], device=device, out=out)
+                train_epoch(
+                    level, data, histories[level], progress,
+                    epoch=epoch, total_steps=epochs * per_epoch, seed=seed, device=device, out=out,
+                )  # fmt: skip
             except KeyboardInterrupt:
-                status, stopped_in = INTERRUPTED, level
-            rows[level] = level_row(history, epochs=epochs, floor=data.floor)
-            write_results(results, out / "results.json")
-            if status == INTERRUPTED:
-                break
-    draw_results(results, out / "demo.png")
-    if status == PASSED and not all(row["passed"] for row in rows.values()):
-        status = TOO_LOW
-    _conclude(console, results, out, stopped_in)
-    return status
+                return False
+            write()
+    return True
 
 
-def train_level(
+def train_epoch(
     level: str,
     data: DemoData,
     history: RunHistory,
     progress: RunProgress,
     *,
-    epochs: int,
+    epoch: int,
+    total_steps: int,
     seed: int,
     device: torch.device,
     out: Path,
 ) -> None:
-    """Train one level up to ``epochs``, from its checkpoint in ``out`` if there is one.
+    """Train one level up to an epoch, from its checkpoint in ``out`` if there is one.
 
     Args:
         level: One of O0 to O3.
         data: The task.
-        history: Filled with what happens, earlier epochs included.
-        progress: Told of every step.
-        epochs: Epochs in total.
+        history: The record of the level, which the run adds to.
+        progress: Shows every step.
+        epoch: Epochs in total after the call.
+        total_steps: Optimizer steps of the learning rate's schedule.
         seed: Seeds the weights and the order of the samples.
         device: Where to train.
         out: Folder of checkpoints and logs.
 
     Raises:
         KeyboardInterrupt: After Ctrl-C, once Lightning has closed everything.
-        DemoError: If the level's checkpoint cannot be read.
     """
     checkpoint = _checkpoint(out, level)
-    past = past_history(checkpoint) if checkpoint.is_file() else {}
-    if past:
-        history.load_state_dict(past)
-    progress.begin(level, steps_done=min(history.epochs, epochs) * math.ceil(history.samples / BATCH_SIZE))
-    if history.epochs >= epochs:
-        return
-
     torch.manual_seed(seed)
     # This sampler shuffles by seed and epoch alone, so that a resumed run sees the samples in the same order.
     order: DistributedSampler[Any] = DistributedSampler(data.train, num_replicas=1, rank=0, shuffle=True, seed=seed)
+    saver = ModelCheckpoint(
+        dirpath=checkpoint.parent, filename=level, save_on_train_epoch_end=True, enable_version_counter=False
+    )
     trainer = Trainer(
         accelerator=device.type,
         devices=1 if device.index is None else [device.index],
         plugins=[ApexAMP(level), AtomicCheckpointIO()],
-        max_epochs=epochs,
-        callbacks=[
-            history,
-            progress,
-            ModelCheckpoint(
-                dirpath=checkpoint.parent,
-                filename=level,
-                save_on_train_epoch_end=True,
-                enable_version_counter=False,
-            ),
-        ],
+        max_epochs=epoch,
+        callbacks=[history, progress, saver],
         logger=TensorBoardLogger(out, name="tensorboard", version=level, default_hp_metric=False),
         log_every_n_steps=min(10, math.ceil(history.samples / BATCH_SIZE)),
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    before = signal.getsignal(signal.SIGINT)
-    try:
+    with _interruptible(trainer):
         trainer.fit(
-            DemoNet(dims=data.dims, classes=data.classes),
+            DemoNet(dims=data.dims, classes=data.classes, total_steps=total_steps),
             DataLoader(data.train, BATCH_SIZE, sampler=order),
             DataLoader(data.val, 256 if data.dims == 2 else BATCH_SIZE),
-            ckpt_path=checkpoint if past else None,
+            ckpt_path=checkpoint if checkpoint.is_file() else None,
         )
-    except SystemExit:  # Lightning makes one of Ctrl-C, and turns the signal off
+
+
+@contextlib.contextmanager
+def _interruptible(trainer: Trainer) -> Iterator[None]:
+    """Raise KeyboardInterrupt after Ctrl-C, which Lightning makes a SystemExit of, and turns off for later."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit:
         if not trainer.interrupted:
             raise
         signal.signal(signal.SIGINT, before)
         raise KeyboardInterrupt from None
+
+
+def _history(data: DemoData, checkpoint: Path) -> RunHistory:
+    history = RunHistory(samples=len(data.train))
+    if checkpoint.is_file():
+        history.load_state_dict(past_history(checkpoint))
+    return history
 
 
 def _checkpoint(out: Path, level: str) -> Path:
@@ -169,23 +184,20 @@ def _checkpoint(out: Path, level: str) -> Path:
 
 
 def _device(name: str) -> torch.device:
-    """The device that ``name`` means on this machine."""
+    """Return the device of a name on this machine."""
     count = torch.cuda.device_count() if name != "cpu" else 0
     if name == "auto":
-        return torch.device("cuda", 0) if count else torch.device("cpu")
+        name = "cuda" if count else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
-        if device.index >= count:
-            raise DemoError(
-                f"device {name!r}: torch finds {count} CUDA devices here; accepted are auto, cpu"
-                f"{''.join(f', cuda:{index}' for index in range(count))}. Choose one of these."
-            )
+        known = ["auto", "cpu", *(f"cuda:{index}" for index in range(count))]
+        expect(str(device) in known, "device", name, f"one of this machine, {', '.join(known)}", DemoError)
     return device
 
 
-def _fresh(settings: DemoSettings) -> dict[str, Any]:
-    """The results of a run that starts anew; what an earlier run left in the folder goes."""
+def _start(settings: DemoSettings) -> dict[str, Any]:
+    """Return the results of a new run, and delete the files of an earlier run in its folder."""
     out = settings.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -194,10 +206,7 @@ def _fresh(settings: DemoSettings) -> dict[str, Any]:
             for events in (out / "tensorboard" / level).glob("events.out.tfevents.*"):
                 events.unlink()
     except OSError as error:
-        raise DemoError(
-            f"out {str(out)!r}: {error.strerror or error}; accepted is a folder that can be made or written. "
-            "Choose another one."
-        ) from error
+        raise DemoError(f"out: expected a folder that can be written, got {str(out)!r} ({error.strerror}).") from error
     data = settings.data or "digits"
     asked = {
         "levels": list(settings.levels or LEVELS),
@@ -208,32 +217,25 @@ def _fresh(settings: DemoSettings) -> dict[str, Any]:
     return {"format": FORMAT, "settings": asked, "levels": {}}
 
 
-def _resumed(settings: DemoSettings) -> dict[str, Any]:
-    """The results of the run that ``settings`` continue, with the new settings in place of the old."""
+def _resume(settings: DemoSettings) -> dict[str, Any]:
+    """Return the results of the run that ``settings`` continue, with the new settings in place of the old."""
     path = settings.out / "results.json"
     try:
         results = json.loads(path.read_text())
-        asked, rows, version = dict(results["settings"]), dict(results["levels"]), results["format"]
-        used = {name: asked[name] for name in ("data", "seed", "epochs", "levels")} if version == FORMAT else {}
+        rows = dict(results["levels"])
+        used = {name: results["settings"][name] for name in ("data", "seed", "epochs", "levels")}
+        version = results["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DemoError(
-            f"resume from {str(path)!r}: it is not there or not readable ({error!r}); accepted is the folder of an "
-            "earlier demo. Leave --resume out to start anew."
+            f"resume: {str(path)!r} is missing or not readable ({error!r}). Pass the folder of an earlier demo as out, "
+            "or leave --resume out to start again."
         ) from error
-    if version != FORMAT:
-        raise DemoError(
-            f"resume from {str(path)!r}: its format is {version!r}; accepted is {FORMAT}. "
-            "Leave --resume out to start anew."
-        )
+    expect(version == FORMAT, f"resume: the format of {str(path)!r}", version, f"{FORMAT}", DemoError)
     for name in ("data", "seed"):
-        value = getattr(settings, name)
-        if value is not None and value != used[name]:
-            raise DemoError(
-                f"resume with {name} {value!r}: the earlier run used {used[name]!r}, and only that is accepted. "
-                f"Leave {name} out, or leave --resume out to start anew."
-            )
-    wanted = {*used["levels"], *(settings.levels or ())}
-    used |= {"levels": [level for level in LEVELS if level in wanted], "epochs": settings.epochs or used["epochs"]}
+        asked = getattr(settings, name)
+        expect(asked in (None, used[name]), f"{name} with --resume", asked, f"{used[name]!r} as before", DemoError)
+    levels = {*used["levels"], *(settings.levels or ())}
+    used |= {"levels": [level for level in LEVELS if level in levels], "epochs": settings.epochs or used["epochs"]}
     return results | {"settings": used, "levels": {level: rows[level] for level in LEVELS if level in rows}}
 
 
@@ -255,7 +257,7 @@ def _quiet_lightning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads(data: DemoData) -> Iterator[None]:
-    """One thread for digits: its layers are too small to share, and waiting for a busy core costs ten times more."""
+    """Use one thread for digits, whose layers are too small to share: waiting for a busy core costs more."""
     before = torch.get_num_threads()
     if data.name == "digits":
         torch.set_num_threads(1)
@@ -265,25 +267,21 @@ def _threads(data: DemoData) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _conclude(console: Console, results: dict[str, Any], out: Path, stopped_in: str) -> None:
-    """Print the table and what follows from it."""
+def _conclude(console: Console, results: dict[str, Any], out: Path, stopped: bool) -> None:
+    """Print the table and the next commands."""
     rows, floor = results["levels"], results["floor"]
     console.print(results_table(rows, floor))
-    console.print(f"{out / 'results.json'}  {out / 'demo.png'}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"tensorboard --logdir {out / 'tensorboard'}", highlight=False, markup=False, soft_wrap=True)
-    if stopped_in:
-        console.print(
-            f"Stopped in {stopped_in} after {rows[stopped_in]['epochs']} of {results['settings']['epochs']} epochs; "
-            f"every whole epoch is kept. Continue with: lightning-turbo demo --resume --out {out}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+    _say(console, f"{out / 'results.json'}  {out / 'demo.png'}")
+    _say(console, f"tensorboard --logdir {out / 'tensorboard'}")
+    if stopped:
+        _say(console, f"Stopped; every whole epoch is kept. Continue with: lightning-turbo demo --resume --out {out}")
         return
     for level, row in rows.items():
         if not row["passed"]:
-            console.print(
-                f"[bold red]{level} stayed at {row['val_accuracy']}, below {floor}[/]; "
-                "more epochs may help: --resume --epochs N continues.",
-                highlight=False,
-            )
+            advice = "more epochs may help: --resume --epochs N continues."
+            _say(console, f"{level} stayed at {row['val_accuracy']}, below {floor}; {advice}")
+
+
+def _say(console: Console, line: str) -> None:
+    """Print a line as it is: a folder may look like markup."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

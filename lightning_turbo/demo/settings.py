@@ -1,4 +1,4 @@
-"""What the demo is asked to do, checked before anything heavy is imported."""
+"""The demo's settings, checked before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_turbo._checks import expect, is_whole
 from lightning_turbo.errors import TurboError
 
 __all__ = ["DemoError", "DemoSettings"]
@@ -17,7 +18,7 @@ MAX_SEED = 2**32 - 1  # the largest seed of numpy
 
 
 class DemoError(TurboError, ValueError):
-    """The demo cannot do what was asked; the message says what it can."""
+    """The demo cannot run as asked; the message names the settings that it accepts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +28,17 @@ class DemoSettings:
     ``None`` means "not asked for": the value of the run that is resumed, else the default.
 
     Args:
-        levels: Levels to train, in this order, without repetition; default all of ``LEVELS``.
+        levels: Levels to train, without repetition; default all of ``LEVELS``.
         epochs: Passes over the training data per level, 1 or more; default ``EPOCHS[data]``.
         data: ``"digits"`` (default) or ``"mni"``.
         device: ``"auto"`` (CUDA if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
         seed: Seeds the split, the initial weights and the order of the samples, 0 to 2**32 - 1; default 0.
         out: Folder for everything that is written; made when missing.
-        resume: Continue from the checkpoints in ``out`` instead of starting anew.
+        resume: Continue from the checkpoints in ``out`` instead of starting again.
 
     Raises:
-        TypeError: If ``epochs`` or ``seed`` is no integer.
-        DemoError: If a value is outside the range above; the message names what is accepted.
+        TypeError: If ``epochs`` or ``seed`` is not an integer.
+        DemoError: If a value is outside the range above.
     """
 
     levels: tuple[str, ...] | None = None
@@ -49,27 +50,21 @@ class DemoSettings:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what the demo cannot do."""
+        """Refuse settings that the demo does not know."""
         if self.levels is not None:
-            unknown = [level for level in self.levels if level not in LEVELS]
-            if unknown or not self.levels or len(set(self.levels)) != len(self.levels):
-                hint = " (letter O, not zero)" if any(level.startswith("0") for level in unknown) else ""
-                raise DemoError(
-                    f"levels {','.join(self.levels)!r}: accepted are {', '.join(LEVELS)}{hint}, each at most once. "
-                    "Write them with commas, for example O0,O2."
-                )
-        for name, low, high in (("epochs", 1, None), ("seed", 0, MAX_SEED)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            accepted = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} {value!r}: accepted is {accepted}. Pass one, or leave it out.")
-            if value < low or (high is not None and value > high):
-                raise DemoError(f"{name} {value!r}: accepted is {accepted}. Pass one, or leave it out.")
-        if self.data is not None and self.data not in DATA:
-            raise DemoError(f"data {self.data!r}: accepted are {' and '.join(DATA)}. Choose one, or leave it out.")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise DemoError(
-                f"device {self.device!r}: accepted are auto, cpu, cuda and cuda:<index>. Choose one, or leave it out."
-            )
+            known = self.levels and set(self.levels) <= set(LEVELS) and len(set(self.levels)) == len(self.levels)
+            hint = " (letter O, not zero)" if any(level.startswith("0") for level in self.levels) else ""
+            expected = f"some of {', '.join(LEVELS)}{hint}, each at most once, with commas between them"
+            expect(known, "levels", ",".join(self.levels), expected, DemoError)
+        _check_integer("epochs", self.epochs, 1, 10**6)
+        _check_integer("seed", self.seed, 0, MAX_SEED)
+        expect(self.data in (None, *DATA), "data", self.data, " or ".join(DATA), DemoError)
+        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)
+        expect(known, "device", self.device, "auto, cpu, cuda or cuda:<index>", DemoError)
+
+
+def _check_integer(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None:
+        expected = f"an integer from {low} to {high}"
+        expect(is_whole(value, -(10**18)), name, value, expected, TypeError)
+        expect(low <= value <= high, name, value, expected, DemoError)

@@ -1,3 +1,3 @@
-"""The doctor: what is installed, what slows a run, and what to do about it."""
+"""The doctor: what slows a run and what is installed, as facts, rules on the facts, and a report."""
 
 __all__: list[str] = []

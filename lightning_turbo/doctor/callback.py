@@ -6,15 +6,11 @@ import os
 import sys
 from typing import Any
 
-import torch
-
 from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
-from lightning_turbo.doctor.exam import Exam
-from lightning_turbo.doctor.mend import Mends, Undo
-from lightning_turbo.doctor.patches import with_diffs
+from lightning_turbo.doctor.facts import check_steps
 from lightning_turbo.doctor.report import Report, as_text
 from lightning_turbo.doctor.rules import diagnose
-from lightning_turbo.doctor.schedule import Schedule
+from lightning_turbo.doctor.session import Session
 from lightning_turbo.errors import TurboWarning
 
 __all__ = ["Doctor"]
@@ -29,11 +25,9 @@ class Doctor(Callback):
     Args:
         warmup: Steps before the first look, at least 1.
         timed: Steps timed with nothing but clock readings (CUDA events on a GPU), at least 1.
-        watched: Steps watched from inside, which slows these steps down, at least 2.
-        fix: Whether to apply the remedies that are safe and can be undone at run time: worker settings, pinned
-            memory, the benchmark flag, anomaly mode off. All are undone when ``fit`` ends; a run
-            that ends before the report is not mended.
-        html: A file for the report as a page with the time line of a step; ``None`` writes none.
+        watched: Steps watched from inside, which slows these steps down: at least 2, because growth shows between two
+            steps, or 0 to time only.
+        html: A file for the report as a page with a picture of the mean step; ``None`` writes none.
         json: A file for the report as JSON; ``None`` writes none.
 
     Attributes:
@@ -41,7 +35,7 @@ class Doctor(Callback):
         superseded: Whether it left because an earlier doctor in the Trainer's list is at work.
 
     Raises:
-        TypeError: If a count of steps is no whole number, ``fix`` no bool, or ``html`` or ``json`` no path.
+        TypeError: If a count of steps is not an integer, ``html`` or ``json`` is not a path, or ``fix`` is passed.
         ValueError: If a count of steps is too small.
 
     Warns:
@@ -65,109 +59,91 @@ class Doctor(Callback):
         warmup: int = 3,
         timed: int = 10,
         watched: int = 4,
-        fix: bool = False,
         html: str | os.PathLike[str] | None = None,
         json: str | os.PathLike[str] | None = None,
+        **removed: Any,
     ) -> None:
         check_binding("Doctor")
-        self.schedule = Schedule(warmup=warmup, timed=timed, watched=watched)
-        if not isinstance(fix, bool):
-            raise TypeError(f"Doctor(fix={fix!r}): give True or False.")
+        if removed:
+            name, value = next(iter(removed.items()))
+            gone = " It has gone: make the change that the report names yourself." if name == "fix" else ""
+            raise TypeError(f"Doctor({name}={value!r}): there is no such argument.{gone}")
+        check_steps(warmup=warmup, timed=timed, watched=watched)
         for name, path in (("html", html), ("json", json)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
-                raise TypeError(f"Doctor({name}={path!r}): give the path of the file to write, or None for none.")
-        self.fix = fix
+                raise TypeError(f"Doctor({name}={path!r}): expected the path of the file to write, or None for none.")
+        self.steps = warmup, timed, watched
         self.html, self.json = html, json
         self.report: Report | None = None
-        self._exam: Exam | None = None
-        self._anomaly_before = False
         self.superseded = False
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remember how things were before the Trainer changed them."""
-        self._anomaly_before = torch.is_anomaly_enabled()
+        self._session: Session | None = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begin, on the first rank, if no other doctor is at work."""
         doctors = [each for each in trainer.callbacks if isinstance(each, Doctor)]
         if trainer.is_global_zero and doctors[0] is self:
             others = [each for each in trainer.callbacks if each is not self]
-            self._exam = Exam(self.schedule, trainer, pl_module, others, lambda: self._finish(trainer, goes_on=True))
-            self._exam.sources.add_callers(sys._getframe(1))
+            self._session = Session(*self.steps, trainer, pl_module, others, lambda: self._finish(trainer))
+            self._session.sources.add_callers(sys._getframe(1))
         else:
             self.superseded = doctors[0] is not self
             self._leave(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the batch."""
-        if self._exam is not None:
-            self._exam.look_at(batch)
+        if self._session is not None:
+            self._session.look_at(batch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """See which parameters got a gradient."""
-        if self._exam is not None:
-            self._exam.look_at_gradients()
+        if self._session is not None:
+            self._session.look_at_gradients()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the step."""
-        if self._exam is not None:
-            self._exam.done += 1
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Listen whether the first batch of validation asks for gradients."""
-        if self._exam is not None and batch_idx == 0:
-            self._exam.validation_gradients.start()
+        if self._session is not None:
+            self._session.done += 1
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
         """See whether validation builds graphs."""
-        if self._exam is not None:
-            self._exam.look_at_validation(outputs)
+        if self._session is not None:
+            self._session.look_at_validation(outputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report what was seen if the run ended early."""
         self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop watching, report what was seen, and let the exception go its way."""
+        """Stop watching, report what was seen, and let the exception pass."""
         self._finish(trainer, interrupted=type(exception).__name__)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop, should the run have ended in yet another way."""
         self._finish(trainer)
 
-    def _leave(self, trainer: Any, successor: Undo | None = None) -> None:
+    def _leave(self, trainer: Any) -> None:
         """Take this callback out of the Trainer; the list under iteration is left as it is."""
-        heirs = [successor] if successor is not None else []
-        trainer.callbacks = [new for old in trainer.callbacks for new in (heirs if old is self else [old])]
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
         for name in ("log", "log_dict"):  # Lightning gives every callback these methods of its module
             vars(self).pop(name, None)
 
-    def _finish(self, trainer: Trainer, interrupted: str = "", goes_on: bool = False) -> None:
-        """Make the report, if there is none yet, and leave.
-
-        Args:
-            trainer: The Trainer of the run.
-            interrupted: The name of the exception that ended the run, if one did.
-            goes_on: Whether the run goes on, so that there is something to mend.
-        """
-        exam, self._exam = self._exam, None
-        if exam is None:
+    def _finish(self, trainer: Trainer, interrupted: str = "") -> None:
+        """Make the report, if there is none yet, and leave."""
+        session, self._session = self._session, None
+        if session is None:
             return
-        exam.stop()
-        facts, timeline = exam.facts()
-        findings = with_diffs(diagnose(facts))
-        mends = Mends(trainer, self._anomaly_before)
-        if self.fix and goes_on:
-            findings = mends.apply(findings, facts)
+        session.stop()
+        facts, segments = session.facts()
         self.report = Report(
-            facts=facts, findings=tuple(findings), timeline=tuple(timeline), short=exam.shortfall(interrupted)
+            facts=facts,
+            findings=tuple(diagnose(facts)),
+            timeline=tuple(segments),
+            short=session.shortfall(interrupted),
         )
         # The user's lines may hold letters that the terminal lacks; an object in its place may have no encoding.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -176,4 +152,4 @@ class Doctor(Callback):
             self.report.save(html=self.html, json=self.json)
         except OSError as error:  # a report is not worth a training run
             rank_zero_warn(f"Doctor could not write its report: {error}.", category=TurboWarning)
-        self._leave(trainer, Undo(mends) if mends.applied else None)
+        self._leave(trainer)

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = [
-    "BatchTensor",
-    "Call",
-    "Facts",
-    "Layer",
-    "Loader",
-    "OptimizerFacts",
-    "Retained",
-    "SchedulerFacts",
-    "Site",
-    "Unused",
-]
+__all__ = ["BatchTensor", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site", "check_steps"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,49 +18,25 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Something that the watched steps did at one line."""
+    """Something that the watched steps did at one line; counts and seconds are of all watched steps together."""
 
-    kind: str
-    """What it was: ``"sync"``, ``"layer sync"`` (within a layer of torch), ``"copy"``,
-    ``"moved"``, ``"round trip"``, ``"log"``, ``"gc"``, ..."""
-    name: str
-    """As the user would write it, for example ``".item()"``."""
+    kind: str  # "sync", "copy", "moved", "round trip", "log", ...
+    name: str  # as the user would write it, for example ".item()"
     site: Site | None
     count: int
-    """How often, in all watched steps together."""
-    steps: int
-    """In how many of the watched steps."""
-    seconds: float = 0.0
-    """Host seconds spent in it, in all watched steps together."""
-    confirmed: bool | None = None
-    """On CUDA: whether torch's sync debug mode saw the device wait; elsewhere ``None``."""
+    steps: int  # in how many of the watched steps
+    seconds: float = 0.0  # of the host
+    within: str = ""  # the library, such as "torchmetrics", that does it when the user's line calls it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Retained:
-    """An attribute that holds tensors with their graph after the step is over."""
-
-    name: str
-    growing: bool
-    """Whether more tensors, or longer graphs, are held after each step."""
-    site: Site | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
-    """A layer with a matrix product: its name and the sizes that tensor cores see."""
-
-    name: str
-    sizes: tuple[int, ...]
-    site: Site | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unused:
-    """A parameter that wants a gradient and never got one."""
+class Part:
+    """A named part of the program: a layer, a parameter or an attribute."""
 
     name: str
     site: Site | None = None
+    sizes: tuple[int, ...] = ()  # of a layer with a matrix product: what tensor cores see
+    growing: bool = False  # of an attribute that holds graphs: whether it holds more after each step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,27 +47,23 @@ class BatchTensor:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    bytes_as_uint8: int | None = None
-    """Its size as uint8 if a sample of it holds nothing but 0..255 or 255ths, else ``None``."""
+    bytes_as_uint8: int | None = None  # if a sample of it holds nothing but 0..255 or 255ths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loader:
-    """The training loader's settings."""
+    """The training loader's settings; of several loaders, or one that does not tell, nothing is known."""
 
-    type: str
-    standard: bool
-    """Whether it is a ``torch.utils.data.DataLoader``."""
+    type: str = ""
+    standard: bool = False  # whether it is a torch.utils.data.DataLoader
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False
     prefetch_factor: int | None = None
     sampler: str = ""
-    sharded: bool | None = None
-    """Whether each rank sees its own part of the data; ``None`` if the loader does not tell."""
+    sharded: bool | None = None  # whether each rank sees its own part of the data; None if it cannot be told
     iterable_dataset: bool = False
-    dataset_set_epoch: bool = False
-    """Whether the data set has a ``set_epoch`` of its own."""
+    dataset_set_epoch: bool = False  # whether the dataset has a set_epoch of its own
     site: Site | None = None
 
 
@@ -120,18 +81,14 @@ class OptimizerFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerFacts:
-    """One learning-rate scheduler's settings and how it moved."""
+    """One learning-rate scheduler's settings."""
 
     name: str
     interval: str = "epoch"
-    length: int | None = None
-    """``OneCycleLR``: the steps until its end; ``CyclicLR``: until its first turn. ``None`` for others."""
-    turn: int | None = None
-    """``CyclicLR``: the steps until the learning rate turns for the first time."""
-    steps: int | None = None
-    """How many steps it takes in the whole run at most, ``None`` if unknown."""
-    cycles_beta: bool = False
-    """Whether it moves Adam's first beta."""
+    length: int | None = None  # OneCycleLR: steps to its end; CyclicLR: to its first turn; None for others
+    turn: int | None = None  # CyclicLR: steps until the learning rate turns for the first time
+    steps: int | None = None  # that it takes in the whole run at most; None if unknown
+    cycles_beta: bool = False  # whether it moves Adam's first beta
     site: Site | None = None
 
 
@@ -140,33 +97,21 @@ class Facts:
     """Everything that the rules may look at; times in seconds, sizes in bytes."""
 
     device: str = "cpu"
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] = (0, 0)  # of the CUDA device
     cores: int = 1
     world_size: int = 1
-    automatic: bool = True
-    """Whether Lightning runs the optimization (``automatic_optimization``)."""
+    automatic: bool = True  # whether Lightning runs the optimization
 
     timed: int = 0
     watched: int = 0
-    phases: dict[str, float] = field(default_factory=dict)
-    """Median seconds of a step in each phase."""
-
-    page_faults: int = 0
-    """Median page faults of a timed step that no disk had a part in, in this process."""
-    spare_huge_pages: bool = False
-    """Whether the kernel gives large pages to who asks for them, and torch is not told to ask."""
+    phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
 
     calls: tuple[Call, ...] = ()
-    operations: int = 0
-    """Tensor operations of the watched steps' forward passes."""
-    casts: int = 0
-    """How many of them cast between float types."""
-    elements: int = 0
-    """Elements that all of them wrote."""
-
-    retained: tuple[Retained, ...] = ()
-    memory: tuple[int, ...] = ()
-    """CUDA memory in use after each step."""
+    operations: int = 0  # of the watched steps' forward passes
+    retained: tuple[Part, ...] = ()  # attributes that hold tensors with their graph after the step
+    memory: tuple[int, ...] = ()  # CUDA memory in use after each step
+    graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by reason
+    recompiled: int = 0  # graphs that torch.compile made after the warmup
 
     anomaly: bool = False
     profiler: str | None = None
@@ -174,46 +119,33 @@ class Facts:
     deterministic: bool = False
     benchmark: bool = False
     convolutions: bool = False
-    shapes: int = 1
-    """How many different input shapes the steps had."""
-    seen: int = 0
-    """In how many steps the input shapes were looked at."""
+    shapes: int = 1  # how many different input shapes the steps had
+    seen: int = 0  # in how many steps the input shapes were looked at
 
     precision: str = "32-true"
     autocast: bool = False
     matmul_precision: str = "highest"
-    layers: tuple[Layer, ...] = ()
-    scales: tuple[float, ...] = ()
-    """The loss scale at the start of each watched step, if there is one."""
-    scheduled_skips: int = 0
-    """Optimizer steps that the loss scaler skipped while a per-step scheduler moved on."""
+    layers: tuple[Part, ...] = ()
+    scales: tuple[float, ...] = ()  # the loss scale at the start of each watched step, if there is one
 
-    loader: Loader | None = None
+    loader: Loader = Loader()
     batch: tuple[BatchTensor, ...] = ()
-    epochs: int | None = None
-    """Epochs that the run may last, ``None`` if it has no such end."""
+    epochs: int | None = None  # that the run may last; None if it has no such end
+    batches: int | None = None  # of an epoch; None if unknown
+    accumulate: int = 1
+    exact_windows: bool = False  # whether something weighs a last, shorter window rightly
 
     optimizers: tuple[OptimizerFacts, ...] = ()
-    unused: tuple[Unused, ...] = ()
-    accumulate: int = 1
-    batches: int | None = None
-    """Training batches of an epoch, ``None`` if unknown."""
-    exact_windows: bool = False
-    """Whether something weighs a last, shorter window rightly."""
-
-    data_parallel: tuple[Unused, ...] = ()
+    schedulers: tuple[SchedulerFacts, ...] = ()
+    unused: tuple[Part, ...] = ()  # parameters that want a gradient and never got one
+    biases: tuple[Part, ...] = ()  # layers whose bias a batch norm takes away
+    data_parallel: tuple[Part, ...] = ()
     validates: bool = False
     inference_mode: bool = True
-    validation_graph: bool = False
-    """Whether validation returned tensors with a graph."""
-    validation_gradients: bool = False
-    """Whether validation asked for gradients."""
-    schedulers: tuple[SchedulerFacts, ...] = ()
+    validation_graph: bool = False  # whether validation returned tensors with a graph
 
-    sites: dict[str, Site] = field(default_factory=dict)
-    """Where the user's code sets a setting, by its name."""
-    notes: tuple[str, ...] = ()
-    """What could not be watched, and why."""
+    sites: dict[str, Site] = field(default_factory=dict)  # where the user's code sets a setting, by its name
+    notes: tuple[str, ...] = ()  # what could not be watched, and why
 
     @property
     def cuda(self) -> bool:
@@ -222,5 +154,19 @@ class Facts:
 
     @property
     def step(self) -> float:
-        """Median seconds of a whole step."""
+        """Mean seconds of a whole timed step: the one total that every report gives."""
         return sum(self.phases.values())
+
+    @property
+    def waiting(self) -> float:
+        """Share of the step, 0 to 1, that it waits for data."""
+        return self.phases.get("data", 0.0) / self.step if self.step else 0.0
+
+
+def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:
+    """Refuse counts of steps that are not integers, or too small."""
+    for name, value, least in (("warmup", warmup, 1), ("timed", timed, 1), ("watched", watched, 2)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"Doctor({name}={value!r}): expected a number of steps, such as {name}={least}.")
+        if value < least and (name, value) != ("watched", 0):
+            raise ValueError(f"Doctor({name}={value!r}): expected {least} steps or more; use {name}={least}.")

@@ -7,17 +7,24 @@ import json as json_format
 import os
 import shutil
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_turbo._files import whole_file
-from lightning_turbo.doctor.advice import LEVELS, Finding
 from lightning_turbo.doctor.facts import Facts, Site
 from lightning_turbo.doctor.page import as_html
+from lightning_turbo.doctor.rules.data import NOTICEABLE, WAITING
+from lightning_turbo.doctor.rules.rule import LEVELS, Finding, Place
 from lightning_turbo.doctor.timeline import PHASE_NAMES, Segment
 
-__all__ = ["Report", "as_json", "as_text", "place", "summary"]
+__all__ = ["Report", "as_json", "as_text", "place", "verdict"]
+
+LITTLE = 0.03
+"""Share of the step up to which waiting for data is as good as none; a choice, not a measurement."""
+SHOWN = 3
+"""Names of layers or parameters that are shown of each line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +34,7 @@ class Report:
     Attributes:
         facts: What was measured.
         findings: The findings, the gravest first.
-        timeline: The segments of the step of median length.
+        timeline: The mean step; its segments add up to ``facts.step``.
         short: What is missing if the run was too short, else empty.
     """
 
@@ -48,44 +55,39 @@ class Report:
             _write(Path(json), json_format.dumps(as_json(self), indent=2) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part:
-        part.write_text(text, encoding="utf-8")
+def verdict(facts: Facts) -> str:
+    """Return in one sentence what bounds the step."""
+    if not facts.step:
+        return "No step was timed."
+    waits = f"waits {facts.waiting:.0%} of its {facts.step * 1e3:.2f} ms for data"
+    if facts.waiting > WAITING:
+        return f"Your step {waits}{': loading ahead helps' if facts.phases['data'] > NOTICEABLE else ''}."
+    shares = {
+        "Compute-bound": ("forward", "backward", "optimizer"),
+        "Bound by copies to the device": ("copy",),
+        "Bound by the loop": ("hooks", "logging"),
+    }
+    totals = {name: sum(facts.phases.get(phase, 0.0) for phase in phases) for name, phases in shares.items()}
+    bound = max(totals, key=lambda name: totals[name])
+    parts = ", ".join(PHASE_NAMES[phase] for phase in shares[bound])
+    helps = "not" if facts.waiting < LITTLE else "hardly"
+    share = f"{totals[bound] / facts.step:.0%} of it is {parts}"
+    return f"{bound}: your step {waits}, so prefetching will {helps} help; {share}."
 
 
 def place(site: Site) -> str:
     """Return a site as ``file:line``, relative to the working directory if it lies within."""
-    relative = (
-        os.path.relpath(site.file) if os.path.splitdrive(site.file)[0] == os.path.splitdrive(os.getcwd())[0] else ""
-    )
-    file = relative if relative and not relative.startswith(os.pardir) else site.file
-    return f"{file}:{site.line}"
-
-
-def summary(report: Report) -> str:
-    """Return the report in one line."""
-    counts = [sum(each.level == level for each in report.findings) for level in LEVELS]
-    parts = ", ".join(
-        f"{count} {level}{'s' if count != 1 and level != 'info' else ''}"
-        for count, level in zip(counts, LEVELS, strict=True)
-    )
-    facts = report.facts
-    return f"{parts}; {facts.timed} steps timed and {facts.watched} watched on {facts.device}"
+    same_drive = os.path.splitdrive(site.file)[0] == os.path.splitdrive(os.getcwd())[0]
+    relative = os.path.relpath(site.file) if same_drive else site.file
+    return f"{site.file if relative.startswith(os.pardir) else relative}:{site.line}"
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Return the report as plain dicts, lists, strings and numbers."""
-
-    def finding(each: Finding) -> dict[str, Any]:
-        row = dataclasses.asdict(each)
-        row["place"] = place(each.site) if each.site else ""
-        row["card"] = f"docs/cards/{each.card}.md"
-        return row
-
+    """Return the report as plain values."""
     facts = report.facts
     return {
-        "summary": summary(report),
+        "verdict": verdict(facts),
+        "summary": _summarize(report),
         "short": report.short,
         "notes": list(facts.notes),
         "device": facts.device,
@@ -93,9 +95,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "timed": facts.timed,
         "watched": facts.watched,
         "step_seconds": facts.step,
+        "waiting": facts.waiting,
         "phases": [{"phase": key, "name": PHASE_NAMES[key], "seconds": value} for key, value in facts.phases.items()],
         "timeline": [dataclasses.asdict(segment) for segment in report.timeline],
-        "findings": [finding(each) for each in report.findings],
+        "findings": [_finding_as_json(each) for each in report.findings],
     }
 
 
@@ -107,31 +110,67 @@ def as_text(report: Report, width: int | None = None) -> str:
         width: Columns; ``None`` asks the terminal.
     """
     width = max(60, min(width or shutil.get_terminal_size().columns, 120))
-    lines = textwrap.wrap(f"lightning-turbo doctor: {summary(report)}", width)
-    lines += textwrap.wrap(report.short, width)
-    for note in report.facts.notes:
-        lines += textwrap.wrap(f"Note: {note}.", width)
-    lines += ["", *_phase_table(report.facts, width)] if report.facts.timed else []
-    told: set[str] = set()
+    notes = [f"Note: {note}." for note in report.facts.notes]
+    lines = [f"lightning-turbo doctor: {verdict(report.facts)}", f"{_summarize(report)}.", report.short, *notes]
+    rows = [row for line in lines for row in textwrap.wrap(line, width)]
+    rows += ["", *_phase_table(report.facts, width)] if report.facts.timed else []
     for each in report.findings:
-        lines += ["", f"{each.level.upper():8}{each.rule}" + (f"  {place(each.site)}" if each.site else "")]
-        rows = [("", each.what), ("cost", each.cost), ("mended", each.mended), ("remedy", each.remedy)]
-        for label, text in [*rows, ("card", f"docs/cards/{each.card}.md")]:
-            if text and not (label in ("remedy", "card") and each.rule in told):
-                head = f"        {label:8}" if label else "        "
-                lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head))
-        told.add(each.rule)
-        lines += [f"        | {line}" for line in each.diff.splitlines()]
+        rows += ["", f"{each.level.upper():8}{each.rule}", *_finding_rows(each, width)]
     if not report.findings and report.facts.watched:
-        lines += ["", "Nothing to mend was found."]
-    return "\n".join(lines)
+        rows += ["", "Nothing to change was found."]
+    return "\n".join(rows)
+
+
+def _summarize(report: Report) -> str:
+    counts = [(sum(each.level == level for each in report.findings), level) for level in LEVELS]
+    parts = ", ".join(f"{count} {level}{'s' * (count != 1 and level != 'info')}" for count, level in counts)
+    return f"{parts}; {report.facts.timed} steps timed and {report.facts.watched} watched on {report.facts.device}"
+
+
+def _places(finding: Finding) -> list[str]:
+    return [_place(each, finding.count > 1) for each in finding.places]
+
+
+def _place(each: Place, with_names: bool) -> str:
+    if each.site is not None and not with_names:
+        return place(each.site)
+    more = f" and {len(each.names) - SHOWN} more" if len(each.names) > SHOWN else ""
+    names = ", ".join(each.names[:SHOWN]) + more
+    where = place(each.site) if each.site else ""
+    return f"{where} ({names})" if where and names else where or names
+
+
+def _finding_as_json(each: Finding) -> dict[str, Any]:
+    return {
+        **{
+            name: getattr(each, name)
+            for name in ("rule", "level", "what", "cost", "seconds", "remedy", "card", "count")
+        },
+        "place": place(each.site) if each.site else "",
+        "site": dataclasses.asdict(each.site) if each.site else None,
+        "places": _places(each),
+    }
+
+
+def _finding_rows(each: Finding, width: int) -> Iterator[str]:
+    places = _places(each)
+    where = f"{each.count} places: {'; '.join(places)}" if each.count > 1 else "".join(places)
+    card = f"see {each.card!r} in the cards of the documentation"
+    for label, text in (("", where), ("", each.what), ("cost", each.cost), ("remedy", each.remedy), ("card", card)):
+        head = f"        {label:8}" if label else " " * 8
+        yield from textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _phase_table(facts: Facts, width: int) -> list[str]:
-    rows = []
+    rows = [f"The mean step takes {facts.step * 1e3:.3f} ms:"]
     for phase, seconds in facts.phases.items():
         share = seconds / facts.step if facts.step else 0.0
-        rows.append(
-            f"  {PHASE_NAMES[phase]:22}{seconds * 1e3:10.3f} ms {share:6.1%}  {'#' * round((width - 50) * share)}"
-        )
-    return [f"The median step takes {facts.step * 1e3:.3f} ms:", *rows]
+        bar = "#" * round((width - 50) * share)
+        rows.append(f"  {PHASE_NAMES[phase]:22}{seconds * 1e3:10.3f} ms {share:6.1%}  {bar}".rstrip())
+    return rows
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as part:
+        part.write_text(text, encoding="utf-8")

@@ -9,38 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_turbo.doctor.facts import Retained
+from lightning_turbo.doctor.facts import Part
 from lightning_turbo.doctor.source import Sources
 
-__all__ = ["graph_size", "held_graphs", "retained"]
+__all__ = ["find_retained", "measure_graphs"]
 
 LIMIT = 2000
 """Elements of a container, and nodes of a graph, at which counting stops."""
 
 
-def graph_size(value: Any, depth: int = 0) -> int:
-    """Count the nodes of the graphs that ``value`` holds, up to a limit, in itself and in containers within it."""
-    if isinstance(value, torch.Tensor):
-        return _nodes(value.grad_fn) if value.grad_fn is not None else 0
-    if depth < 3 and isinstance(value, (list, tuple, set, deque)):
-        return sum(graph_size(each, depth + 1) for each in list(value)[-LIMIT:])
-    if depth < 3 and isinstance(value, dict):
-        return sum(graph_size(each, depth + 1) for each in list(value.values())[-LIMIT:])
-    return 0
-
-
-def _nodes(root: Any) -> int:
-    seen = {root}
-    waiting = [root]
-    while waiting and len(seen) < LIMIT:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return len(seen)
-
-
-def held_graphs(module: nn.Module, others: Iterable[object] = ()) -> dict[tuple[str, str], int]:
+def measure_graphs(module: nn.Module, others: Iterable[object] = ()) -> dict[tuple[str, str], int]:
     """Measure what is held with its graph, now.
 
     Args:
@@ -54,6 +32,40 @@ def held_graphs(module: nn.Module, others: Iterable[object] = ()) -> dict[tuple[
     return {(path, name): size for path, owner in _owners(module, others) for name, size in _sizes(owner)}
 
 
+def find_retained(
+    history: list[dict[tuple[str, str], int]], module: nn.Module, others: Iterable[object], sources: Sources
+) -> tuple[Part, ...]:
+    """Return what was held with its graph after each of the last two steps or more."""
+    owners = dict(_owners(module, others))
+    found = []
+    for path, name in history[-1] if len(history) > 1 else ():
+        before, now = history[-2].get((path, name), 0), history[-1][path, name]
+        if before:
+            site = sources.change(type(owners[path]), name)
+            found.append(Part(name=f"{path or 'self'}.{name}", growing=now > before or now >= LIMIT, site=site))
+    return tuple(found)
+
+
+def _count_nodes(value: Any, depth: int = 0) -> int:
+    """Count the nodes of the graphs that ``value`` holds, up to a limit, in itself and in containers within it."""
+    if isinstance(value, torch.Tensor):
+        return _walk(value.grad_fn) if value.grad_fn is not None else 0
+    items = list(value.values()) if isinstance(value, dict) else value
+    if depth < 3 and isinstance(items, (list, tuple, set, deque)):
+        return sum(_count_nodes(each, depth + 1) for each in list(items)[-LIMIT:])
+    return 0
+
+
+def _walk(root: Any) -> int:
+    seen, waiting = {root}, [root]
+    while waiting and len(seen) < LIMIT:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return len(seen)
+
+
 def _owners(module: nn.Module, others: Iterable[object]) -> Iterator[tuple[str, object]]:
     for path, each in module.named_modules():
         if not type(each).__module__.startswith("torch."):
@@ -64,28 +76,10 @@ def _owners(module: nn.Module, others: Iterable[object]) -> Iterator[tuple[str, 
 
 def _sizes(owner: object) -> Iterator[tuple[str, int]]:
     own = dict(vars(owner))
-    buffers = own.pop("_buffers", {})
-    parameters = own.pop("_parameters", {})
+    buffers, parameters = own.pop("_buffers", {}), own.pop("_parameters", {})
     for name, value in {**own, **buffers}.items():
         if name == "_modules" or f"{name}_orig" in parameters or f"{name}_g" in parameters:
-            continue  # weights made anew in each forward by old-style weight or spectral norm
-        size = graph_size(value)
+            continue  # weights made in each forward by old-style weight or spectral norm
+        size = _count_nodes(value)
         if size:
             yield name, size
-
-
-def retained(
-    history: list[dict[tuple[str, str], int]], module: nn.Module, others: Iterable[object], sources: Sources
-) -> tuple[Retained, ...]:
-    """Return what was held with its graph after each of the last two steps or more."""
-    if len(history) < 2:
-        return ()
-    owners = dict(_owners(module, others))
-    found = []
-    for path, name in history[-1]:
-        sizes = [held.get((path, name), 0) for held in history]
-        if sizes[-2]:
-            growing = sizes[-1] > sizes[-2] or sizes[-1] >= LIMIT
-            site = sources.change(type(owners[path]), name)
-            found.append(Retained(name=f"{path or 'self'}.{name}", growing=growing, site=site))
-    return tuple(found)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
 
 from lightning_turbo._lightning import Profiler
 
-__all__ = ["PHASES", "PHASE_NAMES", "Recorder", "Segment", "Timeline", "middle_of", "phase_of", "phases_of"]
+__all__ = ["PHASES", "PHASE_NAMES", "Recorder", "Segment", "Timeline", "phase_of", "sum_phases"]
 
 PHASE_NAMES = {
     "data": "waiting for data",
@@ -30,6 +29,16 @@ PHASES = tuple(PHASE_NAMES)
 NEXT = ".train_dataloader_next"
 EPOCH = "run_training_epoch"
 """Encloses all steps, so that it tells nothing."""
+MANUAL_BACKWARD = ("manual_backward", "backward")
+"""The action that Lightning does not report: what runs between the hooks before and after it."""
+
+_HOOKS = {
+    "copy": ("batch_to_device", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
+    "forward": ("training_step",),
+    "backward": ("backward",),
+    "optimizer": ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
+}
+_PHASE_OF_HOOK = {hook: phase for phase, hooks in _HOOKS.items() for hook in hooks}
 
 
 def phase_of(action: str) -> str | None:
@@ -37,14 +46,8 @@ def phase_of(action: str) -> str | None:
     hook = action.rpartition(".")[2]
     if action.endswith(NEXT):
         return "data"
-    if hook in ("batch_to_device", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"):
-        return "copy"
-    if hook == "training_step":
-        return "forward"
-    if hook == "backward":
-        return "backward"
-    if hook in ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"):
-        return "optimizer"
+    if hook in _PHASE_OF_HOOK:
+        return _PHASE_OF_HOOK[hook]
     if action.startswith("[Callback]") and "Progress" in action:
         return "logging"
     return "hooks" if action.startswith("[") else None
@@ -52,12 +55,11 @@ def phase_of(action: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One stretch of a step during which the same action ran."""
+    """What one action takes of the mean step, in seconds; ``start`` is where the picture draws it."""
 
     action: str
     phase: str
     start: float
-    """Seconds since the step began."""
     seconds: float
 
 
@@ -83,15 +85,16 @@ class Timeline:
 
     def __init__(self, cuda: bool = False) -> None:
         self.cuda = cuda
+        self.recording = False
         self.steps: list[list[_Mark]] = []
         self._open: list[_Mark] | None = None
 
     def begin(self) -> None:
-        """Begin a step."""
-        self._open = []
+        """Begin a step, if steps are to be recorded."""
+        self._open = [] if self.recording else None
 
     def mark(self, action: str, phase: str) -> None:
-        """Note that ``action`` begins, or goes on after an inner one; nothing happens outside of a step."""
+        """Note that ``action`` begins, or continues after an inner one; nothing happens outside of a step."""
         if self._open is not None:
             event = None
             if self.cuda:
@@ -110,49 +113,41 @@ class Timeline:
         """Forget the step that is under way, because something else came between."""
         self._open = None
 
-    def segments(self) -> list[list[Segment]]:
-        """Return the steps as segments.
+    def mean_step(self) -> list[Segment]:
+        """Return the mean of the recorded steps: a segment for each action, sorted by phase; none without a step.
 
         Note:
             On CUDA it waits once for the device.
         """
         if self.cuda:
             torch.cuda.synchronize()
-        result = []
-        for marks in self.steps:
-            step: list[Segment] = []
-            start = 0.0
-            for mark, after in pairwise(marks):
-                if mark.device is not None and after.device is not None:
-                    seconds = mark.device.elapsed_time(after.device) / 1e3
-                else:
-                    seconds = after.host - mark.host
-                step.append(Segment(mark.action, mark.phase, start, seconds))
-                start += seconds
-            result.append(step)
-        return result
+        sums: dict[tuple[str, str], float] = {}
+        for mark, after in (pair for marks in self.steps for pair in pairwise(marks)):
+            seconds = after.host - mark.host
+            if mark.device is not None and after.device is not None:
+                seconds = mark.device.elapsed_time(after.device) / 1e3
+            sums[mark.action, mark.phase] = sums.get((mark.action, mark.phase), 0.0) + seconds
+        segments, start = [], 0.0
+        for (action, phase), total in sorted(sums.items(), key=lambda item: PHASES.index(item[0][1])):
+            segments.append(Segment(action, phase, start, total / len(self.steps)))
+            start += segments[-1].seconds
+        return segments
 
 
-def phases_of(steps: list[list[Segment]]) -> dict[str, float]:
-    """Return the median seconds of each phase over the steps."""
-    sums = [{phase: sum(s.seconds for s in step if s.phase == phase) for phase in PHASES} for step in steps]
-    return {phase: median(each[phase] for each in sums) for phase in PHASES} if sums else {}
-
-
-def middle_of(steps: list[list[Segment]]) -> list[Segment]:
-    """Return the step of median length."""
-    ordered = sorted(steps, key=lambda step: sum(segment.seconds for segment in step))
-    return ordered[len(ordered) // 2] if ordered else []
+def sum_phases(segments: list[Segment]) -> dict[str, float]:
+    """Return the seconds of each phase; empty without segments."""
+    return {phase: sum(each.seconds for each in segments if each.phase == phase) for phase in PHASES if segments}
 
 
 class Recorder:
-    """Stands in for the Trainer's profiler while the doctor is at work, and passes everything on to it.
+    """Takes the place of the Trainer's profiler while the doctor is at work, and passes everything on to it.
 
     To others it is the profiler: it says to be of its class, and all but the actions is the profiler's own.
 
     Args:
         inner: The Trainer's own profiler.
-        on_step: Called with the number of finished steps whenever a step is over, before the next batch is fetched.
+        timeline: Gets the marks.
+        on_step: Called whenever a step is over, before the next batch is fetched.
         on_batch: Called when a batch has been fetched.
         on_pause: Called when something begins that is no part of a step: validation, the end of an epoch.
     """
@@ -162,20 +157,19 @@ class Recorder:
     def __init__(
         self,
         inner: Profiler,
+        timeline: Timeline,
         on_step: Callable[[], None],
         on_batch: Callable[[], None],
         on_pause: Callable[[], None],
     ) -> None:
-        self.inner = inner
+        self.inner, self.timeline = inner, timeline
         self.on_step, self.on_batch, self.on_pause = on_step, on_batch, on_pause
-        self.timeline: Timeline | None = None
         self._stack: list[tuple[str, str]] = []
-        self._rest = "hooks"
-        """The phase of what runs between the outermost actions."""
+        self._rest = "hooks"  # the phase of what runs between the outermost actions
 
     def forget(self) -> None:
         """Let go of all but the inner profiler: Lightning holds this object to the end of the epoch under way."""
-        self.timeline = None
+        self.timeline = Timeline()
         self.on_step = self.on_batch = self.on_pause = _nothing
 
     @property
@@ -213,38 +207,44 @@ class Recorder:
             finally:
                 self._end(action_name)
 
-    def _begin(self, action_name: str) -> None:
-        if action_name == EPOCH:
+    def _begin(self, action: str) -> None:
+        if action == EPOCH:
             return
-        outermost = action_name.endswith(NEXT) and not self._stack
-        if outermost:
-            if self.timeline is not None:
-                self.timeline.end()
+        if action.endswith(NEXT) and not self._stack:
+            self.timeline.end()
             self.on_step()
             self._rest = "hooks"
-            if self.timeline is not None:
-                self.timeline.begin()
-        elif "validation" in action_name or action_name.endswith("epoch_end"):
-            self.on_pause()
-            if self.timeline is not None and self._rest == "logging" and action_name.endswith("epoch_end"):
-                self.timeline.end()  # the last step of an epoch is over
-            elif self.timeline is not None:
-                self.timeline.drop()
-        phase = phase_of(action_name) or (self._stack[-1][1] if self._stack else self._rest)
-        self._stack.append((action_name, phase))
-        if self.timeline is not None:
-            self.timeline.mark(action_name, phase)
+            self.timeline.begin()
+        elif "validation" in action or action.endswith("epoch_end"):
+            self._leave_step(action.endswith("epoch_end"))
+        elif action.endswith(".on_after_backward") and self._stack[-1:] == [MANUAL_BACKWARD]:
+            self._stack.pop()
+        self._stack.append((action, phase_of(action) or (self._stack[-1][1] if self._stack else self._rest)))
+        self.timeline.mark(*self._stack[-1])
 
-    def _end(self, action_name: str) -> None:
-        if any(action == action_name for action, _ in self._stack):
-            while self._stack.pop()[0] != action_name:
+    def _leave_step(self, epoch_ends: bool) -> None:
+        self.on_pause()
+        if epoch_ends and self._rest == "logging":
+            self.timeline.end()  # the last step of an epoch is over
+        else:
+            self.timeline.drop()
+
+    def _end(self, action: str) -> None:
+        if any(name == action for name, _ in self._stack):
+            while self._stack.pop()[0] != action:
                 pass
-        if action_name.endswith("on_train_batch_end"):
+        if action.endswith("on_train_batch_end"):
             self._rest = "logging"
-        if self.timeline is not None:
-            self.timeline.mark(*(self._stack[-1] if self._stack else ("", self._rest)))
-        if action_name.endswith(NEXT):
+        elif _is_manual(action) and all(phase != "backward" for _, phase in self._stack):
+            self._stack.append(MANUAL_BACKWARD)
+        self.timeline.mark(*(self._stack[-1] if self._stack else ("", self._rest)))
+        if action.endswith(NEXT):
             self.on_batch()
+
+
+def _is_manual(action: str) -> bool:
+    """Whether an action is the last one before a backward pass, which Lightning reports only in its own loop."""
+    return action.startswith("[LightningModule]") and action.endswith(".on_before_backward")
 
 
 def _nothing() -> None:

@@ -1,43 +1,41 @@
-"""Biases that a following batch norm cancels: found in the traced graph, removed without a change of numbers."""
+"""Biases that a following norm cancels: found in the traced graph and removed."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
+from lightning_turbo._checks import expect
+from lightning_turbo._random import same_random_numbers
 from lightning_turbo.errors import NoEffectWarning
-from lightning_turbo.nn.trace import Tracer, same_numbers, traces_of
 
 __all__ = ["BiasReport", "drop_bias_before_norm"]
 
-CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
+LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-LAYERS = (*CONVOLUTIONS, nn.Linear)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True)
 class BiasReport:
-    """What ``drop_bias_before_norm`` did."""
+    """The result of ``drop_bias_before_norm``."""
 
     dropped: dict[str, str] = field(default_factory=dict)
-    """Layer that lost its bias -> the batch norm that cancelled it."""
+    """Convolution that lost its bias -> the norm that cancelled it."""
     kept: dict[str, str] = field(default_factory=dict)
-    """Layer directly before a batch norm that kept its bias -> the reason."""
+    """Convolution directly before a norm that kept its bias -> the reason."""
     parameters: int = 0
     """Number of parameters removed."""
 
@@ -48,40 +46,35 @@ class BiasReport:
         return "\n".join(lines)
 
 
-def drop_bias_before_norm(
-    module: nn.Module, example_inputs: Sequence[Any] | dict[str, Any] | None = None, *, within: nn.Module | None = None
-) -> BiasReport:
-    """Remove the biases of convolutions and linear layers that a following batch norm cancels.
+def drop_bias_before_norm(module: nn.Module, *, within: nn.Module | None = None) -> BiasReport:
+    """Remove the biases of convolutions that a batch or instance norm directly behind them cancels.
 
-    Batch norm subtracts the mean of the batch, and with it any bias: in training such a bias does nothing but cost
-    memory, time and bytes between ranks. The running mean is lowered by the bias, so evaluation gives the same
+    Such a norm subtracts the mean of each channel, and with it any bias: in training the bias does nothing but cost
+    memory, time and bytes between ranks. A running mean is lowered by the bias, so that evaluation gives the same
     numbers. The module is changed in place; call this before the optimizer is made.
 
     Args:
-        module: The network, in training mode. It is traced with ``torch.fx``, as it is and in evaluation mode, with the
-            optional arguments of its ``forward`` left out and given, and is left as it was; submodules that cannot be
-            traced are taken as they are.
-        example_inputs: Positional inputs of ``module``, or a dictionary of named ones, with which linear layers are
-            seen to give ``(batch, features)``. Without them, a linear layer is only treated where the graph shows that.
+        module: The network, in training mode. A copy that shares its parameters is traced with ``torch.fx``, with
+            optional arguments of ``forward`` at their defaults; submodules that cannot be traced keep their biases.
         within: A module that holds ``module``, for example beside an average of it; ``None`` is ``module`` itself.
-            Parts of it with the same class and parameters stay alike: if one keeps a bias, so does the other.
+            Parts of it with the same class and parameters stay alike: if one keeps a bias, so do the others.
 
     Returns:
-        Which biases were dropped and which were kept, and why.
+        The biases that were dropped, and those that were kept, with the reason.
 
     Raises:
-        TypeError: If ``module`` or ``within`` is no module, or ``example_inputs`` no tuple or dictionary.
-        ValueError: If the module's own ``forward`` cannot be traced in some mode, or ``within`` does not hold it.
+        TypeError: If ``module`` or ``within`` is not a module.
+        ValueError: If the module's own ``forward`` cannot be traced, or ``within`` does not hold it.
 
     Warns:
         NoEffectWarning: If there was nothing to drop.
 
     Note:
-        Checkpoints saved with the biases can still be loaded: a bias in them goes into the running mean. What is saved
-        without them holds zeros in their place, so that the network as it was written can load it. Where layer or norm
-        is replaced or fused later, neither happens. Convolutions are taken to see batches, as batch norm does. With
-        weight decay, the biases would have decayed towards 0; without them nothing does, and the training loss is the
-        same.
+        Training losses are the same to rounding, and so is evaluation with plain SGD. With weight decay or Adam,
+        evaluation after training differs: these move the useless bias, which the running mean follows late.
+
+        Checkpoints with the biases can be loaded: a running mean takes them over. A checkpoint without them holds
+        zeros in their place, so that the network as it was written can load it.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -91,192 +84,167 @@ def drop_bias_before_norm(
     Source: Ioffe and Szegedy, Batch Normalization, 2015, section 3.2.
     """
     within = module if within is None else within
-    for name, part in (("module", module), ("within", within)):
-        if not isinstance(part, nn.Module):
-            raise TypeError(f"{name}={part!r}; accepted is a torch.nn.Module. Pass the network.")
-    if example_inputs is not None and not isinstance(example_inputs, (tuple, list, dict)):
-        raise TypeError(
-            f"example_inputs is a {type(example_inputs).__name__}; accepted is a tuple of positional inputs, or "
-            "a dictionary of named ones. Pass (batch,)."
-        )
-    if all(part is not module for part in within.modules()):
+    _check_modules(module, within)
+    tracer = _trace(module)
+    pairs, kept = _sort(module, tracer)
+    kept |= _unlike_their_copies(within, module, pairs)
+    dropped = {layer: norm for layer, norm in pairs.items() if layer not in kept}
+    if not dropped:
+        _warn_of_no_effect(module, kept, tracer.opaque)
+    return BiasReport(dropped, kept, sum(_drop(module, layer, norm) for layer, norm in dropped.items()))
+
+
+def _check_modules(module: Any, within: Any) -> None:
+    expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
+    expect(isinstance(within, nn.Module), "within", within, "a torch.nn.Module", TypeError)
+    holds = any(part is module for part in within.modules())
+    expect(holds, "within", type(within).__name__, f"a module that holds module={type(module).__name__}")
+
+
+class _Tracer(fx.Tracer):
+    """Traces through modules where it can and takes the others as one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opaque: list[str] = []
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        before = len(self.graph.nodes)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:  # any error that a forward raises which needs values
+            for node in list(self.graph.nodes)[: before - 1 : -1]:
+                self.graph.erase_node(node)
+            self.opaque.append(self.path_of_module(m))
+            return self.create_proxy("call_module", self.opaque[-1], args, kwargs)
+
+
+def _trace(module: nn.Module) -> _Tracer:
+    """Trace a copy that shares the parameters, because tracing runs what ``forward`` stores and draws."""
+    tracer = _Tracer()
+    try:
+        with same_random_numbers():
+            twin = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+            parameters = inspect.signature(twin.forward).parameters.values()
+            defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+            tracer.graph = tracer.trace(twin, concrete_args=defaults)
+    except Exception as error:
         raise ValueError(
-            f"within={type(within).__name__} does not hold module={type(module).__name__}. Pass its owner."
-        )
-    traces = traces_of(module)
-    trace = traces[0]
-    shapes = _dimensions(module, trace.traced, example_inputs) if example_inputs is not None else {}
-    report = BiasReport()
-    names = dict(module.named_modules(remove_duplicate=False))
-    aliases = Counter(id(part) for part in names.values())
-    calls = Counter(id(_called(node, names)) for node in trace.graph.nodes)
-    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
-    read = {node.target for each in traces for node in each.graph.nodes if node.op == "get_attr"}
-    opaque = list(dict.fromkeys(name for each in traces for name in each.opaque))
-    hidden = {id(part) for name in opaque if name in names for part in names[name].modules()}
-    cancelled: dict[str, str] = {}
-    for node in trace.graph.nodes:
-        layer: Any = _called(node, names)
-        if type(layer) not in LAYERS or layer.bias is None or (norm_node := _norm_after(node, names)) is None:
-            continue
-        norm: Any = _called(norm_node, names)
-        name, norm_name = str(node.target), str(norm_node.target)
-        reason = _not_cancelled(layer, norm) or _read_elsewhere(node, norm_node, trace.held)
-        if any(calls[id(part)] > 1 or aliases[id(part)] > 1 or id(part) in hidden for part in (layer, norm)):
-            reason = "it or its batch norm is used more than once"
-        elif owners[id(layer.bias)] > 1 or f"{name}.bias" in read or any(each.reads_parameters for each in traces):
+            f"The forward of {type(module).__name__} cannot be traced: {error}. Call drop_bias_before_norm on the "
+            "submodule that holds the layers, whose own forward does not branch on values."
+        ) from error
+    return tracer
+
+
+def _sort(module: nn.Module, tracer: _Tracer) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the convolutions with the norm that cancels their bias, and those that keep it with the reason."""
+    shared = _shared_parts(module, tracer)
+    read = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
+    pairs, kept = {}, {}
+    for node, norm_node in _adjacent(module, tracer.graph):
+        layer, norm = str(node.target), str(norm_node.target)
+        reason = _reason_to_keep(module.get_submodule(layer), module.get_submodule(norm), shared)
+        if len(node.users) != 1:
+            reason = "its output is also used elsewhere"
+        if f"{layer}.bias" in read:
             reason = "its bias is also used elsewhere"
-        elif not reason and (others := [t for t in traces if not _alone_together(layer, norm, t, names)]):
-            reason = f"{others[0].way} goes another way"
-        if reason := reason or _features_unknown(node, layer, names, shapes):
-            report.kept[name] = reason
+        if reason is None:
+            pairs[layer] = norm
         else:
-            cancelled[name] = norm_name
-    report.kept.update(_out_of_step(within, module, cancelled))
-    removed = 0
-    for name, norm_name in cancelled.items():
-        if name not in report.kept:
-            removed += _drop(module, name, norm_name)
-            report.dropped[name] = norm_name
-    if not report.dropped:
-        why = "; ".join(f"{layer}: {reason}" for layer, reason in report.kept.items())
-        if opaque:
-            why += f" What happens in {', '.join(opaque)} cannot be traced: call it on the parts in there, uncompiled."
-        warnings.warn(
-            f"drop_bias_before_norm found no bias to drop in {type(module).__name__}. "
-            f"{why.strip() or 'No convolution or linear layer with a bias stands directly before a batch norm.'}",
-            NoEffectWarning,
-            stacklevel=2,
-        )
-    return BiasReport(report.dropped, report.kept, removed)
+            kept[layer] = reason
+    return pairs, kept
 
 
-def _norm_after(node: fx.Node, names: dict[str, nn.Module]) -> fx.Node | None:
-    """Return the batch norm that takes the output, through nothing but ``nn.Identity``, if any does."""
-    for user in node.users:
-        if type(part := _called(user, names)) in NORMS:
-            return user
-        if type(part) is nn.Identity and "forward" not in vars(part) and (found := _norm_after(user, names)):
-            return found
-    return None
+def _adjacent(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the calls of each convolution with a bias and of a norm that takes its output."""
+    for node in graph.nodes:
+        norms = [user for user in node.users if type(_called(module, user)) in NORMS]
+        if norms and _has_bias(_called(module, node)):
+            yield node, norms[0]
 
 
-def _called(node: fx.Node, names: dict[str, nn.Module]) -> nn.Module | None:
+def _has_bias(layer: Any) -> bool:
+    return type(layer) in LAYERS and layer.bias is not None
+
+
+def _called(module: nn.Module, node: fx.Node) -> nn.Module | None:
     """Return the module that a node calls, if it calls one."""
-    return names.get(str(node.target)) if node.op == "call_module" else None
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _alone_together(layer: Any, norm: Any, trace: Tracer, names: dict[str, nn.Module]) -> bool:
-    """Tell whether the layer goes only into the norm, and the norm takes nothing else, or neither is called."""
-    calls = [node for node in trace.graph.nodes if _called(node, names) in (layer, norm)]
-    if len(calls) != 2:
-        return not calls
-    first, last = calls
-    return _norm_after(first, names) is last and not _read_elsewhere(first, last, trace.held)
+def _reason_to_keep(layer: Any, norm: Any, shared: set[int]) -> str | None:
+    """Return why a norm does not cancel the bias of a convolution before it for certain, or None."""
+    reasons = {
+        "it or its norm is used more than once": not shared.isdisjoint((id(layer), id(norm))),
+        "its bias is also used elsewhere": id(layer.bias) in shared,
+        "its norm has another number of channels": layer.out_channels != norm.num_features,
+        "its norm is in evaluation mode, where nothing is cancelled": _uses_running_mean(norm),
+        "it or its norm has a hook, or another forward": _is_hooked(layer) or _is_hooked(norm),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _read_elsewhere(node: fx.Node, norm_node: fx.Node, held: set[fx.Node]) -> str | None:
-    while node is not norm_node:
-        if len(node.users) != 1 or node in held:
-            return "its output is also used elsewhere"
-        node = next(iter(node.users))
-    return None
+def _shared_parts(module: nn.Module, tracer: _Tracer) -> set[int]:
+    """Return the ids of modules and biases with two owners, and of modules called twice or where no trace leads."""
+    names = dict(module.named_modules(remove_duplicate=False))
+    biases = [getattr(part, "bias", None) for part in module.modules()]
+    calls = [names.get(str(node.target)) for node in tracer.graph.nodes]
+    shared = _repeated([*names.values()]) | _repeated(biases) | _repeated(calls)
+    for name in tracer.opaque:
+        shared.update(map(id, names[name].modules()))
+    return shared - {id(None)}
 
 
-def _not_cancelled(layer: Any, norm: Any) -> str | None:
-    channels = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-    if channels != norm.num_features:
-        return "its batch norm runs over another dimension"
-    if not norm.training:
-        return "its batch norm is in evaluation mode, where nothing is cancelled"
-    if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in (layer, norm)):
-        return "a hook looks at what goes through it, or a forward was replaced"
-    return None
+def _repeated(parts: Sequence[object]) -> set[int]:
+    return {key for key, times in Counter(map(id, parts)).items() if times > 1}
 
 
-def _features_unknown(
-    node: fx.Node, layer: nn.Module, names: dict[str, nn.Module], shapes: dict[str, int]
-) -> str | None:
-    """Batch norm runs over dimension 1, which is a linear layer's last one only if there are two."""
-    if not isinstance(layer, nn.Linear):
-        return None
-    if (known := shapes.get(node.name)) is not None:
-        return None if known == 2 else f"its output has {known} dimensions"
-    return None if _flat(node, names) else "its output may have more than two dimensions; give example_inputs"
+def _uses_running_mean(norm: Any) -> bool:
+    return not norm.training and norm.running_mean is not None
 
 
-def _flat(node: fx.Node, names: dict[str, nn.Module]) -> bool:
-    """Tell whether the graph shows that a linear layer's input was flattened to ``(batch, features)``."""
-    while node.args and isinstance(source := node.args[0], fx.Node):
-        if source.op == "call_module":
-            part = _called(source, names)
-            if isinstance(part, nn.Flatten):
-                return part.start_dim == 1 and part.end_dim == -1
-            if not isinstance(part, (nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.GELU, nn.SiLU, nn.Dropout, nn.Identity)):
-                return False
-        elif source.target in (torch.flatten, "flatten"):
-            return (source.args[1:], dict(source.kwargs)) in [((1,), {}), ((), {"start_dim": 1})]
-        elif source.op != "call_function" or source.target not in (torch.relu, nn.functional.relu):
-            return False
-        node = source
-    return False
+def _is_hooked(part: nn.Module) -> bool:
+    return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
 
 
-def _dimensions(module: nn.Module, traced: fx.GraphModule, inputs: Any) -> dict[str, int]:
-    """Run the graph once and return each output's number of dimensions."""
-    found: dict[str, int] = {}
-    interpreter = fx.Interpreter(traced)
-    named, interpreter.args_iter = (inputs, iter(())) if isinstance(inputs, dict) else ({}, iter(inputs))
-    with torch.no_grad(), same_numbers(module, tree_leaves(inputs)):
-        # Node by node, because Interpreter.run would start the thread of a progress bar.
-        for node in traced.graph.nodes:
-            given = node.op == "placeholder" and node.target in named
-            interpreter.env[node] = result = named[node.target] if given else interpreter.run_node(node)
-            if isinstance(result, torch.Tensor):
-                found[node.name] = result.ndim
-    return found
-
-
-def _out_of_step(whole: nn.Module, module: nn.Module, cancelled: dict[str, str]) -> dict[str, str]:
-    """Find the layers whose counterpart, in another part of the same make, keeps its bias, and say so.
+def _unlike_their_copies(within: nn.Module, module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
+    """Return the layers that keep their bias because a copy of the part that they are in keeps it.
 
     A network and an average of it are paired parameter by parameter, which works while both have the same ones.
     """
-    where = {part: name for name, part in whole.named_modules()}
-    make = {
-        name: (type(part), tuple((n, None if is_lazy(p) else p.shape) for n, p in part.named_parameters()))
-        for part, name in where.items()
-    }
-    alike: dict[Any, list[str]] = defaultdict(list)
-    for name in make:
-        alike[make[name]].append(name)
-    names: dict[str, str] = {}
-    partners: dict[str, dict[str, str]] = {}  # layer -> its counterparts, and the part that each is in
-    for name, norm_name in cancelled.items():
-        layer, norm = (where[module.get_submodule(each)] for each in (name, norm_name))
-        names[layer], partners[layer] = name, {}
-        part = _holder(layer, norm)
-        while part:
-            partners[layer].update({o + layer[len(part) :]: o for o in alike[make[part]] if o != part})
-            part = part.rpartition(".")[0]
-    kept: dict[str, str] = {}
-    while found := {
-        layer: f"its counterpart in {other}, which has the same parameters, keeps its bias"
-        for layer in partners.keys() - kept.keys()
-        for path, other in partners[layer].items()
-        if path not in partners or path in kept
-    }:
-        kept.update(found)
-    return {names[layer]: kept[layer] for layer in names if layer in kept}
+    parts = {_dotted(name): part for name, part in within.named_modules()}
+    prefix = next(path for path, part in parts.items() if part is module)
+    losing = {prefix + layer for layer in pairs}
+    kept = {}
+    for layer, norm in pairs.items():
+        holder = _holder(layer, norm)
+        inside = layer.removeprefix(holder)
+        unlike = [path for path in _copies(parts, prefix + holder) if path + inside not in losing]
+        if unlike:
+            kept[layer] = f"its copy in {unlike[0].rstrip('.')}, which has the same parameters, keeps its bias"
+    return kept
+
+
+def _copies(parts: dict[str, nn.Module], path: str) -> list[str]:
+    make = _make(parts[path])
+    return [other for other, part in parts.items() if _make(part) == make]
+
+
+def _make(part: nn.Module) -> list[Any]:
+    return [type(part), *((name, None if is_lazy(p) else p.shape) for name, p in part.named_parameters())]
+
+
+def _dotted(name: str) -> str:
+    return f"{name}." if name else ""
 
 
 def _holder(layer: str, norm: str) -> str:
-    """Return the path of the nearest module that holds both."""
-    a, b = layer.split("."), norm.split(".")
-    shared = 0
-    while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
-        shared += 1
-    return ".".join(a[:shared])
+    """Return the path of the nearest module that holds both, with a dot at its end unless it is the root."""
+    above = zip(layer.split(".")[:-1], norm.split(".")[:-1], strict=False)
+    shared = takewhile(lambda names: names[0] == names[1], above)
+    return "".join(f"{name}." for name, _ in shared)
 
 
 @torch.no_grad()
@@ -284,41 +252,37 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     layer: Any = module.get_submodule(layer_name)
     norm: Any = module.get_submodule(norm_name)
     bias, mean = layer.bias, norm.running_mean
-    if mean is not None:  # None without running statistics
+    if mean is not None:
         mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
     layer.register_parameter("bias", None)
     # This module sees every state in which the two come together.
     path = _holder(layer_name, norm_name)
-    inside = layer_name.removeprefix(f"{path}."), norm_name.removeprefix(f"{path}.")
-    holder = module.get_submodule(path)
-    holder.register_load_state_dict_pre_hook(_OldBias(*inside))
-    holder.register_state_dict_post_hook(_ZeroBias(*inside))
+    holder = module.get_submodule(path.rstrip("."))
+    paths = layer_name.removeprefix(path), norm_name.removeprefix(path)
+    holder.register_load_state_dict_pre_hook(_TakeBias(*paths))
+    holder.register_state_dict_post_hook(_WriteZeros(*paths))
     return bias.numel()
 
 
 @dataclass
 class _Dropped:
-    """A layer whose bias was dropped and its batch norm, by their paths in the module with the hook."""
+    """A layer whose bias was dropped and its norm, by their paths in the module with the hook."""
 
     layer: str
     norm: str
 
-    def channels(self, module: nn.Module) -> int | None:
-        """Return how many numbers the bias would have, or None where layer or norm were replaced or fused since."""
-        try:
-            layer, norm = module.get_submodule(self.layer), module.get_submodule(self.norm)
-        except AttributeError:
-            return None
-        if not isinstance(layer, LAYERS) or layer.bias is not None or not hasattr(norm, "running_mean"):
-            return None
-        return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    def still_dropped(self, module: nn.Module) -> bool:
+        """Tell whether both are there and without a bias: either may have been replaced, or the two fused."""
+        names = dict(module.named_modules())
+        layer = names.get(self.layer)
+        return isinstance(layer, LAYERS) and layer.bias is None and isinstance(names.get(self.norm), NORMS)
 
 
-class _OldBias(_Dropped):
-    """Moves the bias of a state saved with it into the running mean that is loaded with it."""
+class _TakeBias(_Dropped):
+    """Moves the bias of a state that was saved with it into the running mean that is loaded with it."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if self.channels(module) is None:
+        if not self.still_dropped(module):
             return
         bias = state_dict.pop(f"{prefix}{self.layer}.bias", None)
         mean = state_dict.get(f"{prefix}{self.norm}.running_mean")
@@ -327,11 +291,22 @@ class _OldBias(_Dropped):
             state_dict[f"{prefix}{self.norm}.running_mean"] = shifted.to(mean.dtype)
 
 
-class _ZeroBias(_Dropped):
-    """Puts zeros for the bias into a state, so that the network with the bias can load it: the mean has taken it."""
+class _WriteZeros(_Dropped):
+    """Writes zeros for the bias into a state, so that the network with the bias can load it: the mean has taken it."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        weight, channels = state_dict.get(f"{prefix}{self.layer}.weight"), self.channels(module)
-        if weight is not None and channels is not None:
-            zeros = torch.zeros(channels, dtype=weight.dtype, device=weight.device)
-            state_dict.setdefault(f"{prefix}{self.layer}.bias", zeros)
+        weight = state_dict.get(f"{prefix}{self.layer}.weight")
+        if weight is not None and self.still_dropped(module):
+            channels: Any = module.get_submodule(self.layer).out_channels
+            state_dict.setdefault(f"{prefix}{self.layer}.bias", weight.new_zeros(channels))
+
+
+def _warn_of_no_effect(module: nn.Module, kept: dict[str, str], opaque: list[str]) -> None:
+    why = [f"{layer}: {reason}" for layer, reason in kept.items()]
+    why += [f"{name} cannot be traced: call it on the parts in there, uncompiled" for name in opaque]
+    why = why or ["no convolution with a bias is directly followed by a batch or instance norm"]
+    warnings.warn(
+        f"drop_bias_before_norm found no bias to drop in {type(module).__name__}: {'; '.join(why)}.",
+        NoEffectWarning,
+        stacklevel=3,
+    )

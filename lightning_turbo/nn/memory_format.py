@@ -12,13 +12,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_turbo._checks import check_functions, is_number, is_whole
+from lightning_turbo._checks import check_functions, expect, is_number, is_whole
+from lightning_turbo._pytree import tensors_in
 from lightning_turbo._random import same_random_numbers
 
 __all__ = ["FORMATS", "FormatTimes", "MemoryFormatName", "measure_memory_format", "set_memory_format"]
 
 MemoryFormatName = Literal["contiguous", "channels_last"]
 FORMATS: tuple[MemoryFormatName, ...] = ("contiguous", "channels_last")
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of the weights
 
 
 def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int:
@@ -35,7 +37,7 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
         The number of weights of four or five dimensions.
 
     Raises:
-        TypeError: If ``module`` is no module.
+        TypeError: If ``module`` is not a module.
         ValueError: If the format is neither.
 
     Example:
@@ -46,12 +48,10 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
         True
     """
     _check_module(module)
-    if memory_format not in FORMATS:
-        raise ValueError(f"memory_format={memory_format!r}; accepted are 'contiguous' and 'channels_last'.")
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.ndim in (4, 5)]
+    expect(memory_format in FORMATS, "memory_format", memory_format, "'contiguous' or 'channels_last'")
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.ndim in LAST]
     for tensor in tensors:
-        last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
-        wanted = last if memory_format == "channels_last" else torch.contiguous_format
+        wanted = LAST[tensor.ndim] if memory_format == "channels_last" else torch.contiguous_format
         tensor.data = tensor.data.contiguous(memory_format=wanted)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.contiguous(memory_format=wanted)
@@ -59,7 +59,7 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
 
 
 class FormatTimes(NamedTuple):
-    """What ``measure_memory_format`` found."""
+    """The faster format, and the seconds of a step in each."""
 
     best: MemoryFormatName
     seconds: dict[MemoryFormatName, float]
@@ -96,9 +96,8 @@ def measure_memory_format(
         The faster format, and the seconds per step of each.
 
     Raises:
-        TypeError: If ``module`` is no module, ``inputs`` no tuple or dictionary, or ``step`` or ``context`` cannot be
-            called.
-        ValueError: If a number is out of range, the device is none, or the network has no weights of four or five
+        TypeError: If an argument has the wrong type.
+        ValueError: If a number is out of range, the device is unknown, or the network has no weights of four or five
             dimensions.
 
     Note:
@@ -109,72 +108,72 @@ def measure_memory_format(
         >>> found.best in found.seconds
         True
     """
-    _check_module(module)
     check_functions(step=step, context=context)
-    if step is None and not isinstance(inputs, (tuple, list, dict)):
-        raise TypeError(
-            f"inputs is a {type(inputs).__name__}; accepted is a tuple of positional inputs, or a dictionary of "
-            "named ones. Pass (batch,)."
-        )
+    _check_network(module)
+    known = step is not None or isinstance(inputs, (tuple, list, dict))
+    expect(known, "inputs", type(inputs), "a tuple of positional inputs or a dictionary of named ones", TypeError)
     for name, value in (("rounds", rounds), ("steps", steps)):
-        if not is_whole(value, 1):
-            raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 1. Give a number of steps.")
-    if not is_number(margin) or not 0 <= margin < 1:
-        raise ValueError(f"margin={margin!r}; accepted is a share from 0 to below 1, for example 0.02.")
-    if not any(parameter.ndim in (4, 5) for parameter in module.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} has no weights of four or five dimensions; accepted is a network with 2D or 3D "
-            "layers. Leave the memory format alone."
-        )
-    step = _sum_of_outputs if step is None else step
-    try:
-        device = torch.device(next(module.parameters()).device if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} is no device that torch knows; pass 'cpu', 'cuda' or 'cuda:N'.") from error
-    turns: dict[MemoryFormatName, list[float]] = {name: [] for name in FORMATS}
-    devices = [device] if device.type == "cuda" else []
-    with same_random_numbers(devices), torch.enable_grad():
+        expect(is_whole(value, 1), name, value, "a whole number of at least 1")
+    expect(is_number(margin) and 0 <= margin < 1, "margin", margin, "a share from 0 to below 1, for example 0.02")
+    device, step = _device(module, device), step or _sum_of_outputs
+    with same_random_numbers([device] if device.type == "cuda" else []), torch.enable_grad():
         network = copy.deepcopy(module).to(device)
-        for turn in range(rounds + 1):  # the first turn warms up
-            for name in FORMATS:
-                set_memory_format(network, name)
-                _run(network, inputs, step, context, 1)
-                _wait(device)
-                start = time.perf_counter()
-                _run(network, inputs, step, context, steps)
-                _wait(device)
-                if turn:
-                    turns[name].append((time.perf_counter() - start) / steps)
-    seconds: dict[MemoryFormatName, float] = {name: statistics.median(turns[name]) for name in FORMATS}
+        seconds = _time_formats(network, lambda: _run(network, inputs, step, context), device, rounds, steps)
     wins = seconds["channels_last"] < (1 - margin) * seconds["contiguous"]
     return FormatTimes("channels_last" if wins else "contiguous", seconds)
 
 
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r}; accepted is a torch.nn.Module. Pass the network.")
+def _time_formats(
+    network: nn.Module, run: Callable[[], None], device: torch.device, rounds: int, steps: int
+) -> dict[MemoryFormatName, float]:
+    """Return the median seconds of a step in each format, which take turns so that a busy machine favours neither."""
+    turns: dict[MemoryFormatName, list[float]] = {name: [] for name in FORMATS}
+    for _ in range(rounds + 1):  # the first turn warms up
+        for name, seconds in turns.items():
+            set_memory_format(network, name)
+            run()
+            seconds.append(_time(run, device, steps) / steps)
+    return {name: statistics.median(seconds[1:]) for name, seconds in turns.items()}
 
 
-def _run(network: nn.Module, inputs: Any, step: Callable[..., Tensor], context: Callable[..., Any], steps: int) -> None:
+def _time(run: Callable[[], None], device: torch.device, steps: int) -> float:
+    _wait(device)
+    start = time.perf_counter()
     for _ in range(steps):
-        with context():
-            loss = step(network, inputs)
-        if loss.requires_grad:
-            loss.sum().backward()
-        network.zero_grad(set_to_none=True)
+        run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _device(module: nn.Module, device: Any) -> torch.device:
+    try:
+        return torch.device(next(module.parameters()).device if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {device!r}.") from error
+
+
+def _check_module(module: Any) -> None:
+    expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
+
+
+def _check_network(module: Any) -> None:
+    _check_module(module)
+    layers = any(parameter.ndim in LAST for parameter in module.parameters())
+    expect(layers, "module", type(module).__name__, "a network with 2D or 3D layers")
+
+
+def _run(network: nn.Module, inputs: Any, step: Callable[..., Tensor], context: Callable[..., Any]) -> None:
+    with context():
+        loss = step(network, inputs)
+    if loss.requires_grad:
+        loss.sum().backward()
+    network.zero_grad(set_to_none=True)
 
 
 def _sum_of_outputs(network: nn.Module, inputs: Any) -> Tensor:
-    waiting, total = [network(**inputs) if isinstance(inputs, dict) else network(*inputs)], torch.zeros(())
-    while waiting:
-        output = waiting.pop()
-        if isinstance(output, Tensor) and output.is_floating_point():
-            total = total.to(output.device) + output.float().sum()
-        elif isinstance(output, dict):
-            waiting.extend(output.values())
-        elif isinstance(output, (list, tuple)):
-            waiting.extend(output)
-    return total
+    output = network(**inputs) if isinstance(inputs, dict) else network(*inputs)
+    sums = [tensor.float().sum() for tensor in tensors_in(output) if tensor.is_floating_point()]
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else torch.zeros(())
 
 
 def _wait(device: torch.device) -> None:

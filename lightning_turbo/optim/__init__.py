@@ -1,13 +1,15 @@
-"""The tricks around the optimizer's step, for any torch loop."""
+"""Techniques around the optimizer's step, for any torch loop."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
 from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
-from lightning_turbo.optim.gradients import GradientRelease, ReleaseState, release_after_steps, release_gradients
-from lightning_turbo.optim.large_batch import LearningRateWarmup, lr_factor, scale_learning_rates
+from lightning_turbo.optim.gradient_release import GradientRelease, ReleaseState, release_after_steps, release_gradients
 from lightning_turbo.optim.layerwise import lamb, lars, split_parameters
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
+from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
 from lightning_turbo.optim.preview import CyclePreview, preview
 
 __all__ = [
@@ -16,7 +18,7 @@ __all__ = [
     "CyclicSchedule",
     "GradientRelease",
     "LRRange",
-    "LearningRateWarmup",
+    "LearningRateScaling",
     "ReleaseState",
     "checked_weight",
     "cyclic_lr",
@@ -28,6 +30,14 @@ __all__ = [
     "release_after_steps",
     "release_gradients",
     "scale_gradients",
-    "scale_learning_rates",
     "split_parameters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LearningRateWarmup", "scale_learning_rates"):
+        raise ImportError(
+            f"lightning_turbo.optim.{name} is gone: LearningRateScaling(optimizer, factor, warmup_steps) scales the "
+            "optimizer and every schedule, and warms up. Leave the rates as they are and use it in place of both."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

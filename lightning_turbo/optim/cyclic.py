@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_turbo._checks import check_functions, is_number, is_whole
+from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.optim.skipped_steps import overflow_flag, was_skipped
 
 __all__ = ["CyclicSchedule", "RunLength", "cyclic_lr"]
 
 Mode = Literal["triangular", "triangular2", "exp_range"]
-MODES = ("triangular", "triangular2", "exp_range")
+# What a checkpoint holds; the rest is built again from the arguments.
+SAVED = ("last_epoch", "base_lrs", "max_lrs", "total_size", "step_ratio", "_step_count", "_last_lr", "_begun")
 
 
 class RunLength(Protocol):
-    """What tells the length of a run; every Lightning Trainer does."""
+    """An object that knows the length of a run; every Lightning Trainer does."""
 
     num_training_batches: int | float
     accumulate_grad_batches: int
@@ -30,83 +32,44 @@ class RunLength(Protocol):
     max_steps: int
 
 
-class CyclicSchedule(CyclicLR):
-    """torch's ``CyclicLR`` that advances once per optimizer step made, with a cycle sized in steps or epochs.
+class CyclicSchedule(LRScheduler):
+    """A learning rate that rises and falls between two bounds, one step of it for each step of the optimizer.
 
-    ``cyclic_lr`` builds it and documents the arguments. Unlike its parent, it leaves momentum alone unless asked,
-    does not advance on a step that a loss scaler skipped, and checks a custom ``scale_fn`` when it is loaded.
+    ``cyclic_lr`` builds it from checked arguments. It follows the formula of torch's ``CyclicLR``, but starts at
+    ``base_lr`` whatever rate the optimizer had before, leaves momentum alone unless asked, and does not advance where
+    the optimizer made no step.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        base_lr: float | Sequence[float],
-        max_lr: float | Sequence[float],
+        base_lrs: list[float],
+        max_lrs: list[float],
         *,
-        steps_up: int | None = None,
-        steps_down: int | None = None,
-        epochs_up: float | None = None,
-        epochs_down: float | None = None,
-        steps_per_epoch: int | None = None,
-        trainer: RunLength | None = None,
-        mode: Mode = "triangular",
-        gamma: float = 1.0,
-        scale_fn: Callable[[float], float] | None = None,
-        scale_mode: Literal["cycle", "iterations"] = "cycle",
-        momentum: tuple[float, float] | None = None,
+        lengths: tuple[float, float],  # of rise and fall
+        unit: int | None,  # optimizer steps of a length of 1; None asks the trainer at the first step
+        scale: Callable[[int, int], float],  # of the number of the cycle and of the step
+        scale_name: str | None,
+        momentum: tuple[float, float] | None,
+        trainer: RunLength | None,
+        one_for_all: bool,  # groups that are added later take the bounds of the last one
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer={optimizer!r}: accepted is a torch.optim.Optimizer.")
-        groups = optimizer.param_groups
-        low, high = _rates("base_lr", base_lr, len(groups)), _rates("max_lr", max_lr, len(groups))
-        for index, (a, b) in enumerate(zip(low, high, strict=True)):
-            if a > b:
-                raise ValueError(
-                    f"base_lr={a!r} is above max_lr={b!r} in parameter group {index}; accepted is "
-                    "base_lr <= max_lr. Swap the two."
-                )
-        check_functions(scale_fn=scale_fn)
-        if trainer is not None and not all(hasattr(trainer, each) for each in RunLength.__annotations__):
-            raise TypeError(f"trainer={trainer!r}; accepted is a Trainer, or None. Pass self.trainer.")
-        self._up, self._down, self._unit = _cycle(steps_up, steps_down, epochs_up, epochs_down)
-        if steps_per_epoch is not None:
-            _whole("steps_per_epoch", steps_per_epoch)
-        elif self._unit == "epochs" and trainer is None:
-            raise ValueError(
-                f"epochs_up={epochs_up!r} needs the number of steps in an epoch, and neither trainer nor "
-                "steps_per_epoch was given. Pass trainer=self.trainer in configure_optimizers, or steps_per_epoch=..."
-            )
-        if mode not in MODES:
-            raise ValueError(f"mode={mode!r}; accepted are {', '.join(map(repr, MODES))}, or a scale_fn.")
-        if scale_mode not in ("cycle", "iterations"):
-            raise ValueError(f"scale_mode={scale_mode!r}; accepted are 'cycle' and 'iterations'.")
-        if not is_number(gamma) or not 0 < gamma <= 1:
-            raise ValueError(f"gamma={gamma!r}; accepted is a number above 0 and at most 1, the decay of 'exp_range'.")
-        self._still = _without_momentum(optimizer, momentum)
-        cycled = momentum is not None and len(self._still) < len(groups)
-
-        self._steps_per_epoch = steps_per_epoch
-        self._trainer = trainer
+        self.max_lrs = max_lrs
+        self._lengths, self._unit, self._trainer = lengths, unit, trainer
         self._max_steps = -1 if trainer is None else trainer.max_steps  # a finder sets another one for its trials
-        self._sized, self._compared, self._steps_made = False, False, 0
-        self._found_inf: torch.Tensor | None = None
-        super().__init__(
-            optimizer,
-            low,
-            high,
-            step_size_up=1,
-            mode=mode,
-            gamma=gamma,
-            scale_fn=scale_fn,
-            scale_mode=scale_mode,
-            cycle_momentum=cycled,
-            base_momentum=momentum[0] if momentum is not None else 0.8,
-            max_momentum=momentum[1] if momentum is not None else 0.9,
-        )
-        self._put_back_momentum()
-        self._follow(optimizer)
-        if self._unit == "steps" or steps_per_epoch is not None:
-            self._size(steps_per_epoch)
+        self._scale, self._scale_name, self._momentum, self._one_for_all = scale, scale_name, momentum, one_for_all
+        self._begun = False
+        self._stepped, self._flag = False, None
+        self._size(unit or 1)
+        # torch starts from a group's `initial_lr`, which a schedule before this one or a loaded state has left there.
+        groups = optimizer.param_groups
+        found = [group.get("initial_lr", rate) for group, rate in zip(groups, base_lrs, strict=True)]
+        for group, rate in zip(groups, base_lrs, strict=True):
+            group["initial_lr"] = rate
+        super().__init__(optimizer)
+        for group, rate in zip(groups, found, strict=True):
+            group["initial_lr"] = rate
+        self._follow()
 
     def step(self, epoch: int | None = None) -> None:
         """Advance by one step, unless the optimizer made none since the last call.
@@ -114,41 +77,30 @@ class CyclicSchedule(CyclicLR):
         Args:
             epoch: Deprecated by torch; leave it out.
         """
-        if self.last_epoch < 0:  # torch's own first call, from the constructor
-            super().step()
-            return
-        if not self._sized:
-            self._size(None)
-        if not self._compared and self._trainer is not None:
-            self._warn_if_short(self._trainer)
-            self._compared = True
-        if self._steps_made == 0:
-            return
-        found_inf, self._found_inf = self._found_inf, None
-        self._steps_made -= 1
-        if found_inf is None or not found_inf.item():
-            super().step(epoch)
+        if self.last_epoch >= 0:  # below is torch's own first call, from a constructor
+            self._begin()
+            if not self._stepped or was_skipped(self._flag):
+                self._stepped = False
+                return
+        super().step(epoch)
 
     def get_lr(self) -> list[Any]:
-        """Return the learning rate of each parameter group; called by ``step``."""
-        rates = super().get_lr()
-        self._put_back_momentum()
-        return rates
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_trainer": None if self._sized else self._trainer}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._follow(self.optimizer)  # whose copy has no hooks
+        """Return the learning rate of each parameter group, and set their momentum; called by ``step``."""
+        self._stepped = False
+        self._fit_to_groups()
+        share, scale = self._share_and_scale()
+        if self._momentum is not None:
+            low, high = self._momentum
+            for group in self.optimizer.param_groups:
+                if group.get("momentum"):
+                    group["momentum"] = high - (high - low) * share * scale
+        return [low + (high - low) * share * scale for low, high in zip(self.base_lrs, self.max_lrs, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the marks by which a custom ``scale_fn`` is known again."""
-        state, left_out = super().state_dict(), ("_trainer", "_max_steps", "_compared", "_found_inf", "_still")
-        if self._found_inf is not None and self._found_inf.item():
-            state["_steps_made"] = max(0, self._steps_made - 1)  # the last one was skipped
-        state["_scale_fn_mark"] = self._mark()
-        return {name: value for name, value in state.items() if name not in left_out}
+        """Return the state as plain data: the position, the bounds and the size of the cycle."""
+        # A checkpoint may be written between the optimizer's step and the schedule's.
+        stepped = self._stepped and not was_skipped(self._flag)
+        return {**{name: vars(self)[name] for name in SAVED}, "_stepped": stepped, "scale_fn": self._scale_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state; the dictionary stays as it is.
@@ -157,79 +109,76 @@ class CyclicSchedule(CyclicLR):
             state_dict: What ``state_dict`` returned.
 
         Raises:
-            ValueError: If the saved schedule used another ``scale_fn`` than this one.
+            ValueError: If the saved schedule used a ``scale_fn`` of another name.
         """
-        state = dict(state_dict)
-        saved = state.pop("_scale_fn_mark", None)
-        own = self._mark(None if saved is None else saved["points"])
-        names = [mark and mark["name"] for mark in (saved, own)]
-        if names[0] != names[1]:
+        if state_dict["scale_fn"] != self._scale_name:
             raise ValueError(
-                f"The saved schedule used scale_fn={names[0]}, this one uses scale_fn={names[1]}. A function cannot be "
-                "saved: build the schedule with the same scale_fn before loading."
+                f"The saved schedule used scale_fn={state_dict['scale_fn']}, this one uses "
+                f"scale_fn={self._scale_name}. A function cannot be saved: build the schedule with the same scale_fn "
+                "before loading."
             )
-        super().load_state_dict(state)
-        self._compared = False
-        own = self._mark(None if saved is None else saved["points"])  # a callable object has its saved state by now
-        if saved is not None and own is not None and own["values"] != saved["values"]:
+        super().load_state_dict({name: state_dict[name] for name in (*SAVED, "_stepped")})
+        self._flag = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_trainer": None if self._begun else self._trainer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._follow()  # the copy of an optimizer has no hooks
+
+    def _share_and_scale(self) -> tuple[float, float]:
+        cycles = self.last_epoch / self.total_size
+        cycle = math.floor(1 + cycles)
+        at = 1.0 + cycles - cycle
+        share = at / self.step_ratio if at <= self.step_ratio else (at - 1) / (self.step_ratio - 1)
+        return share, self._scale(cycle, self.last_epoch)
+
+    def _fit_to_groups(self) -> None:
+        """Give bounds to groups that were added since."""
+        groups, known = len(self.optimizer.param_groups), len(self.base_lrs)
+        if groups > known and not self._one_for_all:
             raise ValueError(
-                f"scale_fn={own['name']} gives {own['values']} at {own['points']}, but the saved one gave "
-                f"{saved['values']}. Build the schedule with the same scale_fn before loading."
+                f"The optimizer has {groups} parameter groups, but base_lr and max_lr were given for {known}. Pass one "
+                "number for all groups to cyclic_lr, or add the groups before it is called."
             )
+        both: list[list[Any]] = [self.base_lrs, self.max_lrs]
+        for bounds in both:
+            bounds.extend(bounds[-1:] * (groups - known))
 
-    def _mark(self, points: list[float] | None = None) -> dict[str, Any] | None:
-        """Name the custom scale function and its values at points where it has been asked before."""
-        function = self._scale_fn_custom
-        if function is None:
-            return None
-        if points is None:
-            cycle, now = self.scale_mode == "cycle", self.last_epoch
-            points = sorted({int(cycle), math.floor(1 + now / self.total_size) if cycle else now})
-        named = function if hasattr(function, "__qualname__") else type(function)
-        name = f"{named.__module__}.{named.__qualname__}"
-        return {"name": name, "points": points, "values": [float(function(x)) for x in points]}
+    def _follow(self) -> None:
+        """Note the steps of the optimizer, and of one inside it: SAM's second_step makes no step of its own."""
+        group = self.optimizer.param_groups[0]
+        inner = [o for o in vars(self.optimizer).values() if isinstance(o, Optimizer) and o.param_groups[0] is group]
+        for each in (self.optimizer, *inner):
+            each.register_step_post_hook(self._note_step)
 
-    def _follow(self, optimizer: Optimizer) -> None:
-        """Count the steps of an optimizer, each as one whatever an optimizer inside it does meanwhile."""
-        before: dict[Optimizer, int] = {}
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped, self._flag = True, overflow_flag(optimizer)
 
-        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._steps_made = before[optimizer] + 1
-            # A fused optimizer under a loss scaler is called even when it must skip, and decides by this flag.
-            self._found_inf = getattr(optimizer, "found_inf", None)
+    def _begin(self) -> None:
+        """Size the cycle once the run is known; a loaded schedule keeps the size that was saved."""
+        if self._begun:
+            return
+        self._size(self._unit or _epoch_length(self._trainer))
+        self._begun = True
+        if self._trainer is not None:
+            self._warn_if_short(self._trainer)
 
-        # SAM's second_step, for one, has an optimizer of its own step the same groups, and makes no step itself.
-        group = optimizer.param_groups[0]
-        inner = [o for o in vars(optimizer).values() if isinstance(o, Optimizer) and o.param_groups[0] is group]
-        for each in (optimizer, *inner):
-            each.register_step_pre_hook(lambda each, *_: before.update({each: self._steps_made}))
-            each.register_step_post_hook(end)
-
-    def _put_back_momentum(self) -> None:
-        for index, value in self._still.items():
-            group = self.optimizer.param_groups[index]
-            if "momentum" in group:
-                group["momentum"] = value
-
-    def _size(self, steps_per_epoch: int | None) -> None:
-        """Turn the cycle into steps, once; a loaded schedule keeps the size that was saved."""
-        one = 1 if self._unit == "steps" else steps_per_epoch or _steps_per_epoch(self._trainer)
-        up, down = (max(1, round(one * length)) for length in (self._up, self._down))
-        self.total_size, self.step_ratio, self._sized = float(up + down), up / (up + down), True
+    def _size(self, unit: float) -> None:
+        up, down = (max(1, round(unit * length)) for length in self._lengths)
+        self.total_size, self.step_ratio = float(up + down), up / (up + down)
 
     def _warn_if_short(self, trainer: RunLength) -> None:
-        epochs, limit, batches = trainer.max_epochs, self._max_steps, trainer.num_training_batches
-        ends = [float(limit)] if limit is not None and limit >= 0 else []
-        if epochs is not None and epochs >= 0 and math.isfinite(batches):
-            ends.append(float(epochs * _steps_per_epoch(trainer)))
+        steps = _run_steps(trainer, self._max_steps)
         up = self.total_size * self.step_ratio
-        tried_out = getattr(trainer, "fast_dev_run", False)
-        if ends and min(ends) < up and not tried_out and getattr(trainer, "is_global_zero", True):
+        told = getattr(trainer, "is_global_zero", True) and not getattr(trainer, "fast_dev_run", False)
+        if steps < up and told:
             warnings.warn(
-                f"This run makes {min(ends):.0f} steps, fewer than the {up:.0f} steps that the learning rate takes to "
+                f"This run makes {steps:.0f} steps, fewer than the {up:.0f} steps that the learning rate takes to "
                 "rise: max_lr is never reached. Shorten steps_up or epochs_up, or train longer.",
                 TurboWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -270,131 +219,186 @@ def cyclic_lr(
         mode: ``"triangular"`` keeps the height, ``"triangular2"`` halves it each cycle, ``"exp_range"`` multiplies
             it by ``gamma`` each step.
         gamma: Decay of ``"exp_range"``, above 0 and at most 1.
-        scale_fn: Own scale of the height, a pure function of the number of the cycle (from 1) or of the step
-            (from 0); takes the place of ``mode``.
-        scale_mode: What ``scale_fn`` is given: ``"cycle"`` or ``"iterations"``.
+        scale_fn: Custom scale of the height, a pure function of the number of the cycle (from 1) or of the step
+            (from 0), used instead of ``mode``.
+        scale_mode: Argument of ``scale_fn``: ``"cycle"`` or ``"iterations"``.
         momentum: ``(lowest, highest)`` momentum, cycled against the learning rate; ``None`` leaves momentum alone.
-            Groups without momentum, and Adam's betas, are left alone always.
+            Groups without momentum, and Adam's betas, are never changed.
         name: Name of the schedule in the logs.
 
     Returns:
-        A dictionary for the key ``"lr_scheduler"`` of what ``configure_optimizers`` returns.
+        A dictionary for the key ``"lr_scheduler"`` of the result of ``configure_optimizers``.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a bound, a size, a mode or the momentum is impossible.
+        ValueError: If a number is out of range, the length of the cycle is missing or given twice, or, at the first
+            step, the Trainer does not know the length of an epoch.
 
     Warns:
-        NoEffectWarning: If ``momentum`` is asked for and no parameter group has any.
-        TurboWarning: At the first step, if the whole run is shorter than the rise.
+        NoEffectWarning: If ``momentum`` is given and no parameter group has momentum.
+        TurboWarning: At the first step, if the run ends before the rise does.
 
     Note:
-        The schedule counts the optimizer's own steps, so a step that a loss scaler skipped does not advance it; with
-        a fused optimizer under a scaler this reads one flag from the device per step.
+        Parameter groups that are added later take the same bounds; where bounds were given for each group, they are
+        refused. A custom ``scale_fn`` is not saved in checkpoints: only its name is, and a schedule with another one
+        is refused.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> config = cyclic_lr(torch.optim.SGD([weight], lr=0.1), 0.001, 0.01, steps_up=4)
-        >>> config["interval"], config["scheduler"].get_last_lr()
-        ('step', [0.001])
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> schedule = cyclic_lr(optimizer, 0.0, 1.0, steps_up=2)["scheduler"]
+        >>> rates = []
+        >>> for _ in range(5):
+        ...     rates.append(optimizer.param_groups[0]["lr"])
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> rates
+        [0.0, 0.5, 1.0, 0.5, 0.0]
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
     """
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name={name!r}; accepted is a name for the logs, or None. Give a text.")
+    expect(isinstance(optimizer, Optimizer), "optimizer", optimizer, "a torch.optim.Optimizer", TypeError)
+    known = trainer is None or all(hasattr(trainer, each) for each in RunLength.__annotations__)
+    expect(known, "trainer", trainer, "a Trainer (self.trainer) or None", TypeError)
+    expect(name is None or isinstance(name, str), "name", name, "a string for the logs or None", TypeError)
+    check_functions(scale_fn=scale_fn)
+    groups = len(optimizer.param_groups)
+    low, high = _rates("base_lr", base_lr, groups), _rates("max_lr", max_lr, groups)
+    expect(all(a <= b for a, b in zip(low, high, strict=True)), "base_lr", base_lr, f"no more than max_lr={max_lr!r}")
     schedule = CyclicSchedule(
         optimizer,
-        base_lr,
-        max_lr,
-        steps_up=steps_up,
-        steps_down=steps_down,
-        epochs_up=epochs_up,
-        epochs_down=epochs_down,
-        steps_per_epoch=steps_per_epoch,
+        low,
+        high,
+        lengths=_lengths(steps_up, steps_down, epochs_up, epochs_down),
+        unit=_unit(steps_up, steps_per_epoch, trainer),
+        scale=_scale(mode, gamma, scale_fn, scale_mode),
+        scale_name=_name_of(scale_fn),
+        momentum=_momentum(optimizer, momentum),
         trainer=trainer,
-        mode=mode,
-        gamma=gamma,
-        scale_fn=scale_fn,
-        scale_mode=scale_mode,
-        momentum=momentum,
+        one_for_all=isinstance(base_lr, numbers.Real) and isinstance(max_lr, numbers.Real),
     )
     config = {"scheduler": schedule, "interval": "step", "frequency": 1}
     return config if name is None else {**config, "name": name}
 
 
-def _whole(name: str, value: int) -> int:
-    if not is_whole(value, 1):
-        raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 1. Give a number of optimizer steps.")
-    return value
-
-
 def _rates(name: str, value: Any, groups: int) -> list[float]:
     """Return one learning rate for each parameter group."""
     values = [value] * groups if isinstance(value, numbers.Real) else value
-    if not isinstance(values, Sequence) or isinstance(values, str) or not all(is_number(v) and v >= 0 for v in values):
-        raise ValueError(
-            f"{name}={value!r}; accepted is a finite number that is not negative, or one for each parameter group."
-        )
-    if len(values) != groups:
-        raise ValueError(
-            f"{name}={value!r} has {len(values)} values, but the optimizer has {groups} parameter groups. "
-            "Give one value for each group, or one number for all."
-        )
+    valid = isinstance(values, (list, tuple)) and all(is_number(v) and v >= 0 for v in values)
+    expect(valid, name, value, "a finite number of at least 0, or one for each parameter group")
+    expect(len(values) == groups, name, value, f"one number, or one for each of the {groups} parameter groups")
     return [float(v) for v in values]
 
 
-def _cycle(
-    steps_up: int | None, steps_down: int | None, epochs_up: float | None, epochs_down: float | None
-) -> tuple[float, float, Literal["steps", "epochs"]]:
-    """Check the size of the cycle and return rise, fall and their unit."""
-    if (steps_up is None) == (epochs_up is None):
-        raise ValueError(
-            f"steps_up={steps_up!r} and epochs_up={epochs_up!r}; accepted is exactly one of them. "
-            "Give the rise in steps or in epochs."
-        )
+def _lengths(steps_up: Any, steps_down: Any, epochs_up: Any, epochs_down: Any) -> tuple[float, float]:
+    """Check the size of the cycle and return rise and fall."""
+    given = (steps_up, epochs_up)
+    expect((steps_up is None) != (epochs_up is None), "steps_up and epochs_up", given, "exactly one of the two")
     if steps_up is not None:
-        if epochs_down is not None:
-            raise ValueError(f"steps_up={steps_up!r} with epochs_down={epochs_down!r}; use one unit: give steps_down.")
-        steps_down = steps_up if steps_down is None else steps_down
-        return _whole("steps_up", steps_up), _whole("steps_down", steps_down), "steps"
-    if steps_down is not None:
-        raise ValueError(f"epochs_up={epochs_up!r} with steps_down={steps_down!r}; use one unit: give epochs_down.")
-    return _epochs("epochs_up", epochs_up), _epochs("epochs_down", epochs_down, default=epochs_up), "epochs"
+        unit, up, down, other, valid, expected = "steps", steps_up, steps_down, epochs_down, _is_step_count, "whole "
+    else:
+        unit, up, down, other, valid, expected = "epochs", epochs_up, epochs_down, steps_down, _is_above_zero, ""
+    expect(other is None, "length of the fall", other, f"{unit}_down, in the unit of the rise")
+    down = up if down is None else down
+    for name, value in ((f"{unit}_up", up), (f"{unit}_down", down)):
+        expect(valid(value), name, value, f"a {expected}number above 0")
+    return float(up), float(down)
 
 
-def _epochs(name: str, value: float | None, default: float | None = None) -> float:
-    value = default if value is None else value
-    if not is_number(value) or value <= 0:
-        raise ValueError(f"{name}={value!r}; accepted is a number of epochs above 0. Fractions are allowed.")
-    return float(value)
+def _is_step_count(value: Any) -> bool:
+    return is_whole(value, 1)
 
 
-def _without_momentum(optimizer: Optimizer, momentum: Any) -> dict[int, float]:
-    """Return the groups without momentum, by index, which stay so; refuse impossible bounds."""
+def _is_above_zero(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+def _unit(steps_up: Any, steps_per_epoch: Any, trainer: Any) -> int | None:
+    """Return the optimizer steps of a unit of the cycle's lengths, or None where only the Trainer will know."""
+    given = steps_per_epoch is not None
+    expect(
+        not given or is_whole(steps_per_epoch, 1), "steps_per_epoch", steps_per_epoch, "a whole number of at least 1"
+    )
+    if steps_up is not None:
+        return 1
+    expect(given or trainer is not None, "trainer", trainer, "self.trainer, or steps_per_epoch=..., with epochs_up")
+    return steps_per_epoch
+
+
+def _scale(mode: Any, gamma: Any, scale_fn: Callable[[float], float] | None, scale_mode: Any) -> Callable[..., float]:
+    """Return the height of the cycle as a function of its number and of the step, one that can be pickled."""
+    expect(scale_mode in ("cycle", "iterations"), "scale_mode", scale_mode, "'cycle' or 'iterations'")
+    expect(is_number(gamma) and 0 < gamma <= 1, "gamma", gamma, "a number above 0 and at most 1")
+    modes = {"triangular": _triangular, "triangular2": _halved, "exp_range": functools.partial(_decayed, gamma)}
+    expect(mode in modes, "mode", mode, ", ".join(map(repr, modes)))
+    return modes[mode] if scale_fn is None else functools.partial(_custom, scale_fn, scale_mode)
+
+
+def _custom(scale_fn: Callable[[float], float], scale_mode: str, cycle: int, step: int) -> float:
+    return scale_fn(cycle if scale_mode == "cycle" else step)
+
+
+def _triangular(cycle: int, step: int) -> float:
+    return 1.0
+
+
+def _halved(cycle: int, step: int) -> float:
+    return 1 / (2.0 ** (cycle - 1))
+
+
+def _decayed(gamma: float, cycle: int, step: int) -> float:
+    return gamma**step
+
+
+def _name_of(scale_fn: Any) -> str | None:
+    if scale_fn is None:
+        return None
+    named = scale_fn if hasattr(scale_fn, "__qualname__") else type(scale_fn)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _momentum(optimizer: Optimizer, momentum: Any) -> tuple[float, float] | None:
+    """Check the bounds of the momentum; warn where no group has any."""
     if momentum is None:
-        return {}
-    pair = isinstance(momentum, Sequence) and len(momentum) == 2 and all(is_number(v) and 0 <= v < 1 for v in momentum)
-    if not pair or momentum[0] > momentum[1]:
-        raise ValueError(
-            f"momentum={momentum!r}; accepted is (lowest, highest) with 0 <= lowest <= highest < 1, "
-            "for example (0.8, 0.9)."
-        )
-    still = {i: 0.0 for i, group in enumerate(optimizer.param_groups) if not group.get("momentum")}
-    if len(still) == len(optimizer.param_groups):
+        return None
+    expect(
+        _is_range(momentum),
+        "momentum",
+        momentum,
+        "(lowest, highest) with 0 < lowest <= highest < 1, for example (0.8, 0.9)",
+    )
+    if not any(group.get("momentum") for group in optimizer.param_groups):
         warnings.warn(
-            f"momentum={momentum!r} is asked for, but {type(optimizer).__name__} has no momentum here, so it is not "
-            "cycled. Leave momentum out, or give the optimizer momentum.",
+            f"momentum={momentum!r} is not cycled: {type(optimizer).__name__} has no momentum here. Leave the argument "
+            "out, or give the optimizer momentum.",
             NoEffectWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-    return still
+    return momentum[0], momentum[1]
 
 
-def _steps_per_epoch(trainer: RunLength | None) -> int:
-    batches = trainer.num_training_batches if trainer is not None else math.inf
-    if trainer is None or not math.isfinite(batches) or batches < 1:
+def _is_range(pair: Any) -> bool:
+    numbers_only = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_number, pair))
+    return numbers_only and 0 < pair[0] <= pair[1] < 1
+
+
+def _steps_per_epoch(trainer: RunLength) -> float:
+    batches = trainer.num_training_batches
+    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else math.inf
+
+
+def _run_steps(trainer: RunLength, max_steps: int | None) -> float:
+    """Return the optimizer steps of the run, infinity without an end."""
+    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+    limits = (max_steps, epochs * _steps_per_epoch(trainer))
+    return min((limit for limit in limits if limit is not None and limit >= 0), default=math.inf)
+
+
+def _epoch_length(trainer: RunLength | None) -> float:
+    steps = math.inf if trainer is None else _steps_per_epoch(trainer)
+    if not 1 <= steps < math.inf:
         raise ValueError(
-            f"The Trainer counts {batches} training batches in an epoch, so epochs_up cannot be turned into steps. "
+            f"The Trainer counts {steps} training steps in an epoch, so epochs_up cannot be turned into steps. "
             "Give steps_up, steps_per_epoch, or Trainer(limit_train_batches=...) with a whole number."
         )
-    return math.ceil(batches / trainer.accumulate_grad_batches)
+    return steps

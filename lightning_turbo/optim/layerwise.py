@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import check_switches, is_number
+from lightning_turbo._checks import check_switches, expect, is_number
 from lightning_turbo._optional import require
 from lightning_turbo.errors import MissingExtraError
 
@@ -43,7 +42,7 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         The weights, and the biases and norms.
 
     Raises:
-        TypeError: If ``module`` is no module.
+        TypeError: If ``module`` is not a module.
 
     Example:
         >>> weights, rest = split_parameters(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
@@ -51,14 +50,19 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         (1, 3)
     """
     _check_module(module, "split_parameters")
-    normed = {id(p) for part in module.modules() if isinstance(part, NORMS) for p in part.parameters(recurse=False)}
+    norms = (part for part in module.modules() if isinstance(part, NORMS))
+    normed = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     weights: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            plain = parameter.ndim < 2 or id(parameter) in normed or name.rpartition(".")[2] == "bias"
+            plain = id(parameter) in normed or _is_plain(name, parameter)
             (rest if plain else weights).append(parameter)
     return weights, rest
+
+
+def _is_plain(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim < 2 or name.rpartition(".")[2] == "bias"
 
 
 def lars(
@@ -88,7 +92,7 @@ def lars(
 
     Raises:
         MissingExtraError: If the package pytorch_optimizer is absent.
-        TypeError: If ``module`` is no module, or ``nesterov`` no bool.
+        TypeError: If ``module`` is not a module, or ``nesterov`` not a bool.
         ValueError: If a number is out of range, the module has nothing to train, or a normalization layer has
             parameters of two or more dimensions, to which the package would apply the trust ratio.
 
@@ -103,13 +107,13 @@ def lars(
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017.
     """
     check_switches(nesterov=nesterov)
-    _check(lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
-    _below_one(momentum=momentum)
+    _check_numbers(lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
+    _check_below_one(momentum=momentum)
     weights, rest = _split(module, "lars")
     if thick := [tuple(p.shape) for p in rest if p.ndim > 1]:
         raise ValueError(
             f"lars: biases or normalization layers with parameters of shape {thick} would get the trust ratio; "
-            "accepted are those of one dimension. Use lamb, or normalization without elementwise weights."
+            "expected one dimension. Use lamb, or normalization without elementwise weights."
         )
     require("pytorch_optimizer", "lars")
     from pytorch_optimizer import LARS
@@ -154,7 +158,7 @@ def lamb(
 
     Raises:
         MissingExtraError: If the package pytorch_optimizer, or for ``fused=True`` NVIDIA's apex, is absent.
-        TypeError: If ``module`` is no module, ``betas`` no pair, or ``fused`` no bool.
+        TypeError: If an argument has the wrong type.
         ValueError: If a number is out of range, the module has nothing to train, or ``fused=True`` comes with
             ``weight_decay=0``, where FusedLAMB would drop the trust ratio of every weight.
 
@@ -166,69 +170,52 @@ def lamb(
     Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
     """
     check_switches(fused=fused)
-    _check(lr=lr, eps=eps, weight_decay=weight_decay)
+    _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
     if max_grad_norm is not None:
-        _check(max_grad_norm=max_grad_norm)
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise TypeError(f"betas={betas!r}; accepted is a pair of numbers from 0 to below 1, for example (0.9, 0.999).")
-    _below_one(beta1=betas[0], beta2=betas[1])
+        _check_numbers(max_grad_norm=max_grad_norm)
+    pair = isinstance(betas, (list, tuple)) and len(betas) == 2
+    expect(pair, "betas", betas, "two numbers from 0 to below 1, for example (0.9, 0.999)", TypeError)
+    _check_below_one(beta1=betas[0], beta2=betas[1])
     weights, rest = _split(module, "lamb")
     groups: list[dict[str, Any]] = [
         {"params": weights, "weight_decay": weight_decay, "adam": False},
         {"params": rest, "weight_decay": 0.0, "adam": True},
     ]
     groups = [group for group in groups if group["params"]]
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if fused:
-        if not weight_decay:
-            raise ValueError(
-                f"lamb(fused=True, weight_decay={weight_decay!r}): FusedLAMB drops the trust ratio of groups without "
-                "weight decay; accepted is weight_decay above 0. Set it, or use fused=False."
-            )
-        limit = math.inf if max_grad_norm is None else max_grad_norm
-        plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
-        settings = {"weight_decay": weight_decay, "max_grad_norm": limit}
-        return _fused_lamb()(plain, lr=lr, betas=betas, eps=eps, **settings)
+        return _fused_lamb(groups, max_grad_norm, settings)
     require("pytorch_optimizer", "lamb")
     from pytorch_optimizer import Lamb
 
     optimizer = Lamb(
         groups,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,  # of groups that are added later
         weight_decouple=False,  # the decay is part of the step that the trust ratio scales, as in the paper
         pre_norm=max_grad_norm is not None,
         max_grad_norm=max_grad_norm or 0.0,
         adam_debias=True,  # otherwise the first steps are 1 / (1 - beta1) times as long
+        **settings,
     )
     optimizer.clamp = math.inf  # as in the authors' code: the norm of the weights is not cut off at 10
     return optimizer
 
 
-def _fused_lamb() -> Any:
-    try:
-        optimizers = importlib.import_module("apex.optimizers")
-    except ImportError as error:
-        raise _no_apex() from error
-    if not hasattr(optimizers, "FusedLAMB"):
-        raise _no_apex()
-    return optimizers.FusedLAMB
-
-
-def _no_apex() -> MissingExtraError:
-    return MissingExtraError(
-        "lamb(fused=True) needs apex.optimizers.FusedLAMB, which is not installed. Build apex from "
-        "https://github.com/NVIDIA/apex (the package of that name on PyPI is unrelated), or use fused=False.",
-        name="apex",
-    )
-
-
-def _check_module(module: Any, used_by: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"{used_by}: module={module!r}; accepted is a torch.nn.Module. Pass self in configure_optimizers."
+def _fused_lamb(groups: list[dict[str, Any]], max_grad_norm: float | None, settings: dict[str, Any]) -> Any:
+    if not settings["weight_decay"]:
+        raise ValueError(
+            "lamb(fused=True, weight_decay=0): FusedLAMB drops the trust ratio of groups without weight decay. Set "
+            "weight_decay above 0, or use fused=False."
         )
+    try:
+        fused_lamb = importlib.import_module("apex.optimizers").FusedLAMB
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError(
+            "lamb(fused=True) needs apex.optimizers.FusedLAMB, which is not installed. Build apex from "
+            "https://github.com/NVIDIA/apex (the package of that name on PyPI is unrelated), or use fused=False.",
+            name="apex",
+        ) from error
+    plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+    return fused_lamb(plain, max_grad_norm=math.inf if max_grad_norm is None else max_grad_norm, **settings)
 
 
 def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -241,16 +228,19 @@ def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn
     return weights, rest
 
 
-def _check(**numbers: float) -> None:
-    for name, value in numbers.items():
-        zero = name == "weight_decay"
-        if not is_number(value) or value < 0:
-            raise ValueError(f"{name}={value!r}; accepted is a finite number {'not below' if zero else 'above'} 0.")
-        if value == 0 and not zero:
-            raise ValueError(f"{name}={value!r}; accepted is a finite number above 0. Give a larger one.")
+def _check_module(module: Any, used_by: str) -> None:
+    valid = isinstance(module, nn.Module)
+    expect(valid, f"{used_by}(module)", module, "a torch.nn.Module (self in configure_optimizers)", TypeError)
 
 
-def _below_one(**numbers: float) -> None:
+def _check_numbers(**numbers: float) -> None:
+    """Refuse numbers that are not above 0; a weight decay may be 0."""
     for name, value in numbers.items():
-        if not is_number(value) or not 0 <= value < 1:
-            raise ValueError(f"{name}={value!r}; accepted is a number from 0 to below 1, for example 0.9.")
+        least = "at least" if name == "weight_decay" else "above"
+        valid = is_number(value) and (value > 0 or (value == 0 and least == "at least"))
+        expect(valid, name, value, f"a finite number {least} 0")
+
+
+def _check_below_one(**numbers: float) -> None:
+    for name, value in numbers.items():
+        expect(is_number(value) and 0 <= value < 1, name, value, "a number from 0 to below 1, for example 0.9")

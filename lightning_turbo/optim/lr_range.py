@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_turbo._checks import is_number
+from lightning_turbo._checks import expect, is_number
 
 __all__ = ["LRRange", "propose_lr_range"]
 
 
 class LRRange(NamedTuple):
-    """The bounds that a range test proposes, and the curve they were read from."""
+    """The bounds that a range test proposes, and the curve that they were read from."""
 
     base_lr: float
     max_lr: float
@@ -46,23 +46,29 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
-    if not (is_number(begin) and is_number(end) and 0 < begin < end <= 1):
-        raise ValueError(f"begin={begin!r} and end={end!r}; accepted is 0 < begin < end <= 1, for example 0.1 and 0.9.")
-    if len(lrs) != len(losses):
-        raise ValueError(f"{len(lrs)} learning rates with {len(losses)} losses; accepted is one loss for each rate.")
-    curve = [(float(lr), float(loss)) for lr, loss in zip(lrs, losses, strict=True) if math.isfinite(loss)]
-    if len(curve) < 5:
-        raise ValueError(f"The range test has {len(curve)} finite losses; at least 5 are needed. Test more rates.")
-    lowest = min(range(len(curve)), key=lambda index: curve[index][1])
-    highest = max(range(lowest + 1), key=lambda index: curve[index][1])
-    start = curve[highest][1]
-    fall = start - curve[lowest][1]
+    valid = all(map(is_number, (begin, end))) and 0 < begin < end <= 1
+    expect(valid, "begin and end", (begin, end), "0 < begin < end <= 1")
+    curve = _finite_part(lrs, losses)
+    falling = _falling_part(curve)
+    start, fall = falling[0][1], falling[0][1] - falling[-1][1]
     if fall <= 1e-3 * abs(start):  # a running mean rounds
         raise ValueError(
             f"The loss never fell below its start of {start:.4g} between lr={curve[0][0]:.3g} and "
             f"lr={curve[-1][0]:.3g}. Begin at a lower min_lr, or check the model."
         )
-    bounds = [
-        next(lr for lr, loss in curve[highest : lowest + 1] if start - loss >= share * fall) for share in (begin, end)
-    ]
-    return LRRange(bounds[0], bounds[1], [lr for lr, _ in curve], [loss for _, loss in curve])
+    low, high = (next(lr for lr, loss in falling if start - loss >= share * fall) for share in (begin, end))
+    return LRRange(low, high, [lr for lr, _ in curve], [loss for _, loss in curve])
+
+
+def _finite_part(lrs: Sequence[float], losses: Sequence[float]) -> list[tuple[float, float]]:
+    expect(len(lrs) == len(losses), "losses", len(losses), f"as many as the {len(lrs)} learning rates")
+    curve = [(float(lr), float(loss)) for lr, loss in zip(lrs, losses, strict=True) if math.isfinite(loss)]
+    expect(len(curve) >= 5, "losses", len(curve), "at least 5 that are finite")
+    return curve
+
+
+def _falling_part(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the curve from its highest loss before the lowest one down to that."""
+    lowest = min(range(len(curve)), key=lambda index: curve[index][1])
+    highest = max(range(lowest + 1), key=lambda index: curve[index][1])
+    return curve[highest : lowest + 1]

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_turbo._checks import is_whole
+from lightning_turbo._checks import expect, is_whole
 from lightning_turbo._files import whole_file
 from lightning_turbo._optional import require
 from lightning_turbo.optim.cyclic import cyclic_lr
 
 __all__ = ["CyclePreview", "preview"]
 
+INK = "#7d8590"  # read on light and on dark pages alike
+
 
 class CyclePreview(NamedTuple):
-    """What a cycle would do: for each parameter group, the value of every step."""
+    """The values of every step, for each parameter group."""
 
     lr: list[list[float]]
     momentum: list[list[float]]
@@ -52,38 +54,55 @@ def preview(
         >>> preview(0.0, 1.0, steps=5, steps_up=2).lr
         [[0.0, 0.5, 1.0, 0.5, 0.0]]
     """
-    if not is_whole(steps, 1):
-        raise ValueError(f"steps={steps!r}; accepted is a whole number, at least 1. Give the steps to look at.")
+    expect(is_whole(steps, 1), "steps", steps, "a whole number of at least 1")
     if path is not None:
         require("matplotlib", "preview(path=...)")
-    groups = max([1, *(len(rate) for rate in (base_lr, max_lr) if isinstance(rate, Sequence))])
+    groups = max(_groups(base_lr), _groups(max_lr), 1)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.0, momentum=0.9)
     schedule = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"]
-    rows = []
+    curves: dict[str, list[list[float]]] = {name: [[] for _ in range(groups)] for name in ("lr", "momentum")}
     for _ in range(steps):
-        rows.append([(float(group["lr"]), float(group["momentum"])) for group in optimizer.param_groups])
+        _note(optimizer, curves)
         optimizer.step()
         schedule.step()
-    lr = [[row[group][0] for row in rows] for group in range(groups)]
-    momentum = [[row[group][1] for row in rows] for group in range(groups)] if schedule.cycle_momentum else []
+    seen = CyclePreview(curves["lr"], curves["momentum"] if cycle.get("momentum") else [])
     if path is not None:
-        _draw(lr, momentum, Path(path))
-    return CyclePreview(lr, momentum)
+        _draw(seen, Path(path))
+    return seen
 
 
-def _draw(lr: list[list[float]], momentum: list[list[float]], path: Path) -> None:
+def _groups(rate: float | Sequence[float]) -> int:
+    return len(rate) if isinstance(rate, Sequence) else 1
+
+
+def _note(optimizer: torch.optim.Optimizer, curves: dict[str, list[list[float]]]) -> None:
+    for name, groups in curves.items():
+        for curve, group in zip(groups, optimizer.param_groups, strict=True):
+            curve.append(float(group[name]))
+
+
+def _draw(seen: CyclePreview, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    axes = figure.add_subplot()
-    for index, curve in enumerate(lr):
-        axes.plot(curve, label=f"learning rate, group {index}")
+    figure = Figure(figsize=(8, 3), layout="constrained", facecolor="none")
+    axes = figure.add_subplot(facecolor="none")
+    for index, curve in enumerate(seen.lr):
+        (line,) = axes.plot(curve, label=f"learning rate, group {index}")
+        for value, name in ((min(curve), "base"), (max(curve), "max")):
+            axes.axhline(value, color=line.get_color(), linewidth=0.6, linestyle="--")
+            axes.annotate(f"{name} {value:.3g}", (len(curve) - 1, value), ha="right", va="bottom", color=INK)
     axes.set(xlabel="optimizer step", ylabel="learning rate")
-    if momentum:
-        right = axes.twinx()
+    panels = [axes]
+    if seen.momentum:
+        panels.append(right := axes.twinx())
         right.set_ylabel("momentum")
-        for curve in momentum:
-            right.plot(curve, linestyle=":", color="gray")
-    axes.legend()
+        for curve in seen.momentum:
+            right.plot(curve, linestyle=":", color=INK)
+    for panel in panels:
+        panel.tick_params(colors=INK)
+        panel.xaxis.label.set_color(INK)
+        panel.yaxis.label.set_color(INK)
+        panel.spines[:].set_color(INK)
+    axes.legend(frameon=False, labelcolor=INK, loc="upper left")
     with whole_file(path) as part:
         figure.savefig(part, format="png", dpi=120)

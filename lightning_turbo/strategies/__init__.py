@@ -1,5 +1,6 @@
 """Strategies for Lightning's Trainer, registered under the names ``"turbo"`` and ``"turbo_ddp"``."""
 
-from lightning_turbo.strategies.turbo import TurboDDPStrategy, TurboStrategy
+from lightning_turbo.strategies.turbo import TurboStrategy
+from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy
 
 __all__ = ["TurboDDPStrategy", "TurboStrategy"]

@@ -1,53 +1,122 @@
-"""``Trainer(strategy="turbo")`` and ``strategy="turbo_ddp"``: Lightning's strategies with every part at once."""
+"""``Trainer(strategy="turbo")``: Lightning's strategy for one device with every part around the step switched on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
+from weakref import ref
 
 import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_turbo._checks import check_switches
+from lightning_turbo._checks import check_switches, is_whole
 from lightning_turbo._lightning import (
     CheckpointIO,
-    DDPStrategy,
     MisconfigurationException,
     Precision,
     SingleDeviceStrategy,
     Strategy,
     check_binding,
+    check_lean,
+    hooks_before_transfer,
     is_fitting,
+    is_followed,
     rank_zero_info,
+    rank_zero_warn,
 )
-from lightning_turbo._loops import count_as_one_run
+from lightning_turbo.callbacks.exact_resume import accumulate_as_scheduled, attach_exact_resume
+from lightning_turbo.callbacks.grad_to_none import release_in
+from lightning_turbo.callbacks.memory_format import MemoryFormat
+from lightning_turbo.data.dali import DALILoader
+from lightning_turbo.data.device import DevicePrefetcher
+from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.nn.compile import check_compile, compiled_in_place
+from lightning_turbo.nn.memory_format import FORMATS
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
-from lightning_turbo.strategies.agreement import check_agreement
-from lightning_turbo.strategies.lean import LeanStrategy
-from lightning_turbo.strategies.parts import MatmulPrecision, TurboParts
-from lightning_turbo.strategies.rank_states import keep_states_of_ranks, take_states_of_rank
-from lightning_turbo.strategies.restart import accumulate_as_scheduled, set_up_again, set_up_loader
+from lightning_turbo.strategies.lean import LeanStrategy, install_lean, is_unprofiled, replaced_loops
 
-__all__ = ["TurboDDPStrategy", "TurboStrategy"]
+__all__ = ["TurboParts", "TurboStrategy"]
 
-Compression = Literal["bf16", "fp16"]
-_COMPRESS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+MatmulPrecision = Literal["highest", "high", "medium"]
 
 
-class _TurboStrategy(Strategy):
-    """What both strategies do alike; stands in front of Lightning's."""
+class TurboParts(Strategy):
+    """The parts that both turbo strategies add to Lightning's; its arguments are theirs.
 
-    parts: TurboParts
+    Args:
+        *args: For Lightning's strategy.
+        device_prefetch: Keep the next batches on the CUDA device.
+        prefetch_batches: How many of them, 1 or more.
+        memory_format: ``None`` keeps it, ``"channels_last"`` or ``"contiguous"`` sets it, ``"measure"`` times both on
+            the module's ``example_input_array`` and takes the faster one.
+        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA; ``None`` keeps it, and so does
+            ``True`` where determinism is asked for, because cuDNN would choose its algorithms by the clock.
+        matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA; ``None`` keeps it.
+        release_gradients: Set gradients to None right after each optimizer step.
+        lean_step: Run the training step with direct calls of its hooks; ``None`` does so where it can.
+        lean_logging: Keep logged values where they are until somebody reads them; ``None`` does so where it can.
+        compile: ``None``, ``"network"``, ``"blocks"``, or a dict of arguments for ``torch.compile``.
+        **kwargs: For Lightning's strategy.
+
+    Raises:
+        ValueError: If a setting is not one of those.
+        TypeError: If a switch is not a bool.
+        LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
+    """
+
+    sigterm_every = 1
+    strategy_name = ""
+
+    def __init__(
+        self,
+        *args: Any,
+        device_prefetch: bool = True,
+        prefetch_batches: int = 2,
+        memory_format: str | None = None,
+        cudnn_benchmark: bool | None = True,
+        matmul_precision: MatmulPrecision | None = None,
+        release_gradients: bool = True,
+        lean_step: bool | None = None,
+        lean_logging: bool | None = None,
+        compile: str | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_binding(type(self).__name__)
+        check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
+        check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
+        check_counts(prefetch_batches=prefetch_batches)
+        check_choice("memory_format", memory_format, (None, "measure", *FORMATS))
+        check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
+        check_compile(compile)
+        for option, asked in (("lean_step=True", lean_step), ("lean_logging=True", lean_logging)):
+            if asked:
+                check_lean(option)
+        super().__init__(*args, **kwargs)
+        self.checkpoint_io = self._checkpoint_io
+        self.device_prefetch = device_prefetch
+        self.prefetch_batches = prefetch_batches
+        self.memory_format: Any = memory_format
+        self.cudnn_benchmark = cudnn_benchmark
+        self.matmul_precision: MatmulPrecision | None = matmul_precision
+        self.release_gradients = release_gradients
+        self.lean_step = lean_step
+        self.lean_logging = lean_logging
+        self.compile = compile
+        self._borrowed = ExitStack()  # what puts back what a run changes
+        self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or a process that is started with it, has nothing to put back.
+        return {**super().__getstate__(), "_borrowed": ExitStack()}
 
     @property
     def prefetches_to_device(self) -> bool:
         """Whether this strategy keeps batches on the device itself, so that a datamodule need not."""
-        return self.parts.device_prefetch
+        return self.device_prefetch
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints; the one that was given is wrapped in ``AmpCheckpointIO``."""
+        """What reads and writes checkpoints; the one that was passed is wrapped in ``AmpCheckpointIO``."""
         if self._checkpoint_io is None:  # made when it is needed: the Trainer refuses a second one beside it
             self._checkpoint_io = AmpCheckpointIO()
         return self._checkpoint_io
@@ -56,43 +125,120 @@ class _TurboStrategy(Strategy):
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         self._checkpoint_io = io if io is None or isinstance(io, AmpCheckpointIO) else AmpCheckpointIO(io)
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Take up the optimizers' states; with all else restored, so do training loaders that are set up already."""
-        super().load_optimizer_state_dict(checkpoint)
-        set_up_again(self.lightning_module)
+    def setup_environment(self) -> None:
+        """Set up the device and the ranks, and have the run resume exactly."""
+        super().setup_environment()
+        attach_exact_resume(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as Lightning does, with the parts before and after."""
+        self._borrowed.close()  # a run that an error in on_exception ended was not torn down
+        self._set_switches()
+        if self.memory_format is not None:
+            MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
+        self._before_lightning(trainer)
+        super().setup(trainer)
+        if self.compile is not None:
+            self._borrowed.enter_context(compiled_in_place(trainer.lightning_module, self.compile, self._say))
+        if self.release_gradients:
+            for release in release_in(trainer):
+                self._borrowed.callback(release.remove)
+        if is_fitting(trainer):
+            self._make_lean(trainer)
+
+    def _before_lightning(self, trainer: Any) -> None:
+        """Do what a strategy has to do before Lightning moves and wraps the module."""
+
+    def _set_switches(self) -> None:
+        device = self.root_device
+        if device.type != "cuda":
+            parts = {
+                "device_prefetch": self.device_prefetch,
+                "cudnn_benchmark": self.cudnn_benchmark is not None,
+                "matmul_precision": self.matmul_precision is not None,
+            }
+            if unused := [name for name, asked in parts.items() if asked]:
+                self._say(f"{', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect on {device}.")
+            return
+        benchmark = self.cudnn_benchmark
+        if benchmark and (torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic):
+            benchmark = None
+            self._say("cudnn_benchmark is off in a deterministic run.")
+        self._borrowed.enter_context(_cudnn_benchmark(benchmark))
+        self._borrowed.enter_context(_matmul_precision(self.matmul_precision))
+
+    def _make_lean(self, trainer: Any) -> None:
+        """Put the lean parts in place where nothing is against it; the log says what is."""
+        step, logging, sigterm_every = self.lean_step is not False, self.lean_logging is not False, self.sigterm_every
+        if not (step or logging or sigterm_every > 1):
+            return
+        if not is_followed():  # with True or sigterm_every the constructor refused it
+            self._say("Lightning's own training loop runs: lean_step and lean_logging need Lightning 2.6.")
+            return
+        others = replaced_loops(trainer)
+        if others and (step or sigterm_every > 1):
+            parts = ["lean_step"] * step + ["sigterm_every"] * (sigterm_every > 1)
+            self._say(f"{' and '.join(parts)} off: {' and '.join(others)} replaces Lightning's training loop.")
+            step, sigterm_every = False, 1
+        if step and not is_unprofiled(trainer):
+            self._say("lean_step off: a profiler names every call of Lightning's own training loop.")
+            step = False
+        self._borrowed.callback(install_lean(trainer, step=step, logging=logging, sigterm_every=sigterm_every))
 
     def on_train_start(self) -> None:
-        """Go on from a checkpoint with the epoch counted, and the batches accumulated, as if nothing had happened."""
-        module: Any = self.lightning_module
-        count_as_one_run(module.trainer)
-        accumulate_as_scheduled(module)
+        """Accumulate what a scheduler says in the rest of an epoch too."""
+        super().on_train_start()
+        accumulate_as_scheduled(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Keep the next batches on the device, and begin with the epoch that the run goes on with."""
-        loader = self.parts.loader(self, super().process_dataloader(dataloader))
-        return set_up_loader(self.lightning_module, loader)
+        """Keep the next batches on the device, or return the loader as it is where that has no use."""
+        loader: Any = super().process_dataloader(dataloader)
+        # DALI keeps batches ahead itself; its state takes a collective call, which a batch must not wait for.
+        ahead = isinstance(loader, (DevicePrefetcher, DALILoader))
+        if not self.device_prefetch or self.root_device.type != "cuda" or ahead:
+            return loader
+        module: Any = self.lightning_module
+        if hooks := hooks_before_transfer(module, getattr(module.trainer, "datamodule", None)):
+            if "hooks" not in self._said:
+                self._said.add("hooks")
+                rank_zero_warn(
+                    f"device_prefetch is off, because {' and '.join(hooks)} is overridden and has to see each batch in "
+                    "its turn. Use on_after_batch_transfer, or pass device_prefetch=False.",
+                    category=NoEffectWarning,
+                )
+            return loader
+        prefetcher = DevicePrefetcher(loader, self.root_device, prefetch_batches=self.prefetch_batches)
+        self._borrowed.callback(_close, ref(prefetcher))  # a loader that is replaced ends with its workers
+        return prefetcher
 
     def teardown(self) -> None:
-        """Give everything back."""
-        self.parts.give_back()
+        """Put every switch back, end the prefetching, and take off what was set on the Trainer and the network."""
+        self._borrowed.close()
         super().teardown()
 
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            rank_zero_info(f"turbo: {message}")
 
-class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
+
+class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
     """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
 
     | Part | Default | What it does; off is exactly Lightning's behaviour |
     |---|---|---|
     | ``device_prefetch`` | ``True`` | keeps the next batches on the CUDA device, after Lightning's sampler |
     | ``memory_format`` | ``None`` | channels last for 2D and 3D, or what a measurement finds faster |
-    | ``cudnn_benchmark`` | ``True`` | on CUDA, for the run; gives way to determinism; put back afterwards |
+    | ``cudnn_benchmark`` | ``True`` | on CUDA, for the run; off in a deterministic run; put back afterwards |
     | ``matmul_precision`` | ``None`` | ``"high"`` allows TF32 on CUDA, for the run; put back afterwards |
     | ``release_gradients`` | ``True`` | gradients to None right after the step |
-    | ``lean_step`` | ``False`` | Lightning's loop with direct calls of its hooks; same order, same results |
-    | ``lean_logging`` | ``False`` | a logged value stays where it is until somebody reads it |
+    | ``lean_step`` | ``None`` | Lightning's loop with direct calls of its hooks; same order, same results |
+    | ``lean_logging`` | ``None`` | a logged value stays where it is until somebody reads it |
+    | ``compile`` | ``None`` | compiles the network, or its repeated blocks, in place for the run |
+    | ``ExactResume`` | always | a resumed run equals one that never stopped |
     | checkpoint IO | always | reads the scaler state of old checkpoints |
 
-    A part that has no meaning on the device is named once in the log.
+    A part that has no effect on the device is named once in the log.
 
     Args:
         device: The device; by default the one that the Trainer chose.
@@ -100,22 +246,18 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
         checkpoint_io: As in Lightning, as is one in the Trainer's ``plugins``; it is wrapped so that old scaler state
             is read.
         precision_plugin: As in Lightning.
-        device_prefetch: See above.
-        prefetch_batches: How many batches are kept on the device, 1 or more.
-        memory_format: ``None``, ``"channels_last"``, ``"contiguous"`` or ``"measure"``, which needs the module's
-            ``example_input_array``.
-        cudnn_benchmark: ``True``, ``False``, or ``None`` to leave it.
-        matmul_precision: ``"highest"``, ``"high"``, ``"medium"``, or ``None`` to leave it.
-        release_gradients: See above.
-        lean_step: See above; needs Lightning 2.6. Set aside under a profiler, and where the Trainer's loop or automatic
-            optimization is not Lightning's own.
-        lean_logging: See above; needs Lightning 2.6.
+        **parts: ``device_prefetch``, ``prefetch_batches`` (1 or more, 2), ``memory_format`` (``"channels_last"``,
+            ``"contiguous"`` or ``"measure"``, which needs the module's ``example_input_array``), ``cudnn_benchmark``,
+            ``matmul_precision`` (``"highest"``, ``"high"`` or ``"medium"``), ``release_gradients``, ``lean_step``,
+            ``lean_logging`` (``None``: on where Lightning is 2.6, its loop is its own and there is no profiler) and
+            ``compile`` (``"network"``, ``"blocks"`` or a dict for ``torch.compile``, see
+            ``lightning_turbo.nn.compiled_in_place``).
 
     Raises:
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
         ValueError: If a setting is not one of those above.
-        TypeError: If a switch is no bool.
-        LightningMismatchError: If a lean part is asked for and Lightning is not 2.6.
+        TypeError: If a switch is not a bool.
+        LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
 
     Example:
         >>> import lightning_turbo
@@ -132,30 +274,16 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
         accelerator: Any = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        *,
-        device_prefetch: bool = True,
-        prefetch_batches: int = 2,
-        memory_format: str | None = None,
-        cudnn_benchmark: bool | None = True,
-        matmul_precision: MatmulPrecision | None = None,
-        release_gradients: bool = True,
-        lean_step: bool = False,
-        lean_logging: bool = False,
+        **parts: Any,
     ) -> None:
-        check_binding("TurboStrategy")
-        super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin)
-        self.checkpoint_io = self._checkpoint_io
-        self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
-        self.parts = TurboParts(
-            device_prefetch=device_prefetch,
-            prefetch_batches=prefetch_batches,
-            memory_format=memory_format,
-            cudnn_benchmark=cudnn_benchmark,
-            matmul_precision=matmul_precision,
-            release_gradients=release_gradients,
-            lean_step=lean_step,
-            lean_logging=lean_logging,
+        super().__init__(
+            device="cpu" if device is None else device,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            **parts,
         )
+        self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -166,7 +294,7 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) != 1:
             raise MisconfigurationException(
-                f"strategy='turbo' was given {len(devices)} devices; accepted is one. Take strategy='turbo_ddp'."
+                f"strategy='turbo' expected one device, got {len(devices)}. Take strategy='turbo_ddp'."
             )
         self._parallel_devices = devices
         self._root_device = devices[0]
@@ -180,161 +308,65 @@ class TurboStrategy(_TurboStrategy, SingleDeviceStrategy, LeanStrategy):
     def num_nodes(self, num_nodes: int) -> None:
         if num_nodes != 1:
             raise MisconfigurationException(
-                f"strategy='turbo' was given num_nodes={num_nodes}; accepted is 1. Take strategy='turbo_ddp'."
+                f"strategy='turbo' expected num_nodes=1, got num_nodes={num_nodes}. Take strategy='turbo_ddp'."
             )
 
-    def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, with the parts before and after."""
-        self.parts.before_setup(self, trainer)
-        super().setup(trainer)
-        self.parts.after_setup(self, trainer)
 
-
-class TurboDDPStrategy(_TurboStrategy, DDPStrategy, LeanStrategy):
-    """Lightning's DDP with the techniques around the step switched on: ``strategy="turbo_ddp"``.
-
-    All parts of ``TurboStrategy``, and those below. Needs torchrun or Lightning's own launcher, as ``"ddp"`` does.
-
-    | Part | Default | What it does; off is exactly Lightning's behaviour |
-    |---|---|---|
-    | ``gradient_as_bucket_view`` | ``True`` | gradients live in DDP's buckets: one copy less |
-    | ``static_graph`` | ``False`` | for models whose graph never changes; torch checks it once |
-    | ``grad_compression`` | ``None`` | ``"bf16"`` (CUDA) or ``"fp16"``: half the bytes, rounded |
-    | ``sync_batchnorm`` | ``False`` | batch norm over all ranks (CUDA) |
-    | ``sigterm_every`` | 1 | batches between two agreements of the ranks on signals, a wait for all of them |
-
-    Args:
-        *args: As in Lightning's ``DDPStrategy``.
-        device_prefetch: As in ``TurboStrategy``.
-        prefetch_batches: As in ``TurboStrategy``.
-        memory_format: As in ``TurboStrategy``.
-        cudnn_benchmark: As in ``TurboStrategy``.
-        matmul_precision: As in ``TurboStrategy``.
-        release_gradients: As in ``TurboStrategy``.
-        lean_step: As in ``TurboStrategy``.
-        lean_logging: As in ``TurboStrategy``.
-        gradient_as_bucket_view: See above.
-        static_graph: See above; right only if every step uses the same parameters in the same way. Not with
-            accumulated gradients.
-        grad_compression: See above. Not together with ``ddp_comm_hook``.
-        sync_batchnorm: See above.
-        sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop at SIGTERM, or save and queue
-            the job again at Slurm's signal, after the same batch. Set aside where the Trainer's loop or automatic
-            optimization is not Lightning's own.
-        **kwargs: As in Lightning's ``DDPStrategy``; ``checkpoint_io`` as in ``TurboStrategy``.
+def check_counts(**counts: Any) -> None:
+    """Refuse what is not a whole number from 1 on.
 
     Raises:
-        ValueError: If a setting is not one of those above.
-        TypeError: If a switch is no bool.
-        LightningMismatchError: If a lean part is asked for and Lightning is not 2.6.
-
-    Example:
-        >>> from lightning_turbo.strategies import TurboDDPStrategy
-        >>> TurboDDPStrategy(grad_compression="bf16").grad_compression
-        'bf16'
+        ValueError: With the name and the value of the argument.
     """
+    for name, count in counts.items():
+        if not is_whole(count, 1):
+            raise ValueError(f"{name}={count!r}: expected a whole number from 1 on.")
 
-    strategy_name = "turbo_ddp"
 
-    def __init__(
-        self,
-        *args: Any,
-        device_prefetch: bool = True,
-        prefetch_batches: int = 2,
-        memory_format: str | None = None,
-        cudnn_benchmark: bool | None = True,
-        matmul_precision: MatmulPrecision | None = None,
-        release_gradients: bool = True,
-        lean_step: bool = False,
-        lean_logging: bool = False,
-        gradient_as_bucket_view: bool = True,
-        static_graph: bool = False,
-        grad_compression: Compression | None = None,
-        sync_batchnorm: bool = False,
-        sigterm_every: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        check_binding("TurboDDPStrategy")
-        if grad_compression not in (None, *_COMPRESS):
-            raise ValueError(
-                f"grad_compression={grad_compression!r}; accepted are None, 'bf16' and 'fp16'. Take 'fp16' where NCCL "
-                "or the device has no bfloat16, None for exact gradients."
-            )
-        check_switches(
-            gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, sync_batchnorm=sync_batchnorm
-        )
-        super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
-        if grad_compression is not None and self._ddp_comm_hook is not None:
-            raise ValueError(
-                f"grad_compression={grad_compression!r} and ddp_comm_hook were both given; accepted is one. Wrap the "
-                "hook with ddp_comm_wrapper=torch.distributed...default_hooks.bf16_compress_wrapper instead."
-            )
-        self.checkpoint_io = self._checkpoint_io
-        self.static_graph = static_graph
-        self.grad_compression = grad_compression
-        self.sync_batchnorm = sync_batchnorm
-        self.parts = TurboParts(
-            device_prefetch=device_prefetch,
-            prefetch_batches=prefetch_batches,
-            memory_format=memory_format,
-            cudnn_benchmark=cudnn_benchmark,
-            matmul_precision=matmul_precision,
-            release_gradients=release_gradients,
-            lean_step=lean_step,
-            lean_logging=lean_logging,
-            sigterm_every=sigterm_every,
-        )
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuse what is not one of the choices.
 
-    def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, with the parts before and after.
+    Raises:
+        ValueError: With the name and the value of the argument, and the choices.
+    """
+    if value not in choices:
+        *most, last = map(repr, choices)
+        raise ValueError(f"{name}={value!r}: expected {', '.join(most)} or {last}. Leave it out to change nothing.")
 
-        Raises:
-            MisconfigurationException: If ranks were started with different settings, or if bfloat16 compression
-                meets a device that is not CUDA, which torch cannot do.
-        """
-        check_agreement(self, trainer)
-        if self.grad_compression == "bf16" and self.root_device.type != "cuda":
-            raise MisconfigurationException(
-                f"grad_compression='bf16' was asked for on {self.root_device}; torch accepts it with NCCL on CUDA. "
-                "Take 'fp16', or leave it out."
-            )
-        self.parts.before_setup(self, trainer)
-        if self.sync_batchnorm and is_fitting(trainer):
-            if self.root_device.type == "cuda" and isinstance(self.model, nn.Module):
-                self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            else:
-                rank_zero_info(f"turbo: sync_batchnorm has no meaning on {self.root_device}.")
-        super().setup(trainer)
-        self.parts.after_setup(self, trainer)
 
-    def configure_ddp(self) -> None:
-        """Wrap the module, and compress its gradients on their way if asked for."""
-        super().configure_ddp()
-        if self.grad_compression is not None and isinstance(self.model, DistributedDataParallel):
-            self.model.register_comm_hook(None, _COMPRESS[self.grad_compression])
+def _close(prefetcher: ref[DevicePrefetcher]) -> None:
+    alive = prefetcher()
+    if alive is not None:
+        alive.close()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint, with the states of the loaders of all ranks."""
-        keep_states_of_ranks(self.lightning_module, checkpoint)
-        super().save_checkpoint(checkpoint, *args, **kwargs)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, with the states of this rank's loaders."""
-        checkpoint = super().load_checkpoint(*args, **kwargs)
-        take_states_of_rank(self.lightning_module, checkpoint)
-        return checkpoint
+@contextmanager
+def _cudnn_benchmark(value: bool | None) -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    if value is not None:
+        torch.backends.cudnn.benchmark = value
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
-    def on_train_start(self) -> None:
-        """As in ``TurboStrategy``, with all that accumulates gradients known.
 
-        Raises:
-            MisconfigurationException: If ``static_graph`` meets accumulated gradients, which torch cannot do.
-        """
-        super().on_train_start()
-        module: Any = self.lightning_module
-        accumulated = module.trainer.accumulate_grad_batches
-        if self.static_graph and accumulated > 1:
-            raise MisconfigurationException(
-                f"static_graph=True and accumulate_grad_batches={accumulated}; accepted is one of them, because DDP "
-                "learns a static graph from a backward pass that it synchronises. Leave one out."
-            )
+@contextmanager
+def _matmul_precision(value: MatmulPrecision | None) -> Iterator[None]:
+    if value is None:
+        yield
+        return
+    # From torch 2.9 on there is a second interface. What it was set to is put back as well, and has to be out of the
+    # way while the first one is read, which refuses where both were used.
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    found = [(each, each.fp32_precision) for each in backends if hasattr(each, "fp32_precision")]
+    for each, _ in found:
+        each.fp32_precision = "ieee"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for each, precision in found:
+            each.fp32_precision = precision

@@ -1,6 +1,4 @@
-"""The Doctor on a CUDA device: waits that torch itself confirms, device times, and nothing left behind."""
-
-import warnings
+"""The Doctor on a CUDA device: waits are named, times are the device's, and nothing left behind."""
 
 import pytest
 import torch
@@ -66,12 +64,11 @@ def trained(model, doctor=None, **more):
     return module
 
 
-def test_waits_are_named_and_confirmed_by_torchs_sync_debug_mode():
+def test_waits_are_named():
     doctor = Doctor(**SHORT)
     trained(Sick, doctor)
     calls = {call.name: call for call in doctor.report.facts.calls}
     for name in (".item()", "tensor[mask]", ".cpu()"):
-        assert calls[name].confirmed is True, name
         assert calls[name].count == 3, f"{name}: what is on the host anyway does not count"
         assert calls[name].seconds > 0
     found = {(finding.rule, finding.level) for finding in doctor.report.findings}
@@ -79,19 +76,6 @@ def test_waits_are_named_and_confirmed_by_torchs_sync_debug_mode():
     assert ("progress-bar-sync", "info") in found
     assert ("made-on-host", "warning") in found
     assert [f.what for f in doctor.report.findings if f.rule == "housekeeping"] != []
-
-
-def test_the_debug_mode_and_the_users_warnings_are_left_as_they_were():
-    class Warns(Model):
-        def training_step(self, batch, batch_idx):
-            warnings.warn("the user's own", stacklevel=1)
-            return super().training_step(batch, batch_idx)
-
-    before = torch.cuda.get_sync_debug_mode(), list(warnings.filters)
-    with pytest.warns(UserWarning, match="the user's own") as caught:
-        trained(Warns, Doctor(**SHORT))
-    assert (torch.cuda.get_sync_debug_mode(), list(warnings.filters)) == before
-    assert not any("synchronizing CUDA operation" in str(each.message) for each in caught)
 
 
 def test_a_clean_step_has_no_wait():
@@ -135,13 +119,10 @@ def test_memory_that_grows_is_seen():
 
 
 def test_float32_on_tensor_cores_and_the_benchmark_flag_are_told():
-    doctor = Doctor(fix=True, **SHORT)
-    before = torch.backends.cudnn.benchmark
+    doctor = Doctor(**SHORT)
     trained(Model, doctor)
-    rules = {finding.rule: finding for finding in doctor.report.findings}
+    rules = {finding.rule for finding in doctor.report.findings}
     assert "benchmark-off" in rules
-    assert "cudnn.benchmark is on" in rules["benchmark-off"].mended
-    assert torch.backends.cudnn.benchmark is before
     if torch.cuda.get_device_capability() >= (8, 0):
         assert "float32" in rules
 
@@ -151,4 +132,3 @@ def test_the_machine_is_known():
     assert env.gpus
     assert env.driver_cuda is not None
     assert env.gpus[0].capability == torch.cuda.get_device_capability(0)
-    assert env.cudnn

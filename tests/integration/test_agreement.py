@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_turbo import TurboDDPStrategy
-from lightning_turbo.strategies.agreement import disagreements, settings_of
+from lightning_turbo.strategies.turbo_ddp import disagreements, settings_of
 from tests.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("agreement_worker.py")
@@ -45,11 +45,11 @@ def test_two_ranks_that_disagree_are_refused_before_the_first_step(tmp_path):
         said.setdefault(case, {})[rank] = path.read_text()
     for case, text in {
         "level": "settings: precision: 'bf16-mixed' on rank 0, 'bf16-true' on rank 1; opt_level: 'O1' on rank 0, 'O2'",
-        "scale": "settings: loss_scale: 128.0 on rank 0, 256.0 on rank 1. Accepted is one value",
+        "scale": "settings: loss_scale: 128.0 on rank 0, 256.0 on rank 1. Expected one value",
         "trainer": "settings: accumulate_grad_batches: 1 on rank 0, 2 on rank 1; max_epochs: 1 on rank 0, 2 on rank 1.",
         "strategy": "settings: grad_compression: None on rank 0, 'fp16' on rank 1; ddp_kwargs: {",
-        "network": "settings: parameters: (2, 15) on rank 0, (2, 20) on rank 1. Accepted",
-        "checkpoint": "settings: checkpoint to go on from: 'one.ckpt' on rank 0, None on rank 1. Accepted",
+        "network": "settings: parameters: (2, 15) on rank 0, (2, 20) on rank 1. Expected",
+        "checkpoint": "settings: checkpoint to go on from: 'one.ckpt' on rank 0, None on rank 1. Expected",
     }.items():
         assert text in said[case]["0"]
         assert said[case]["0"] == said[case]["1"]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 ASYNC = {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO"}
 PARTS = {
     "device_prefetch": False, "prefetch_batches": 3, "memory_format": "channels_last", "cudnn_benchmark": False,
-    "matmul_precision": "high", "release_gradients": False,
+    "matmul_precision": "high", "release_gradients": False, "compile": {"what": "blocks", "mode": "max-autotune"},
     **({"lean_step": True, "lean_logging": True} if KNOWS_WEIGHTS_ONLY else {}),
 }  # fmt: skip
 RANKS = {"sigterm_every": 4} if KNOWS_WEIGHTS_ONLY else {}
@@ -39,7 +39,7 @@ GIVEN = {
 GOT = {
     "checkpoint_io.checkpoint_io.__class__": AsyncCheckpointIO,
     "precision_plugin.opt_level": "O2",
-    **{f"parts.{name}": value for name, value in PARTS.items()},
+    **PARTS,
 }
 DOCTOR = {"fix": True, "html": "seen.html", "json": "seen.json"}
 
@@ -56,8 +56,8 @@ TABLE = [
     (
         "callbacks",
         "DropBiasBeforeNorm",
-        {"network": "net", "use_example_input": False},
-        {"network": "net", "use_example_input": False},
+        {"network": "net"},
+        {"network": "net"},
     ),
     (
         "callbacks",
@@ -65,6 +65,7 @@ TABLE = [
         {"memory_format": "channels_last", "rounds": 2},
         {"memory_format": "channels_last", "rounds": 2},
     ),
+    ("callbacks", "ExactResume", {}, {}),
     ("callbacks", "PrefetchNextEpoch", {}, {}),
     (
         "callbacks",
@@ -95,7 +96,7 @@ TABLE = [
             },
             "static_graph": True, "grad_compression": "fp16", "sync_batchnorm": True, "process_group_backend": "gloo",
             "_timeout": timedelta(minutes=5),
-            **GOT, **{f"parts.{name}": value for name, value in RANKS.items()},
+            **GOT, **RANKS,
         },
     ),
 ]  # fmt: skip

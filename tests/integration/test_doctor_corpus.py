@@ -69,11 +69,6 @@ def own_time(monkeypatch):
     monkeypatch.setattr("lightning_turbo.doctor.timeline.time", SimpleNamespace(perf_counter=time.thread_time))
 
 
-def test_the_corpus_is_large_enough():
-    assert len(SICK) >= 40
-    assert len(CLEAN) >= 20
-
-
 @pytest.mark.parametrize("path", SICK, ids=lambda path: path.stem)
 def test_the_bad_habit_is_named_with_its_line(path, monkeypatch):
     marks = [(number, mark[1]) for number, line in enumerate(path.read_text().splitlines(), 1)
@@ -81,8 +76,8 @@ def test_the_bad_habit_is_named_with_its_line(path, monkeypatch):
     assert len(marks) == 1, "a module of the corpus has one marked line"
     report = examine(path, monkeypatch)
     assert not report.short
-    found = [(finding.site.line, finding.rule) for finding in report.findings
-             if finding.site is not None and Path(finding.site.file) == path]  # fmt: skip
+    found = [(place.site.line, finding.rule) for finding in report.findings for place in finding.places
+             if place.site is not None and Path(place.site.file) == path]  # fmt: skip
     assert marks[0] in found, f"found {[(f.rule, f.site) for f in report.findings]}"
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 import lightning_turbo
 from lightning_turbo import Doctor
-from lightning_turbo.doctor import script
+from lightning_turbo.doctor.command import examine
 from tests.integration.doctor_runs import QUIET
 
 EXAMPLES = Path(lightning_turbo.__file__).parent.parent / "examples"
@@ -91,7 +91,7 @@ def test_what_prefetching_does_away_with(example, images):
 def examined(path, *arguments):
     """Examines a script by the command's own way; returns what is above info."""
     steps = {"warmup": 1, "timed": 2, "watched": 2}
-    assert script.run(EXAMPLES / path, arguments, out="doctor", **steps) == 0
+    assert examine(EXAMPLES / path, arguments, out="doctor", **steps) == 0
     report = json.loads(Path("doctor/doctor.json").read_text())
     assert report["watched"] == 2
     return [each for each in report["findings"] if each["level"] != "info"]

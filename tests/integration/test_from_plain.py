@@ -1,4 +1,4 @@
-"""examples/from_plain_pytorch.md: each plain loop and what becomes of it give the same numbers, bit for bit."""
+"""docs/from-plain-pytorch.md: each plain loop and what becomes of it give the same numbers, bit for bit."""
 
 import re
 import warnings
@@ -9,7 +9,7 @@ import torch
 
 import lightning_turbo
 
-PAGE = Path(lightning_turbo.__file__).parent.parent / "examples" / "from_plain_pytorch.md"
+PAGE = Path(lightning_turbo.__file__).parent.parent / "docs" / "from-plain-pytorch.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
 

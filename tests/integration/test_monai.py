@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_turbo import ApexAMP, DevicePrefetcher, PrefetchDataModule, PrefetchNextEpoch, TurboStrategy
+from lightning_turbo import (
+    ApexAMP,
+    DevicePrefetcher,
+    PackedDataset,
+    PrefetchDataModule,
+    PrefetchNextEpoch,
+    TurboStrategy,
+)
+from lightning_turbo.data import pack_folder
 from lightning_turbo.errors import NoEffectWarning
 from tests.versions import LEAN_STEP
 
@@ -133,3 +141,50 @@ def test_device_prefetch_keeps_metadata():
     batch = next(iter(DevicePrefetcher(Volumes().train_dataloader(), "cpu", transform=lambda batch: batch)))
     assert isinstance(batch["image"], monai_data.MetaTensor)
     assert "affine" in batch["image"].meta
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("collate", ["list_data_collate", "default"])
+def test_packed_nifti_pairs_give_what_monai_reads_from_the_files(tmp_path, num_workers, collate):
+    nibabel = pytest.importorskip("nibabel")
+    generator = np.random.default_rng(0)
+    for n in range(8):
+        for folder, volume in (
+            ("scans", generator.normal(size=(6, 5, 4))),
+            ("masks", generator.random((6, 5, 4)) > 0.5),
+        ):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            image = nibabel.Nifti1Image(volume.astype(np.float32), np.diag([1, 2, 3, 1]))
+            nibabel.save(image, tmp_path / folder / f"{n}.nii.gz")
+    pack_folder(tmp_path / "scans", tmp_path / "packed", labels=tmp_path / "masks")
+
+    def batches(dataset):
+        torch.manual_seed(0)
+        collate_fn = monai_data.list_data_collate if collate == "list_data_collate" else None
+        loader = torch.utils.data.DataLoader(dataset, 3, shuffle=True, num_workers=num_workers, collate_fn=collate_fn)
+        return [(batch["image"], batch["label"]) for batch in loader]
+
+    def steps(first):
+        both = ("image", "label")
+        compose = transforms.Compose([
+            *first,
+            transforms.EnsureTyped(both, dtype=torch.float32, track_meta=False),
+            transforms.NormalizeIntensityd("image"),
+            transforms.RandFlipd(both, prob=0.5, spatial_axis=0),
+            transforms.RandSpatialCropd(both, roi_size=(4, 4, 4), random_size=False),
+        ])  # fmt: skip
+        return compose.set_random_state(seed=0)
+
+    keys = {"image": "volumes", "label": "labels"}
+    channel = transforms.EnsureChannelFirstd(tuple(keys), channel_dim="no_channel")
+    ours = batches(PackedDataset(tmp_path / "packed", keys=keys, sample_transform=steps([channel])))
+    paths = [
+        {"image": tmp_path / "scans" / f"{n}.nii.gz", "label": tmp_path / "masks" / f"{n}.nii.gz"} for n in range(8)
+    ]
+    load = transforms.LoadImaged(tuple(keys), ensure_channel_first=True)
+    theirs = batches(monai_data.Dataset(paths, steps([load])))
+    assert [image.shape for image, _ in ours] == [(3, 1, 4, 4, 4)] * 2 + [(2, 1, 4, 4, 4)]
+    for pair, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
+    affine = monai_data.MetaTensor(transforms.LoadImage()(paths[0]["image"])).affine
+    assert torch.equal(PackedDataset(tmp_path / "packed", keys=["affine"])[0], affine)

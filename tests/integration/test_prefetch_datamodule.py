@@ -367,6 +367,9 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
         strategy = Strategy()
         lightning_module = Hooked()
 
+        def __init__(self):
+            self.callbacks = []
+
     datamodule = Mine()
     monkeypatch.setattr(datamodule, "trainer", Pretended(), raising=False)
     with pytest.warns(NoEffectWarning, match=r"has no effect, because Hooked.transfer_batch_to_device is overridden"):

@@ -67,7 +67,7 @@ def run(make, base, path, *callbacks, model=Model, **settings):
         enable_model_summary=False, callbacks=list(callbacks), **{"max_epochs": 3, **settings},
     )  # fmt: skip
     trainer.fit(model, datamodule=Data(), ckpt_path=path, **unpickling(True if path else None))
-    assert (len(made), trainer.callbacks) == (1, list(callbacks))
+    assert len(made) == 1
     return model.seen
 
 

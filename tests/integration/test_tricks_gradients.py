@@ -1,10 +1,5 @@
 """GradToNone under a real Trainer: the same numbers, and memory that is free during the forward pass."""
 
-import json
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -179,7 +174,8 @@ def test_the_step_that_weight_averaging_makes_in_the_end_has_its_gradients(algor
         return fit(Normed(), [averaging, *callbacks], max_epochs=3, **clipping, **flags)
 
     plain = run([])
-    same(plain, run([GradToNone()]))
+    with pytest.warns(NoEffectWarning, match="StochasticWeightAveraging makes one more step with the last gradients"):
+        same(plain, run([GradToNone()]))
     same(plain, run([], strategy="turbo"))
 
 
@@ -210,7 +206,7 @@ def test_it_lets_go_of_the_optimizers():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"GradToNone\(parameters='some'\); accepted are 'optimizers' and 'all'"):
+    with pytest.raises(ValueError, match=r"GradToNone\(parameters\): expected 'optimizers' or 'all', got 'some'"):
         GradToNone("some")
 
     class Trainerlike:
@@ -219,60 +215,3 @@ def test_bad_input():
 
     with pytest.raises(grad_to_none.MisconfigurationException, match="keeps and clears gradients itself"):
         GradToNone().setup(Trainerlike, Net(), "fit")
-
-
-MODES = ("late", "early")
-PEAK = """
-    import json, sys, warnings
-    warnings.simplefilter("ignore")
-    import torch
-    torch.set_num_threads(1)
-    from lightning.pytorch import LightningModule, Trainer
-    from torch import nn
-    from torch.utils.data import DataLoader
-    from lightning_turbo import GradToNone
-
-    def status(key):
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) for line in f if line.startswith(key)) // 1024
-
-    class Net(LightningModule):
-        def __init__(self):
-            super().__init__()
-            # Weights, and so gradients, of 36 MiB each, which glibc gives back to the system when they are free.
-            self.net = nn.Sequential(*[nn.Linear(3072, 3072, bias=False) for _ in range(3)])
-            self.peaks = []
-        def training_step(self, batch, batch_idx):
-            with open("/proc/self/clear_refs", "w") as f:
-                f.write("5")  # the high-water mark starts anew
-            x = batch
-            for layer in self.net:
-                x = torch.tanh(layer(x))
-            self.peaks.append(status("VmHWM"))
-            return x.square().mean()
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=3,
-                      enable_progress_bar=False, enable_model_summary=False,
-                      callbacks=[GradToNone()] if sys.argv[1] == "early" else [])
-    model = Net()
-    trainer.fit(model, DataLoader(torch.randn(3 * 16, 3072), batch_size=16))
-    print(json.dumps(model.peaks))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_peak_of_the_forward_pass_is_lower(tmp_path):
-    """In fresh processes, because a process keeps its highest peak."""
-
-    script = textwrap.dedent(PEAK)
-    runs = [subprocess.Popen([sys.executable, "-c", script, mode], stdout=subprocess.PIPE, text=True) for mode in MODES]
-    try:
-        lines = [run.communicate(timeout=150)[0].splitlines() for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    late, early = (json.loads(out[-1])[2] for out in lines)  # the third step is the first after a release
-    # 108 MiB of gradients are not there; the allocator may keep a few of them, so three quarters are asked for.
-    assert late - early > 0.75 * 108, (late, early)

@@ -28,7 +28,7 @@ class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
         self.seen = []
 
     def training_step(self, batch, index):
@@ -50,6 +50,7 @@ SETTINGS = {
     "static-1": lambda: TurboDDPStrategy(static_graph=True, gradient_as_bucket_view=False),
     "fp16": lambda: TurboDDPStrategy(grad_compression="fp16"),
     "sized": lambda: "turbo_ddp",
+    "compiled": lambda: TurboDDPStrategy(compile={"backend": "eager"}),
     "turbo-O2": lambda: "turbo_ddp",
     "stock-O2": lambda: "ddp",
 }
@@ -84,6 +85,7 @@ def go_on(data, folder, rank):
     """Train two epochs with worker processes, and the second again from the checkpoint of the first."""
     for name in ("workers", "again"):
         model = Net()
+        torch.manual_seed(rank + 10 * (name == "again"))  # dropout differs from rank to rank
         trainer = pl.Trainer(
             accelerator="cpu", devices=2, strategy="turbo_ddp", max_epochs=2, logger=False,
             callbacks=[ModelCheckpoint(folder.parent, filename="{epoch}", save_top_k=-1)],

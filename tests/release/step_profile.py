@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from benchmarks.training import QUIET, Classifier
+from benchmarks.workloads import sgd
 from lightning_turbo import TurboStrategy
-from lightning_turbo.bench.training import QUIET, Classifier
-from lightning_turbo.bench.workloads import sgd
 
 OWNERS = {
     "lightning_turbo/": "lightning_turbo",

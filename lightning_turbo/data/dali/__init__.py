@@ -1,10 +1,9 @@
-"""DALI pipelines as loaders for any training loop; DALI itself is imported when a loader is built."""
+"""DALI pipelines as loaders for any training loop; DALI itself is imported when a pipeline is built."""
 
 from __future__ import annotations
 
 from lightning_turbo.data.dali.images import ImageFolder
 from lightning_turbo.data.dali.loader import DALILoader
-from lightning_turbo.data.dali.recipe import FileRecipe
 from lightning_turbo.data.dali.volumes import VolumeFiles
 
-__all__ = ["DALILoader", "FileRecipe", "ImageFolder", "VolumeFiles"]
+__all__ = ["DALILoader", "ImageFolder", "VolumeFiles"]

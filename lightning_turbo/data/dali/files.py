@@ -1,168 +1,122 @@
-"""A ready pipeline in motion: the loader's own order of files, fed to DALI batch by batch."""
+"""What the ready pipelines share: DALI's own file reader, labels, and the name of a broken file."""
 
 from __future__ import annotations
 
-import os
-from collections import deque
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from lightning_turbo.data.dali.engine import Engine, Settings, dali
-from lightning_turbo.data.dali.order import LastBatch, ShardOrder
-from lightning_turbo.data.dali.recipe import FileRecipe
+from lightning_turbo._checks import check_switches, is_number
 
-__all__ = ["FileStream"]
+__all__ = ["FilePipeline", "are_numbers", "check_dtype", "import_dali"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "uint8": torch.uint8}
 
 
-class FileStream:
-    """Batches of a ``FileRecipe`` from any place on: an epoch and a batch say all there is to say.
+def import_dali() -> Any:
+    """Import DALI when it is needed: ``import lightning_turbo`` stays light."""
+    return importlib.import_module("nvidia.dali")
+
+
+class FilePipeline(ABC):
+    """A pipeline over files, each of them one sample, with or without a label.
 
     Args:
-        recipe: Files and graph.
-        settings: What the pipeline is built with.
-        last_batch: ``"partial"``, ``"fill"`` or ``"drop"``.
-
-    Raises:
-        ValueError: If the files are too few for ranks and batches.
+        files: Paths, at least one.
+        labels: One integer a file, or ``None``.
+        shuffle: Whether each epoch has a new order.
+        index: Whether the last output is the number of the file in ``files``.
     """
 
-    def __init__(self, recipe: FileRecipe, settings: Settings, last_batch: LastBatch) -> None:
-        self.recipe, self.settings = recipe, settings
-        self.order = ShardOrder(
-            len(recipe.files),
-            batch_size=settings.batch_size,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            shuffle=recipe.shuffle,
-            last_batch=last_batch,
-            seed=settings.seed,
-        )
-        self.samples, self.outputs = len(recipe.files), recipe.outputs
-        self._epochs_differ = recipe.shuffle or recipe.random
-        self._source = _Source(recipe, self.order, self._epochs_differ)
-        self._engine: Engine | None = None
+    branches = False
+    """Whether ``define`` has an ``if`` on a value of the sample (DALI's ``enable_conditionals``)."""
 
-    def __len__(self) -> int:
-        return len(self.order)
+    def __init__(self, files: Sequence[str], labels: Sequence[int] | None, *, shuffle: bool, index: bool) -> None:
+        check_switches(shuffle=shuffle, index=index)
+        self.files = tuple(files)
+        self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
+        self.shuffle, self.index = shuffle, index
 
-    def build(self) -> Engine:
-        """Build the pipeline, unless it is built."""
-        if self._engine is None:
-            self._source.under_way.clear()
-            self._engine = Engine(_pipeline(self.recipe, self._source, self.settings.for_pipeline()))
-        return self._engine
+    @property
+    def outputs(self) -> int:
+        """Number of tensors in a batch."""
+        return 1 + (self.labels is not None) + self.index
 
-    def start(self, epoch: int, batch: int) -> None:
-        """Go to a batch of an epoch; what was prepared for another place is dropped."""
-        engine, source = self.build(), self._source
-        place = (epoch if self._epochs_differ else 0, batch)
-        try:
-            while source.under_way and source.under_way[0] != place:
-                engine.discard()
-                source.under_way.popleft()
-        except RuntimeError:  # a dropped batch held a file that cannot be read; it is reported when it is asked for
-            self.close()
-            engine = self.build()
-        if not source.under_way:
-            source.place = place
-        while len(source.under_way) < self.settings.prefetch:
-            engine.schedule()
+    @abstractmethod
+    def define(self, dali: Any, encoded: Any, device: str) -> Any:
+        """Return the DALI graph from a file's bytes, on the CPU, to the finished sample on ``device``."""
 
-    def take(self) -> list[Tensor]:
-        """Return the next batch.
+    @abstractmethod
+    def view(self, batch: Tensor) -> Tensor:
+        """Return the batch in the shape that the user gets, a view."""
 
-        Raises:
-            ValueError: If a file cannot be read or decoded; the message names it.
-        """
-        try:
-            image, *rest = self.build().take()
-        except RuntimeError as error:
-            places = list(self._source.under_way)
-            self.close()
-            self._blame(places, error)
-            raise
-        self._source.under_way.popleft()
-        return [self.recipe.finish(image), *rest]
+    def finish(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Make samples and numbers of files, as the pipeline returns them, a batch with labels."""
+        sample, numbers = tensors
+        rest = [] if self.labels is None else [torch.from_numpy(self.labels[numbers.numpy()])]
+        rest += [numbers] if self.index else []
+        return [self.view(sample), *(part.to(sample.device, non_blocking=True) for part in rest)]
 
-    def close(self) -> None:
-        """Release the pipeline with its threads and memory."""
-        self._engine = None
-        self._source.under_way.clear()
+    def definition(self, world_size: int) -> Callable[..., Any]:
+        """Return a function that makes the pipeline, as DALI's ``pipeline_def`` does."""
+        if len(self.files) < world_size:
+            raise ValueError(
+                f"{len(self.files)} files for {world_size} ranks: every rank needs at least one. "
+                "Pass more files or use fewer devices."
+            )
+        dali = import_dali()
 
-    def _blame(self, places: list[tuple[int, int]], error: RuntimeError) -> None:
-        """Read the files of some batches one by one, and name the first that fails."""
-        suspects = deque(int(number) for place in places for number in self.order.batch(*place))
-        last = [0]
+        @dali.pipeline_def(enable_conditionals=self.branches)
+        def pipeline(shard_id: int, num_shards: int, device: str, order_seed: int) -> Any:
+            # DALI shuffles the whole list again after each epoch, but always in the same way: so the list itself
+            # comes in an order of the seed. It is the same on every rank, because each reads its part of it.
+            order = np.arange(len(self.files))
+            if self.shuffle:
+                np.random.default_rng(order_seed).shuffle(order)
+            encoded, number = dali.fn.readers.file(
+                files=[self.files[place] for place in order],
+                labels=order.tolist(),
+                shuffle_after_epoch=self.shuffle,
+                shard_id=shard_id,
+                num_shards=num_shards,
+                pad_last_batch=True,
+                name="files",
+            )
+            return self.define(dali, encoded, device), number
 
-        def one_by_one() -> list[Any]:
-            last[0] = suspects.popleft()
-            return self._source.arrays(np.array(last), np.random.default_rng(0))
+        return pipeline
 
-        alone = {**self.settings.for_pipeline(), "batch_size": 1, "prefetch_queue_depth": 1}
-        engine = Engine(_pipeline(self.recipe, one_by_one, alone))
-        while suspects:
-            engine.schedule()
-            try:
-                engine.discard()
-            except RuntimeError as failure:
-                reason = str(failure).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
-                raise ValueError(
-                    f"{self.recipe.files[last[0]]!r} could not be made a sample ({reason.rstrip(' :')}). "
-                    "Repair the file or take it away."
-                ) from error
+    def explain(self, error: RuntimeError) -> ValueError | None:
+        """Return an error that names the file which the pipeline failed at; ``None`` if no file is to blame."""
+        message = str(error)
+        file = next((file for file in self.files if file in message), None) or self.find_broken()
+        if file is None:
+            return None
+        reason = message.partition("encountered:")[2].strip().partition("\n")[0]
+        return ValueError(f"{file!r} could not be made a sample ({reason}). Repair the file or remove it.")
+
+    @abstractmethod
+    def find_broken(self) -> str | None:
+        """Return the first file whose header cannot be read: DALI's decoders do not name every broken file."""
 
 
-class _Source:
-    """What DALI calls for each batch: paths, labels, numbers and what the recipe draws."""
-
-    def __init__(self, recipe: FileRecipe, order: ShardOrder, epochs_differ: bool) -> None:
-        self.recipe, self.order, self.epochs_differ = recipe, order, epochs_differ
-        self.place: tuple[int, int] = (0, 0)
-        self.under_way: deque[tuple[int, int]] = deque()
-        # DALI takes an array of equal rows far faster than a list of strings: slashes in front make them equal.
-        encoded = [os.path.abspath(file).encode() for file in recipe.files]
-        longest = max(map(len, encoded))
-        paths = np.frombuffer(b"".join(path.rjust(longest, b"/") for path in encoded), dtype=np.uint8)
-        self._paths = paths.reshape(len(encoded), longest)
-
-    def __call__(self) -> list[Any]:
-        epoch, batch = place = self.place
-        last = batch + 1 == len(self.order)
-        self.under_way.append(place)
-        self.place = (epoch + (last and self.epochs_differ), 0 if last else batch + 1)
-        # One is added because zeros at the end of a seed do not count, and the order is drawn from the first two.
-        generator = np.random.default_rng([self.order.seed, epoch, self.order.rank + 1, batch + 1])
-        return self.arrays(self.order.batch(epoch, batch), generator)
-
-    def arrays(self, numbers: np.ndarray, generator: np.random.Generator) -> list[Any]:
-        """Return what the pipeline's external source takes, for the files of these numbers."""
-        fed: list[Any] = [self._paths[numbers]]
-        if self.recipe.labels is not None:
-            fed.append(self.recipe.labels[numbers])
-        if self.recipe.index:
-            fed.append(numbers)
-        return fed + list(self.recipe.draw(generator, len(numbers)).values())
+def are_numbers(values: Any, count: int) -> bool:
+    """Tell whether values are so many finite numbers."""
+    return isinstance(values, (Sequence, np.ndarray)) and len(values) == count and all(map(is_number, values))
 
 
-def _pipeline(recipe: FileRecipe, source: Any, arguments: dict[str, Any]) -> Any:
-    """The DALI pipeline of a recipe, not yet built."""
-    module = dali()
-    fn = module.fn
-    device = "cpu" if arguments["device_id"] is None else "gpu"
-    drawn = {name: recipe.outputs + place for place, name in enumerate(recipe.draw(np.random.default_rng(0), 1))}
+def check_dtype(dtype: torch.dtype | str, accepted: Sequence[str]) -> str:
+    """Return the name of ``dtype``, torch's or a name, or refuse it.
 
-    @module.pipeline_def(enable_conditionals=recipe.branches)
-    def graph() -> Any:
-        fed = fn.external_source(source=source, num_outputs=recipe.outputs + len(drawn), batch=True)
-        sample = recipe.define(
-            module,
-            fn.io.file.read(fed[0], dont_use_mmap=True),
-            device,
-            **{name: fed[place] for name, place in drawn.items()},
-        )
-        numbers = [number.gpu() if device == "gpu" else number for number in fed[1 : recipe.outputs]]
-        return sample, *numbers
-
-    return graph(**arguments)
+    Raises:
+        ValueError: If it is none of ``accepted``.
+    """
+    for name in accepted:
+        if dtype in (name, DTYPES[name]):
+            return name
+    raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(f'torch.{name}' for name in accepted)}.")

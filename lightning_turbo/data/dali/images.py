@@ -1,4 +1,4 @@
-"""A folder of JPEG and PNG images, one folder a class, as a ready pipeline."""
+"""``ImageFolder``, JPEG and PNG images with one folder a class, as a ready pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_turbo._checks import check_switches, is_whole
-from lightning_turbo.data.dali.recipe import FileRecipe, are_numbers, check_dtype
+from lightning_turbo.data.dali.files import FilePipeline, are_numbers, check_dtype, import_dali
+from lightning_turbo.data.folders import check_classes, find_classes, list_files
 from lightning_turbo.data.normalize import Normalize
 
 __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "ImageFolder"]
@@ -22,16 +23,15 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
-class ImageFolder(FileRecipe):
+class ImageFolder(FilePipeline):
     """Images of a folder with one subfolder a class, decoded, augmented and normalised.
 
-    Training: a window of random area and aspect ratio is decoded (fused with the decoder), resized to
-    ``size`` x ``size``, mirrored with probability one half and normalised. A window that would stick out of the image
-    is cut at its border. Evaluation: the shorter side is resized to ``resize``, the centre is cropped and normalised.
-    Resizing is linear with antialiasing. Every image becomes RGB.
+    Training: a window of random area and aspect ratio is decoded, resized to ``size`` x ``size``, mirrored with
+    probability one half and normalised. Evaluation: the shorter side is resized to ``resize``, the centre is cropped
+    and normalised. Resizing is linear with antialiasing. Every image becomes RGB.
 
     Args:
-        root: Folder whose subfolders are the classes, numbered in sorted order; images may lie deeper.
+        root: Folder whose subfolders are the classes; images may lie deeper. Hidden files and folders do not count.
         train: ``True`` for random crops, mirroring and shuffling; ``False`` for evaluation.
         size: Height and width of the output, in pixels.
         resize: Shorter side before the centre crop of the evaluation, in pixels; by default ``size * 256 / 224``.
@@ -46,16 +46,19 @@ class ImageFolder(FileRecipe):
         mirror: Whether half of the training images are mirrored.
         shuffle: Whether each epoch has a new order; by default the value of ``train``.
         labelled: ``False`` takes every image below ``root``, without classes and labels.
+        classes: Names of the classes in the order of their numbers; by default the subfolders, sorted. Pass those of
+            the training set where a class may be missing.
         index: Whether the last output is the number of the image in ``files``.
 
     Attributes:
-        classes: Names of the classes; a label is a place in it.
+        classes: Names of the classes; a label is a position in it.
         files: Paths of the images.
 
     Raises:
-        FileNotFoundError: If ``root`` is no folder.
-        TypeError: If a switch is no bool.
-        ValueError: If there is no class, a class without an image, or an argument out of its range.
+        FileNotFoundError: If ``root`` is not a folder.
+        TypeError: If a switch is not a bool, or ``classes`` not a sequence of names.
+        ValueError: If there is no class, a class without an image, a folder that is not in ``classes``, or an argument
+            is out of its range.
 
     Note:
         The orientation in a photograph's EXIF data is applied.
@@ -80,6 +83,7 @@ class ImageFolder(FileRecipe):
         mirror: bool = True,
         shuffle: bool | None = None,
         labelled: bool = True,
+        classes: Sequence[str] | None = None,
         index: bool = False,
     ) -> None:
         check_switches(train=train, channels_last=channels_last, mirror=mirror, labelled=labelled)
@@ -87,67 +91,44 @@ class ImageFolder(FileRecipe):
         if not is_whole(size, 1) or not is_whole(resize, size):
             raise ValueError(f"size={size!r}, resize={resize!r}: size must be at least 1 and resize at least size.")
         if not (are_numbers(mean, 3) and are_numbers(std, 3) and min(std) > 0):
-            raise ValueError(f"mean={mean!r}, std={std!r}: give three numbers each, and std above zero.")
-        if not (are_numbers(area, 2) and 0 < area[0] <= area[1] <= 1):
-            raise ValueError(f"area={area!r}: give two rising fractions of the image, above 0 and up to 1.")
-        if not (are_numbers(ratio, 2) and 0 < ratio[0] <= ratio[1]):
-            raise ValueError(f"ratio={ratio!r}: give two rising numbers above 0.")
+            raise ValueError(f"mean={mean!r}, std={std!r}: expected three numbers each, and std above zero.")
+        _check_range("area", area, above=0, up_to=1)
+        _check_range("ratio", ratio, above=0)
         self.root, self.train, self.size, self.resize = Path(root), train, size, resize
         self.dtype = check_dtype(dtype, ("float32", "float16", "uint8"))
         self.channels_last = channels_last or self.dtype == "uint8"
         self.mean, self.std, self.area, self.ratio, self.mirror = tuple(mean), tuple(std), area, ratio, mirror
-        self.classes, files, labels = _found(self.root, labelled)
+        self.classes, files, labels = _find_images(self.root, labelled, check_classes(classes))
         super().__init__(files, labels, shuffle=train if shuffle is None else shuffle, index=index)
 
-    def draw(self, generator: np.random.Generator, batch: int) -> dict[str, np.ndarray]:
-        """Draw window and mirroring of each image; nothing in evaluation."""
-        if not self.train:
-            return {}
-        low, high = np.log(self.ratio)
-        area, ratio = generator.uniform(*self.area, batch), np.exp(generator.uniform(low, high, batch))
-        return {
-            "squares": np.stack([area / ratio, area * ratio], axis=1).astype(np.float32),
-            "place": generator.random((batch, 2), dtype=np.float32),
-            "mirrored": generator.integers(0, 1 + self.mirror, batch, dtype=np.int32),
-        }
-
-    def define(self, dali: Any, encoded: Any, device: str, **drawn: Any) -> Any:
+    def define(self, dali: Any, encoded: Any, device: str) -> Any:
         """Return decoding, cropping, resizing and normalisation as a DALI graph."""
         fn, types = dali.fn, dali.types
-        decoder = "mixed" if device == "gpu" else "cpu"
-        if self.train:
-            start, shape = _window(dali, encoded, drawn["squares"], drawn["place"])
-            image = fn.decoders.image_slice(
-                encoded,
-                start,
-                shape,
-                normalized_anchor=False,
-                normalized_shape=False,
-                axis_names="HW",
-                device=decoder,
-                output_type=types.RGB,
-            )
-            image = fn.resize(image, size=(self.size, self.size))
-        else:
-            # Smooth chroma makes the GPU's decoder agree with the CPU's; it costs too much for training.
-            image = fn.decoders.image(encoded, device=decoder, output_type=types.RGB, jpeg_fancy_upsampling=True)
-            image = fn.resize(image, resize_shorter=self.resize, subpixel_scale=False)
-        mirrored = drawn.get("mirrored", 0)
+        image = self._decode(fn, encoded, device={"gpu": "mixed", "cpu": "cpu"}[device], output_type=types.RGB)
+        mirrored = fn.random.coin_flip(probability=0.5 * (self.train and self.mirror))
         if self.dtype == "uint8":
-            image = image if self.train else fn.crop(image, crop=(self.size, self.size))
-            return fn.flip(image, horizontal=mirrored) if self.train else image
+            return fn.flip(image, horizontal=mirrored)
         return fn.crop_mirror_normalize(
             image,
-            crop=(self.size, self.size),
             mirror=mirrored,
-            mean=[255 * value for value in self.mean],
-            std=[255 * value for value in self.std],
-            dtype=types.FLOAT16 if self.dtype == "float16" else types.FLOAT,
+            mean=(255 * np.array(self.mean)).tolist(),
+            std=(255 * np.array(self.std)).tolist(),
+            dtype={"float16": types.FLOAT16, "float32": types.FLOAT}[self.dtype],
             output_layout="HWC" if self.channels_last else "CHW",
         )
 
-    def finish(self, batch: Tensor) -> Tensor:
-        """Return the batch in shape (batch, 3, size, size), a view if its channels lie last."""
+    def _decode(self, fn: Any, encoded: Any, **decoder: Any) -> Any:
+        """Decode and resize, with training's random window or evaluation's centre."""
+        if self.train:
+            window = {"random_area": list(self.area), "random_aspect_ratio": list(self.ratio)}
+            return fn.resize(fn.decoders.image_random_crop(encoded, **window, **decoder), size=(self.size, self.size))
+        # Smooth chroma makes the GPU's decoder agree with the CPU's; it costs too much for training.
+        image = fn.decoders.image(encoded, jpeg_fancy_upsampling=True, **decoder)
+        image = fn.resize(image, resize_shorter=self.resize, subpixel_scale=False)
+        return fn.crop(image, crop=(self.size, self.size))
+
+    def view(self, batch: Tensor) -> Tensor:
+        """Return the batch in shape (batch, 3, size, size)."""
         return batch.permute(0, 3, 1, 2) if self.channels_last else batch
 
     def normalizer(self, dtype: torch.dtype = torch.float32) -> Normalize:
@@ -158,51 +139,43 @@ class ImageFolder(FileRecipe):
         """
         return Normalize(self.mean, self.std, dtype=dtype)
 
+    def find_broken(self) -> str | None:
+        """Return the first file whose header DALI cannot read."""
+        dali = import_dali()
 
-def _found(root: Path, labelled: bool) -> tuple[tuple[str, ...], list[str], list[int] | None]:
-    """The classes of a folder, its images in sorted order and their labels."""
+        @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+        def headers() -> Any:
+            return dali.fn.peek_image_shape(dali.fn.readers.file(files=list(self.files))[0])
+
+        pipeline: Any = headers()
+        for file in self.files:
+            try:
+                pipeline.run()
+            except RuntimeError:
+                return file
+        return None
+
+
+def _check_range(name: str, values: Any, *, above: float, up_to: float = float("inf")) -> None:
+    if not (are_numbers(values, 2) and above < values[0] <= values[1] <= up_to):
+        limit = f" and up to {up_to}" if up_to < float("inf") else ""
+        raise ValueError(f"{name}={values!r}: expected two rising numbers above {above}{limit}.")
+
+
+def _find_images(
+    root: Path, labelled: bool, classes: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], list[str], list[int] | None]:
+    """Return the classes of a folder, its images in sorted order and their labels."""
     if not root.is_dir():
-        raise FileNotFoundError(f"root={str(root)!r} is no folder. Give the folder that holds the images.")
-    if not labelled:
-        if not (files := _images(root)):
-            raise ValueError(f"root={str(root)!r} holds no image ({', '.join(SUFFIXES)}).")
-        return (), files, None
-    classes = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir()))
-    if not classes:
+        raise FileNotFoundError(f"root={str(root)!r} is not a folder. Pass the folder that holds the images.")
+    if labelled:
+        names, files, labels = find_classes(root, SUFFIXES, classes)
+    else:
+        names, files, labels = (), list_files(root, SUFFIXES), None
+    if labelled and not names:
         raise ValueError(
-            f"root={str(root)!r} holds no folder: give the folder above those of the classes, or labelled=False."
+            f"root={str(root)!r} holds no folder: pass the folder above those of the classes, or labelled=False."
         )
-    files, labels = [], []
-    for label, name in enumerate(classes):
-        if not (found := _images(root / name)):
-            raise ValueError(
-                f"the class {str(root / name)!r} holds no image ({', '.join(SUFFIXES)}). Remove the folder or fill it."
-            )
-        files += found
-        labels += [label] * len(found)
-    return classes, files, labels
-
-
-def _images(folder: Path) -> list[str]:
-    return sorted(
-        os.path.join(where, name)
-        for where, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES)
-    )
-
-
-def _window(dali: Any, encoded: Any, squares: Any, place: Any) -> tuple[Any, Any]:
-    """Start and shape of a window, in pixels, each as (y, x).
-
-    Few operators, because each costs as much as decoding a part of an image.
-
-    Args:
-        dali: The module.
-        encoded: The bytes of the images.
-        squares: Squares of the window's height and width, in units of the image's area.
-        place: Where the window lies, from 0 at the top left to 1 at the bottom right.
-    """
-    image = dali.fn.peek_image_shape(encoded, dtype=dali.types.FLOAT)[:2]
-    shape = dali.math.min(dali.math.sqrt(squares * (image[0] * image[1])), image)
-    return place * (image - shape), shape
+    if not files:
+        raise ValueError(f"root={str(root)!r} holds no image ({', '.join(SUFFIXES)}).")
+    return names, [str(file) for file in files], labels

@@ -1,8 +1,9 @@
-"""3D volumes in ``.npy`` files, with labels from a list, as a ready pipeline."""
+"""``VolumeFiles``, 3D volumes in ``.npy`` files with labels from a list, as a ready pipeline."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_turbo._checks import check_switches, is_number, is_whole
-from lightning_turbo.data.dali.recipe import FileRecipe, are_numbers, check_dtype
+from lightning_turbo.data.dali.files import FilePipeline, are_numbers, check_dtype
 
 __all__ = ["VolumeFiles"]
 
 Pairs = Sequence[tuple[str | os.PathLike[str], int]]
 
 
-class VolumeFiles(FileRecipe):
+class VolumeFiles(FilePipeline):
     """Volumes from ``.npy`` files, cropped, flipped, turned and normalised, for 3D medical work.
 
     Training, in this order: a random crop, a turn by a multiple of 90 degrees about the first axis, random flips
@@ -52,11 +53,11 @@ class VolumeFiles(FileRecipe):
 
     Raises:
         FileNotFoundError: If the list or a volume is missing.
-        TypeError: If a switch is no bool.
-        ValueError: If a line of the list, a volume's format or shape, or an argument is not as described.
+        TypeError: If a switch is not a bool.
+        ValueError: If a line of the list, a volume's format, size or shape, or an argument is not as described.
 
     Note:
-        The constructor reads the header of every file, to compare the shapes.
+        The constructor reads the header of every file, to compare shapes and to find files that are cut short.
     """
 
     def __init__(
@@ -76,148 +77,158 @@ class VolumeFiles(FileRecipe):
         index: bool = False,
     ) -> None:
         check_switches(train=train, flips=flips, turns=turns, channels_last=channels_last)
-        if not is_number(intensity) or not 0 <= intensity < 1:
-            raise ValueError(f"intensity={intensity!r}: give a number from 0 to below 1.")
-        if normalize not in ("volume", None) and not (are_numbers(normalize, 2) and normalize[1] > 0):
-            raise ValueError(f"normalize={normalize!r}: accepted are 'volume', (mean, std) with std above 0, and None.")
-        if crop is not None and not (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)):
-            raise ValueError(f"crop={crop!r}: give depth, height and width, each at least 1.")
+        _check_arguments(intensity, normalize, crop)
         self.train, self.crop, self.normalize = train, crop, normalize
         self.flips, self.turns, self.intensity = flips and train, turns and train, intensity if train else 0.0
         self.branches = self.turns
         self.dtype, self.channels_last = check_dtype(dtype, ("float32", "float16")), channels_last
-        files, labels = _listed(source, root)
-        self.channels, shape = _checked_shape(files, crop)
+        files, labels = _read_list(source, root)
+        self.channels, shape = _check_shapes(files, crop)
         if self.turns and shape[1] != shape[2]:
             raise ValueError(
                 f"turns=True needs planes as high as wide, but they are {shape[1]} x {shape[2]}. "
-                "Give a square crop or turns=False."
+                "Pass turns=False or a square crop."
             )
         super().__init__(files, labels, shuffle=train if shuffle is None else shuffle, index=index)
 
-    def draw(self, generator: np.random.Generator, batch: int) -> dict[str, np.ndarray]:
-        """Draw place, turn, flips and intensity of each volume; only what training asks for."""
-        drawn: dict[str, np.ndarray] = {}
-        if self.train and self.crop is not None:
-            for axis in ("z", "y", "x"):
-                drawn[axis] = generator.random(batch, dtype=np.float32)
-        if self.flips or self.turns:
-            flips = generator.integers(0, 1 + self.flips, (3, batch), dtype=np.int32)
-            turn = generator.integers(0, 1 + 3 * self.turns, batch, dtype=np.int32)
-            # One, two and three quarter turns: transpose, flip rows and flip columns in these combinations.
-            if self.turns:
-                drawn["transposed"] = turn % 2 == 1
-            drawn["depthwise"] = flips[0]
-            drawn["vertical"] = flips[1] ^ ((turn == 1) | (turn == 2))
-            drawn["horizontal"] = flips[2] ^ (turn >= 2)
-        if self.intensity:
-            drawn["gain"] = generator.uniform(1 - self.intensity, 1 + self.intensity, batch).astype(np.float32)
-            drawn["offset"] = generator.uniform(-self.intensity, self.intensity, batch).astype(np.float32)
-        return drawn
-
-    def define(self, dali: Any, encoded: Any, device: str, **drawn: Any) -> Any:
+    def define(self, dali: Any, encoded: Any, device: str) -> Any:
         """Return reading, augmentation and normalisation as a DALI graph."""
-        fn, types = dali.fn, dali.types
-        volume = fn.decoders.numpy(encoded, dtype=types.FLOAT)
+        volume = dali.fn.decoders.numpy(encoded, dtype=dali.types.FLOAT)
         if not self.channels:
-            volume = fn.expand_dims(volume, axes=0)
-        volume = fn.reshape(volume, layout="CDHW")
-        if device == "gpu":
-            volume = volume.gpu()
-        if self.crop is not None:
-            place = {f"crop_pos_{axis}": drawn.get(axis, 0.5) for axis in ("z", "y", "x")}
-            depth, height, width = self.crop
-            volume = fn.crop(volume, crop_d=depth, crop_h=height, crop_w=width, **place)
-        if "transposed" in drawn:
-            volume = _turned(dali, volume, drawn["transposed"])
-        if "depthwise" in drawn:
-            volume = fn.flip(volume, **{name: drawn[name] for name in ("depthwise", "vertical", "horizontal")})
+            volume = dali.fn.expand_dims(volume, axes=0)
+        volume = dali.fn.reshape(volume, layout="CDHW")
+        volume = self._cut(dali.fn, volume.gpu() if device == "gpu" else volume)
+        if self.flips or self.turns:
+            volume = _turn(dali, volume, self.flips, self.turns)
+        volume = self._scale(dali.fn, volume)
+        if self.channels_last:
+            volume = dali.fn.transpose(volume, perm=[1, 2, 3, 0])
+        return dali.fn.cast(volume, dtype=dali.types.FLOAT16) if self.dtype == "float16" else volume
+
+    def _cut(self, fn: Any, volume: Any) -> Any:
+        """Cut out a window, at random in training, else in the middle."""
+        if self.crop is None:
+            return volume
+        depth, height, width = self.crop
+        corner = {f"crop_pos_{axis}": fn.random.uniform(range=[0, 1]) if self.train else 0.5 for axis in "zyx"}
+        return fn.crop(volume, crop_d=depth, crop_h=height, crop_w=width, **corner)
+
+    def _scale(self, fn: Any, volume: Any) -> Any:
+        """Normalise, and draw gain and offset in training."""
         if self.normalize == "volume":
             volume = fn.normalize(volume, epsilon=1e-12)
         elif self.normalize is not None:
             volume = (volume - float(self.normalize[0])) / float(self.normalize[1])
-        if "gain" in drawn:
-            volume = volume * drawn["gain"] + drawn["offset"]
-        if self.channels_last:
-            volume = fn.transpose(volume, perm=[1, 2, 3, 0])
-        return fn.cast(volume, dtype=types.FLOAT16) if self.dtype == "float16" else volume
+        if not self.intensity:
+            return volume
+        gain = fn.random.uniform(range=[1 - self.intensity, 1 + self.intensity])
+        return volume * gain + fn.random.uniform(range=[-self.intensity, self.intensity])
 
-    def finish(self, batch: Tensor) -> Tensor:
+    def view(self, batch: Tensor) -> Tensor:
         """Return the batch in shape (batch, channels, depth, height, width)."""
         return batch.permute(0, 4, 1, 2, 3) if self.channels_last else batch
 
+    def find_broken(self) -> str | None:
+        """Return the first file that is not a whole ``.npy`` file."""
+        for file in self.files:
+            try:
+                _read_shape(file)
+            except (OSError, ValueError):
+                return file
+        return None
 
-def _turned(dali: Any, volume: Any, transposed: Any) -> Any:
-    """Exchange height and width of the volumes whose flag is set."""
-    if transposed:
+
+def _check_arguments(intensity: Any, normalize: Any, crop: Any) -> None:
+    if not is_number(intensity) or not 0 <= intensity < 1:
+        raise ValueError(f"intensity={intensity!r}: expected a number from 0 to below 1.")
+    if normalize not in ("volume", None) and not (are_numbers(normalize, 2) and normalize[1] > 0):
+        raise ValueError(f"normalize={normalize!r}: expected 'volume', (mean, std) with std above 0, or None.")
+    if crop is not None and not (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)):
+        raise ValueError(f"crop={crop!r}: expected depth, height and width, each at least 1.")
+
+
+def _turn(dali: Any, volume: Any, flips: bool, turns: bool) -> Any:
+    """Flip each axis with probability one half, and turn the planes by one of the four right angles."""
+    coin = dali.fn.random.coin_flip
+    depthwise, vertical, horizontal = (coin() if flips else 0 for _ in range(3))
+    if turns:
+        # A quarter turn exchanges rows and columns and flips one of them; half a turn flips both.
+        quarter, half = coin(), coin()
+        vertical, horizontal = vertical ^ quarter ^ half, horizontal ^ half
+        volume = _exchange(dali, volume, quarter != 0)
+    return dali.fn.flip(volume, depthwise=depthwise, vertical=vertical, horizontal=horizontal)
+
+
+def _exchange(dali: Any, volume: Any, chosen: Any) -> Any:
+    """Exchange height and width of the volumes that are chosen."""
+    if chosen:
         volume = dali.fn.transpose(volume, perm=[0, 1, 3, 2], transpose_layout=False)
     return volume
 
 
-def _listed(source: str | os.PathLike[str] | Pairs, root: str | os.PathLike[str] | None) -> tuple[list[str], list[int]]:
-    """Paths and labels, from a text file or from pairs."""
+def _read_list(
+    source: str | os.PathLike[str] | Pairs, root: str | os.PathLike[str] | None
+) -> tuple[list[str], list[int]]:
+    """Return paths and labels, from a text file or from pairs."""
     if isinstance(source, (str, os.PathLike)):
-        path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"source={str(source)!r} is no file. Give a text file with lines 'path label'.")
-        folder = path.parent if root is None else Path(root)
-        pairs: list[tuple[Any, Any]] = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if not line.strip():
-                continue
-            name, _, label = line.strip().rpartition(" ")
-            if not name or not label.lstrip("-").isdigit():
-                raise ValueError(f"{path}, line {number}: {line!r} is not 'path label' with an integer label.")
-            pairs.append((name.strip(), int(label)))
+        folder, pairs = Path(source).parent, _read_lines(Path(source))
     else:
-        folder = Path() if root is None else Path(root)
-        pairs = list(source)
+        folder, pairs = Path(), source
     if not pairs:
         raise ValueError(f"source={source!r} lists no volume.")
-    files = [os.path.join(folder, name) for name, _ in pairs]
-    return files, [int(label) if isinstance(label, str) else label for _, label in pairs]
+    names, given = zip(*pairs, strict=True)
+    labels = np.array([float(label) for label in given])
+    if not np.array_equal(labels, np.trunc(labels)):
+        raise ValueError(f"source={source!r} holds labels that are not whole numbers. Pass integers.")
+    return [os.path.join(root or folder, name) for name in names], labels.astype(np.int64).tolist()
 
 
-def _checked_shape(files: Sequence[str], crop: tuple[int, int, int] | None) -> tuple[int, tuple[int, ...]]:
-    """Number of channels (0 if there is no such axis) and the shape of the outputs, equal for all files."""
-    first: tuple[int, ...] | None = None
+def _read_lines(path: Path) -> list[tuple[str, int]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"source={str(path)!r} is not a file. Pass a text file with lines 'path label'.")
+    pairs = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        parts = re.fullmatch(r"\s*(\S.*)\s+(-?\d+)\s*", line)
+        if parts:
+            pairs.append((parts[1].strip(), int(parts[2])))
+        elif line.strip():
+            raise ValueError(f"{path}, line {number}: {line!r} is not 'path label' with an integer label.")
+    return pairs
+
+
+def _check_shapes(files: Sequence[str], crop: tuple[int, int, int] | None) -> tuple[int, tuple[int, ...]]:
+    """Return the number of channels (0 if there is no such axis) and the shape of the outputs, equal for all files."""
+    first = _read_shape(files[0])
     for file in files:
-        shape = _header(file)
-        if first is None:
-            first = shape
-        space = shape[-3:]
-        if crop is not None and any(have < want for have, want in zip(space, crop, strict=True)):
+        shape = _read_shape(file)
+        if crop is not None and not all(np.greater_equal(shape[-3:], crop)):
             raise ValueError(f"{file!r} has the shape {shape}, smaller than crop={tuple(crop)}.")
-        if (shape[:-3] if crop is not None else shape) != (first[:-3] if crop is not None else first):
+        if (shape if crop is None else shape[:-3]) != (first if crop is None else first[:-3]):
             raise ValueError(
-                f"{file!r} has the shape {shape}, but {files[0]!r} has {first}. Volumes of one loader need one shape"
-                + (" of channels." if crop is not None else "; give crop to cut them alike.")
+                f"{file!r} has the shape {shape}, but {files[0]!r} has {first}. Volumes of one loader need one shape "
+                "and, with crop=, which cuts them alike, one number of channels."
             )
-    if first is None:
-        raise ValueError("no volumes were given.")
-    return (first[0] if len(first) == 4 else 0), crop if crop is not None else first[-3:]
+    return (first[0] if len(first) == 4 else 0), crop or first[-3:]
 
 
-def _header(file: str) -> tuple[int, ...]:
-    """The shape that a ``.npy`` file states, after a check that DALI can read it."""
+def _read_shape(file: str) -> tuple[int, ...]:
+    """Return the shape that a ``.npy`` file states, after a check that DALI can read it."""
     if not os.path.isfile(file):
-        raise FileNotFoundError(f"the volume {file!r} does not exist.")
+        raise FileNotFoundError(f"The volume {file!r} does not exist.")
     try:
-        with open(file, "rb") as stream:
-            version = np.lib.format.read_magic(stream)
-            if version != (1, 0):
-                raise ValueError(f"its format is version {version}, accepted is (1, 0), which np.save writes")
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    except ValueError as error:
-        raise ValueError(f"{file!r} is no .npy file that can be read: {error}.") from error
-    if dtype.kind not in "iuf" or len(shape) not in (3, 4):
+        array = np.load(file, mmap_mode="r")  # refuses a file that is shorter than its header says
+    except (EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{file!r} is not a .npy file that can be read: {error}. Repair the file.") from error
+    if array.dtype.kind not in "iuf" or array.ndim not in (3, 4):
         raise ValueError(
-            f"{file!r} holds {dtype} of shape {shape}: accepted are integers or floats of 3 dimensions "
+            f"{file!r} holds {array.dtype} of shape {array.shape}: expected integers or floats of 3 dimensions "
             "(depth, height, width) or 4 (channels first)."
         )
-    if fortran:
+    with open(file, "rb") as stream:
+        version = np.lib.format.read_magic(stream)
+    if version != (1, 0) or not array.flags.c_contiguous:
         raise ValueError(
-            f"{file!r} is stored in Fortran order, which DALI cannot read on every machine. "
+            f"{file!r} is stored in Fortran order or format {version}, which DALI cannot read on every machine. "
             "Save it again with np.save(file, np.ascontiguousarray(volume))."
         )
-    return shape
+    return array.shape

@@ -3,163 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from lightning_turbo.doctor.advice import Hit, rule
-from lightning_turbo.doctor.facts import Call, Facts
+from lightning_turbo.doctor.facts import Facts
+from lightning_turbo.doctor.rules.rule import LAYER, LEVELS, Hit, hits_of_calls, rule
 
-__all__ = ["array_copy", "host_sync", "housekeeping", "made_on_host", "progress_bar_sync", "round_trip"]
+__all__: list[str] = []
 
+FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
 
-def _often(facts: Facts, call: Call) -> bool:
-    """Whether a call came in at least half of the watched steps."""
-    return 2 * call.steps >= facts.watched > 0
-
-
-def _rate(facts: Facts, call: Call) -> str:
-    rate = call.count / max(facts.watched, 1)
-    if rate < 1:
-        return f"in {call.steps} of {facts.watched} steps"
-    return "once a step" if rate == 1 else f"{rate:g} times a step"
-
-
-def _level(facts: Facts, call: Call) -> str:
-    return "warning" if _often(facts, call) else "info"
+# A library that fetches values when the user's line calls it -> what the user can do about it.
+REMEDIES = {
+    "torch.distributions": "The distribution checks its arguments: make it with validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False) once.",
+    "torchmetrics": "The metric checks its input: make an aggregator (MeanMetric and its like) with "
+    "nan_strategy='disable', any other metric with validate_args=False.",
+    "torch.utils.tensorboard": "Write to the log every so many steps only.",
+    LAYER: "The layer does it for itself: nothing to change here, unless another layer serves.",
+}
 
 
-def _cost(facts: Facts, call: Call) -> tuple[str, float]:
-    seconds = call.seconds / max(facts.watched, 1)
-    if not facts.cuda:
-        return "next to nothing on this CPU; on a GPU the host waits here for all queued work", seconds
-    return f"{seconds * 1e3:.2f} ms of host time a step (measured while watching)", seconds
-
-
-def _moves(facts: Facts, kind: str, what: str) -> Iterator[Hit]:
-    """One hit for each place with a copy of ``kind``; ``what`` may use its name."""
-    for call in facts.calls:
-        if call.kind == kind:
-            cost, seconds = _cost(facts, call)
-            yield Hit(
-                level=_level(facts, call) if facts.cuda else "info",
-                what=f"{what.format(name=call.name)}, {_rate(facts, call)}",
-                site=call.site,
-                cost=cost,
-                seconds=seconds if facts.cuda else 0.0,
-            )
+def _price(facts: Facts, hits: Iterator[Hit], level: str = "info") -> Iterator[Hit]:
+    """On a CPU nothing waits and nothing is copied: the hits stay, without a cost and at most at ``level``."""
+    for hit in hits:
+        mildest = max(hit.level, level, key=LEVELS.index)
+        yield hit if facts.cuda else replace(hit, level=mildest, cost=FREE, seconds=0.0)
 
 
 @rule(
-    name="host-sync",
-    symptom="The GPU idles in short gaps; the step takes as long as its Python code.",
-    threshold="a value is fetched to the host in at least half of the watched steps; info for fewer, and within "
-    "torch's own layers",
-    remedy="Keep values on the device: log tensors as they are, use torch.where or masks that keep the shape, "
-    "and fetch numbers every so many steps only.",
-    card="what-lightning-does-already",
+    "host-sync",
+    "what-lightning-does-already",
+    "Keep values on the device: log tensors as they are, use torch.where or masks that keep the shape, and fetch "
+    "numbers every so many steps only.",
 )
-def host_sync(facts: Facts) -> Iterator[Hit]:
-    """Values fetched to the host within the step."""
-    for call in facts.calls:
-        if call.kind in ("sync", "layer sync"):
-            cost, seconds = _cost(facts, call)
-            unseen = facts.cuda and call.confirmed is False
-            inside = call.kind == "layer sync"
-            yield Hit(
-                level="info" if unseen or inside else _level(facts, call),
-                what=f"{call.name} fetches a value to the host{' within a layer of torch' if inside else ''}, "
-                f"{_rate(facts, call)}{' (but sync debug mode saw no wait)' if unseen else ''}",
-                site=call.site,
-                cost=cost,
-                seconds=seconds if facts.cuda else 0.0,
-            )
+def _host_sync(facts: Facts) -> Iterator[Hit]:
+    hits = hits_of_calls(facts, "sync", "{name}{within} fetches a value to the host, {rate}", remedies=REMEDIES)
+    return _price(facts, hits, level="warning")
 
 
 @rule(
-    name="progress-bar-sync",
-    symptom="A metric in the progress bar: its value is turned into a Python number after every step.",
-    threshold="`self.log(..., prog_bar=True)` per step in a watched step; always info, since a bar may be wanted",
-    remedy="Log with prog_bar=False, or with on_step=False, on_epoch=True, or every so many steps; "
-    "the conversion happens even when the bar is switched off.",
-    card="what-lightning-does-already",
+    "progress-bar-sync",
+    "what-lightning-does-already",
+    "Log with prog_bar=False, or with on_step=False, on_epoch=True, or every so many steps; the conversion happens "
+    "even when the bar is switched off.",
 )
-def progress_bar_sync(facts: Facts) -> Iterator[Hit]:
-    """Metrics that the progress bar turns into numbers each step."""
-    for call in facts.calls:
-        if call.kind == "log":
-            cost, _ = _cost(facts, call)
-            yield Hit(
-                level="info",
-                what=f"self.log({call.name!r}, prog_bar=True) is turned into a number after the step, "
-                f"{_rate(facts, call)}",
-                site=call.site,
-                cost=cost if not facts.cuda else "one wait for the device a step (estimated)",
-            )
+def _progress_bar_sync(facts: Facts) -> Iterator[Hit]:
+    what = "self.log({name!r}, prog_bar=True) is turned into a number after the step, {rate}"
+    cost = "one wait for the device a step (estimated)" if facts.cuda else FREE
+    return (replace(hit, cause="bar") for hit in hits_of_calls(facts, "log", what, cost, "info"))
 
 
 @rule(
-    name="array-copy",
-    symptom="Host time goes into copying arrays that are there already.",
-    threshold="torch.tensor is called on an array or tensor in at least half of the watched steps; fewer is info",
-    remedy="Use torch.as_tensor or torch.from_numpy, which share the memory, and tensor.detach().clone() where a "
-    "copy is meant.",
-    card="device-prefetch",
+    "array-copy",
+    "device-prefetch",
+    "Use torch.as_tensor or torch.from_numpy, which share the memory; where a copy is meant, tensor.detach().clone().",
 )
-def array_copy(facts: Facts) -> Iterator[Hit]:
-    """``torch.tensor`` of what is an array or a tensor already."""
-    for call in facts.calls:
-        if call.kind == "copy":
-            seconds = call.seconds / max(facts.watched, 1)
-            yield Hit(
-                level=_level(facts, call),
-                what=f"{call.name} copies it, {_rate(facts, call)}",
-                site=call.site,
-                cost=f"{seconds * 1e6:.0f} us a step (measured while watching)",
-                seconds=seconds,
-            )
+def _array_copy(facts: Facts) -> Iterator[Hit]:
+    return hits_of_calls(facts, "copy", "{name} copies it, {rate}")
 
 
 @rule(
-    name="made-on-host",
-    symptom="Small copies from host to device in every step.",
-    threshold="a tensor is made on the CPU and moved in at least half of the watched steps; info for fewer, and in "
-    "a run on the CPU, where nothing is copied",
-    remedy="Make it where it is used (device=self.device, or torch.zeros_like and its kin), or once, as a buffer.",
-    card="device-prefetch",
+    "made-on-host",
+    "device-prefetch",
+    "Make it where it is used: torch.zeros(..., device=self.device) in place of .to(...), .cuda() or .type_as(...), "
+    "torch.zeros_like and its kin, or once, as a buffer.",
 )
-def made_on_host(facts: Facts) -> Iterator[Hit]:
-    """Tensors made on the CPU and moved each step."""
-    return _moves(facts, "moved", "a tensor is made on the CPU and moved by {name}")
+def _made_on_host(facts: Facts) -> Iterator[Hit]:
+    return _price(facts, hits_of_calls(facts, "moved", "a tensor is made on the CPU and moved by {name}, {rate}"))
+
+
+@rule("round-trip", "device-prefetch", "Leave it on the device.")
+def _round_trip(facts: Facts) -> Iterator[Hit]:
+    return _price(
+        facts, hits_of_calls(facts, "round trip", "a tensor fetched to the host is sent back by {name}, {rate}")
+    )
 
 
 @rule(
-    name="round-trip",
-    symptom="Tensors leave the device and come back within one step.",
-    threshold="a tensor fetched by .cpu() is sent back in at least half of the watched steps; info for fewer, and in "
-    "a run on the CPU, where nothing is copied",
-    remedy="Leave it on the device.",
-    card="device-prefetch",
+    "housekeeping",
+    "what-lightning-does-already",
+    "Take the call out of the step; torch reuses its memory by itself, and emptying the cache makes every step "
+    "allocate again.",
 )
-def round_trip(facts: Facts) -> Iterator[Hit]:
-    """Tensors fetched to the host and sent back."""
-    return _moves(facts, "round trip", "a tensor fetched to the host is sent back by {name}")
-
-
-@rule(
-    name="housekeeping",
-    symptom="The allocator is emptied, garbage collected or the device synchronised in the step.",
-    threshold="such a call in at least half of the watched steps; fewer is info",
-    remedy="Take the call out of the step; torch reuses its memory by itself, and emptying the cache makes every "
-    "step allocate anew.",
-    card="what-lightning-does-already",
-)
-def housekeeping(facts: Facts) -> Iterator[Hit]:
-    """``empty_cache``, ``gc.collect`` and ``synchronize`` in the step."""
-    for call in facts.calls:
-        if call.kind == "housekeeping":
-            seconds = call.seconds / max(facts.watched, 1)
-            yield Hit(
-                level=_level(facts, call),
-                what=f"{call.name} is called, {_rate(facts, call)}",
-                site=call.site,
-                cost=f"{seconds * 1e3:.2f} ms a step (measured while watching)",
-                seconds=seconds,
-            )
+def _housekeeping(facts: Facts) -> Iterator[Hit]:
+    return hits_of_calls(facts, "housekeeping", "{name} is called, {rate}")

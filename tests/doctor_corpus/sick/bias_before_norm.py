@@ -5,8 +5,8 @@ from torch import nn
 class Model(Base):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 3),  # <- finding: bias-before-norm
+        self.net = nn.Sequential(  # <- finding: bias-before-norm
+            nn.Conv2d(1, 4, 3),
             nn.BatchNorm2d(4),
             nn.Flatten(),
             nn.Linear(64, 4),

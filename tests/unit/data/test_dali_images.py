@@ -1,11 +1,15 @@
 """ImageFolder: what it finds, what it makes of an image, and what it refuses."""
 
+import io
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+pytest.importorskip("nvidia.dali")
 
 from lightning_turbo.data.dali import DALILoader, ImageFolder
 from lightning_turbo.data.dali.images import IMAGENET_MEAN, IMAGENET_STD
@@ -36,16 +40,12 @@ def reference(path, size, resize):
     return np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.float32)
 
 
-def test_classes_files_and_labels(photos):
-    recipe = ImageFolder(photos, train=False)
-    assert recipe.classes == CLASSES
-    assert len(recipe.files) == 24
-    assert recipe.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
-    assert all(f"/{CLASSES[label]}/" in file for file, label in zip(recipe.files, recipe.labels, strict=True))
-
-
 def test_evaluation_equals_pillow(photos):
     recipe = ImageFolder(photos, train=False, size=48, resize=56)
+    assert recipe.classes == CLASSES
+    assert recipe.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    unlabelled = ImageFolder(photos, train=False, size=48, resize=56, labelled=False)
+    assert torch.equal(batches(unlabelled)[0], batches(recipe)[0][0])  # a single output is the tensor itself
     got = torch.cat([images for images, _ in batches(recipe)])
     mean, std = (np.array(v, dtype=np.float32) * 255 for v in (IMAGENET_MEAN, IMAGENET_STD))
     for image, file in zip(got, recipe.files, strict=True):
@@ -55,30 +55,6 @@ def test_evaluation_equals_pillow(photos):
         # end: one level of 255, and float32's rounding of the normalisation.
         assert difference.max() < 1.01, file
         assert difference.mean() < 0.3, file
-
-
-def test_training_windows_differ_between_epochs_and_keep_their_image(photos):
-    recipe = ImageFolder(photos, train=True, size=32, index=True)
-    loader = DALILoader(recipe, 8, num_threads=1)
-    first, second = (
-        {int(n): image for images, _, numbers in loader for image, n in zip(images, numbers, strict=True)} for _ in "ab"
-    )
-    assert sorted(first) == sorted(second) == list(range(24))
-    assert all(not torch.equal(first[n], second[n]) for n in first)
-    loader.close()
-
-
-def test_a_full_window_without_mirroring_is_the_whole_image(photos):
-    square = ImageFolder(photos, train=True, size=40, area=(1, 1), ratio=(110 / 72, 110 / 72), mirror=False, index=True)
-    images, _, numbers = batches(square, 24)[0]
-    mean, std = (np.array(v, dtype=np.float32) * 255 for v in (IMAGENET_MEAN, IMAGENET_STD))
-    for image, n in zip(images, numbers, strict=True):
-        whole = Image.open(square.files[n]).convert("RGB")
-        if whole.size != (110, 72):
-            continue
-        expected = np.asarray(whole.resize((40, 40), Image.Resampling.BILINEAR), dtype=np.float32)
-        difference = np.abs(image.permute(1, 2, 0).numpy() * std + mean - expected)
-        assert difference.mean() < 1.0  # rounding of pixels, and of the window to whole pixels
 
 
 def test_windows_have_the_area_and_ratio_that_were_asked_for(tmp_path):
@@ -127,20 +103,6 @@ def test_uint8_normalised_later_equals_float(photos, train):
         torch.testing.assert_close(small.normalizer()(pixels), images, atol=2e-5, rtol=0)
 
 
-def test_labels_of_a_batch_of_one_keep_their_dimension(photos):
-    images, labels = batches(ImageFolder(photos, train=False, size=32), 1)[-1]
-    assert images.shape == (1, 3, 32, 32)
-    assert labels.shape == (1,)
-    assert labels.dtype == torch.int64
-
-
-def test_without_labels_a_batch_is_the_tensor(photos):
-    recipe = ImageFolder(photos, train=False, size=32, labelled=False)
-    (images, *_) = batches(recipe, 7)
-    assert isinstance(images, torch.Tensor)
-    assert images.shape == (7, 3, 32, 32)
-
-
 def test_grey_and_transparent_images_become_rgb(tmp_path):
     folder = tmp_path / "all" / "x"
     folder.mkdir(parents=True)
@@ -151,31 +113,50 @@ def test_grey_and_transparent_images_become_rgb(tmp_path):
     assert (images == 100).all()
 
 
-def test_a_missing_folder_is_named():
-    with pytest.raises(FileNotFoundError, match="root='nowhere' is no folder"):
+def grow(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(root / name)
+    return root
+
+
+@pytest.mark.parametrize("classes", [None, ("cat", "dog", "fox"), ["fox", "dog", "cat", "owl"]])
+@pytest.mark.parametrize("missing", [(), ("dog",), ("cat", "fox")])
+def test_a_label_means_the_same_class_whatever_is_missing(tmp_path, classes, missing):
+    grow(tmp_path, *(f"{name}/deeper/{n}.png" for name in ("cat", "dog", "fox") if name not in missing for n in "ab"))
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    recipe = ImageFolder(tmp_path, train=False, classes=classes)
+    assert recipe.classes == tuple(classes or sorted({"cat", "dog", "fox"} - set(missing)))
+    assert [recipe.classes[label] for label in recipe.labels] == [Path(file).parts[-3] for file in recipe.files]
+
+
+def test_what_a_folder_may_hold(tmp_path):
+    with pytest.raises(FileNotFoundError, match="root='nowhere' is not a folder"):
         ImageFolder("nowhere", train=True)
-
-
-def test_an_empty_class_is_named(photos, tmp_path):
-    (tmp_path / "full").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "full" / "a.png")
-    (tmp_path / "hollow").mkdir()
-    with pytest.raises(ValueError, match=r"the class '.*hollow' holds no image"):
-        ImageFolder(tmp_path, train=True)
-
-
-def test_a_folder_without_classes_is_refused(tmp_path):
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="holds no folder: give the folder above those of the classes"):
+    grow(tmp_path, "a.png", ".hidden.png", ".thumbs/b.png")
+    with pytest.raises(ValueError, match="holds no folder: pass the folder above those of the classes"):
         ImageFolder(tmp_path, train=True)
     assert len(ImageFolder(tmp_path, train=False, labelled=False).files) == 1
-    with pytest.raises(ValueError, match="holds no image"):
-        ImageFolder(make_empty(tmp_path), train=False, labelled=False)
+    (tmp_path / "hollow").mkdir()
+    for labelled, message in (
+        (True, r"The class '.*hollow' holds no file that ends in .jpg"),
+        (False, "holds no image"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ImageFolder(tmp_path if labelled else tmp_path / "hollow", train=True, labelled=labelled)
+    grow(tmp_path, "full/a.png")
+    assert ImageFolder(tmp_path, train=True, classes=["full", "hollow"]).labels.tolist() == [0]
+    with pytest.raises(ValueError, match=r"holds the folders \['hollow'\], which are not in classes=\('full',\)"):
+        ImageFolder(tmp_path, train=True, classes=["full"])
+    for wrong, error in (("full", TypeError), (3, TypeError), ([], ValueError), ("aa", TypeError)):
+        with pytest.raises(error, match="expected"):
+            ImageFolder(tmp_path, train=True, classes=wrong)
 
 
-def make_empty(tmp_path):
-    (tmp_path / "empty").mkdir()
-    return tmp_path / "empty"
+@pytest.mark.parametrize("switch", ["train", "channels_last", "mirror", "shuffle", "labelled", "index"])
+def test_a_switch_is_a_bool(photos, switch):
+    with pytest.raises(TypeError, match=f"{switch}='no'"):
+        ImageFolder(photos, **{"train": True, switch: "no"})
 
 
 @pytest.mark.parametrize(
@@ -183,17 +164,17 @@ def make_empty(tmp_path):
     [
         ({"size": 0}, "size must be at least 1"),
         ({"size": 64, "resize": 32}, "resize at least size"),
-        ({"dtype": torch.bfloat16}, r"dtype=torch.bfloat16: accepted are torch.float32, torch.float16, torch.uint8"),
-        ({"mean": (0.5,)}, "give three numbers each"),
+        ({"dtype": torch.bfloat16}, r"dtype=torch.bfloat16: expected one of torch.float32, torch.float16, torch.uint8"),
+        ({"mean": (0.5,)}, "expected three numbers each"),
         ({"std": (0.1, 0.0, 0.1)}, "std above zero"),
-        ({"area": (0.5, 0.1)}, "give two rising fractions"),
-        ({"ratio": (0, 1)}, "give two rising numbers above 0"),
+        ({"area": (0.5, 0.1)}, "area=.*: expected two rising numbers above 0 and up to 1"),
+        ({"ratio": (0, 1)}, "ratio=.*: expected two rising numbers above 0"),
         ({"size": None}, "size=None, resize=None: size must be at least 1"),
         ({"size": 8, "resize": math.nan}, "size=8, resize=nan: .* resize at least size"),
-        ({"mean": (0.5, 0.5, math.nan)}, "give three numbers each"),
-        ({"std": 0.2}, "give three numbers each"),
-        ({"area": None}, "give two rising fractions"),
-        ({"ratio": (1, math.inf)}, "give two rising numbers above 0"),
+        ({"mean": (0.5, 0.5, math.nan)}, "expected three numbers each"),
+        ({"std": 0.2}, "expected three numbers each"),
+        ({"area": None}, "area=.*: expected two rising numbers above 0 and up to 1"),
+        ({"ratio": (1, math.inf)}, "ratio=.*: expected two rising numbers above 0"),
     ],
 )
 def test_wrong_arguments_are_refused(photos, wrong, message):
@@ -201,27 +182,34 @@ def test_wrong_arguments_are_refused(photos, wrong, message):
         ImageFolder(photos, train=True, **wrong)
 
 
-@pytest.mark.parametrize("switch", ["train", "channels_last", "mirror", "shuffle", "labelled", "index"])
-def test_a_switch_is_a_bool(photos, switch):
-    with pytest.raises(TypeError, match=f"{switch}='no' is no bool; accepted are True and False"):
-        ImageFolder(photos, **{"train": True, switch: "no"})
+def encode(image, kind):
+    stream = io.BytesIO()
+    image.save(stream, kind)
+    return stream.getvalue()
 
 
-@pytest.mark.parametrize("spoil", ["cut", "text", "gone"])
+SPOILED = {
+    "text": lambda image: b"no image",
+    "empty": lambda image: b"",
+    "another format": lambda image: encode(image, "GIF"),
+    "JPEG, 100 bytes of it": lambda image: encode(image, "JPEG")[:100],
+    "JPEG, half of it": lambda image: encode(image, "JPEG")[:700],
+    "PNG, 20 bytes of it": lambda image: encode(image, "PNG")[:20],
+    "PNG, its pixels": lambda image: encode(image, "PNG")[:1000] + b"x" * 300 + encode(image, "PNG")[1300:],
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
 @pytest.mark.parametrize("train", [False, True])
 def test_a_file_that_cannot_be_decoded_is_named(tmp_path, spoil, train):
-    root = make_photos(tmp_path / "photos", per_class=4, suffixes=(".jpg",))
-    recipe = ImageFolder(root, train=train, size=32, shuffle=False)
-    bad = recipe.files[6]
-    if spoil == "gone":
-        (tmp_path / bad).unlink()
-    else:
-        (tmp_path / bad).write_bytes((tmp_path / bad).read_bytes()[:700] if spoil == "cut" else b"no image")
+    recipe = ImageFolder(make_photos(tmp_path, per_class=4, suffixes=(".jpg",)), train=train, size=32, shuffle=False)
+    bad, good = Path(recipe.files[6]), Image.open(recipe.files[6])
+    good.load()
+    bad.unlink() if spoil == "gone" else bad.write_bytes(SPOILED[spoil](good))
     loader = DALILoader(recipe, 4, num_threads=1)
-    batch = iter(loader)
-    assert len(next(batch)[1]) == 4
-    with pytest.raises(ValueError, match=rf"{bad}.* could not be made a sample"):
-        next(batch)
-    # The next epoch starts at its beginning, as far as the file allows.
-    assert next(iter(loader))[1].tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match=rf"{bad}.* could not be made a sample \(.+\)\. Repair the file or remove it"):
+        list(loader)
+    good.save(bad)
+    assert torch.cat([labels for _, labels in loader]).tolist() == [0] * 4 + [1] * 4 + [2] * 4
     loader.close()

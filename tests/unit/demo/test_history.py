@@ -57,5 +57,5 @@ def test_an_unreadable_checkpoint_is_refused_in_words(tmp_path, content):
         torch.save({"state_dict": {}}, path)
     else:
         path.write_bytes(content)
-    with pytest.raises(DemoError, match=r"O2\.ckpt': it cannot be read .*Delete it to train its level anew"):
+    with pytest.raises(DemoError, match=r"O2\.ckpt' cannot be read .*Delete it to train its level again"):
         past_history(path)

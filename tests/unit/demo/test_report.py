@@ -101,16 +101,20 @@ def test_the_picture_is_drawn_even_of_an_unfinished_run(tmp_path):
     assert (tmp_path / "none.png").stat().st_size > 1000
 
 
-def test_smoothing_starts_at_the_first_value_and_follows():
-    smooth = figure._smooth([4.0] * 3 + [0.0] * 60)
-    assert smooth[0] == pytest.approx(4.0)
-    assert smooth[2] == pytest.approx(4.0)
+def test_smoothing_starts_at_the_first_value_follows_and_leaves_out_gaps():
+    smooth = figure._smooth([4.0] * 3 + [float("nan")] + [0.0] * 200)
+    assert smooth[:4] == pytest.approx([4.0] * 4)
     assert smooth[-1] < 0.01
 
 
-def test_smoothing_goes_on_after_a_gap():
-    smooth = figure._smooth([1.0, float("nan"), 1.0])
-    assert smooth[2] == pytest.approx(1.0)
+def test_the_titles_say_what_was_found(tmp_path):
+    levels = {"O0": a_row(0.98), "O3": a_row(0.97)}
+    levels["O3"]["samples_per_second"] = 2 * levels["O0"]["samples_per_second"]
+    levels["O3"]["bytes"] = {name: size / 2 for name, size in levels["O0"]["bytes"].items()}
+    draw_results(results(**levels), tmp_path / "demo.svg")
+    drawn = (tmp_path / "demo.svg").read_text()
+    for title in ("accuracies within 1.0 points", "O3 2.00 times O0", "O3 0.50 of O0"):
+        assert title in drawn  # matplotlib writes each text beside its outlines, as a comment
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The report: text that fits the terminal, JSON that is plain, a page that is self-contained and escapes."""
+"""The report: a verdict first, one total, text that fits the terminal, plain JSON, a page that needs nothing else."""
 
 import json
 import re
@@ -6,16 +6,19 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_turbo.doctor.advice import Finding
 from lightning_turbo.doctor.facts import Facts, Site
 from lightning_turbo.doctor.page import as_html
-from lightning_turbo.doctor.report import Report, as_json, as_text, place
-from lightning_turbo.doctor.timeline import PHASES, Segment
+from lightning_turbo.doctor.report import Report, as_json, as_text, place, verdict
+from lightning_turbo.doctor.rules.rule import Finding, Place
+from lightning_turbo.doctor.timeline import PHASES, Segment, sum_phases
 
 EVIL = "</style><script>alert('x')</script>&\"<b>"
 
 
-def finding(**more):
+SITE = Site(file=f"/{EVIL}.py", line=3)
+
+
+def finding(site=SITE, **more):
     given = {
         "rule": "host-sync",
         "level": "warning",
@@ -23,27 +26,27 @@ def finding(**more):
         "remedy": "Keep values on the device.",
         "card": "device-prefetch",
         "cost": "0.20 ms a step",
-        "site": Site(file=f"/{EVIL}.py", line=3),
-        "diff": f"--- a\n+++ a\n@@ -1 +1 @@\n-{EVIL}\n+better",
-        "mended": "nothing",
+        "places": (Place(site),) if site else (),
     }
     return Finding(**{**given, **more})
 
 
 @pytest.fixture
 def report():
+    timeline = (Segment("", "data", 0.0, 0.001), Segment(f"[Callback]{EVIL}.on_train_start", "hooks", 0.001, 0.004))
     return Report(
-        facts=Facts(timed=3, watched=2, phases=dict.fromkeys(PHASES, 0.001), notes=(f"note {EVIL}",)),
-        findings=(finding(), finding(level="info", rule="host-sync", site=None), finding(rule="other", level="error")),
-        timeline=(Segment(f"[Callback]{EVIL}.on_train_start", "hooks", 0.0, 0.004), Segment("", "data", 0.004, 0.001)),
+        facts=Facts(timed=3, watched=2, phases=sum_phases(list(timeline)), notes=(f"note {EVIL}",)),
+        findings=(finding(), finding(level="info", site=None), finding(rule="other", level="error")),
+        timeline=timeline,
         short=f"too short {EVIL}",
     )
 
 
 class Page(HTMLParser):
-    def __init__(self):
+    def __init__(self, text):
         super().__init__()
         self.tags, self.words, self.links = [], [], []
+        self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -53,37 +56,62 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_escapes_all_that_comes_from_the_program(report):
-    page = Page()
+def test_the_page_escapes_all_that_comes_from_the_program_and_needs_nothing_else(report):
     text = as_html(as_json(report))
-    page.feed(text)
-    assert "script" not in page.tags
-    assert "b" not in page.tags
+    page = Page(text)
+    assert not {"script", "b"} & set(page.tags)
     assert text.count("</style>") == 1
     shown = "".join(page.words)
-    for part in (f".item() {EVIL}", f"Note {EVIL}", f"too short {EVIL}", f"/{EVIL}.py:3", f"-{EVIL}"):
+    for part in (f".item() {EVIL}", f"Note {EVIL}", f"too short {EVIL}", f"/{EVIL}.py:3"):
         assert part in shown
-
-
-def test_the_page_needs_nothing_else(report):
-    page = Page()
-    text = as_html(as_json(report))
-    page.feed(text)
     assert page.links == []
     assert not re.search(r"url\(|@import|https?://", text)
     assert '<meta name="viewport"' in text
 
 
-def test_the_time_line_covers_the_step(report):
-    text = as_html(as_json(report))
-    bars = re.findall(r'<rect x="([\d.]+)" y="0" width="([\d.]+)"', text)
-    assert [(float(x), float(width)) for x, width in bars] == [(0.0, 800.0), (800.0, 200.0)]
+def test_picture_table_json_and_console_have_one_total(report):
+    page, text, data = as_html(as_json(report)), as_text(report), as_json(report)
+    bars = re.findall(r'<rect x="([\d.]+)" y="0" width="([\d.]+)"', page)
+    assert [(float(x), float(width)) for x, width in bars] == [(0.0, 200.0), (200.0, 800.0)]
+    assert "<span>5.000 ms</span>" in page
+    rows = [float(each) for each in re.findall(r"</td><td>([\d.]+)</td>", page)]
+    assert sum(rows) == pytest.approx(5.0)
+    assert "The mean step takes 5.000 ms:" in text
+    assert "20% of its 5.00 ms" in text.splitlines()[0]
+    assert data["step_seconds"] == pytest.approx(sum(each["seconds"] for each in data["timeline"]))
+    assert data["step_seconds"] == pytest.approx(sum(each["seconds"] for each in data["phases"]))
+
+
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        ({"data": 0.043, "forward": 0.057}, "Your step waits 43% of its 100.00 ms for data: loading ahead helps."),
+        ({"data": 0.001, "forward": 0.001}, "Your step waits 50% of its 2.00 ms for data."),
+        (
+            {"data": 0.001, "backward": 0.099},
+            "Compute-bound: your step waits 1% of its 100.00 ms for data, so prefetch",
+        ),
+        (
+            {"data": 0.009, "forward": 0.091},
+            "Compute-bound: your step waits 9% of its 100.00 ms for data, so prefetching will h",
+        ),
+        ({"copy": 0.06, "forward": 0.04}, "Bound by copies to the device: your step waits 0%"),
+        ({"hooks": 0.003, "logging": 0.003, "forward": 0.004}, "Bound by the loop: your step waits 0%"),
+        ({}, "No step was timed."),
+    ],
+)
+def test_the_verdict_comes_first(phases, said):
+    assert verdict(Facts(phases=phases)).startswith(said)
+    report = Report(facts=Facts(phases=phases), findings=())
+    assert " ".join(as_text(report).split()).startswith(f"lightning-turbo doctor: {said}")
+    assert as_json(report)["verdict"].startswith(said)
+    assert said in as_html(as_json(report))
 
 
 def test_an_empty_report_says_so():
     empty = Report(facts=Facts(watched=4), findings=())
-    assert "Nothing to mend was found." in as_html(as_json(empty))
-    assert "Nothing to mend was found." in as_text(empty)
+    assert "Nothing to change was found." in as_html(as_json(empty))
+    assert "Nothing to change was found." in as_text(empty)
     assert "Nothing" not in as_text(Report(facts=Facts(), findings=(), short="too short"))
 
 
@@ -91,21 +119,17 @@ def test_the_json_is_plain_and_complete(report):
     data = json.loads(json.dumps(as_json(report)))
     assert data == as_json(report)
     assert [each["rule"] for each in data["findings"]] == ["host-sync", "host-sync", "other"]
-    assert data["findings"][0]["card"] == "docs/cards/device-prefetch.md"
-    assert data["findings"][0]["site"]["line"] == 3
-    assert data["findings"][1]["place"] == ""
+    first, second, _ = data["findings"]
+    assert (first["site"]["line"], first["place"], first["places"]) == (3, f"/{EVIL}.py:3", [f"/{EVIL}.py:3"])
+    assert (second["site"], second["place"], second["places"]) == (None, "", [])
     assert [row["phase"] for row in data["phases"]] == list(PHASES)
     assert data["summary"].startswith("1 error, 1 warning, 1 info")
 
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_text_fits_the_terminal(report, width):
-    plain = Report(facts=report.facts, findings=(finding(what="word " * 60, diff="", site=None),), short="word " * 60)
+    plain = Report(facts=report.facts, findings=(finding(what="word " * 60, site=None),), short="word " * 60)
     assert max(map(len, as_text(plain, width=width).splitlines())) <= width
-
-
-def test_a_remedy_is_told_once(report):
-    assert as_text(report).count("Keep values on the device.") == 2  # one for each of two rules
 
 
 def test_places_are_relative_to_the_working_directory(tmp_path):

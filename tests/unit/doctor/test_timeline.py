@@ -7,12 +7,13 @@ import pytest
 from lightning.pytorch.profilers import Profiler, SimpleProfiler
 
 from lightning_turbo.doctor import timeline
-from lightning_turbo.doctor.timeline import PHASE_NAMES, PHASES, Recorder, Timeline, middle_of, phase_of, phases_of
+from lightning_turbo.doctor.timeline import Recorder, Timeline, phase_of, sum_phases
 
 NEXT = "[_TrainingEpochLoop].train_dataloader_next"
 STEP = "[Strategy]SingleDeviceStrategy.training_step"
 BACKWARD = "[Strategy]SingleDeviceStrategy.backward"
 OPTIMIZER = "[LightningModule]Model.optimizer_step"
+BEFORE = "[LightningModule]Model.on_before_backward"
 END = "[LightningModule]Model.on_train_batch_end"
 
 
@@ -41,9 +42,13 @@ def clock(monkeypatch):
 
 def recorder(**hooks):
     steps = {"on_step": lambda: None, "on_batch": lambda: None, "on_pause": lambda: None, **hooks}
-    recorder = Recorder(Inner(), **steps)
-    recorder.timeline = Timeline()
+    recorder = Recorder(Inner(), Timeline(), **steps)
+    recorder.timeline.recording = True
     return recorder
+
+
+def phases(recorder):
+    return {name: seconds for name, seconds in sum_phases(recorder.timeline.mean_step()).items() if seconds}
 
 
 def one_step(recorder, clock):
@@ -88,22 +93,55 @@ def test_actions_have_phases(action, phase):
     assert phase_of(action) == phase
 
 
-def test_every_phase_has_a_name():
-    assert tuple(PHASE_NAMES) == PHASES
-
-
 def test_inner_actions_count_once(clock):
     watched = recorder()
     for _ in range(2):
         one_step(watched, clock)
-    steps = watched.timeline.segments()
-    assert len(steps) == 1, "the second step is not over"
+    assert len(watched.timeline.steps) == 1, "the second step is not over"
     expected = {"data": 1, "copy": 2, "forward": 6, "backward": 7, "optimizer": 5 + 9, "hooks": 3 + 4 + 8 + 10,
                 "logging": 11}  # fmt: skip
-    assert phases_of(steps) == expected
-    assert sum(segment.seconds for segment in steps[0]) == sum(range(1, 12))
-    starts = [segment.start for segment in steps[0]]
-    assert starts == sorted(starts)
+    assert phases(watched) == expected
+    segments = watched.timeline.mean_step()
+    assert sum(segment.seconds for segment in segments) == sum(range(1, 12))
+    assert [segment.start for segment in segments] == [
+        sum(before.seconds for before in segments[:i]) for i in range(len(segments))
+    ]
+
+
+def test_manual_backward_is_backward(clock):
+    watched = recorder()
+    for _ in range(2):
+        with watched.profile(NEXT):
+            clock(1)
+        with watched.profile(STEP):
+            clock(2)
+            for hook, seconds in (("[Callback]Other.on_before_backward", 4), (BEFORE, 8)):
+                with watched.profile(hook):
+                    clock(seconds)
+            clock(16)  # backward itself is no action here
+            for hook in ("[Callback]Other.on_after_backward", "[LightningModule]Model.on_after_backward"):
+                with watched.profile(hook):
+                    clock(32)
+            clock(64)
+    assert phases(watched) == {"data": 1, "forward": 2 + 64, "backward": 16, "hooks": 4 + 8 + 32 + 32}
+
+
+def test_an_exception_in_a_manual_backward_leaves_the_phases_right(clock):
+    watched = recorder()
+
+    def fail():
+        with watched.profile(STEP), watched.profile(BEFORE):
+            pass
+        with watched.profile(STEP):
+            with watched.profile(BEFORE):
+                clock(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    for _ in range(2):
+        one_step(watched, clock)
+    assert phases(watched)["backward"] == 7
 
 
 def test_everything_is_passed_on_to_the_trainers_own_profiler(clock):
@@ -122,8 +160,8 @@ def test_a_step_with_validation_is_dropped(clock):
         clock(100)
     one_step(watched, clock)
     one_step(watched, clock)
-    assert len(watched.timeline.segments()) == 1
-    assert sum(phases_of(watched.timeline.segments()).values()) == sum(range(1, 12))
+    assert len(watched.timeline.steps) == 1
+    assert sum(phases(watched).values()) == sum(range(1, 12))
     assert paused
 
 
@@ -140,31 +178,18 @@ def test_a_stop_without_its_start_does_no_harm(clock):
     watched.stop("begun before the doctor came")
     one_step(watched, clock)
     one_step(watched, clock)
-    assert len(watched.timeline.segments()) == 1
+    assert len(watched.timeline.steps) == 1
 
 
-def test_an_exception_within_an_action_leaves_the_stack_right(clock):
+def test_the_mean_of_the_steps_is_shown(clock):
     watched = recorder()
-
-    def fail():
-        with watched.profile(STEP):
-            watched.start("never stopped")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert watched._stack == []
-
-
-def test_the_middle_step_is_the_one_of_median_length(clock):
-    watched = recorder()
-    for extra in (50, 0, 100):
+    for extra in (60, 0, 90):
         one_step(watched, clock)
         clock(extra)
     one_step(watched, clock)
-    assert sum(segment.seconds for segment in middle_of(watched.timeline.segments())) == 66 + 50
-    assert middle_of([]) == []
-    assert phases_of([]) == {}
+    assert sum(segment.seconds for segment in watched.timeline.mean_step()) == 66 + 50
+    assert Timeline().mean_step() == []
+    assert sum_phases([]) == {}
 
 
 def test_the_stand_in_is_the_profiler_to_everybody_else(tmp_path):
@@ -182,7 +207,7 @@ def test_the_stand_in_is_the_profiler_to_everybody_else(tmp_path):
 
     inner = Own(dirpath=tmp_path, filename="times")
     nothing = lambda: None  # noqa: E731
-    stand_in = Recorder(inner, nothing, nothing, nothing)
+    stand_in = Recorder(inner, Timeline(), nothing, nothing, nothing)
     assert isinstance(stand_in, SimpleProfiler)
     assert stand_in.dirpath == tmp_path
     assert stand_in.peak() == "peak"

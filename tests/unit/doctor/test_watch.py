@@ -9,16 +9,16 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch.nn import functional as F
 
-from lightning_turbo.doctor.calls import CallTable
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.watch import Watch
 
 
 @pytest.fixture
 def watch():
-    watch = Watch(Sources([]), CallTable())
+    watch = Watch(Sources([]))
     yield watch
     watch.pause()
 
@@ -52,6 +52,15 @@ def seen(watch, function, *args):
         (lambda x: F.one_hot(x.long().abs()), "one_hot (by _local_scalar_dense)"),
         (lambda x: torch.allclose(x, x), "torch.allclose"),
         (lambda x: [0, 1, 2][x.argmax()], "a tensor as an index of a list"),
+        (lambda x: torch.equal(x, x), "torch.equal"),
+        (lambda x: torch.unique(x), "torch.unique"),
+        (lambda x: x.numpy(), ".numpy()"),
+        (lambda x: x.tolist(), ".tolist()"),
+        (lambda x: int(x.max()), "int(tensor)"),
+        (lambda x: torch.isfinite(x[0]) and 1, "`if tensor`"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave (by repeat_interleave)"),
+        (lambda x: x.masked_select(x > 0), "masked_select"),
+        (lambda x: x.__setitem__(x > -1, x * 2), "tensor[mask] = values"),
     ],
 )
 def test_what_fetches_a_value_counts_once(watch, function, expected):
@@ -117,9 +126,33 @@ def test_what_torch_does_for_itself_is_no_habit_of_the_user(watch, monkeypatch):
 def test_tensors_of_the_cpu_are_followed(watch):
     def moves(x):
         noise = torch.randn(3) * 2
-        return x + noise.to(x.device) + torch.zeros(3).to(x)
+        moved = x + noise.to(x.device) + torch.zeros(3).to(x) + torch.ones(3).type_as(x)
+        return moved + torch.ones(3).type_as(torch.ones(3))
 
-    assert seen(watch, moves, torch.rand(3)) == [("moved", ".to(...)", 2)]
+    assert seen(watch, moves, torch.rand(3)) == [("moved", ".to(...)", 2), ("moved", ".type_as(...)", 1)]
+
+
+class Loss(torchmetrics.MeanMetric):
+    """A metric of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("function", "within"),
+    [
+        (lambda x: torchmetrics.MeanMetric()(x), "torchmetrics"),
+        (lambda x: Loss()(x), "torchmetrics"),
+        (lambda x: torch.distributions.Categorical(logits=x), "torch.distributions"),
+        (lambda x: torch.distributions.Normal(x, 1.0).log_prob(x), "torch.distributions"),
+        (lambda x: torch.nn.Sequential(torch.nn.Identity())(x).sum().item(), ""),
+        (lambda x: F.one_hot(x.long().abs()), ""),
+    ],
+)
+def test_the_library_that_fetches_is_named_at_the_users_line(watch, function, within):
+    seen(watch, function, torch.rand(3))
+    calls = [call for call in watch.calls() if call.kind == "sync"]
+    assert {(call.site.file, call.site.line, call.within) for call in calls} == {
+        (__file__, function.__code__.co_firstlineno, within)
+    }
 
 
 def test_counts_are_by_line_and_step(watch):
@@ -133,7 +166,6 @@ def test_counts_are_by_line_and_step(watch):
     (call,) = watch.calls()
     assert (call.count, call.steps, watch.watched) == (6, 2, 3)
     assert call.site.file == __file__
-    assert call.confirmed is None
 
 
 def test_optimizers_and_scalers_may_fetch_what_they_need(watch):
@@ -211,60 +243,11 @@ def test_warnings_pass_through(watch):
         seen(watch, lambda: warnings.warn("mine", stacklevel=1))
 
 
-class SyncDebug:
-    """torch.cuda's sync debug mode, which a CPU build lacks; it says once that it is a prototype."""
-
-    def __init__(self, monkeypatch):
-        self.mode, self.told = 0, False
-        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.set)
-
-    def set(self, mode):
-        if not self.told:
-            self.told = True
-            warnings.warn(
-                "Synchronization debug mode is a prototype feature and does not yet detect all operations",
-                stacklevel=1,
-            )
-        self.mode = mode
-
-
-@pytest.mark.parametrize("filters", ["always", "error"])
-def test_torchs_word_about_its_debug_mode_reaches_nobody(filters, monkeypatch):
-    debug, watch = SyncDebug(monkeypatch), Watch(Sources([]), CallTable(), cuda=True)
-
-    def work():
-        assert debug.mode == "warn"
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        if filters == "always":
-            warnings.warn("mine", stacklevel=1)
-
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter(filters)
-        seen(watch, work)
-    assert [str(each.message) for each in shown] == ["mine"] * (filters == "always")
-    assert debug.told
-    assert debug.mode == 0
-
-
-def test_a_watch_that_cannot_begin_leaves_nothing_behind(monkeypatch):
-    debug, watch = SyncDebug(monkeypatch), Watch(Sources([]), CallTable(), cuda=True)
-    filters = list(warnings.filters)
-
-    def refuse():
-        assert debug.mode == "warn"
-        raise RuntimeError("no modes today")
-
+def test_a_watch_that_cannot_begin_leaves_nothing_behind(watch, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(type(watch._functions), "__enter__", lambda self: refuse())
-        with pytest.raises(RuntimeError, match="no modes today"):
-            watch.resume()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: 1 / 0)
+        patch.setattr(type(watch._functions), "__enter__", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             watch.resume()
     watch.pause()
-    assert (debug.mode, warnings.filters, sys.getprofile()) == (0, filters, None)
-    assert torch._C._len_torch_function_stack() == 0
-    assert seen(watch, lambda x: x.sum().item(), torch.rand(3)) == []  # it can begin again; the CPU waits for nobody
-    assert watch.watched == 1
+    assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
+    assert seen(watch, lambda x: x.sum().item(), torch.rand(3)) == [("sync", ".item()", 1)], "it can begin again"

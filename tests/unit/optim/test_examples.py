@@ -6,8 +6,8 @@ import importlib
 import pytest
 
 MODULES = [
-    *(f"optim.{name}" for name in ("accumulation", "cyclic", "gradients", "large_batch", "layerwise")),
-    *("optim.lr_range", "optim.preview", "nn.bias", "nn.memory_format"),
+    *(f"optim.{name}" for name in ("accumulation", "cyclic", "gradient_release", "layerwise", "lr_range")),
+    *("optim.lr_scaling", "optim.preview", "nn.bias", "nn.memory_format"),
     *(f"callbacks.{name}" for name in ("drop_bias", "effective_batch_size", "exact_accumulation")),
     *("callbacks.grad_to_none", "callbacks.memory_format"),
 ]

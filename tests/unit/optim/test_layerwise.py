@@ -155,19 +155,21 @@ def test_a_missing_package_is_named(monkeypatch, make):
 @pytest.mark.parametrize(
     ("make", "arguments", "error", "message"),
     [
-        (lars, {"lr": 0}, ValueError, "lr=0; accepted is a finite number above 0"),
-        (lars, {"lr": 0.1, "weight_decay": -1}, ValueError, "weight_decay=-1; accepted is a finite number not below 0"),
-        (lars, {"lr": 0.1, "momentum": 1.0}, ValueError, "momentum=1.0; accepted is a number from 0 to below 1"),
-        (lars, {"lr": 0.1, "trust_coefficient": 0.0}, ValueError, "trust_coefficient=0.0; accepted is"),
-        (lars, {"lr": 0.1, "nesterov": None}, TypeError, "nesterov=None is no bool; accepted are True and False"),
-        (lamb, {"lr": 0.1, "fused": "yes"}, TypeError, "fused='yes' is no bool"),
-        (lamb, {"lr": 0.1, "fused": 0}, TypeError, "fused=0 is no bool"),
-        (lamb, {"lr": 0.1, "betas": None}, TypeError, "betas=None; accepted is a pair of numbers from 0 to below 1"),
-        (lamb, {"lr": 0.1, "betas": (0.9,)}, TypeError, r"betas=\(0.9,\); accepted is a pair"),
-        (lamb, {"lr": "1"}, ValueError, "lr='1'; accepted is a finite number above 0"),
-        (lamb, {"lr": 0.1, "betas": (0.9, 1.0)}, ValueError, "beta2=1.0; accepted"),
-        (lamb, {"lr": 0.1, "eps": 0.0}, ValueError, "eps=0.0; accepted is a finite number above 0"),
-        (lamb, {"lr": 0.1, "max_grad_norm": -1.0}, ValueError, "max_grad_norm=-1.0; accepted"),
+        (lars, {"lr": 0}, ValueError, "lr: expected a finite number above 0, got 0"),
+        (
+            lars,
+            {"lr": 0.1, "weight_decay": -1},
+            ValueError,
+            "weight_decay: .* number at least 0, got -1",
+        ),
+        (lars, {"lr": 0.1, "momentum": 1.0}, ValueError, "momentum: expected a number from 0 to below 1"),
+        (lars, {"lr": 0.1, "nesterov": None}, TypeError, "nesterov=None"),
+        (lamb, {"lr": 0.1, "fused": 0}, TypeError, "fused=0"),
+        (lamb, {"lr": 0.1, "betas": (0.9,)}, TypeError, r"betas: expected two numbers .* got \(0.9,\)"),
+        (lamb, {"lr": 0.1, "betas": (0.9, 1.0)}, ValueError, "beta2: expected .* got 1.0"),
+        (lamb, {"lr": "1"}, ValueError, "lr: .* got '1'"),
+        (lamb, {"lr": 0.1, "eps": 0.0}, ValueError, "eps: .* got 0.0"),
+        (lamb, {"lr": 0.1, "max_grad_norm": -1.0}, ValueError, "max_grad_norm: .* got -1.0"),
     ],
 )
 def test_impossible_values_are_refused(make, arguments, error, message):
@@ -176,13 +178,11 @@ def test_impossible_values_are_refused(make, arguments, error, message):
 
 
 @pytest.mark.parametrize("make", [lars, lamb])
-def test_a_module_is_needed(make):
-    with pytest.raises(TypeError, match=f"{make.__name__}: module=3; accepted is a torch.nn.Module"):
+def test_a_module_with_parameters_is_needed(make):
+    with pytest.raises(TypeError, match=rf"{make.__name__}\(module\): expected a torch.nn.Module .* got 3"):
         make(3, lr=0.1)
     with pytest.raises(ValueError, match=f"{make.__name__}: ReLU has no parameter that requires a gradient"):
         make(nn.ReLU(), lr=0.1)
-    with pytest.raises(TypeError, match=r"split_parameters: module=3; accepted is a torch.nn.Module"):
-        split_parameters(3)
 
 
 @pytest.mark.parametrize("make", [lars, lamb])

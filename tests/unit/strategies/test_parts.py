@@ -8,10 +8,19 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_turbo import DALILoader, TurboStrategy
+from lightning_turbo._lightning import hooks_before_transfer
 from lightning_turbo._pytree import pin_batch
-from lightning_turbo.strategies import parts as module
+from lightning_turbo.strategies import turbo as module
 
-CUDA = SimpleNamespace(root_device=torch.device("cuda", 0), lightning_module=SimpleNamespace(trainer=None))
+
+def on_cuda(**settings):
+    """A strategy that takes itself to be on a CUDA device."""
+    strategy = TurboStrategy(**settings)
+    strategy._root_device = torch.device("cuda", 0)
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(datamodule=None))
+    return strategy
+
+
 FIRST, SECOND = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
 newer = pytest.mark.skipif(not hasattr(FIRST, "fp32_precision"), reason="torch 2.9 brought the second interface")
 
@@ -36,12 +45,12 @@ def precisions():
 
 def in_the_run(read=lambda: torch.backends.cudnn.benchmark, **settings):
     """What is read during a run on CUDA."""
-    parts = TurboStrategy(**settings).parts
-    parts.before_setup(CUDA, None)
+    strategy = on_cuda(**settings)
+    strategy._set_switches()
     try:
         return read()
     finally:
-        parts.give_back()
+        strategy._borrowed.close()
 
 
 @pytest.mark.parametrize("asked", [{}, {"cudnn_benchmark": True}])
@@ -61,7 +70,7 @@ def test_a_deterministic_run_chooses_no_algorithm_by_the_clock(asked, how, said,
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = False
-    assert said == ["turbo: cudnn_benchmark is set aside in a deterministic run."] * 2
+    assert said == ["turbo: cudnn_benchmark is off in a deterministic run."] * 2
 
 
 def state():
@@ -98,12 +107,12 @@ def test_the_older_interface_is_put_back():
 def test_nobody_is_asked_for_what_the_prefetching_thread_does(said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(module, "_transfer_hooks", lambda _: [])
-    parts = TurboStrategy().parts
-    prefetcher = parts.loader(CUDA, DataLoader(range(4)))
+    monkeypatch.setattr(module, "hooks_before_transfer", lambda *_: [])
+    strategy = on_cuda()
+    prefetcher = strategy.process_dataloader(DataLoader(range(4)))
     assert prefetcher.transfer.stages == [pin_batch]
     assert said == []
-    parts.give_back()
+    strategy._borrowed.close()
 
 
 def test_hooks_on_an_object_see_batches_before_their_copy_as_those_of_a_class_do():
@@ -115,7 +124,7 @@ def test_hooks_on_an_object_see_batches_before_their_copy_as_those_of_a_class_do
     network = Overrides()
     network.trainer = trainer
     network.transfer_batch_to_device = trainer.datamodule.transfer_batch_to_device = print
-    assert module._transfer_hooks(network) == [
+    assert hooks_before_transfer(network, trainer.datamodule) == [
         "Overrides.on_before_batch_transfer",
         "Overrides.transfer_batch_to_device",
         "LightningDataModule.transfer_batch_to_device",
@@ -124,4 +133,4 @@ def test_hooks_on_an_object_see_batches_before_their_copy_as_those_of_a_class_do
 
 def test_dali_s_loaders_are_not_wrapped():
     loader = DALILoader.__new__(DALILoader)  # DALI need not be there
-    assert TurboStrategy().parts.loader(CUDA, loader) is loader
+    assert on_cuda().process_dataloader(loader) is loader

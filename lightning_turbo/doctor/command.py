@@ -1,0 +1,96 @@
+"""``lightning-turbo doctor SCRIPT``: a run with a Doctor in each Trainer, its reports in a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_turbo.doctor.facts import check_steps
+from lightning_turbo.doctor.script import check_script, run_module, run_script
+from lightning_turbo.errors import TurboError
+
+if TYPE_CHECKING:
+    from lightning_turbo.doctor.callback import Doctor
+
+__all__ = ["examine"]
+
+
+def examine(
+    program: str | Path,
+    argv: Sequence[str] = (),
+    *,
+    module: bool = False,
+    out: str | Path = "runs/doctor",
+    **steps: int,
+) -> int:
+    """Run a script or a package with a ``Doctor`` in each Trainer that it makes.
+
+    Args:
+        program: The script; with ``module`` the name of a module or package, as after ``python -m``.
+        argv: Its arguments.
+        module: Whether ``program`` is the name of a module.
+        out: The folder for ``doctor.html`` and ``doctor.json``; made if absent.
+        steps: ``warmup``, ``timed`` and ``watched`` as for ``Doctor``.
+
+    Returns:
+        The program's own exit status: 1 after an exception, whose traceback is printed, 130 after Ctrl-C. In place of
+        0, 1 if a report could not be written.
+
+    Raises:
+        TurboError: If there is no such script, or ``out`` cannot be a folder that reports are written to.
+        ValueError: If a count of steps is too small.
+    """
+    folder, start, made = Path(out).resolve(), os.getcwd(), []  # where the reader is, wherever the script goes
+
+    def make_doctors() -> list[Any]:
+        from lightning_turbo.doctor.callback import Doctor  # not before the script has chosen its copy of Lightning
+
+        name = "doctor" if not made else f"doctor-{len(made) + 1}"
+        made.append(Doctor(**steps, html=folder / f"{name}.html", json=folder / f"{name}.json"))
+        return made[-1:]
+
+    check_steps(**steps)
+    if not module:
+        check_script(Path(program))
+    _clear(folder, out)
+    run = run_module(str(program), argv, make_doctors) if module else run_script(Path(program), argv, make_doctors)
+    sys.stdout.flush()
+    unwritten = [each for each in made if each.report and not (each.html.is_file() and each.json.is_file())]
+    told = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "html")]
+    if unwritten:
+        told.append(f"a report could not be written to {folder}; the warning above says why.")
+    if not told:
+        told.append(f"{Path(program).name} was not examined: {_reason(made, run.error)}.")
+    sys.stderr.write("".join(f"lightning-turbo doctor: {line}\n" for line in told))
+    return run.status or int(bool(unwritten))
+
+
+def _clear(folder: Path, name: str | Path) -> None:
+    """Make the folder, and remove the reports of an earlier run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in _reports(folder, "html") + _reports(folder, "json"):
+            old.unlink()
+    except OSError as error:
+        why = error.strerror or error
+        raise TurboError(f"{str(name)!r} cannot be the folder of the report ({why}); name another one.") from error
+
+
+def _reports(folder: Path, suffix: str) -> list[Path]:
+    return sorted(each for each in folder.glob(f"doctor*.{suffix}") if re.fullmatch(r"doctor(-\d+)?", each.stem))
+
+
+def _reason(made: list[Doctor], error: BaseException | None) -> str:
+    """Why there is no report."""
+    if any(doctor.superseded for doctor in made):
+        return "its Trainer has a Doctor of its own, which reports by itself"
+    if error is not None:
+        until = "its Trainer began to train" if made else "it made a Trainer"
+        return f"it ended in {type(error).__name__} before {until}"
+    if made:
+        return "its Trainer never began to train. Give a script that calls Trainer.fit"
+    return "it made no Trainer. Give a script that makes a Trainer and calls fit"

@@ -1,0 +1,149 @@
+"""What a rule is, what it finds, and how what it finds is grouped: one finding for a cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lightning_turbo.doctor.facts import Call, Facts, Site
+
+__all__ = ["LAYER", "LEVELS", "RULES", "Finding", "Hit", "Place", "Rule", "hits_of_calls", "rule"]
+
+LEVELS = ("error", "warning", "info")
+"""From the gravest to the mildest: wrong results, lost time, worth knowing."""
+LAYER = "a layer of torch"
+MEASURED = "{ms} ms a step (measured while watching)"
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a rule found at one place."""
+
+    what: str
+    site: Site | None
+    cost: str  # measured or estimated; "{ms}" is replaced by the milliseconds of all hits of the cause
+    level: str = "warning"
+    name: str = ""  # of the layer or parameter, where several have one line
+    cause: str = ""  # hits with the same cause are one finding; by default the text itself
+    seconds: float = 0.0  # measured seconds a step, 0 if not measured
+    remedy: str = ""  # in place of the rule's
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's, and the layers or parameters there that a finding is about."""
+
+    site: Site | None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One cause that slows or spoils the run, where it is, and what to do about it."""
+
+    rule: str
+    level: str
+    what: str
+    remedy: str
+    card: str
+    cost: str = ""
+    seconds: float = 0.0
+    count: int = 1  # how many places there are
+    places: tuple[Place, ...] = ()
+
+    @property
+    def site(self) -> Site | None:
+        """The first place."""
+        return self.places[0].site if self.places else None
+
+    @property
+    def diff(self) -> str:
+        """Empty: suggested diffs have gone, because some were wrong; this attribute goes with the next version."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pure function from facts to hits; docs/symptoms.md says when it speaks."""
+
+    name: str
+    card: str  # the card in docs/cards that tells more, without ".md"
+    remedy: str
+    check: Callable[[Facts], Iterable[Hit]]
+
+    def findings(self, facts: Facts) -> list[Finding]:
+        """Apply the rule to ``facts``; hits of one cause become one finding."""
+        groups: dict[tuple[str, str, str], list[Hit]] = {}
+        for hit in self.check(facts):
+            groups.setdefault((hit.level, hit.cause or hit.what, hit.remedy or self.remedy), []).append(hit)
+        return [self._finding(level, remedy, hits) for (level, _, remedy), hits in groups.items()]
+
+    def _finding(self, level: str, remedy: str, hits: list[Hit]) -> Finding:
+        seconds = sum(hit.seconds for hit in hits)
+        sites = dict.fromkeys(hit.site for hit in hits)
+        places = [Place(site, tuple(hit.name for hit in hits if hit.site == site and hit.name)) for site in sites]
+        return Finding(
+            rule=self.name,
+            level=level,
+            what=hits[0].what + (f" (and {len(hits) - 1} more)" if len(hits) > 1 else ""),
+            remedy=remedy,
+            card=self.card,
+            cost=hits[0].cost.replace("{ms}", f"{seconds * 1e3:.2f}"),
+            seconds=seconds,
+            count=len(hits),
+            places=tuple(place for place in places if place.site is not None or place.names),
+        )
+
+
+RULES: list[Rule] = []
+"""All rules, in the order of the documentation."""
+
+
+def rule(name: str, card: str, remedy: str) -> Callable[[Callable[[Facts], Iterable[Hit]]], Rule]:
+    """Add a rule made of the decorated function, which yields hits for the facts that it gets."""
+
+    def add(check: Callable[[Facts], Iterable[Hit]]) -> Rule:
+        RULES.append(Rule(name, card, remedy, check))
+        return RULES[-1]
+
+    return add
+
+
+def hits_of_calls(
+    facts: Facts,
+    kind: str,
+    what: str,
+    cost: str = MEASURED,
+    level: str = "",
+    remedies: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Hit]:
+    """Yield a hit for each call of a kind; without ``level`` a call in half of the steps or more is a warning.
+
+    Args:
+        facts: What was measured.
+        kind: The calls' kind.
+        what: What is said, with ``{name}``, ``{rate}`` and ``{within}`` of the call.
+        cost: What it costs, with ``{ms}`` for the measured milliseconds a step.
+        level: The level, whatever the rate.
+        remedies: What to do, by the library that does it.
+    """
+    for call in (each for each in facts.calls if each.kind == kind):
+        within = f" within {call.within}" if call.within else ""
+        frequent = 2 * call.steps >= facts.watched > 0 and call.within != LAYER
+        yield Hit(
+            what.format(name=call.name, rate=_rate(facts, call), within=within),
+            call.site,
+            cost,
+            level or ("warning" if frequent else "info"),
+            cause=call.within or call.name,
+            seconds=call.seconds / max(facts.watched, 1),
+            remedy=remedies.get(call.within, ""),
+        )
+
+
+def _rate(facts: Facts, call: Call) -> str:
+    rate = call.count / max(facts.watched, 1)
+    if rate < 1:
+        return f"in {call.steps} of {facts.watched} steps"
+    return "once a step" if rate == 1 else f"{rate:g} times a step"

@@ -1,0 +1,86 @@
+"""The meter: what the code that is measured calls after every step, in its own process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Counts steps, times rounds of them, and waits while other processes are measured.
+
+    Args:
+        ask: Sends an event to the program that measures and returns its next order.
+        device: Kind of device: ``"cpu"`` or ``"cuda"``.
+        warmup: Steps before the first round.
+    """
+
+    def __init__(
+        self, ask: Callable[[dict[str, Any]], dict[str, Any]], *, device: str = "cpu", warmup: int = 0
+    ) -> None:
+        self.device = torch.device(device)
+        self.over = False
+        self._ask = ask
+        self._left = max(1, warmup)
+        self._phase = "warmup"
+        self._steps = 0
+        self._samples = 0
+        self._start = 0.0
+
+    def step(self, samples: int = 0) -> bool:
+        """Say that one step is done, and learn whether to do another.
+
+        Between rounds this call blocks until it is this process's turn.
+
+        Args:
+            samples: Samples that the step consumed, for the throughput; 0 where it means nothing.
+
+        Returns:
+            Whether to do another step; after the first ``False``, clean up and return.
+
+        Note:
+            Synchronises the device at the two ends of a round, and not in between. A process that waits keeps no
+            memory of the GPU that it does not use; the steps of the lead allocate it again.
+        """
+        self._samples += samples
+        self._left -= 1
+        return True if self._left > 0 else self._turn()
+
+    def _turn(self) -> bool:
+        """Close the phase that has run out of steps and open the next one."""
+        if self.over:
+            return False
+        if self._phase == "lead":
+            self._open("round", self._steps)
+            return True
+        self.synchronise()
+        event: dict[str, Any] = {"event": "ready"}
+        if self._phase == "round":
+            seconds = time.perf_counter() - self._start
+            event = {"event": "round", "seconds": seconds, "steps": self._steps, "samples": self._samples}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # all processes of a group are alive at the same time
+        order = self._ask(event)
+        if order["order"] == "end":
+            self.over = True
+            return False
+        self._steps = order["steps"]
+        self._open(*(("lead", order["lead"]) if order["lead"] else ("round", self._steps)))
+        return True
+
+    def _open(self, phase: str, steps: int) -> None:
+        self._phase = phase
+        self._left = steps
+        self._samples = 0
+        self.synchronise()
+        self._start = time.perf_counter()
+
+    def synchronise(self) -> None:
+        """Wait until the device has finished its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,73 @@
+"""A picture of horizontal bars, with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_turbo._files import whole_file
+
+__all__ = ["Bar", "draw_bars"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar."""
+
+    name: str  # at its left
+    value: float  # where it ends
+    low: float  # the lower end of its spread
+    high: float
+    text: str  # behind it
+    kind: str  # a key of the colours
+    start: float = 0.0  # where it begins
+
+
+def draw_bars(
+    bars: Sequence[Bar],
+    path: Path,
+    *,
+    title: str,
+    label: str,
+    colours: Mapping[str, str],
+    curves: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """Draw bars from top to bottom and write the picture.
+
+    Args:
+        bars: What to draw, one or more.
+        path: A PNG file to write.
+        title: Above the picture.
+        label: Of the axis.
+        colours: Kind of a bar, or name of a curve, as the legend names it, and its colour.
+        curves: Losses of each step, drawn below the bars.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    height = 1.6 + 0.34 * len(bars)
+    picture = Figure(figsize=(9.0, height + (2.5 if curves else 0.0)), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot(2, 1, 1) if curves else picture.add_subplot()
+    if curves:
+        below = picture.add_subplot(2, 1, 2)
+        for name, values in curves.items():
+            below.plot(values, label=name, color=colours[name], linewidth=1)
+        below.set(xlabel="step", ylabel="loss")
+    for position, bar in enumerate(bars):
+        axes.barh(position, bar.value - bar.start, left=bar.start, color=colours[bar.kind])
+        axes.hlines(position, bar.low, bar.high, color="black", linewidth=1, alpha=0.7)
+        axes.annotate(f" {bar.text}", (max(bar.high, bar.start), position), va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, 1.18 * max(max(bar.high, bar.start) for bar in bars))
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=9, loc="left", wrap=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    used = {bar.kind for bar in bars}
+    handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]
+    picture.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower right", ncols=len(handles))
+    with whole_file(path) as part:
+        picture.savefig(part, dpi=140)

@@ -1,0 +1,162 @@
+"""A process that is measured, as the program that measures sees it: started, asked, held still, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Process", "ProcessError"]
+
+# The end of its input tells the guard that the process was closed, or that the program that measures died.
+GUARD = """
+import os, signal, sys
+sys.stdin.buffer.read()
+try:
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
+
+
+class ProcessError(Exception):
+    """The process died or did not answer in time; the text says which."""
+
+
+class Process:
+    """A fresh Python process and the pipe to it, one JSON object a line in each direction.
+
+    It has a session of its own together with whatever it starts: Ctrl-C in the terminal does not reach it, and all of
+    it can be held still. A small second process, the guard, kills it when it is closed or when the program that
+    measures dies, even by SIGKILL while the process is held.
+
+    Args:
+        arguments: Of the Python interpreter, such as ``["-m", "package.worker"]``.
+        task: The first order.
+        log: File that takes what the process prints.
+        folder: Its working directory.
+        environment: Variables set on top of this process's own.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        task: Mapping[str, Any],
+        *,
+        log: Path,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = log
+        self._buffer = b""
+        paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
+                start_new_session=True,
+            )
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.tell(task)
+
+    def tell(self, order: Mapping[str, Any]) -> None:
+        """Send an order, waking the process if it is held.
+
+        Raises:
+            ProcessError: If it is gone.
+        """
+        self.resume()
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ProcessError(self._obituary()) from None
+
+    def listen(self, timeout: float, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Wait for the next event.
+
+        Args:
+            timeout: Seconds after which the process counts as hung.
+            check: Called about five times a second; what it raises ends the waiting.
+
+        Raises:
+            ProcessError: If the process ends or hangs first.
+        """
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            check()
+            if time.monotonic() > deadline:
+                raise ProcessError(f"no answer within {timeout:.0f} s")
+            if select.select([self._process.stdout], [], [], 0.2)[0]:
+                chunk = os.read(self._process.stdout.fileno(), 65536)
+                if not chunk:
+                    raise ProcessError(self._obituary())
+                self._buffer += chunk
+            elif self._process.poll() is not None:
+                raise ProcessError(self._obituary())
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def hold(self) -> None:
+        """Stop every thread and process of it until ``resume``."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it run again if it is held."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def close(self, grace: float = 5.0) -> None:
+        """End the process and all that it started.
+
+        Args:
+            grace: Seconds in which the process may end by itself.
+        """
+        self.resume()
+        process, guard = self._process, self._guard
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+        finally:
+            guard.stdin.close()
+            guard.wait()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+    def _obituary(self) -> str:
+        """How the process ended, with the last line of its log."""
+        try:
+            code = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe without a result"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1]}" if lines else how

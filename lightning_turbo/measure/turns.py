@@ -1,0 +1,208 @@
+"""Turns: processes that are alive at the same time, and are measured one after another, one round each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_turbo.measure.interrupt import Interrupt, InterruptedRunError
+from lightning_turbo.measure.process import Process, ProcessError
+from lightning_turbo.measure.progress import Progress
+
+__all__ = ["LATE", "UNENDED", "Turns", "new_row"]
+
+# Seconds after which a process counts as hung.
+START_TIMEOUT = 300.0
+ROUND_TIMEOUT = 180.0
+END_TIMEOUT = 120.0
+END_TIMEOUT_INTERRUPTED = 20.0
+
+UNENDED = "interrupted"  # the status of a row until its process ends otherwise
+LATE = "no time was left for it"
+
+
+def new_row() -> dict[str, Any]:
+    """Return the row of something that is not measured yet: its state, its rounds, and what it returned."""
+    return {
+        "status": UNENDED,
+        "reason": "",
+        "rounds": [],
+        "numbers": {},
+        "start_bytes": None,
+        "peak_bytes": None,
+        "threads": None,
+    }
+
+
+class Turns:
+    """Starts processes, lets each measure a round in turn while all others are held still, and ends them.
+
+    Args:
+        spawn: Starts the process of a name.
+        rows: The row of each name, as ``new_row`` makes it; rounds and results are written there.
+        interrupt: Whether to stop.
+        progress: Where to show how far it is.
+        title: What lines of the progress begin with.
+        at_once: Most processes that start at the same time.
+        save: Called after each sweep of rounds, when there is something new to keep.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[str], Process],
+        rows: Mapping[str, dict[str, Any]],
+        *,
+        interrupt: Interrupt,
+        progress: Progress,
+        title: str = "",
+        at_once: int = 4,
+        save: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.rows = rows
+        self.alive: dict[str, Process] = {}
+        self._spawn = spawn
+        self._interrupt = interrupt
+        self._progress = progress
+        self._title = f"{title}: " if title else ""
+        self._at_once = min(at_once, os.cpu_count() or 1)
+        self._save = save
+
+    def run(
+        self,
+        names: Sequence[str],
+        order: Mapping[str, int],
+        *,
+        rounds: int,
+        number: int = 0,
+        fewest: int = 1,
+        start_until: float = float("inf"),
+        until: float = float("inf"),
+        seconds: float = float("inf"),
+    ) -> None:
+        """Measure one fresh process of each name.
+
+        Args:
+            names: Which; those that failed or were skipped before are left out.
+            order: ``steps`` of a round, and ``lead``: the steps before it that are not measured.
+            rounds: Rounds of each process.
+            number: Which process of its name this is, counted from 0; it is written into the rounds.
+            fewest: Rounds that are measured even beyond ``until``.
+            start_until: Time on the clock of ``time.monotonic`` after which no process is started any more.
+            until: Time after which no further sweep of rounds begins.
+            seconds: The same, in seconds after the start of the first round.
+
+        Raises:
+            InterruptedRunError: If the run was interrupted; what was measured is in the rows.
+        """
+        able = [name for name in names if self.rows[name]["status"] in (UNENDED, "ok")]
+        try:
+            self._start(able, start_until)
+            self._measure(able, order, rounds, number, fewest, min(until, time.monotonic() + seconds))
+            self._finish(number, END_TIMEOUT)
+        except InterruptedRunError:
+            self._finish(number, END_TIMEOUT_INTERRUPTED)
+            raise
+        finally:
+            for process in self.alive.values():
+                process.close(grace=0.0)
+            self.alive.clear()
+
+    def lose(self, name: str, status: str, reason: str) -> None:
+        """Take something out of the run, as ``"failed"`` or ``"skipped"``, and say why in its row."""
+        self.rows[name].update(status=status, reason=reason)
+        if name in self.alive:
+            self.alive.pop(name).close()
+        self._progress.say(f"{self._title}{name}: {status}: {reason}")
+
+    def _event(self, name: str, timeout: float, check: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
+        """The next event of a process, or ``None`` if it is lost."""
+        try:
+            event = self.alive[name].listen(timeout, check)
+        except ProcessError as error:
+            event = {"event": "failed", "reason": str(error)}
+        if event["event"] in ("failed", "skipped"):
+            self.lose(name, event["event"], event["reason"])
+            return None
+        return event
+
+    def _tell(self, name: str, order: Mapping[str, Any]) -> bool:
+        try:
+            self.alive[name].tell(order)
+        except ProcessError as error:
+            self.lose(name, "failed", str(error))
+            return False
+        return True
+
+    def _start(self, names: Sequence[str], until: float) -> None:
+        """Bring each process behind its warm-up, a few at a time, and hold it there."""
+        todo, waiting = list(names), list[str]()
+        while todo or waiting:
+            self._interrupt.check()
+            while todo and len(waiting) < self._at_once:
+                name = todo.pop(0)
+                if time.monotonic() <= until:
+                    self.alive[name] = self._spawn(name)
+                    waiting.append(name)
+                elif self.rows[name]["status"] == UNENDED:
+                    self.lose(name, "skipped", LATE)
+            if waiting:
+                name = waiting.pop(0)
+                self._progress.show(f"{self._title}{name}, starting")
+                event = self._event(name, START_TIMEOUT, self._interrupt.check)
+                if event is not None and event["event"] == "done":
+                    self.lose(name, "failed", "ended before its first round")
+                elif event is not None:
+                    self.alive[name].hold()
+                self._progress.advance("starts")
+
+    def _measure(
+        self, names: Sequence[str], order: Mapping[str, int], rounds: int, number: int, fewest: int, until: float
+    ) -> None:
+        """One round of each in turn, until there are enough or the time is up.
+
+        Each sweep begins with another process, so that none always follows the same neighbour.
+        """
+        begun = time.monotonic()
+        for sweep in range(rounds if self.alive else 0):
+            first = sweep % max(len(names), 1)
+            for name in [*names[first:], *names[:first]]:
+                if name in self.alive:
+                    self._progress.show(f"{self._title}{name}, round {number * rounds + sweep + 1}")
+                    self._round(name, order, number * rounds + sweep, number)
+                    self._progress.advance("rounds")
+                    self._interrupt.check()
+            self._save()
+            now = time.monotonic()
+            if sweep + 1 >= fewest and now + (now - begun) / (sweep + 1) > until:
+                break
+
+    def _round(self, name: str, order: Mapping[str, int], sweep: int, number: int) -> None:
+        """Let one process measure a round."""
+        if not self._tell(name, {"order": "round", **order}):
+            return
+        event = self._event(name, ROUND_TIMEOUT)
+        if event is None:
+            return
+        if event["event"] == "done":
+            self.lose(name, "failed", "ended before its rounds were over")
+            return
+        self.alive[name].hold()
+        round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
+        self.rows[name]["rounds"].append({"sweep": sweep, "process": number, **round_})
+
+    def _finish(self, number: int, timeout: float) -> None:
+        """Let every process that has measured something return its numbers."""
+        for name in list(self.alive):
+            if not any(part["process"] == number for part in self.rows[name]["rounds"]):
+                self.alive.pop(name).close(grace=0.0)
+            else:
+                self._tell(name, {"order": "end"})
+        for name in list(self.alive):
+            self._progress.show(f"{self._title}{name}, ending")
+            event = self._event(name, timeout)
+            if event is not None:
+                keys = ("numbers", "start_bytes", "peak_bytes", "threads")
+                self.rows[name].update(status="ok", **{key: event[key] for key in keys})
+                self.alive.pop(name).close()

@@ -1,0 +1,109 @@
+"""The inside of a measured process: the pipe to the program that measures, in lines of JSON.
+
+Orders come on standard input: first the task, then ``{"order": "round", ...}`` and ``{"order": "end"}``. Events go out
+on what was standard output; whatever the code prints goes to standard error, which is kept as a log.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+import torch
+
+from lightning_turbo.errors import MissingExtraError
+from lightning_turbo.measure.memory import current_bytes, peak_bytes
+from lightning_turbo.measure.meter import Meter
+
+__all__ = ["Channel", "SkippedError", "open_channel", "serve"]
+
+
+class SkippedError(Exception):
+    """Raised by what cannot be measured here; its text is the reason that the report shows."""
+
+
+class Channel:
+    """The two ends of the pipe.
+
+    Args:
+        orders: One JSON object a line.
+        events: Where events go, one JSON object a line.
+    """
+
+    def __init__(self, orders: TextIO, events: TextIO) -> None:
+        self.orders = orders
+        self.events = events
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Send an event."""
+        self.events.write(json.dumps(event) + "\n")
+        self.events.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for an order; end the process if the program that measures is gone."""
+        line = self.orders.readline()
+        if not line:
+            sys.exit(1)
+        return json.loads(line)
+
+    def ask(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Send an event and wait for the order that follows it."""
+        self.tell(event)
+        return self.receive()
+
+
+def open_channel() -> Channel:
+    """Take over standard input and output of this process as the pipe; what is printed goes to standard error."""
+    orders = os.fdopen(os.dup(0), "r")
+    events = os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return Channel(orders, events)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON knows it: numbers that are not finite become ``None``."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) -> None:
+    """Run what is measured, and report how it ended.
+
+    Args:
+        channel: To the program that measures.
+        meter: Whose ``step`` is called by ``run``.
+        run: Returns numbers by name, or lists and dicts of them. A ``SkippedError`` or ``MissingExtraError`` says that
+            it cannot run here, any other error that it failed.
+    """
+    at_start = current_bytes(meter.device)
+    try:
+        numbers = _plain(run())
+        channel.tell(
+            {
+                "event": "done",
+                "numbers": numbers,
+                "start_bytes": at_start,
+                "peak_bytes": peak_bytes(meter.device),
+                "threads": torch.get_num_threads(),
+            }
+        )
+    except (SkippedError, MissingExtraError) as error:
+        channel.tell({"event": "skipped", "reason": str(error)})
+    except Exception as error:
+        traceback.print_exc()
+        reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+        channel.tell({"event": "failed", "reason": reason})

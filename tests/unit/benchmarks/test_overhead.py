@@ -1,0 +1,25 @@
+"""The callbacks of the suite of overheads do their work in the steps that are measured."""
+
+import warnings
+
+import pytest
+
+from benchmarks.meter import Meter
+from benchmarks.overhead import EPOCH
+from benchmarks.suite import load_suite
+from lightning_turbo.errors import NoEffectWarning
+
+STEPS = 2 * EPOCH + 4
+
+
+@pytest.mark.parametrize(
+    "name", ["GradToNone", "Doctor", "ExactAccumulation, uneven batches", "EffectiveBatchSize", "PrefetchNextEpoch"]
+)
+def test_no_callback_says_that_it_changes_nothing(name):
+    orders = iter([{"order": "round", "lead": 0, "steps": STEPS - 4}, {"order": "end"}])
+    case = load_suite("overhead").cases[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(warnings, "filterwarnings", lambda *args, **options: None)
+            assert case.run(Meter(lambda event: next(orders), warmup=4), **case.config)["loss"] > 0

@@ -1,0 +1,52 @@
+"""What is measured beside us is what its own documentation says, and trains as the other rows do."""
+
+import gc
+
+import pytest
+from torch.utils.data import Dataset, SequentialSampler
+
+from benchmarks.peers import torchdata_loader
+from benchmarks.runner import run_suites
+from benchmarks.settings import BenchSettings
+from lightning_turbo._optional import installed_version
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        return index**2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("package", "case", "other", "tolerance"),
+    [
+        ("mosaicml", "Composer fp32", "PyTorch float32", 1e-4),
+        # Where the loss is rounded differs by library; a bfloat16 has 8 bits.
+        ("accelerate", "Accelerate bf16", "PyTorch autocast bf16", 1e-2),
+    ],
+)
+def test_a_peer_trains_as_the_plain_loop_does(package, case, other, tolerance, tmp_path):
+    if installed_version(package) is None:
+        pytest.skip(f"{package} not installed")
+    only = (case, other)
+    settings = BenchSettings(suite="precision", device="cpu", quick=True, rounds=1, only=only, out=tmp_path / "out")
+    (suite,) = run_suites(settings)["suites"]
+    rows = {row["case"]: row for row in suite["rows"]}
+    assert rows[case]["status"] == "ok", rows[case]["reason"]
+    assert rows[case]["numbers"]["loss"] == pytest.approx(rows[other]["numbers"]["loss"], rel=tolerance)
+    assert rows[case]["rounds"][0]["samples"] == rows[other]["rounds"][0]["samples"]
+
+
+@pytest.mark.parametrize("method", ["thread", "process"])
+def test_nodes_of_torchdata_give_whole_batches_in_order(method):
+    pytest.importorskip("torchdata.nodes")
+    loader = torchdata_loader(Squares(), SequentialSampler(Squares()), 4, 2, method)
+    expected = [[n**2 for n in range(start, start + 4)] for start in (0, 4, 8)]
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == expected
+    del loader
+    gc.collect()  # ends its threads and processes

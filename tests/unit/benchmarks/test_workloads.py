@@ -1,0 +1,28 @@
+"""The networks that the suites share."""
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks.workloads import resnet50
+
+
+def test_resnet_50_needs_no_further_package(monkeypatch):
+    for name in ("monai", "monai.networks.nets", "timm", "torchvision"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert sum(p.numel() for p in resnet50(2, 1000).parameters()) == 25_557_032, "as in torchvision"
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "options"),
+    [(2, (3, 32, 32), {"n_input_channels": 3, "conv1_t_stride": 2}), (3, (1, 8, 8, 8), {"n_input_channels": 1})],
+)
+def test_resnet_50_is_that_of_monai(dims, shape, options):
+    build = pytest.importorskip("monai.networks.nets").resnet50
+    other = build(spatial_dims=dims, num_classes=5, bias_downsample=False, **options).eval()
+    net = resnet50(dims, 5).eval()
+    net.load_state_dict(dict(zip(net.state_dict(), other.state_dict().values(), strict=True)))
+    x = torch.randn(2, *shape)
+    with torch.no_grad():
+        assert torch.equal(net(x), other(x))

@@ -1,0 +1,434 @@
+"""pack_folder: what becomes of images, volumes and .npz files, and what is refused."""
+
+import json
+import resource
+import shutil
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_turbo import _optional
+from lightning_turbo.data import PackedDataset, pack_folder
+from lightning_turbo.errors import MissingExtraError
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture
+def images(tmp_path):
+    rng = np.random.default_rng(1)
+    root = tmp_path / "images"
+    pixels = {}
+    for name in ("cat/1.png", "cat/2.png", "ant/9.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels[name] = rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)
+        Image.fromarray(pixels[name]).save(root / name)
+    return root, pixels
+
+
+def packed(folder, out, **options):
+    pack_folder(folder, out, **options)
+    return PackedDataset(out)
+
+
+# Images and classes.
+
+
+def test_a_folder_of_images(images, tmp_path):
+    root, pixels = images
+    seen = []
+    contents = pack_folder(root, tmp_path / "out", progress=lambda done, of: seen.append((done, of)))
+    assert contents == {"arrays": ["images", "labels"], "classes": ["ant", "cat"], "samples": 3, "skipped": 0}
+    assert contents == json.loads((tmp_path / "out" / "packed.json").read_text())
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    dataset = PackedDataset(tmp_path / "out")
+    assert dataset.classes == ["ant", "cat"]
+    for row, name in enumerate(("ant/9.png", "cat/1.png", "cat/2.png")):
+        image, label = dataset[row]
+        assert np.array_equal(image.numpy(), pixels[name].transpose(2, 0, 1))
+        assert label.item() == ("ant", "cat").index(name[:3])
+    assert packed(root, tmp_path / "small", size=(3, 2))[0][0].shape == (3, 3, 2)
+
+
+def test_links_are_followed_but_for_those_that_lead_up(images, tmp_path):
+    root, _ = images
+    plain = pack_folder(root, tmp_path / "plain")
+    (root / "ant").rename(tmp_path / "elsewhere.png")  # a folder with the name of an image is a folder
+    (root / "ant").symlink_to(tmp_path / "elsewhere.png")
+    (tmp_path / "elsewhere.png" / "up").symlink_to(tmp_path)
+    (root / "cat" / "itself").symlink_to(root / "cat")
+    (root / "again").symlink_to(root)
+    assert pack_folder(root, tmp_path / "out") == plain
+
+
+def test_hidden_files_and_folders_are_passed_over(images, tmp_path):
+    root, _ = images
+    plain = pack_folder(root, tmp_path / "plain")
+    for name in (".ipynb_checkpoints/1-checkpoint.png", "cat/.ipynb_checkpoints/1-checkpoint.png", "cat/._1.png"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"no image")
+    assert pack_folder(root, tmp_path / "out") == plain
+
+
+@pytest.mark.parametrize("classes", [("ant", "bee", "cat"), ["cat", "bee", "ant", "dog"]])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_label_means_the_same_class_whatever_is_missing(images, tmp_path, classes, empty):
+    root, _ = images
+    if empty:
+        (root / "bee").mkdir()
+        with pytest.raises(ValueError, match=r"The class '.*bee' holds no file that ends in .bmp.* or pass classes="):
+            pack_folder(root, tmp_path / "out")
+    dataset = packed(root, tmp_path / "out", classes=classes)
+    assert dataset.classes == list(classes)
+    assert sorted(dataset.classes[dataset[n][1]] for n in range(3)) == ["ant", "cat", "cat"]
+    with pytest.raises(ValueError, match=r"holds the folders \['ant'.*\], which are not in classes=\('cat',\)"):
+        pack_folder(root, tmp_path / "other", classes=["cat"])
+
+
+def palette(grey=False):
+    pixels = np.zeros((6, 8, 3), np.uint8)
+    pixels[:, :4], pixels[:, 4:] = ((60, 60, 60), (200, 200, 200)) if grey else ((255, 0, 0), (0, 0, 255))
+    return Image.fromarray(pixels)
+
+
+KINDS = {
+    "grey": Image.new("L", (8, 6), 77),
+    "grey with transparency": Image.new("LA", (8, 6), (77, 9)),
+    "bits": Image.new("1", (8, 6), 1),
+    "palette": palette().quantize(4),
+    "grey palette": palette(grey=True).quantize(4),
+    "colours": palette(),
+    "colours with transparency": palette().convert("RGBA"),
+}
+GREY = ("grey", "grey with transparency", "bits")
+
+
+@pytest.mark.parametrize("mode", [None, "RGB", "L"])
+@pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] + [["grey", "colours"], ["bits", "grey", "palette"]])
+def test_every_kind_of_image_keeps_its_colours(tmp_path, kinds, mode):
+    (tmp_path / "in").mkdir()
+    for n, kind in enumerate(kinds):
+        KINDS[kind].save(tmp_path / "in" / f"{n}.png")
+    dataset = packed(tmp_path / "in", tmp_path / "out", mode=mode)
+    expected = mode or ("L" if all(kind in GREY for kind in kinds) else "RGB")
+    for n, kind in enumerate(kinds):
+        pixels = np.asarray(KINDS[kind].convert(expected))
+        assert np.array_equal(dataset[n].numpy(), pixels[None] if expected == "L" else pixels.transpose(2, 0, 1)), kind
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+def test_photographs_stand_upright(tmp_path, suffix, orientation):
+    from PIL import ImageOps
+
+    pixels = np.zeros((64, 64), np.uint8)
+    pixels[:32], pixels[:16, :16] = 200, 100
+    photo = Image.fromarray(pixels)
+    exif = photo.getexif()
+    exif[0x112] = orientation
+    (tmp_path / "in").mkdir()
+    photo.save(tmp_path / "in" / f"0.{suffix}", exif=exif)
+    with Image.open(tmp_path / "in" / f"0.{suffix}") as stored:
+        upright = np.asarray(ImageOps.exif_transpose(stored).convert("L"))
+    assert orientation == 1 or not np.array_equal(upright, np.asarray(photo))
+    assert np.array_equal(packed(tmp_path / "in", tmp_path / "out", mode="L")[0][0].numpy(), upright)
+
+
+def png_of_16_bits(colour, channels):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", 7, 6, 16, colour, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\3\xe8" * 7 * channels) * 6)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def save_pages(path):
+    pages = [Image.new("L", (7, 6), n) for n in range(5)]
+    pages[0].save(path, save_all=True, append_images=pages[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        *(
+            ("0.tif", lambda path, k=k: Image.fromarray(np.full((6, 7), 9, k)).save(path), "its pixels are of mode")
+            for k in (np.uint16, np.int32, np.float32)
+        ),
+        *(
+            ("0.png", lambda path, c=c: path.write_bytes(png_of_16_bits(*c)), "its pixels are of mode '.*;16B?'")
+            for c in ((0, 1), (2, 3), (4, 2), (6, 4))
+        ),
+        ("0.tif", save_pages, "it has 5 pages, expected 1; save what is a volume as a .npy"),
+        ("3.png", lambda path: path.write_bytes(b""), "cannot identify image file"),
+        ("3.png", lambda path: path.write_bytes((path.parent / "1.png").read_bytes()[:100]), "truncated"),
+    ],
+)
+def test_all_broken_files_are_named_or_left_out_with_a_list(images, tmp_path, name, write, message):
+    root, _ = images
+    write(root / "cat" / name)
+    (root / "ant" / "0.png").write_bytes(b"no image")
+    lines = rf"'.*ant/0.png': cannot identify.*\n'.*cat/{name}': .*{message}"
+    with pytest.raises(ValueError, match=rf"2 of 5 files cannot be packed:\n{lines}.*\nRepair or remove them, or"):
+        pack_folder(root, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+    contents = pack_folder(root, tmp_path / "out", skip_broken=True)
+    assert (contents["samples"], contents["skipped"]) == (3, 2)
+    assert [label.item() for _, label in (PackedDataset(tmp_path / "out")[n] for n in range(3))] == [0, 1, 1]
+    listed = (tmp_path / "out.broken.txt").read_text().splitlines()
+    assert [name in line for name, line in zip(("ant/0.png", f"cat/{name}"), listed, strict=True)] == [True, True]
+
+
+def test_nothing_but_broken_files_is_an_error(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match="1 of 1 files cannot be packed"):
+        pack_folder(tmp_path / "in", tmp_path / "out", skip_broken=True)
+
+
+# Volumes.
+
+AFFINE = np.array([[-2.0, 0, 0, 90], [0, 1.5, 0, -126], [0, 0.1, 3, -72], [0, 0, 0, 1]])
+
+
+@pytest.fixture
+def nifti(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+
+    def save(name, array, affine=AFFINE, **header):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = nibabel.Nifti1Image(array, affine)
+        for key, value in header.items():
+            getattr(image.header, key)(*value)
+        nibabel.save(image, path)
+        return array
+
+    return save
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz", ".NII.GZ"])
+@pytest.mark.parametrize("label_suffix", [".nii.gz", ".npy"])
+def test_pairs_of_volumes_keep_spacing_and_affine(nifti, tmp_path, suffix, label_suffix):
+    generator = np.random.default_rng(0)
+    scans, masks = [], []
+    for n in range(3):
+        scans.append(nifti(f"scans/case_{n}_0000{suffix}", generator.integers(-99, 99, (5, 6, 4), dtype=np.int16)))
+        masks.append(generator.integers(0, 3, (5, 6, 4)).astype(np.float32))
+        if label_suffix == ".npy":
+            (tmp_path / "masks").mkdir(exist_ok=True)
+            np.save(tmp_path / "masks" / f"case_{n}.npy", masks[-1])
+        else:
+            nifti(f"masks/case_{n}{label_suffix}", masks[-1])
+    contents = pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
+    assert contents == {"arrays": ["volumes", "labels"], "classes": [], "samples": 3, "skipped": 0}
+    volumes, labels = PackedDataset(tmp_path / "out").batch([0, 1, 2])
+    assert np.array_equal(volumes.numpy(), np.stack(scans))
+    assert np.array_equal(labels.numpy(), np.stack(masks))
+    assert (volumes.dtype, labels.dtype) == (torch.int16, torch.int16)
+    affine, spacing = PackedDataset(tmp_path / "out", keys=("affine", "spacing"))[1]
+    assert np.allclose(affine, AFFINE)  # NIfTI keeps it in float32
+    assert np.allclose(spacing, [2, np.hypot(1.5, 0.1), 3])
+
+
+def test_volumes_are_cut_and_padded_about_their_centre(nifti, tmp_path):
+    whole = np.arange(1, 5 * 6 * 4 + 1, dtype=np.float32).reshape(5, 6, 4)
+    nifti("scans/a.nii", whole)
+    nifti("masks/a.nii", (whole > 50).astype(np.uint8))
+    nifti("scans/b.nii", whole[:4, :5, :2])
+    nifti("masks/b.nii", np.ones((4, 5, 2), np.uint8))
+    with pytest.raises(ValueError, match=r"b.nii' has volumes of float32 \(4, 5, 2\) and .*a.nii' of .*Pass size="):
+        pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
+    pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks", size=(3, 8, 4))
+    volume, label, affine = PackedDataset(tmp_path / "out", keys=("volumes", "labels", "affine"))[0]
+    assert np.array_equal(volume[:, 1:7].numpy(), whole[1:4])
+    assert (volume[:, [0, 7]] == 1).all()
+    assert (label[:, [0, 7]] == 0).all()
+    assert np.array_equal(label[:, 1:7].numpy(), whole[1:4] > 50)
+    at = np.array([1, 3, 2, 1])  # the same voxel before and after lies at the same millimetres
+    assert np.allclose(affine.numpy() @ at, AFFINE @ np.add(at, [1, -1, 0, 0]))
+
+
+def test_what_nifti_files_hold(nifti, tmp_path):
+    scaled = nifti("scaled/a.nii", np.full((2, 3, 4), 7.5, np.float32), set_data_dtype=(np.int16,))
+    nifti("channels/a.nii", np.arange(48, dtype=np.uint8).reshape(2, 3, 4, 2))
+    volume = packed(tmp_path / "scaled", tmp_path / "a")[0]
+    assert volume.dtype == torch.float32
+    assert np.allclose(volume, scaled, atol=1e-3)
+    channels = packed(tmp_path / "channels", tmp_path / "b")[0]
+    assert channels.shape == (2, 2, 3, 4)  # channels first
+    assert channels[1, 0, 0, 1] == 3
+    nifti("classes/ill/a.nii.gz", np.zeros((2, 2, 2), np.uint8))
+    assert packed(tmp_path / "classes", tmp_path / "c").classes == ["ill"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "affine", "message"),
+    [
+        (np.zeros((2, 2, 3), np.uint8), AFFINE, r"has the shape \(2, 2, 3\), expected \(2, 2, 2\)"),
+        (np.zeros((2, 2, 2), np.uint8), np.eye(4), "has another affine, so that it lies elsewhere"),
+        (np.full((2, 2, 2), 0.5, np.float32), AFFINE, "holds values that are not whole numbers of 16 bits"),
+        (np.full((2, 2, 2), 70000, np.int32), AFFINE, "holds values that are not whole numbers of 16 bits"),
+        (None, AFFINE, "cannot be packed"),
+    ],
+)
+def test_a_label_volume_has_to_lie_on_its_volume(nifti, tmp_path, mask, affine, message):
+    for n in range(2):
+        nifti(f"scans/{n}.nii.gz", np.zeros((2, 2, 2), np.uint8))
+        nifti(f"masks/{n}.nii.gz", np.zeros((2, 2, 2), np.uint8))
+    if mask is None:
+        (tmp_path / "scans" / "1.nii.gz").write_bytes((tmp_path / "scans" / "0.nii.gz").read_bytes()[:60])
+    else:
+        nifti("masks/1.nii.gz", mask, affine)
+    with pytest.raises(ValueError, match=message):
+        pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
+    options = {"labels": tmp_path / "masks", "skip_broken": True}
+    assert pack_folder(tmp_path / "scans", tmp_path / "out", **options)["samples"] == 1
+    (tmp_path / "masks" / "0.nii.gz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no label volume for \['0'\]"):
+        pack_folder(tmp_path / "scans", tmp_path / "other", labels=tmp_path / "masks")
+
+
+def test_npy_volumes_and_byte_orders(tmp_path):
+    (tmp_path / "in").mkdir()
+    for n in range(3):
+        np.save(tmp_path / "in" / f"{n}.npy", np.full((2, 3, 4), n, dtype=">i2"))
+    dataset = packed(tmp_path / "in", tmp_path / "out")
+    assert dataset.batch([2, 0])[:, 0, 0, 0].tolist() == [2, 0]
+    assert isinstance(dataset.arrays["volumes"], np.memmap)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_what_an_npz_may_hold(save, tmp_path):
+    rows, path, out = np.arange(6).reshape(3, 2), tmp_path / "rows.npz", tmp_path / "out"
+    save(path, x=rows, n=10)
+    assert pack_folder(path, out)["samples"] == 3
+    for source in (path, out):
+        with pytest.raises(ValueError, match=r"'n' is a single number and has no rows. Leave it out with keys"):
+            PackedDataset(source)
+        assert torch.equal(PackedDataset(source, keys=["x"]).batch([2])[0], torch.tensor([4, 5]))
+    save(path, x=rows, **{"../x": rows})
+    with pytest.raises(ValueError, match=r"holds an array '\.\./x'; expected names of files"):
+        pack_folder(path, out, overwrite=True)
+    assert not (tmp_path / "x.npy").exists()
+    save(path, x=rows, words=np.array([None, "b", 3], dtype=object))
+    with pytest.raises(ValueError, match="'words' cannot be packed"):
+        pack_folder(path, out, overwrite=True)
+    assert len(PackedDataset(out, keys=["x"])) == 3
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"size": 224}, ValueError, r"size=224: expected \(height, width\) in pixels, each at least 1, or None"),
+        ({"size": (0, 8)}, ValueError, r"expected \(height, width\) in pixels"),
+        ({"size": (8, 8.0)}, ValueError, r"expected \(height, width\) in pixels"),
+        ({"size": "88"}, ValueError, r"expected \(height, width\) in pixels"),
+        ({"size": (8, 8, 8)}, ValueError, r"expected \(height, width\) in pixels"),
+        ({"mode": "CMYK"}, ValueError, "mode='CMYK': expected 'RGB', 'L' for grey, or None"),
+        ({"labels": "masks"}, ValueError, "labels='masks' does not go with images. Leave it out"),
+        ({"classes": "cat"}, TypeError, "classes='cat': expected a sequence of names"),
+        ({"progress": 3}, TypeError, "progress=3: expected a function or None"),
+        ({"overwrite": "no"}, TypeError, "overwrite='no'"),
+        ({"skip_broken": "no"}, TypeError, "skip_broken='no'"),
+    ],
+)
+def test_wrong_arguments_are_refused(images, tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        pack_folder(images[0], tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": (2, 2)}, r"size=\(2, 2\): expected \(depth, height, width\) in voxels"),
+        ({"mode": "L"}, "mode='L' does not go with .npy files"),
+        ({"labels": "in", "classes": ["a"]}, "classes=.* does not go with label volumes"),
+    ],
+)
+def test_arguments_that_are_not_for_volumes_are_refused(tmp_path, options, message):
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in" / "a.npy", np.zeros((2, 2, 2)))
+    with pytest.raises(ValueError, match=message):
+        pack_folder(tmp_path / "in", tmp_path / "out", **options)
+
+
+def test_what_cannot_be_packed_leaves_nothing(tmp_path, images):
+    root, _ = images
+    out = tmp_path / "out"
+    with pytest.raises(FileNotFoundError, match=r"is not there. Pass a folder"):
+        pack_folder(tmp_path / "none", out)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds nothing to pack. Expected files that end in .bmp"):
+        pack_folder(tmp_path / "empty", out)
+    np.save(root / "cat" / "v.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"holds both images and .npy files"):
+        pack_folder(root, out)
+    (root / "cat" / "v.npy").unlink()
+    shutil.copy(root / "cat" / "1.png", root / "1.png")
+    with pytest.raises(ValueError, match=r"holds files beside the folders of the classes, as '1.png'"):
+        pack_folder(root, out)
+    (root / "1.png").unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "images"]
+    out.mkdir()
+    with pytest.raises(FileExistsError, match=r"is there already. Pass another folder, or overwrite=True"):
+        pack_folder(root, out)
+    assert len(packed(root, out, overwrite=True)) == 3
+
+
+def test_nothing_but_a_packed_dataset_is_overwritten(tmp_path):
+    scans = tmp_path / "project" / "scans"
+    scans.mkdir(parents=True)
+    np.save(scans / "1.npy", np.ones(2))
+    (tmp_path / "thesis.txt").write_text("all of it")
+    for out in (scans, scans.parent, tmp_path, scans.parent / "scans" / ".." / "scans"):
+        with pytest.raises(ValueError, match=r"lies in the other\. Pass a folder beside it"):
+            pack_folder(scans, out, overwrite=True)
+    other = tmp_path / "other"
+    pack_folder(scans, other)
+    (other / "notes").mkdir()
+    shutil.copytree(scans, tmp_path / "more scans")
+    for out in (other, tmp_path / "thesis.txt", tmp_path / "more scans"):
+        with pytest.raises(FileExistsError, match="holds more than a packed dataset, so that it is not replaced"):
+            pack_folder(scans, out, overwrite=True)
+    (other / "notes").rmdir()
+    pack_folder(scans, other, overwrite=True)
+    assert (scans / "1.npy").exists()
+    assert (tmp_path / "thesis.txt").read_text() == "all of it"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.png", "pack_folder with images needs the package pillow"), ("a.nii.gz", r"nibabel.*lightning-turbo\[nifti\]")],
+)
+def test_the_absent_package_is_named(tmp_path, monkeypatch, name, message):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).touch()
+    monkeypatch.setattr(_optional, "installed", lambda module: False)
+    with pytest.raises(MissingExtraError, match=message):
+        pack_folder(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+    for n in range(4):
+        np.save(tmp_path / f"{n}.npy", np.full((32, 32, 32), n, dtype=np.float32))
+    file, sizes = tmp_path / "packed.partial" / "volumes.npy", []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # the system's error is that of a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            pack_folder(
+                tmp_path, tmp_path / "packed", skip_broken=True, progress=lambda *_: sizes.append(file.stat().st_size)
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    # It grows as it is written. Room that is only promised, as to mapped memory, ends the process where there is none.
+    assert [round(size, -4) for size in sizes] == [130_000, 260_000]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.npy", "1.npy", "2.npy", "3.npy"]

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from lightning_turbo.measure import Meter, meter
+
+END = {"order": "end"}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
+    return now
+
+
+class Runner:
+    """Answers the meter with orders given beforehand, while time goes by, and keeps what it was told."""
+
+    def __init__(self, clock, *orders):
+        self.clock = clock
+        self.orders = list(orders)
+        self.events = []
+
+    def __call__(self, event):
+        self.clock[0] += 100.0
+        self.events.append(event)
+        return self.orders.pop(0)
+
+
+def round_of(steps, lead=0):
+    return {"order": "round", "lead": lead, "steps": steps}
+
+
+@pytest.mark.parametrize("lead", [0, 3])
+def test_only_the_steps_of_a_round_are_measured(clock, lead):
+    runner = Runner(clock, round_of(4, lead), round_of(4, lead), END)
+    made = Meter(runner, warmup=5)
+    steps = 0
+    while made.step(samples=2):
+        steps += 1
+        clock[0] += steps  # each step takes another time
+    first, second = 5 + lead, 5 + lead + 4 + lead
+    assert steps == second + 4 - 1
+    expected = [sum(range(begin, begin + 4)) for begin in (first, second)]
+    rounds = [{"event": "round", "seconds": seconds, "steps": 4, "samples": 8} for seconds in expected]
+    assert runner.events == [{"event": "ready"}, *rounds]
+    assert made.over
+    assert not made.step()
+
+
+def test_a_process_on_a_gpu_gives_back_what_it_does_not_use_before_it_waits(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronise"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("give back"))
+    orders = [round_of(1, lead=1), END]
+    made = Meter(lambda event: order.append("wait") or orders.pop(0), device="cuda", warmup=1)
+    while made.step():
+        order.append("step")
+    turn = ["synchronise", "give back", "wait"]
+    assert order == [*turn, "synchronise", "step", "synchronise", "step", *turn]

@@ -1,0 +1,133 @@
+"""Real processes: held still, woken, ended with all that they started; and signals as flags. None imports torch."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_turbo.measure import Interrupt, InterruptedRunError, Process, ProcessError
+
+ECHO = """
+import json, subprocess, sys
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+for line in sys.stdin:
+    order = json.loads(line)
+    if order.get("say"):
+        print(order["say"], file=sys.stderr, flush=True)
+    if "exit" in order:
+        sys.exit(order["exit"])
+    print(json.dumps({"child": child.pid, **order}), flush=True)
+"""
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+
+
+def state(pid):
+    """The state of a process as the kernel names it, or X if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
+
+
+def wait_for(states, pid):
+    deadline = time.monotonic() + 30.0
+    while state(pid) not in states and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state(pid) in states
+
+
+@pytest.fixture
+def start(tmp_path):
+    made = []
+
+    def begin(task, **options):
+        log = tmp_path / "logs" / "process.log"
+        made.append(Process(["-S", "-c", ECHO], task, log=log, folder=tmp_path, **options))
+        return made[-1]
+
+    yield begin
+    for process in made:
+        process.close(grace=0.0)
+
+
+@needs_proc
+def test_a_process_is_held_with_what_it_started_and_ended_with_it(start):
+    process = start({"n": 1})
+    child = process.listen(30.0)["child"]
+    process.hold()
+    process.hold()
+    assert wait_for("T", child)
+    process.tell({"n": 2})
+    assert process.listen(30.0) == {"child": child, "n": 2}
+    assert wait_for("RS", child)
+    process.hold()
+    process.close()
+    assert wait_for("XZ", child)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"exit": 3, "say": "goodbye"}, "ended with exit status 3: goodbye"),
+        ({"exit": 0}, "ended with exit status 0"),
+    ],
+)
+def test_a_process_that_ends_says_how(start, task, message):
+    process = start(task)
+    with pytest.raises(ProcessError, match=f"^{message}$"):
+        process.listen(30.0)
+
+
+def test_waiting_ends_after_its_time_and_when_the_check_says_so(start):
+    process = start({"n": 1})
+    process.listen(30.0)
+    with pytest.raises(ProcessError, match="no answer within 0 s"):
+        process.listen(0.0)
+    with pytest.raises(InterruptedRunError):
+        process.listen(30.0, Interrupt(-1.0).check)
+
+
+@needs_proc
+def test_a_killed_program_leaves_no_process_behind(tmp_path):
+    program = f"""
+        import sys, time
+        from pathlib import Path
+        from lightning_turbo.measure import Process
+        process = Process(["-S", "-c", {ECHO!r}], {{}}, log=Path("log"), folder=Path("."))
+        child = process.listen(30.0)["child"]
+        process.hold()
+        print(child, process._process.pid, flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    paths = os.pathsep.join(filter(None, sys.path))
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}
+    )
+    try:
+        processes = [int(pid) for pid in running.stdout.readline().split()]
+        assert len(processes) == 2
+    finally:
+        running.kill()
+        running.wait()
+        running.stdout.close()
+    assert all(wait_for("XZ", pid) for pid in processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_flag_and_the_second_stops_at_once(number):
+    before = signal.getsignal(number)
+    interrupt = Interrupt()
+    with interrupt.caught():
+        interrupt.check()
+        os.kill(os.getpid(), number)
+        with pytest.raises(InterruptedRunError):
+            interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before

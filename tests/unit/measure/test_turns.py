@@ -1,0 +1,174 @@
+"""How many processes start at the same time, in which order they measure, and how the time is kept: on a fake clock."""
+
+import io
+from unittest.mock import MagicMock
+
+import pytest
+from rich.console import Console
+
+from lightning_turbo.measure import (
+    Interrupt,
+    InterruptedRunError,
+    ProcessError,
+    Progress,
+    Turns,
+    Work,
+    interrupt,
+    new_row,
+    progress,
+    turns,
+)
+
+START, ROUND = 10.0, 1.0  # seconds
+ORDER = {"steps": 1, "lead": 0}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    for module in (turns, interrupt, progress):
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(turns.os, "cpu_count", lambda: 16)
+    return now
+
+
+class Machine:
+    """Makes processes whose starts and rounds take their time on the clock, and counts how many run."""
+
+    def __init__(self, clock, **fails):
+        self.clock = clock
+        self.fails = fails
+        self.running = 0
+        self.most = 0
+        self.order = []
+        self.open = set()
+
+    def __call__(self, name):
+        self.open.add(name)
+        return FakeProcess(self, name)
+
+
+class FakeProcess:
+    def __init__(self, machine, name):
+        self.machine, self.name, self.order = machine, name, None
+        self.resume()
+
+    def resume(self):
+        self.machine.running += 1
+        self.machine.most = max(self.machine.most, self.machine.running)
+
+    def hold(self):
+        self.machine.running -= 1
+
+    def tell(self, order):
+        self.order = order["order"]
+        self.resume()
+
+    def listen(self, timeout, check):
+        check()
+        fault = self.machine.fails.get(self.name)
+        if fault == (self.order or "start"):
+            raise ProcessError("gone")
+        if self.order == "end" or fault == f"{self.order or 'start'} done":
+            return {"event": "done", "numbers": {"n": 1}, "start_bytes": 0, "peak_bytes": 0, "threads": 1}
+        self.machine.clock[0] += ROUND if self.order else START
+        self.machine.order += [self.name] * bool(self.order)
+        return {"event": "round" if self.order else "ready", "seconds": ROUND, "steps": 1, "samples": 0}
+
+    def close(self, grace=0.0):
+        self.machine.open.discard(self.name)
+
+
+def run(machine, names="abc", *, limit=None, shown=None, **options):
+    rows = {name: new_row() for name in names}
+    made = Turns(machine, rows, interrupt=limit or Interrupt(), progress=shown or MagicMock(), at_once=2)
+    made.run(list(names), ORDER, **{"rounds": 3, **options})
+    return rows
+
+
+def test_each_sweep_begins_with_another_process(clock):
+    machine = Machine(clock)
+    rows = run(machine, number=1)
+    assert "".join(machine.order) == "abc" + "bca" + "cab"
+    assert [(part["sweep"], part["process"]) for part in rows["a"]["rounds"]] == [(3, 1), (4, 1), (5, 1)]
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert rows["b"]["numbers"] == {"n": 1}
+    assert not machine.open
+
+
+def test_no_more_processes_start_at_the_same_time_than_asked_for(clock):
+    machine = Machine(clock)
+    run(machine, "abcdefghi", rounds=1)
+    assert machine.most == 9, "all are woken to end"
+    machine.most = 0
+    made = Turns(machine, {n: new_row() for n in "abcdefghi"}, interrupt=Interrupt(), progress=MagicMock(), at_once=2)
+    machine.running = 0
+    made._start("abcdefghi", float("inf"))
+    assert (machine.most, machine.running, len(made.alive)) == (2, 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "rounds"),
+    [
+        ("start", "gone", 0),
+        ("start done", "ended before its first round", 0),
+        ("round", "gone", 0),
+        ("round done", "ended before its rounds were over", 0),
+        ("end", "gone", 3),
+    ],
+)
+def test_a_process_that_fails_is_a_row_with_its_reason(clock, fault, reason, rounds):
+    machine = Machine(clock, b=fault)
+    rows = run(machine)
+    assert (rows["b"]["status"], rows["b"]["reason"], len(rows["b"]["rounds"])) == ("failed", reason, rounds)
+    assert all((rows[name]["status"], len(rows[name]["rounds"])) == ("ok", 3) for name in "ac")
+    assert not machine.open
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    [
+        ({"seconds": 30.0}, [10] * 3),
+        ({"until": 60.0}, [10] * 3),  # the starts took 30
+        ({"until": 1.0, "fewest": 2}, [2] * 3),
+        ({"start_until": 5.0, "seconds": 2.0, "fewest": 1}, [1, 1, 0]),
+    ],
+)
+def test_the_time_is_kept(clock, options, rounds):
+    rows = run(Machine(clock), **{"rounds": 1000, **options})
+    assert [len(row["rounds"]) for row in rows.values()] == rounds
+    assert [row["reason"] for row in rows.values()] == ["" if count else "no time was left for it" for count in rounds]
+
+
+def test_what_was_measured_before_an_interruption_is_kept(clock):
+    machine = Machine(clock)
+    rows = {name: new_row() for name in "abc"}
+    with pytest.raises(InterruptedRunError):
+        Turns(machine, rows, interrupt=Interrupt(34.5), progress=MagicMock()).run("abc", ORDER, rounds=1000)
+    assert [len(row["rounds"]) for row in rows.values()] == [1, 2, 2]
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert not machine.open
+
+
+def test_the_time_that_is_left_is_told_from_starts_and_rounds(clock):
+    told = []
+
+    class Shown(Progress):
+        def advance(self, kind):
+            super().advance(kind)
+            told.append(clock[0] + self.left)
+
+    shown = Shown()
+    shown.expect([Work(3, 15, float("inf")), Work(4, 4000, 25.0)])
+    run(Machine(clock), shown=shown, rounds=5)
+    assert told[:2] == [float("inf")] * 2, "no round was run yet"
+    assert told[3:] == pytest.approx([3 * START + 15 * ROUND + 4 * START + 25.0] * 15)
+
+
+def test_a_terminal_shows_the_time_that_is_left(clock):
+    screen = io.StringIO()
+    with Progress(clock[0] + 105.0, Console(file=screen, force_terminal=True, width=80)) as shown:
+        shown.expect([Work(4, 100, 4.0)])
+        clock[0] += 20.0
+        shown.advance("starts")
+    assert "0:01:04" in screen.getvalue()

@@ -1,0 +1,150 @@
+"""A network that is compiled in place: the same results and names, each block once, and nothing left afterwards."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo.nn.compile import check_compile, compiled_in_place, repeated_blocks
+
+# What torch itself reads while it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.linear(x))) + x
+
+
+class Prints(nn.Linear):
+    def forward(self, x):
+        print("between two graphs")
+        return super().forward(x)
+
+
+def model(*parts):
+    holder = nn.Module()
+    for number, part in enumerate(parts):
+        holder.add_module(f"part{number}", part)
+    return holder
+
+
+@pytest.fixture
+def backend():
+    """Counts the graphs that it is asked to compile, and runs them as they are."""
+    torch._dynamo.reset()
+
+    def count(graph, inputs):
+        count.graphs += 1
+        return graph.forward
+
+    count.graphs = 0
+    yield count
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Block,
+    lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+], ids=["linear", "sequential", "own class", "transformer"])  # fmt: skip
+def test_a_network_is_one_graph_with_the_same_results_and_names(make, backend):
+    part, x = make(), torch.randn(3, 2, 4)
+    holder = model(part)
+    names, expected = list(holder.state_dict()), part(x)
+    with compiled_in_place(holder, {"backend": backend}) as compiled:
+        assert compiled == [part]
+        assert list(holder.state_dict()) == names
+        out = part(x)
+        out.sum().backward()
+    assert torch.equal(out, expected)
+    assert backend.graphs == 1
+    assert all(p.grad is not None for p in part.parameters())
+    part(x)
+    assert backend.graphs == 1  # it is taken off
+    assert part._compiled_call_impl is None
+
+
+def test_repeated_blocks_are_compiled_once(backend):
+    network = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(12)), nn.Linear(4, 2))
+    holder, x = model(network), torch.randn(3, 4)
+    assert repeated_blocks(holder) == list(network[1:-1])
+    expected = network(x)
+    with compiled_in_place(holder, {"what": "blocks", "backend": backend}):
+        assert torch.equal(network(x), expected)
+    assert backend.graphs == 1
+
+
+def test_blocks_of_blocks_are_compiled_from_the_outermost():
+    inner = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
+    )
+    assert repeated_blocks(model(*inner, encoder)) == [*inner[0], *inner[1], *encoder.layers]
+
+
+def test_many_networks_in_a_list_are_compiled_each(backend):
+    heads = nn.ModuleList(nn.Linear(4, 4 + n) for n in range(12))  # more than torch keeps for one function
+    with compiled_in_place(model(heads, nn.ReLU()), {"backend": backend}) as compiled:
+        for head in heads:
+            head(torch.randn(3, 4))
+    assert compiled == list(heads)
+    assert backend.graphs == 12
+
+
+def test_what_torch_compiled_again_and_where_it_left_a_graph_is_said_with_line_and_reason(backend, capsys):
+    said, network = [], Prints(4, 4)
+    with compiled_in_place(model(network), {"backend": backend, "dynamic": False}, said.append):
+        for rows in (3, 5, 5):
+            network(torch.randn(rows, 4))
+    (text,) = said
+    assert text.startswith("compile='network': 2 graphs, ")
+    assert "size mismatch at index 0. expected 3, actual 5" in text
+    line = Prints.forward.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}: Failed to trace builtin" in text
+
+
+def test_it_is_taken_off_after_an_error_and_what_somebody_else_compiled_is_left(backend):
+    mine, theirs = nn.Linear(4, 4), Block()
+    theirs.compile(backend="eager")
+    before = theirs._compiled_call_impl
+
+    def fail():
+        with compiled_in_place(model(mine, theirs), {"backend": backend}) as compiled:
+            assert compiled == [mine]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert mine._compiled_call_impl is None
+    assert theirs._compiled_call_impl is before
+
+
+@pytest.mark.parametrize(("how", "parts", "text"), [
+    ("network", [nn.ReLU()], "Module has no child with parameters. Leave compile out"),
+    ("blocks", [Block()], "Module has no block that is there twice. Leave compile out"),
+])  # fmt: skip
+def test_nothing_to_compile_is_an_error(how, parts, text):
+    with pytest.raises(ValueError, match=text), compiled_in_place(model(*parts), how):
+        pass
+
+
+def test_bad_settings_are_refused_in_words():
+    with pytest.raises(TypeError, match="compile=True: expected None, 'network', 'blocks' or a dict"):
+        check_compile(True)
+    for how in ("all", {"what": "all", "backend": "eager"}):
+        with pytest.raises(ValueError, match="expected 'network' or 'blocks' as what is compiled, got 'all'"):
+            check_compile(how)
+    for how in (None, "network", "blocks", {}, {"what": "blocks", "mode": "max-autotune"}):
+        check_compile(how)
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same(tmp_path):
+    network, x = nn.Sequential(Block(), Block()), torch.randn(3, 4)
+    expected = network(x)
+    for how in ("network", "blocks"):
+        with compiled_in_place(model(network), how):
+            torch.testing.assert_close(network(x), expected)

@@ -1,0 +1,113 @@
+"""Released gradients change no number, and are gone right after the step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+
+from lightning_turbo.optim import GradientRelease, ReleaseState, release_gradients
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train(model, optimizer, clear, steps=6, every=2):
+    """A loop that accumulates, clips and clears in one of several ways."""
+    held = []
+    for step in range(steps):
+        batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        held.append(any(p.grad is not None for p in model.parameters()))
+        if step % every == 0:
+            clear(optimizer)
+        loss.backward()
+        if step % every == every - 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], held
+
+
+CLEARS = {
+    "to none": lambda optimizer: optimizer.zero_grad(),
+    "to zero": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "never": lambda optimizer: None,
+}
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_the_numbers_stay_bit_for_bit(clear, kind):
+    plain, released = network(), network()
+    a, b = kind(plain.parameters(), lr=0.1), kind(released.parameters(), lr=0.1)
+    expected, _ = train(plain, a, CLEARS[clear])
+    release = GradientRelease(b)
+    got, held = train(released, b, CLEARS[clear])
+    assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+    if clear == "to none":
+        assert release.state is ReleaseState.RELEASING
+        assert held[4] is False  # released after the second step: nothing is held in the third window's forward
+    else:
+        assert release.state is ReleaseState.OFF
+        assert held[4] is True
+
+
+@pytest.mark.parametrize("clear", ["to none", "to zero"])
+def test_a_gradient_that_the_loop_lets_go_of_is_gone_at_once(clear):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    release = GradientRelease(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    gradient = TensorWeakRef(model[0].weight.grad)
+    CLEARS[clear](optimizer)
+    assert (gradient() is None) == (clear == "to none")
+    assert release.watched
+
+
+def test_removed_means_nothing_is_released():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    release = GradientRelease(optimizer)
+    train(model, optimizer, CLEARS["to none"], steps=4)
+    release.remove()
+    train(model, optimizer, CLEARS["to none"], steps=2)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_step_that_is_skipped_releases_nothing():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    release = GradientRelease(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for value in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * value).backward()
+        scaler.step(optimizer)
+        assert release.state is (ReleaseState.RELEASING if weight.grad is None else ReleaseState.WATCHING)
+        scaler.update()
+    assert weight.grad is None
+
+
+def test_parameters_of_groups_that_were_added_later_and_of_those_left_out():
+    model, late, left = network(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), left], lr=0.1)
+    release = GradientRelease(optimizer, leave=[left])
+    optimizer.add_param_group({"params": [late]})
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 4)).sum() + late.sum() + left.sum()).backward()
+        optimizer.step()
+    assert not release.holding()
+    assert late.grad is None
+    assert left.grad is not None
+
+
+def test_release_and_refusal():
+    weight = nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    release_gradients([weight])
+    assert weight.grad is None
+    with pytest.raises(TypeError, match=r"optimizer: expected a torch.optim.Optimizer, got \[\]"):
+        GradientRelease([])

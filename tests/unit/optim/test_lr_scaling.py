@@ -1,0 +1,208 @@
+"""Scaled learning rates against schedules that were built with the scaled rate."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as s
+
+import lightning_turbo.optim
+from lightning_turbo.optim import LearningRateScaling, cyclic_lr, lr_factor
+
+
+def sgd(lr=0.1):
+    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)
+
+
+def step(optimizer):
+    """One step with a gradient of 1; returns how far each parameter moved: the rate that the step was made with."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.item() for p in parameters]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return [b - p.item() for b, p in zip(before, parameters, strict=True)]
+
+
+def test_the_rules():
+    assert [lr_factor(rule, 1024, 256) for rule in ("linear", "sqrt", None)] == [4.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        (lr_factor, ("cubic", 1, 1), ValueError, "lr_rule: expected 'linear', 'sqrt' or None, got 'cubic'"),
+        (
+            lr_factor,
+            ("linear", 0, 1),
+            ValueError,
+            "^batch_size: expected a whole number .* got 0",
+        ),
+        (lr_factor, ("linear", 1, 2.5), ValueError, "base_batch_size: .* got 2.5"),
+        (LearningRateScaling, (None, 2.0), TypeError, "optimizer: expected a torch.optim.Optimizer, got None"),
+        (LearningRateScaling, (sgd(), 2.0, math.nan), ValueError, "warmup_steps: expected a whole number .* got nan"),
+        (LearningRateScaling, (sgd(), 2.0, 1, -1), ValueError, "done: expected a whole number of at least 0, got -1"),
+        *(
+            (LearningRateScaling, (sgd(), factor), ValueError, "factor: expected a finite number above 0, got")
+            for factor in (0.0, -1.0, math.inf, math.nan, None, "2")
+        ),
+    ],
+)
+def test_impossible_values_are_refused(function, arguments, error, message):
+    with pytest.raises(error, match=message):
+        function(*arguments)
+
+
+class OwnRates:
+    """A schedule in timm's manner: it keeps base values of its own and writes the groups' rates from them."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.made = optimizer, 0
+        self.base_values = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+    def step(self):
+        self.made += 1
+        for group, base in zip(self.optimizer.param_groups, self.base_values, strict=True):
+            group["lr"] = base * 0.9**self.made
+
+
+class AbsoluteRates(s.LRScheduler):
+    """One that computes from nothing but constants, and begins at 0."""
+
+    def __init__(self, optimizer, k):
+        self.k = k
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [self.k * 0.01 * self.last_epoch for _ in self.optimizer.param_groups]
+
+
+# Each builds a schedule whose rates are all `k` times as large.
+SCHEDULES = {
+    "none": lambda o, k: None,
+    "step": lambda o, k: s.StepLR(o, 2, 0.5),
+    "lambda": lambda o, k: s.LambdaLR(o, lambda t: 1 / (1 + t)),
+    "exponential": lambda o, k: s.ExponentialLR(o, 0.9),
+    "cosine": lambda o, k: s.CosineAnnealingLR(o, 5, eta_min=0.001 * k),
+    "one cycle": lambda o, k: s.OneCycleLR(o, 0.5 * k, total_steps=12, cycle_momentum=False),
+    "ours": lambda o, k: cyclic_lr(o, 0.01 * k, 0.5 * k, steps_up=3)["scheduler"],
+    "sequence": lambda o, k: s.SequentialLR(o, [s.LinearLR(o, 0.1), s.CosineAnnealingLR(o, 4, 0.001 * k)], [3]),
+    "chain": lambda o, k: s.ChainedScheduler([s.LinearLR(o, 0.1), s.ExponentialLR(o, 0.9)]),
+    "own rates": lambda o, k: OwnRates(o),
+    "absolute rates": AbsoluteRates,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step")  # SequentialLR of older torch
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_scaled_run_equals_one_built_with_scaled_rates(name):
+    def rates(k, factor):
+        groups = [{"params": [nn.Parameter(torch.zeros((), dtype=torch.float64))], "lr": lr * k} for lr in (0.1, 0.2)]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        schedule = SCHEDULES[name](optimizer, k)
+        LearningRateScaling(optimizer, factor)
+        seen = []
+        for _ in range(10):
+            seen.append(step(optimizer))
+            if schedule is not None:
+                schedule.step()
+        return seen
+
+    for got, expected in zip(rates(1.0, 4.0), rates(4.0, 1.0), strict=True):
+        assert got == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_plateau_keeps_its_lowest_rate_in_proportion():
+    optimizer = sgd()
+    schedule = s.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, min_lr=0.05)
+    LearningRateScaling(optimizer, 4.0)
+    for _ in range(5):
+        schedule.step(1.0)
+    assert step(optimizer) == pytest.approx([0.2])
+
+
+def test_the_warm_up_rises_from_the_unscaled_rate_and_changes_no_rate_that_others_see():
+    optimizer = sgd(lr=0.2)
+    schedule = s.ExponentialLR(optimizer, 0.5)
+    scaling = LearningRateScaling(optimizer, 4.0, warmup_steps=3)
+    shown, moved = [], []
+    for _ in range(5):
+        shown.append(optimizer.param_groups[0]["lr"])
+        moved += step(optimizer)
+        schedule.step()
+    plain = [0.2 * 0.5**t for t in range(5)]
+    assert shown == pytest.approx(plain)
+    assert moved == pytest.approx([r * m for r, m in zip(plain, (1, 2, 3, 4, 4), strict=True)], rel=1e-5)
+    scaling.remove()
+    assert scaling.done == 5
+    assert step(optimizer) == pytest.approx([0.2 * 0.5**5], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_scales_the_copy_of_the_optimizer(copied):
+    optimizer = sgd()
+    scaling = LearningRateScaling(optimizer, 4.0)
+    twin, twin_scaling = copied((optimizer, scaling))
+    assert step(twin) == pytest.approx([0.4])
+    twin_scaling.remove()
+    assert step(twin) == pytest.approx([0.1])
+    assert step(optimizer) == pytest.approx([0.4])
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_a_checkpoint_within_a_step_holds_the_rate_without_the_factor(rate):
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate)
+    LearningRateScaling(optimizer, 2.0)
+    seen = []
+
+    def closure():
+        seen.append((optimizer.state_dict()["param_groups"][0]["lr"], optimizer.param_groups[0]["lr"]))
+        return optimizer.param_groups[0]["params"][0].sum()
+
+    optimizer.step(closure)
+    assert [float(lr) for lr in seen[0]] == pytest.approx([0.1, 0.2])
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_a_step_that_raises_does_not_leave_a_scaled_rate():
+    optimizer = sgd()
+    scaling = LearningRateScaling(optimizer, 4.0)
+
+    def fail():
+        raise RuntimeError("no loss")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no loss"):
+            optimizer.step(fail)
+    scaling.remove()
+    assert (optimizer.param_groups[0]["lr"], scaling.done) == (0.1, 0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skipped_is_not_a_step_of_the_warm_up(fused):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.8, fused=fused)
+    scaling = LearningRateScaling(optimizer, 4.0, warmup_steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=100)
+    done = []
+    for value in (math.inf, 1.0, math.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        done.append(scaling.done)
+    assert done == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["LearningRateWarmup", "scale_learning_rates"])
+def test_a_former_name_leads_to_its_successor(name):
+    with warnings.catch_warnings(), pytest.raises(ImportError, match=rf"{name} is gone: LearningRateScaling"):
+        getattr(lightning_turbo.optim, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = lightning_turbo.optim.nothing
