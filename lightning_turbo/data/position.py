@@ -197,7 +197,14 @@ class ResumableSampler:
         here = shared_state()
         set_shared_state(self.began["shared"])
         self._set_own_states(self.began["own"])
-        for sampler, epoch in zip(self._counting, self.began["epochs"], strict=True):
+        epochs = self.began["epochs"]
+        if len(epochs) != len(self._counting):
+            raise ValueError(
+                f"The state holds {len(epochs)} epochs of samplers, and the loader has {len(self._counting)} samplers "
+                "that count epochs. In the middle of an epoch, load it into a loader with the same samplers, and with "
+                "sample_seeds if it had them; or begin with the next epoch."
+            )
+        for sampler, epoch in zip(self._counting, epochs, strict=True):
             sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
         try:
             indices = iter(self.sampler)

@@ -200,9 +200,12 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
     trainer = getattr(datamodule, "trainer", None)
     transfer = _choose_transfer(datamodule, trainer) if trainer is not None else None
     count = iter(range(1 << 30))
+    seeds = datamodule._prefetch.sample_seeds
 
     def convert(loader: DataLoader[Any]) -> Any:
         place = name, next(count)
+        if seeds is not None and not isinstance(loader.dataset, SeededDataset):
+            loader = seed_samples(loader, seeds)
         twin = _convert(datamodule, loader, place, transfer)
         twin._prefetch_turn = lock_of(datamodule)
         if trainer is not None:
@@ -217,8 +220,6 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
 def _convert(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
     """Return a loader with prefetching, as the settings say; one that has it is kept, and its own settings too."""
     settings: _Settings = datamodule._prefetch
-    if settings.sample_seeds is not None and not isinstance(loader.dataset, SeededDataset):
-        loader = seed_samples(loader, settings.sample_seeds)
     own = isinstance(loader, PrefetchLoader)
     chosen = {"num_workers": settings.num_workers, "prefetch_factor": None, "pin_memory": settings.pin_memory}
     if settings.num_workers == "auto":

@@ -1,7 +1,9 @@
 """Random numbers belong to the sample: the same in every process that loads it, in every epoch and batch."""
 
+import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import random
 
@@ -11,6 +13,7 @@ import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods, _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     BatchSampler,
@@ -226,26 +229,32 @@ def test_a_seeded_loader_can_be_copied(copied):
     assert torch.equal(torch.cat([first, rows_of(copied(loader), 1)]), expected())
 
 
-class Hooks:
-    @staticmethod
-    def inside():
-        with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
-            return Hooks.outside()
-
-    @staticmethod
-    def outside():
-        return seed_samples(DataLoader(Augmented(), batch_size=5, collate_fn=collate, drop_last=True), SEED)
+def make_for_lightning(kind):
+    settings = {"batch_size": 5, "collate_fn": collate, "drop_last": True}
+    if kind == "prefetch":
+        return PrefetchLoader(Augmented(), sample_seeds=SEED, **settings)
+    loader = seed_samples(DataLoader(Augmented(), **settings), SEED)
+    return PrefetchLoader.of(loader) if kind == "of" else loader
 
 
-@pytest.mark.parametrize("make", [Hooks.inside, Hooks.outside])
-def test_seeds_stay_when_lightning_replaces_the_sampler(make):
+@pytest.mark.filterwarnings("ignore:Loading a batch draws")
+@pytest.mark.parametrize("kind", ["plain", "prefetch", "of"])
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_seeds_stay_when_lightning_replaces_the_sampler(kind, in_hook):
     """Lightning builds a loader again from its arguments, or from its attributes, with a sampler for the ranks."""
-    sampler = DistributedSampler(range(LENGTH), num_replicas=2, rank=1, shuffle=False)
-    loader = _update_dataloader(make(), sampler)
+    with contextlib.ExitStack() as stack:
+        if in_hook:
+            stack.enter_context(_replace_dunder_methods(DataLoader, "dataset"))
+            stack.enter_context(_replace_dunder_methods(BatchSampler))
+        made = make_for_lightning(kind)
+    loader = _update_dataloader(made, DistributedSampler(range(LENGTH), num_replicas=2, rank=1, shuffle=False))
     _set_sampler_epoch(loader, 1)
     (rows, _), *rest = loader
     assert not rest  # drop_last
     assert torch.equal(rows, expected()[1][1:11:2])
+    predicting = _update_dataloader(made, SequentialSampler(range(LENGTH)), RunningStage.PREDICTING)
+    assert torch.equal(torch.cat([rows for rows, _ in predicting]), expected()[0])
+    assert predicting.batch_sampler.seen_batch_indices[-1] == [10, 11]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -386,6 +395,43 @@ def test_a_run_with_augmentation_in_worker_processes_resumes_at_every_batch(orde
         left = whole[number : 3 * (epoch + 1)]
         assert len(rows) == len(left)
         assert all(map(torch.equal, rows, left))
+
+
+@QUIET
+def test_a_run_resumes_at_every_batch_after_an_epoch_with_another_number_of_ranks():
+    def make(ranks, rank=0):
+        sampler = SeededSampler(range(LENGTH), SEED, num_replicas=ranks, rank=rank)
+        return PrefetchLoader(Augmented(), batch_size=2, sample_seeds=SEED, sampler=sampler)
+
+    def load(loader, epoch):
+        loader.sampler.set_epoch(epoch)
+        return list(loader)
+
+    first, second = make(2), make(2, 1)
+    dealt = torch.stack([torch.cat(load(first, 0)), torch.cat(load(second, 0))], 1).flatten(0, 1)
+    assert torch.equal(dealt, torch.cat(load(make(1), 0)))
+    loader = make(1)
+    loader.load_state_dict(first.state_dict())
+    whole = load(loader, 1)
+    assert torch.equal(rows_of([torch.cat(whole)], 1)[0], expected()[1])
+    for number in range(1, len(whole)):
+        begun, resumed = make(1), make(1)
+        begun.load_state_dict(first.state_dict())
+        begun.sampler.set_epoch(1)
+        assert all(map(torch.equal, itertools.islice(begun, number), whole))
+        resumed.load_state_dict(begun.state_dict())
+        left = load(resumed, 1)
+        assert len(left) == len(whole) - number
+        assert all(map(torch.equal, left, whole[number:]))
+
+
+def test_a_state_from_before_there_were_seeds_is_refused_in_the_middle_of_an_epoch():
+    begun = PrefetchLoader(range(4), batch_size=2)
+    next(iter(begun))
+    loader = PrefetchLoader(Augmented(4), batch_size=2, sample_seeds=SEED, num_workers=1)
+    loader.load_state_dict(begun.state_dict())
+    with pytest.raises(ValueError, match="with sample_seeds if it had them"):
+        list(loader)
 
 
 class Net(LightningModule):
