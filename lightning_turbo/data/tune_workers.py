@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,7 +247,7 @@ def _take(loader: Any, step: Any, warm_up: int, share: Callable[[], float]) -> t
     return times[min(warm_up, len(times) // 2) :], None
 
 
-def _batches(loader: Any) -> Iterator[tuple[Any, float]]:
+def _batches(loader: Any) -> Generator[tuple[Any, float], None, None]:
     """Yield the batches of one epoch after another, each with the seconds that it was waited for."""
     iterator: Any = None
     try:
@@ -309,8 +309,6 @@ def _check(make_loader: Any, step: Any, show: Any, seconds: Any, most: Any, fact
     if most is not None and not is_whole(most, 0):
         raise ValueError(f"max_workers: expected a whole number of 0 or more, or None, got {most!r}.")
     if not isinstance(factors, Sequence) or not factors or not all(is_whole(n, 1) for n in factors):
-        raise ValueError(
-            f"prefetch_factors: expected whole numbers of 1 or more, got {factors!r}. Pass [2, 4]."
-        )
+        raise ValueError(f"prefetch_factors: expected whole numbers of 1 or more, got {factors!r}. Pass [2, 4].")
     if not is_number(tolerance) or tolerance < 0:
         raise ValueError(f"tolerance: expected a finite number of 0 or more, got {tolerance!r}. Pass for example 0.05.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_turbo._checks import check_functions, check_switches
+from lightning_turbo._checks import check_functions, check_switches, expect
 from lightning_turbo._lightning import (
     CombinedLoader,
     LightningDataModule,
@@ -28,7 +27,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader, check_threads, lock_of, old_name_of_threads
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, lock_of, old_name_of_threads
 from lightning_turbo.data.prefetcher import check_count
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
@@ -55,22 +54,16 @@ class _Settings:
 
     def __post_init__(self) -> None:
         check_count("prefetch_batches", self.prefetch_batches)
-        check_threads(self.threads)
+        check_count("threads", self.threads)
         check_switches(device_prefetch=self.device_prefetch)
         check_functions(device_transform=self.device_transform)
         if self.sample_seeds is not None:
             check_seed(self.sample_seeds, "sample_seeds")
-        pin_memory, num_workers = self.pin_memory, self.num_workers
-        if pin_memory is not None and not isinstance(pin_memory, bool):
-            raise TypeError(f"pin_memory={pin_memory!r} is not a bool; pass True, False, or None for the loaders' own.")
-        if num_workers is None or num_workers == "auto":
-            return
-        if isinstance(num_workers, str):
-            raise ValueError(f"num_workers={num_workers!r} is unknown; pass a number of processes or 'auto'.")
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-            raise TypeError(f"num_workers={num_workers!r} is not an integer; pass a number of processes or 'auto'.")
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers!r} is negative; pass 0 or more processes, or 'auto'.")
+        expect(self.pin_memory in (None, True, False), "pin_memory", self.pin_memory, "True, False or None", TypeError)
+        if isinstance(self.num_workers, str):
+            expect(self.num_workers == "auto", "num_workers", self.num_workers, "a number of processes or 'auto'")
+        elif self.num_workers is not None:
+            check_count("num_workers", self.num_workers, 0)
 
 
 class PrefetchDataModule(LightningDataModule):
@@ -273,8 +266,7 @@ def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
         )
     transfers = datamodule._prefetch_transfers
     if str(device) not in transfers:  # one side stream a run
-        apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
-        transfers[str(device)] = DeviceTransfer(device, transform=transform, **apart)
+        transfers[str(device)] = DeviceTransfer(device, transform=transform, ahead=streams)
     return transfers[str(device)]
 
 
