@@ -213,22 +213,28 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
 def _convert(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
     """Return a loader with prefetching, as the settings say; one that has it is kept, and its own settings too."""
     settings: _Settings = datamodule._prefetch
-    own = isinstance(loader, PrefetchLoader)
-    chosen = {"num_workers": settings.num_workers, "prefetch_factor": None, "pin_memory": settings.pin_memory}
+    changes = _changes(datamodule, loader, place)
+    if not isinstance(loader, PrefetchLoader):
+        return PrefetchLoader.of(
+            _variant(loader, **changes), prefetch_batches=settings.prefetch_batches, threads=settings.threads,
+            transfer=transfer,
+        )  # fmt: skip
+    twin: Any = _variant(loader, **changes) if changes else loader
+    twin.transfer = transfer or twin.transfer
+    return twin
+
+
+def _changes(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int]) -> dict[str, Any]:
+    """Return the settings of workers and memory in which a loader is to differ from what it is."""
+    settings: _Settings = datamodule._prefetch
+    chosen: dict[str, Any] = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
     if settings.num_workers == "auto":
         found = datamodule._prefetch_found
         if place not in found:
             found[place] = _tune(loader, place[0], getattr(loader, "threads", settings.threads))
-        chosen.update({key: value for key, value in found[place].items() if chosen[key] in (None, "auto")})
-    changes = {key: value for key, value in chosen.items() if value is not None and value != getattr(loader, key)}
-    if own:
-        twin: Any = _variant(loader, **changes) if changes else loader
-        twin.transfer = twin.transfer if transfer is None else transfer
-        return twin
-    return PrefetchLoader.of(
-        _variant(loader, **changes), prefetch_batches=settings.prefetch_batches, threads=settings.threads,
-        transfer=transfer,
-    )  # fmt: skip
+        asked = {} if settings.pin_memory is None else {"pin_memory": settings.pin_memory}
+        chosen = {**found[place], **asked}
+    return {name: value for name, value in chosen.items() if value is not None and value != getattr(loader, name)}
 
 
 def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
