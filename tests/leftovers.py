@@ -21,5 +21,9 @@ def prefetch_threads():
 
 def nothing_is_left():
     """No prefetching thread and no process is left after a moment."""
-    gc.collect()
-    wait_until(lambda: not multiprocessing.active_children() and not prefetch_threads())
+
+    def ended():
+        gc.collect()  # each time: an error that is let go of only now may hold an iterator
+        return not multiprocessing.active_children() and not prefetch_threads()
+
+    wait_until(ended)

@@ -121,7 +121,8 @@ class _Loading:
 
     def take(self) -> Record:
         """Load one item here; never raises."""
-        return self._finish(self._draw())
+        record = self._finish(self._draw())
+        return _explain(record, workers=True) if self.profile.workers else record
 
     def _draw(self) -> Record:
         self.taken += 1
@@ -446,7 +447,11 @@ class BackgroundIterator(Iterator[Any]):
         Returns:
             Whether the thread has ended.
         """
-        if self._loading.thread is None or self._loading.process != os.getpid():
+        if self._loading.process != os.getpid():
+            return True
+        if self._loading.thread is None:
+            if self._loading.samples is not None:
+                self._loading.samples.close()  # the threads that loaded for the asking thread
             return True
         kept, ended = self._loading.park()
         self._kept.extend(kept)
