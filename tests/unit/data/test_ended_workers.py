@@ -105,7 +105,7 @@ def test_an_epoch_that_was_begun_early_is_begun_again_in_the_same_order():
     assert epochs(end=True) == epochs(end=False)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_closing_does_not_wait_for_a_batch_that_nobody_wants(persistent):
     loader = PrefetchLoader(Slow(stuck_at=5), batch_size=1, **{**WORKERS, "persistent_workers": persistent})
     iterator = iter(loader)
