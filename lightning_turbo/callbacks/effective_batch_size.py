@@ -150,13 +150,11 @@ class EffectiveBatchSize(Callback):
         self._warmup_done = state_dict["warmup_done"]
 
     def _refuse_other_owners(self, trainer: Any, pl_module: LightningModule) -> None:
-        kinds = [type(callback) for callback in trainer.callbacks]
-        scheduled = any(issubclass(kind, GradientAccumulationScheduler) for kind in kinds)
+        scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         accumulate = trainer.accumulate_grad_batches
         reasons = {
             "manual optimization sets its own windows. Remove the callback": not pl_module.automatic_optimization,
             "GradientAccumulationScheduler sets accumulate_grad_batches too. Keep one of the two": scheduled,
-            "the Trainer has several of this callback. Keep one": kinds.count(EffectiveBatchSize) > 1,
             f"Trainer(accumulate_grad_batches={accumulate}) sets it too. Leave it at 1": (
                 accumulate not in (1, self._chosen)
             ),

@@ -72,17 +72,17 @@ def stop_after(monkeypatch):
 
 def test_levels_take_turns_reach_the_accuracy_and_everything_is_written(tmp_path):
     out = tmp_path / "[bold]"  # looks like markup
-    status, results, shown = demo(out, levels=("O1", "O3"), epochs=4)
+    status, results, shown = demo(out, levels=("O1", "O3"), epochs=3)
     assert status == 0
-    assert results["settings"] == {"levels": ["O1", "O3"], "epochs": 4, "data": "digits", "seed": 0}
+    assert results["settings"] == {"levels": ["O1", "O3"], "epochs": 3, "data": "digits", "seed": 0}
     lines = [line.split("validation")[0].split() for line in shown.splitlines() if "  epoch " in line]
-    assert lines == [[level, "epoch", f"{epoch}/4"] for epoch in range(1, 5) for level in ("O1", "O3")]
+    assert lines == [[level, "epoch", f"{epoch}/3"] for epoch in range(1, 4) for level in ("O1", "O3")]
     for level, row in results["levels"].items():
         assert row["passed"], level
         assert row["val_accuracy"] >= 0.95
-        assert len(row["step_losses"]) == 4 * 43  # 1347 samples in batches of 32
+        assert len(row["step_losses"]) == 3 * 43  # 1347 samples in batches of 32
         assert row["step_losses"][-1] < 0.5 < row["step_losses"][0]
-        assert (row["epochs"], row["half_dtype"], row["loss_scale"], row["skipped_steps"]) == (4, "bfloat16", 1.0, 0)
+        assert (row["epochs"], row["half_dtype"], row["loss_scale"], row["skipped_steps"]) == (3, "bfloat16", 1.0, 0)
         assert list((out / "tensorboard" / level).glob("events.out.tfevents.*"))
     assert results["levels"]["O3"]["bytes"]["total"] * 2 < results["levels"]["O1"]["bytes"]["total"] * 1.01
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -102,15 +102,16 @@ def test_a_level_below_its_accuracy_is_a_failure_and_a_terminal_gets_one_bar(tmp
     assert "O0  epoch  1/1  validation accuracy" not in shown
 
 
+@pytest.mark.usefixtures("_few_digits")
 def test_the_epochs_of_the_demo_are_those_of_one_fit(tmp_path):
-    """Each epoch is a fit of its own, which continues from the checkpoint of the one before."""
-    _, results, _ = demo(tmp_path, levels=("O0",), epochs=2)
-    data = load_digits(0)
+    """Each epoch is a fit of its own, which resumes from the checkpoint of the one before."""
+    _, results, _ = demo(tmp_path, levels=("O0",), epochs=3)
+    data = run.load_digits(0)
     torch.manual_seed(0)
     model = DemoNet(dims=2, classes=10)
     order = DistributedSampler(data.train, num_replicas=1, rank=0, shuffle=True, seed=0)
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     losses = []

@@ -82,21 +82,21 @@ def command(monkeypatch, volumes, tmp_path):
 def test_it_learns_logs_and_goes_on_from_a_checkpoint_bit_for_bit(command, tmp_path):
     # float32: in bfloat16 a gradient of torch's 3D convolutions on the CPU depends on memory that nobody wrote.
     settings = ("--trainer.plugins", "null", "--model.epochs_up", "1", "--trainer.max_epochs")
-    whole = command("fit", *settings, "4")
+    whole = command("fit", *settings, "3")
     assert whole.trainer.callback_metrics["val/auc"] > 0.9
     assert whole.model.loss.pos_weight == pytest.approx(1.5)
 
-    command("fit", *settings, "2", out="parts")
+    command("fit", *settings, "1", out="parts")
     assert {path.name for path in Path("runs/medmnist3d/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
-    resumed = command("fit", *settings, "4", "--ckpt_path", "last", out="parts")
-    assert resumed.trainer.current_epoch == 4
+    resumed = command("fit", *settings, "3", "--ckpt_path", "last", out="parts")
+    assert resumed.trainer.current_epoch == 3
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
 
     events = EventAccumulator(str(tmp_path / "whole" / whole.trainer.log_dir)).Reload()
     assert {"train/loss", "train/loss_step", "val/loss", "val/auc", "val/accuracy"} <= set(events.Tags()["scalars"])
     assert events.Tags()["images"] == ["val/slices"]
-    assert len(events.Images("val/slices")) == 4
+    assert len(events.Images("val/slices")) == 3
 
     tested = command("test", "--ckpt_path", "runs/medmnist3d/checkpoints/best.ckpt", out="parts")
     assert tested.trainer.callback_metrics["test/auc"] >= 0.5
@@ -288,12 +288,10 @@ def test_slices_are_framed_by_right_and_wrong():
     volume = torch.zeros(2, 1, 4, 6, 5)
     volume[:, :, 2, 3, 2] = 7.0
     image = slice_image(volume, torch.tensor([1, 1]), torch.tensor([0.9, 0.1]))
-    assert image.shape == (3, 2 * (6 + 4), 3 * 6 + 4)
-    assert image.min() >= 0
-    assert image.max() == 1
+    assert (image.shape, image.min() >= 0, image.max()) == ((3, 2 * (6 + 4), 3 * 6 + 4), True, 1)
     assert image[1, 0, 0] > image[0, 0, 0]  # green: right
     assert image[0, 10, 0] > image[1, 10, 0]  # red: wrong
-    assert (image[:, 2:8, 2:-2] == 1).sum() == 9  # the bright voxel lies in all three planes, in three colours
+    assert (image[:, 2:8, 2:-2] == 1).sum() == 9  # the bright voxel is in all three planes, in three colours
     with pytest.raises(ValueError, match=r"volumes=0"):
         SliceImages(0)
 

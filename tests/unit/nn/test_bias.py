@@ -8,26 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn import drop_bias_before_norm
-
-
-class Residual(nn.Module):
-    """Norms registered before the layers, and called in another order."""
-
-    def __init__(self, channels=4):
-        super().__init__()
-        self.norm_b, self.norm_a = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1)
-        self.first = nn.Conv2d(3, channels, 3, padding=1)
-        self.last = nn.Conv2d(channels, 2, 1)  # before no norm
-
-    def forward(self, x):
-        x = F.relu(self.norm_a(self.first(x)))
-        return self.last(x + self.norm_b(self.second(x)))
 
 
 def warmed(module, x, steps=3):
@@ -59,8 +43,13 @@ def close(a, b, tolerance=1e-5):  # float32 adds in another order
 
 
 def test_the_graph_decides_not_names_or_order():
-    report = drop_bias_before_norm(Residual())
-    assert report.dropped == {"first": "norm_a", "second": "norm_b"}
+    def forward(net, x):
+        return net.last(net.norm(net.other(net.body(net.conv(x)))))
+
+    net = ConvNorm(forward, lambda net: net.add_module("body", nn.BatchNorm2d(4)))
+    net.last = nn.Conv2d(4, 2, 1)  # before no norm
+    report = drop_bias_before_norm(net)
+    assert report.dropped == {"conv": "body", "other": "norm"}
     assert report.parameters == 8
     assert str(report).splitlines()[0] == "2 biases dropped, 8 parameters:"
 

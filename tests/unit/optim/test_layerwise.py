@@ -88,12 +88,13 @@ def test_biases_and_norms_get_no_decay_and_no_trust_ratio():
             self.linear = nn.Linear(4, 3)
             self.norm = nn.LayerNorm((2, 3))  # two dimensions, yet a norm
             self.tied = self.linear
+            self.scale = nn.Parameter(torch.ones(3))
             self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
 
     net = Net()
     weights, rest = split_parameters(net)
     assert [p.shape for p in weights] == [(3, 4)]
-    assert [p.shape for p in rest] == [(3,), (2, 3), (2, 3)]
+    assert [p.shape for p in rest] == [(3,), (3,), (2, 3), (2, 3)]
     with pytest.raises(ValueError, match=r"parameters of one dimension, got the shapes \[\(2, 3\), \(2, 3\)\]"):
         lars(net, lr=0.1)
     optimizer = lamb(net, lr=0.1, weight_decay=0.05)
