@@ -67,7 +67,6 @@ __all__ = [
     "is_followed",
     "loaded_checkpoint",
     "loss_scale",
-    "lower_found_batch_size",
     "register_strategies",
     "replace_strategy",
     "takes_batch_index",
@@ -180,27 +179,6 @@ def check_binding(used_by: str) -> None:
             f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo, or set the "
             f"environment variable {VARIABLE}={other}, or call lightning_turbo.bind_lightning({other!r}) first."
         )
-
-
-def lower_found_batch_size(trainer: Any, size: int) -> bool:
-    """Lower the batch size that Lightning's BatchSizeFinder has found, and load the training data anew.
-
-    Args:
-        trainer: A Trainer at the start of training.
-        size: The new batch size, per rank.
-
-    Returns:
-        Whether the Trainer has a BatchSizeFinder; without one nothing is changed.
-    """
-    parsing = importlib.import_module(f"{bound_name()}.utilities.parsing")
-    finder_class = importlib.import_module(f"{bound_name()}.callbacks").BatchSizeFinder
-    for finder in trainer.callbacks:
-        if isinstance(finder, finder_class):
-            parsing.lightning_setattr(trainer.lightning_module, finder._batch_arg_name, size)
-            trainer.fit_loop._combined_loader = None
-            trainer.fit_loop.setup_data()
-            return True
-    return False
 
 
 def __getattr__(name: str) -> Any:
