@@ -185,9 +185,8 @@ def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
         help="pack a folder of images or volumes into arrays that are read a whole batch at a time",
-        description="Pack the images, .npy or NIfTI volumes below FOLDER, or the arrays of an .npz file, for "
-        "PackedDataset. Subfolders are classes; hidden files are passed over. OUT appears when everything is in it, or "
-        "not at all.",
+        description="Pack the images, .npy or NIfTI volumes below FOLDER for PackedDataset. Subfolders are classes; "
+        "hidden files are passed over. OUT appears when everything is in it, or not at all.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")

@@ -1,4 +1,4 @@
-"""Callback that makes a resumed run equal to a run that never stopped."""
+"""The callback that makes a run that goes on from a checkpoint equal to one that never stopped."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ KEY = "lightning_turbo.exact_resume"
 
 
 class _Held(NamedTuple):
-    """Position of a run and its states, from a checkpoint.
+    """What a checkpoint says of the place that it was written at.
 
     Attributes:
         over: Whether the last batch of the epoch was used.
-        begins: Whether the current epoch has not begun.
-        used: Number of batches used in the epoch; ``None`` if the steps take their batches themselves.
-        loaders: States of the training loaders.
-        random: RNG states of this rank; ``None`` if the checkpoint has none.
+        begins: Whether the epoch that is counted has not begun.
+        used: How many batches of it were used; ``None`` where steps take their batches themselves.
+        loaders: The states of the training loaders.
+        random: The states of this rank's random generators; ``None`` if the checkpoint has none for it.
     """
 
     over: bool
@@ -49,36 +49,35 @@ class _Held(NamedTuple):
 
 
 class ExactResume(Callback):
-    """Make a resumed run equal to a run that never stopped.
+    """Let a run that goes on from a checkpoint equal one that never stopped.
 
-    Every checkpoint holds the global RNG states of each rank (torch on the CPU and on the CUDA device of the rank,
-    Python, NumPy) and the states of its training loaders. ``Trainer.fit(ckpt_path=...)`` restores them when training
-    starts. The order of a shuffled epoch, dropout and augmentation then continue bit for bit.
-    ``PrefetchDataModule`` and the turbo strategies add this callback.
+    Every checkpoint holds the states of the random generators of torch (CPU, and the CUDA device of the rank), Python
+    and NumPy of every rank, and the states of every rank's training loaders. ``Trainer.fit(ckpt_path=...)`` puts them
+    back when training goes on. The order of a shuffled epoch, dropout and augmentation then continue bit for bit.
+    ``PrefetchDataModule`` and the turbo strategies bring this callback along.
 
-    Behaviour of Lightning 2.6, and of this callback:
+    What Lightning 2.6 does without it, and what this callback does:
 
-    - Lightning saves no RNG states. The callback saves and restores them.
-    - Lightning drops the states of loaders that were set up before it restores its loops, for example by reading
-      ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` (issue 20550). The callback loads them.
-    - Lightning restores the loaders at the end of an epoch, so that a ``StatefulDataLoader`` skips the next epoch
-      (issue 19764). The callback lets each loader begin the next epoch.
-    - Lightning saves the loader states of rank 0 for all ranks. The callback restores each rank's own states.
-    - Lightning sets the epoch of a ``DistributedSampler`` after the worker processes have their first indices. The
-      callback calls ``iter()`` again afterwards.
-    - After a checkpoint of the last step Lightning does not count the next epoch; after one of
-      ``on_train_epoch_start`` it trains one batch only; with ``max_steps`` it trains one more batch of a finished
-      epoch. The callback treats these checkpoints as those of a whole epoch.
-    - Lightning counts a step twice that a signal or an error interrupted. The callback counts it once.
-    - Lightning ignores a ``GradientAccumulationScheduler`` in the rest of an epoch. The turbo strategies apply it; this
-      callback cannot, because the scheduler refuses a value that was set before.
-    - Lightning restarts the schedule of ``reload_dataloaders_every_n_epochs``. The callback continues it.
+    - It saves no random states (no issue known).
+    - It drops the states of loaders that were set up before it restored its loops, as by reading
+      ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` (issue 20550). Here the callback loads them.
+    - It restores loaders of an epoch's last step at their end, so that a ``StatefulDataLoader`` skips the next epoch
+      (issue 19764), and drops the states of loaders of a whole epoch. Here a loader begins the next epoch.
+    - It saves the states of rank 0's loaders for all ranks. Here each rank gets its own.
+    - It tells a ``DistributedSampler`` its epoch after worker processes have their first indices. Here ``iter()`` is
+      called again afterwards.
+    - It takes the epoch after a checkpoint of the last step for the rest of the one before, and does not count it;
+      after one of ``on_train_epoch_start`` it leaves out all batches but one; with ``max_steps`` it trains a batch of
+      an epoch that is over. Here such a checkpoint is read as one of a whole epoch.
+    - It counts a step twice that a signal or an error broke off. Here it is counted once.
+    - It forgets a ``GradientAccumulationScheduler`` in the rest of an epoch. The turbo strategies ask it when training
+      starts; this callback cannot, because that one then refuses what was set before it.
+    - It forgets when ``reload_dataloaders_every_n_epochs`` loaded last. Here the schedule goes on.
 
     Note:
-        The resumed run is exact with the same number of ranks and with loaders that save their position:
-        ``PrefetchLoader``, torchdata's ``StatefulDataLoader``, and any loader at the end of an epoch. Random numbers
-        drawn in a hook ``on_train_start`` change the numbers after them. With several ranks, saving is a collective
-        call.
+        Exact on the same number of ranks, and with loaders that know their position: ``PrefetchLoader``, torchdata's
+        ``StatefulDataLoader``, at the end of an epoch any loader. A hook ``on_train_start`` that draws random numbers
+        changes those that follow. Saving is a collective call if there are several ranks.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -92,64 +91,71 @@ class ExactResume(Callback):
         self._training = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop the state of an earlier run."""
+        """Begin a run; what one before it left is of no use."""
         self._held, self._training = None, False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop the state of this run."""
+        """End a run."""
         self._held, self._training = None, False
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states of every rank."""
-        own: dict[str, Any] = {"random": _get_rng_states(trainer)}
-        own["loaders"] = [owner[key] for owner, key in _find_loader_states(trainer, checkpoint)]
-        checkpoint[KEY] = gather_for_checkpoint(own, "RNG and loader states", trainer.fit_loop.total_batch_idx)
+        """Add what every rank needs to go on."""
+        own: dict[str, Any] = {"random": _random_states(trainer)}
+        own["loaders"] = [place[name] for place, name in _loader_states(trainer, checkpoint)]
+        name = "random states and loaders' states"
+        ranks = gather_for_checkpoint(own, name, trainer.fit_loop.total_batch_idx)
+        checkpoint[KEY] = ranks
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the loader states out of the checkpoint, and complete the epoch in it if its last batch was used.
+        """Take the loaders' states, and let Lightning read a checkpoint of an epoch's end as one of a whole epoch.
 
-        A checkpoint that is loaded after training started, for example by Lightning's tuner, does not change.
+        A checkpoint that is restored in the middle of a run, or after it, is left to Lightning: so does its tuner.
         """
         fit: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
-        if self._training or not _is_starting(trainer) or "epoch_loop.batch_progress" not in fit:
+        starts = is_fitting(trainer) and trainer.state.status.value == "running" and not self._training
+        if not starts or "epoch_loop.batch_progress" not in fit:
             return
-        random = _restore_states_of_rank(trainer, checkpoint)
+        random = _take_states_of_rank(trainer, checkpoint)
         loaders = fit["state_dict"].pop("combined_loader", [])
-        over, begins, used = _read_position(trainer, fit)
+        over, begins, used = _position(trainer, fit)
         if over or begins:
             _complete_epoch(fit)
         correct_states(loaders, over=over, used=used)
         self._held = _Held(over, begins, used, loaders, random)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the counters, the loaders and the global RNG."""
+        """Let counters, loaders and random generators go on as the checkpoint says."""
         self._training = True
         held, self._held = self._held, None
         if held is None:
             return
+        loop: Any = trainer.fit_loop
         _correct_counters(trainer, held)
         if held.over and trainer.current_epoch > 0:
-            _restore_loaders_for_next_epoch(trainer.fit_loop, held.loaders)
-        else:
-            _restore_loaders_within_epoch(trainer.fit_loop, held.loaders)
-        _set_rng_states(trainer, held.random)
-
-
-def _is_starting(trainer: Any) -> bool:
-    return is_fitting(trainer) and trainer.state.status.value == "running"
+            # Lightning calls iter() itself, as for every epoch but the first: the order is drawn from what is put back.
+            if not loop._should_reload_train_dl:
+                _restore_loaders_of_whole_epoch(loop, held.loaders)
+            _set_random_states(trainer, held.random)
+            return
+        if held.loaders:
+            loop._combined_loader._load_state_dicts(held.loaders)
+        for loader in loop._combined_loader.flattened:
+            set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+        iter(loop._data_fetcher)
+        _set_random_states(trainer, held.random)
 
 
 def attach_exact_resume(trainer: Any) -> None:
-    """Insert an ``ExactResume`` before the callbacks of a Trainer that has none."""
+    """Put an ``ExactResume`` in front of a Trainer's callbacks, if it has none."""
     if not any(isinstance(callback, ExactResume) for callback in trainer.callbacks):
         trainer.callbacks = [ExactResume(), *trainer.callbacks]
 
 
 def accumulate_as_scheduled(trainer: Any) -> None:
-    """Apply the value of a ``GradientAccumulationScheduler`` for the current epoch.
+    """Set what a ``GradientAccumulationScheduler`` says for the epoch that a Trainer begins to train.
 
-    The scheduler sets it in ``on_train_epoch_start``, which Lightning does not call for a run resumed in mid-epoch. A
-    strategy calls this function in its ``on_train_start``, after all callbacks.
+    The callback sets it in ``on_train_epoch_start``, which Lightning does not call where a run goes on in mid-epoch. A
+    strategy calls this in its ``on_train_start``, the last of these hooks.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
@@ -159,17 +165,16 @@ def accumulate_as_scheduled(trainer: Any) -> None:
 # Position and counters
 
 
-def _read_position(trainer: Any, fit: dict[str, Any]) -> tuple[bool, bool, int | None]:
-    """Return ``over``, ``begins`` and ``used`` of ``_Held`` from the loops in a checkpoint."""
+def _position(trainer: Any, fit: dict[str, Any]) -> tuple[bool, bool, int | None]:
+    """Return ``over``, ``begins`` and ``used``, see ``_Held``, of the loops in a checkpoint."""
     progress, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
     batch = progress["current"]
-    within_step = batch["ready"] != batch["processed"]  # the resumed run repeats this step
+    within_step = batch["ready"] != batch["processed"]  # that step is made again
     begins = epochs["ready"] > epochs["started"]
-    # An epoch without a last batch, because of fewer data than limit_train_batches or of should_stop, is over after its
-    # last hook. After the end by max_steps, Lightning continues it.
+    # Without a last batch, where data are fewer than limit_train_batches says or should_stop was set, an epoch is over
+    # with its end. Where max_steps ends a run, Lightning goes on in it all the same.
     ended = begins or (epochs["started"] == epochs["processed"] and trainer.max_steps == -1)
     over = not within_step and batch["ready"] > 0 and (progress["is_last_batch"] or ended)
-<<<<<<< HEAD
     used = None if _takes_loader(trainer.lightning_module) else batch["completed" if within_step else "processed"]
     return over, begins, used
 
@@ -178,22 +183,13 @@ def _takes_loader(module: Any) -> bool:
     """Whether ``training_step`` takes its batches from the loader itself."""
     step = getattr(module, "training_step", None)
     return step is not None and "dataloader_iter" in inspect.signature(step).parameters
-=======
-    used = batch["completed" if within_step else "processed"]
-    return over, begins, None if _takes_iterator(trainer.lightning_module) else used
-
-
-def _takes_iterator(module: LightningModule) -> bool:
-    """Return whether ``training_step`` takes its batches from the iterator itself."""
-    return "dataloader_iter" in inspect.signature(module.training_step).parameters
->>>>>>> w-optim
 
 
 def _complete_epoch(fit: dict[str, Any]) -> None:
-    """Set the counters in a checkpoint to their values after the last hook of the current epoch."""
+    """Let the loops in a checkpoint be those after the last hook of the epoch that began last."""
     epochs = fit["epoch_progress"]
     if epochs["current"]["processed"] < epochs["current"]["started"]:
-        fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning does so after the last hook of a batch
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning adds one after the batch's last hook
     for counts, reached in ((epochs, "started"), (fit["epoch_loop.batch_progress"], "processed")):
         for part in (counts["total"], counts["current"]):
             part.update(dict.fromkeys(part, part[reached]))
@@ -203,10 +199,10 @@ def _correct_counters(trainer: Any, held: _Held) -> None:
     loop = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
     if held.over or held.begins:
-        # With max_steps Lightning treats every checkpoint as one in mid-epoch.
+        # With max_steps Lightning takes every checkpoint for one in the middle of an epoch.
         loop._restarting = loop._resuming_from_checkpoint = False
         loop.epoch_loop.restarting = False
-    elif batches.current.ready != batches.current.processed:  # within a step, which Lightning already counts
+    elif batches.current.ready != batches.current.processed:  # in a step, which Lightning counts as made
         batches.total.ready = batches.total.started = batches.total.processed
         if not loop.epoch_loop._should_accumulate():
             loop.epoch_loop._batches_that_stepped -= 1
@@ -217,7 +213,6 @@ def _correct_counters(trainer: Any, held: _Held) -> None:
 # Loaders
 
 
-<<<<<<< HEAD
 def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
     """Load the states of loaders that are to begin an epoch; one that would go on at its end begins anew."""
     stateful = [each for each in loop._combined_loader.flattened if hasattr(each, "load_state_dict")]
@@ -236,70 +231,38 @@ def _begins_an_epoch(loader: Any, state: Any) -> bool:
 
 def _loader_states(trainer: Any, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Where a checkpoint has states of training loaders: those of the epoch, and of one that was begun early."""
-=======
-def _restore_loaders_within_epoch(loop: Any, states: list[Any]) -> None:
-    if states:
-        loop._combined_loader._load_state_dicts(states)
-    for loader in loop._combined_loader.flattened:
-        set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-    iter(loop._data_fetcher)
-
-
-def _restore_loaders_for_next_epoch(loop: Any, states: list[Any]) -> None:
-    """Load the states of loaders that begin the next epoch. Lightning then calls ``iter()`` on them itself."""
-    if loop._should_reload_train_dl:
-        return
-    stateful = (each for each in loop._combined_loader.flattened if hasattr(each, "load_state_dict"))
-    for loader, state in zip(stateful, states, strict=False):
-        if _begins_next_epoch(loader, state):
-            loader.load_state_dict(state)
-
-
-def _begins_next_epoch(loader: Any, state: Any) -> bool:
-    """Return whether a loader with this state begins the next epoch; a ``StatefulDataLoader`` would be at its end."""
-    inner = loader.loader if isinstance(loader, DevicePrefetcher) else loader
-    if isinstance(inner, PrefetchLoader) and is_between_epochs(state):
-        return True
-    torchdata = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", ())
-    return hasattr(inner, "set_epoch") or not isinstance(inner, torchdata)
-
-
-def _find_loader_states(trainer: Any, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return the dictionaries and keys of the loader states: of this epoch, and of a prefetched next epoch."""
->>>>>>> w-optim
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     callbacks = checkpoint.get("callbacks", {})
-    found = [(loop, "combined_loader")] if "combined_loader" in loop else []
-    early = (each.state_key for each in trainer.callbacks if isinstance(each, PrefetchNextEpoch))
-    return [*found, *((callbacks, key) for key in early if key in callbacks)]
+    early = [each.state_key for each in trainer.callbacks if isinstance(each, PrefetchNextEpoch)]
+    places = [(loop, "combined_loader"), *((callbacks, key) for key in early)]
+    return [(place, name) for place, name in places if name in place]
 
 
-def _restore_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Replace the loader states of rank 0 by those of this rank, and return its RNG states."""
+def _take_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Put this rank's loaders' states in the place of rank 0's, and return its random states."""
     ranks = checkpoint.get(KEY, [])
     rank, size = rank_and_size()
-    if not ranks:
-        return None
     if len(ranks) != size:
-        rank_zero_info(
-            f"ExactResume: the checkpoint has the RNG states of {len(ranks)} ranks, but this run has {size}: it does "
-            "not restore them."
-        )
+        if ranks:
+            rank_zero_info(
+                f"turbo: the checkpoint has the random states of {len(ranks)} ranks, and this run has {size}. They are "
+                "not put back."
+            )
         return None
-    for (owner, key), state in zip(_find_loader_states(trainer, checkpoint), ranks[rank]["loaders"], strict=False):
-        owner[key] = state
+    for (place, name), state in zip(_loader_states(trainer, checkpoint), ranks[rank]["loaders"], strict=False):
+        place[name] = state
     return ranks[rank]["random"]
 
 
-# Global RNG
+# Random generators
 
 
-def _get_rng_states(trainer: Any) -> dict[str, Any]:
+def _random_states(trainer: Any) -> dict[str, Any]:
     state, device = shared_state(), trainer.strategy.root_device
     return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 
 
-def _set_rng_states(trainer: Any, state: dict[str, Any] | None) -> None:
+def _set_random_states(trainer: Any, state: dict[str, Any] | None) -> None:
     if state is None:
         return
     set_shared_state(state)

@@ -1,4 +1,4 @@
-"""In-place compilation of a network for one run, without changes to the keys of checkpoints."""
+"""A network that is compiled in place for one run, so that no key of a checkpoint changes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class CompileReport(NamedTuple):
-    """Counts of torch's compilations.
+    """What torch compiled within a time.
 
     Attributes:
         graphs: Number of graphs.
-        recompilations: Function and reason of a recompilation -> count.
-        breaks: Line and reason of a graph break -> count.
+        recompilations: Where torch compiled a function again, and why -> how many times.
+        breaks: Why torch left a graph, with the line where it says so -> how many times.
     """
 
     graphs: int
@@ -38,55 +38,43 @@ class CompileReport(NamedTuple):
 
 
 def check_compile(how: Any) -> None:
-    """Check the argument ``how`` of ``compiled_in_place``; ``None`` is valid too.
+    """Refuse what ``compiled_in_place`` does not take.
 
     Raises:
-        TypeError: If it is not ``None``, a string or a dict.
-        ValueError: If the string, or ``"what"`` in the dict, is not ``"network"`` or ``"blocks"``.
+        TypeError: If it is neither ``None``, a string nor a dict.
+        ValueError: If it is another string, or a dict with another ``"what"``.
     """
     if how is not None and not isinstance(how, (str, dict)):
         raise TypeError(
             f"compile={how!r}: expected None, 'network', 'blocks' or a dict of arguments for torch.compile."
         )
-<<<<<<< HEAD
     if how is not None and _split(how)[0] not in _WHAT:
         raise ValueError(
             f"compile={how!r}: expected 'network' or 'blocks' as what is compiled, got {_split(how)[0]!r}."
         )
-=======
-    what, _ = _split_options(how)
-    if what not in (None, *_WHAT):
-        raise ValueError(f"compile={how!r}: expected 'network' or 'blocks', got {what!r}.")
-
-
-def _split_options(how: str | dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-    """Return ``"network"`` or ``"blocks"``, and the arguments for ``torch.compile``."""
-    options = dict(how) if isinstance(how, dict) else {"what": how}
-    return options.pop("what", "network"), options
->>>>>>> w-optim
 
 
 @contextmanager
 def compiled_in_place(
     module: nn.Module, how: str | dict[str, Any], say: Callable[[str], None] | None = None
 ) -> Iterator[list[nn.Module]]:
-    """Compile the networks in a module in place, and undo it at the end of the context.
+    """Compile the networks in a module, in place, and take it off again at the end.
 
-    Parameters, names and classes do not change, so that checkpoints are the same as without compilation.
+    Parameters, names and classes stay as they are, so checkpoints are those of a module that was never compiled.
 
     Args:
-        module: The module that contains the networks, for example a LightningModule. It is not compiled itself, because
-            Lightning calls its ``training_step`` and not its ``forward``.
-        how: ``"network"`` compiles each child with parameters. ``"blocks"`` compiles repeated blocks, for example the
-            layers of a transformer: torch compiles them once for all, which starts faster. A dict has arguments for
-            ``torch.compile``, and one of the two under ``"what"``.
-        say: Function that is called at the end with a report of recompilations and graph breaks, with their reasons.
+        module: Holds the networks: a LightningModule, or any module. It is not compiled itself, because Lightning calls
+            its ``training_step`` and not its ``forward``.
+        how: ``"network"`` compiles each child with parameters; ``"blocks"`` compiles those blocks that are there more
+            than once, for example the layers of a transformer, which torch compiles once for all; it starts faster. A
+            dict has arguments for ``torch.compile``, and ``"what"`` for one of the two.
+        say: Called at the end with one text: how often torch compiled again or left a graph, where and why.
 
     Yields:
-        The compiled modules. A module that was compiled before is not among them and does not change.
+        The modules that are compiled. One that somebody else has compiled is left alone.
 
     Raises:
-        ValueError: If the module has no network or no repeated block to compile.
+        ValueError: If there is nothing to compile.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -95,14 +83,8 @@ def compiled_in_place(
         >>> list(model.state_dict())
         ['0.weight', '0.bias']
     """
-<<<<<<< HEAD
     what, options = _split(how)
     parts = [part for part in _find(module, what) if part._compiled_call_impl is None]
-=======
-    what, options = _split_options(how)
-    parts = _find_parts(module, what, how)
-    before = compile_counts()
->>>>>>> w-optim
     codes: dict[Any, CodeType] = {}
     before = compile_counts()
     try:
@@ -113,15 +95,7 @@ def compiled_in_place(
         for part in parts:
             part._compiled_call_impl = None
         if say is not None:
-            say(f"compile={what!r}: {_subtract(compile_counts(), before)}.")
-
-
-def _find_parts(module: nn.Module, what: str, how: Any) -> list[nn.Module]:
-    parts = repeated_blocks(module) if what == "blocks" else _find_networks(module)
-    if not parts:
-        missing = "repeated block" if what == "blocks" else "child with parameters"
-        raise ValueError(f"compile={how!r}: {type(module).__name__} has no {missing}. Leave compile out.")
-    return [part for part in parts if part._compiled_call_impl is None]
+            say(f"compile={what!r}: {_difference(compile_counts(), before)}.")
 
 
 def _split(how: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -139,72 +113,63 @@ def _find(module: nn.Module, what: str) -> list[nn.Module]:
 
 
 def _compile(part: nn.Module, codes: dict[Any, CodeType], key: Any, options: dict[str, Any]) -> None:
-    """Compile a module as ``nn.Module.compile`` does, including classes of torch.
+    """Do what ``nn.Module.compile`` does, for classes of torch too.
 
-    ``nn.Sequential.compile`` and that of other classes of torch compile nothing (seen with 2.13), because torch skips
-    frames of its own files unless a frame of another file calls them.
+    That method compiles nothing of an ``nn.Sequential`` or another class of torch (seen with 2.13): torch leaves frames
+    of its own files out, unless they are called from one that is not.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return part._call_impl(*args, **kwargs)
 
-    # torch stores at most eight compilations with the code object of a function. Blocks of a class share one code
-    # object, so that they are compiled once; each network has its own.
+    # torch keeps what it compiled with the code of a function, and no more than eight times. Blocks of a class share
+    # theirs, so that they are compiled once; networks have their own.
     call.__code__ = codes.setdefault(key, call.__code__.replace())
     part._compiled_call_impl = torch.compile(call, **options)
 
 
-def _find_networks(module: nn.Module) -> list[nn.Module]:
-    """Return the children with parameters. A list or dict of modules is never called: its children are returned."""
+def _networks(module: nn.Module) -> list[nn.Module]:
+    """Return the children with parameters; those of a list or dict of modules, which is not called itself."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _find_networks(child)
+            found += _networks(child)
         elif any(True for _ in child.parameters()):
             found.append(child)
     return found
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of a class that occurs more than once. Containers and single layers do not count."""
-    counts = Counter(type(each) for each in module.modules() if _is_block(each))
-    return list(dict.fromkeys(_find_outermost(module, {kind for kind, count in counts.items() if count > 1})))
+    """Return the outermost modules whose class is there more than once: blocks of several modules, no containers."""
+    blocks = [each for each in module.modules() if not isinstance(each, _CONTAINERS) and any(each.children())]
+    often = {kind for kind, count in Counter(map(type, blocks)).items() if count > 1}
 
+    def outermost(part: nn.Module) -> Iterator[nn.Module]:
+        for child in part.children():
+            if type(child) in often:
+                yield child
+            else:
+                yield from outermost(child)
 
-def _is_block(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS) and any(module.children())
-
-
-def _find_outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
-    for child in module.children():
-        if type(child) in kinds:
-            yield child
-        else:
-            yield from _find_outermost(child, kinds)
+    return list(dict.fromkeys(outermost(module)))
 
 
 def compile_counts() -> CompileReport:
-    """Return the counts of torch's compilations in this process.
+    """Return what torch has compiled in this process so far.
 
-    torch keeps the reasons of about the last thousand recompilations only.
+    Reasons of recompilations are there as far as torch keeps them: the last thousand or so.
     """
-    from torch._dynamo import utils  # the import takes a second
+    from torch._dynamo import utils  # it takes a second to import
 
-<<<<<<< HEAD
     again = Counter(_describe(each) for each in utils.get_compilation_metrics() if _is_recompilation(each))
     breaks: Counter[str] = Counter()
     for each in utils.graph_break_reasons:
         line = f"{each.user_stack[-1].filename}:{each.user_stack[-1].lineno}: " if each.user_stack else ""
         breaks[line + each.reason.partition("\n")[0]] += 1
-=======
-    again = Counter(map(_describe_recompilation, filter(_is_recompilation, utils.get_compilation_metrics())))
-    breaks = Counter(map(_describe_break, utils.graph_break_reasons))
->>>>>>> w-optim
     return CompileReport(utils.counters["stats"]["unique_graphs"], dict(again), dict(breaks))
 
 
 def _is_recompilation(metrics: Any) -> bool:
-<<<<<<< HEAD
     """Whether torch compiled a function again: it numbers its compilations of one as 3/0, 3/1, 3/2."""
     _, _, number = str(metrics.compile_id).partition("/")
     return number not in ("", "0")
@@ -216,25 +181,5 @@ def _describe(metrics: Any) -> str:
 
 
 def _difference(now: CompileReport, before: CompileReport) -> CompileReport:
-=======
-    _, _, attempt = str(getattr(metrics, "compile_id", None) or "").partition("/")
-    return attempt not in ("", "0")
-
-
-def _describe_recompilation(metrics: Any) -> str:
-    reason = getattr(metrics, "recompile_reason", None) or "torch gives no reason"  # torch before 2.7 has none
-    return f"{metrics.co_filename}:{metrics.co_firstlineno} {metrics.co_name}: {reason}"
-
-
-def _describe_break(graph_break: Any) -> str:
-    line = ""
-    if graph_break.user_stack:
-        frame = graph_break.user_stack[-1]
-        line = f"{frame.filename}:{frame.lineno}: "
-    return line + graph_break.reason.partition("\n")[0]
-
-
-def _subtract(now: CompileReport, before: CompileReport) -> CompileReport:
->>>>>>> w-optim
     parts = [Counter(one) - Counter(other) for one, other in zip(now[1:], before[1:], strict=True)]
     return CompileReport(now.graphs - before.graphs, *map(dict, parts))

@@ -71,12 +71,18 @@ def test_repeated_blocks_are_compiled_once(backend):
     network = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(12)), nn.Linear(4, 2))
     holder, x = model(network), torch.randn(3, 4)
     assert repeated_blocks(holder) == list(network[1:-1])
-    inner = [nn.Sequential(Block(), Block()) for _ in range(2)]
-    assert repeated_blocks(model(*inner)) == [*inner[0], *inner[1]]
     expected = network(x)
     with compiled_in_place(holder, {"what": "blocks", "backend": backend}):
         assert torch.equal(network(x), expected)
     assert backend.graphs == 1
+
+
+def test_blocks_of_blocks_are_compiled_from_the_outermost():
+    inner = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
+    )
+    assert repeated_blocks(model(*inner, encoder)) == [*inner[0], *inner[1], *encoder.layers]
 
 
 def test_many_networks_in_a_list_are_compiled_each(backend):
@@ -116,24 +122,23 @@ def test_it_is_taken_off_after_an_error_and_what_somebody_else_compiled_is_left(
     assert theirs._compiled_call_impl is before
 
 
-@pytest.mark.parametrize(("how", "parts", "error", "text"), [
-    ("network", [nn.ReLU()], ValueError, "Module has no child with parameters. Leave compile out"),
-    ("blocks", [Block()], ValueError, "Module has no repeated block. Leave compile out"),
-    (True, [], TypeError, "compile=True: expected None, 'network', 'blocks' or a dict"),
-    ("all", [], ValueError, "expected 'network' or 'blocks', got 'all'"),
-    ({"what": "all", "backend": "eager"}, [], ValueError, "expected 'network' or 'blocks', got 'all'"),
+@pytest.mark.parametrize(("how", "parts", "text"), [
+    ("network", [nn.ReLU()], "Module has no child with parameters. Leave compile out"),
+    ("blocks", [Block()], "Module has no block that is there twice. Leave compile out"),
 ])  # fmt: skip
-def test_bad_settings_and_nothing_to_compile_are_errors(how, parts, error, text):
-    for good in (None, "network", "blocks", {}, {"what": "blocks", "mode": "max-autotune"}):
-        check_compile(good)
+def test_nothing_to_compile_is_an_error(how, parts, text):
+    with pytest.raises(ValueError, match=text), compiled_in_place(model(*parts), how):
+        pass
 
-    def compile_parts():
+
+def test_bad_settings_are_refused_in_words():
+    with pytest.raises(TypeError, match="compile=True: expected None, 'network', 'blocks' or a dict"):
+        check_compile(True)
+    for how in ("all", {"what": "all", "backend": "eager"}):
+        with pytest.raises(ValueError, match="expected 'network' or 'blocks' as what is compiled, got 'all'"):
+            check_compile(how)
+    for how in (None, "network", "blocks", {}, {"what": "blocks", "mode": "max-autotune"}):
         check_compile(how)
-        with compiled_in_place(model(*parts), how):
-            pass
-
-    with pytest.raises(error, match=text):
-        compile_parts()
 
 
 @pytest.mark.slow
