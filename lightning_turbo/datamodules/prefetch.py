@@ -30,6 +30,7 @@ from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader, check_threads, lock_of, old_name_of_threads
 from lightning_turbo.data.prefetcher import check_count
+from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
 
@@ -37,7 +38,7 @@ __all__ = ["PrefetchDataModule"]
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 _SHARED = ("num_workers", "pin_memory")
-_ACCEPTED = ("prefetch_batches", "threads", "device_prefetch", "device_transform", *_SHARED)
+_ACCEPTED = ("prefetch_batches", "threads", "device_prefetch", "device_transform", "sample_seeds", *_SHARED)
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,15 @@ class _Settings:
     device_transform: Callable[[Any], Any] | None
     num_workers: int | str | None
     pin_memory: bool | None
+    sample_seeds: int | None
 
     def __post_init__(self) -> None:
         check_count("prefetch_batches", self.prefetch_batches)
         check_threads(self.threads)
         check_switches(device_prefetch=self.device_prefetch)
         check_functions(device_transform=self.device_transform)
+        if self.sample_seeds is not None:
+            check_seed(self.sample_seeds, "sample_seeds")
         pin_memory, num_workers = self.pin_memory, self.num_workers
         if pin_memory is not None and not isinstance(pin_memory, bool):
             raise TypeError(f"pin_memory={pin_memory!r} is not a bool; pass True, False, or None for the loaders' own.")
@@ -93,6 +97,8 @@ class PrefetchDataModule(LightningDataModule):
             (``tune_workers``) when a loader is first asked for, which leaves one alone that gives no batch in time, or
             whose data could be other data with worker processes; ``None`` leaves the loaders' own.
         pin_memory: Replaces the loaders' own ``pin_memory``; ``None`` leaves it.
+        sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
+            drawn while it is loaded; see ``seed_samples``. A loader that is seeded already keeps its seed.
         prefetch_threads: The old name of ``threads``.
         **kwargs: For the class behind this one. If that class has an argument ``num_workers`` or ``pin_memory``, a
             value given for it goes there (``num_workers="auto"`` does not), and its ``hparams`` hold what it got.
@@ -126,6 +132,7 @@ class PrefetchDataModule(LightningDataModule):
         device_transform: Callable[[Any], Any] | None = None,
         num_workers: int | str | None = None,
         pin_memory: bool | None = None,
+        sample_seeds: int | None = None,
         prefetch_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -137,6 +144,7 @@ class PrefetchDataModule(LightningDataModule):
         for name in _SHARED:
             if name in theirs and own[name] is not None and own[name] != "auto":
                 kwargs[name], own[name] = own[name], None
+        own["sample_seeds"] = sample_seeds
         self._prefetch = _Settings(prefetch_batches, threads, device_prefetch, device_transform, **own)
         self._prefetch_found: dict[tuple[str, int], dict[str, Any]] = {}
         self._prefetch_transfers: dict[str, DeviceTransfer] = {}
@@ -192,13 +200,18 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
     trainer = getattr(datamodule, "trainer", None)
     transfer = _choose_transfer(datamodule, trainer) if trainer is not None else None
     count = iter(range(1 << 30))
+    seeds = datamodule._prefetch.sample_seeds
 
     def convert(loader: DataLoader[Any]) -> Any:
         place = name, next(count)
+        if seeds is not None and not isinstance(loader.dataset, SeededDataset):
+            loader = seed_samples(loader, seeds)
         twin = _convert(datamodule, loader, place, transfer)
         twin._prefetch_turn = lock_of(datamodule)
         if trainer is not None:
             twin._prefetch_wanted = _Wanted(trainer, *place)
+            if isinstance(twin.dataset, SeededDataset):  # also one that is made again for each epoch begins here
+                getattr(twin, index_sampler_name(twin)).epoch = trainer.current_epoch
         return twin
 
     return _map_loaders(loaders, convert)
@@ -300,7 +313,11 @@ def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
     if not why:
         try:
             return tune_workers(
-                lambda **settings: PrefetchLoader.of(_variant(loader, **settings), threads=threads)
+                lambda **settings: (
+                    _variant(loader, **settings)
+                    if threads == 1
+                    else PrefetchLoader.of(_variant(loader, **settings), threads=threads)
+                )
             ).settings
         except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
             why = f"{error} Pass a number of processes in place of 'auto', for example what tune_workers finds."
