@@ -127,9 +127,10 @@ class Search:
         """Compare each candidate with the script as it is; the better half goes on, up to four processes."""
         alive = sorted((trial for trial in self.trials.values() if not trial.why), key=self._share, reverse=True)
         for count in range(1, SCREENING + 1):
-            for chunk in self._groups(alive):
-                if self._has_time(len(chunk) + 1, 0.3 * self._total):
-                    self._compare_alone(chunk)
+            queue = list(alive)
+            while chunk := queue[: min(self._group, self._affordable(0.3 * self._total) - 1)]:
+                self._compare_alone(chunk)
+                queue = queue[len(chunk) :]
             alive = _better_half([trial for trial in alive if len(trial.alone.logs) == count])
 
     def winners(self) -> list[Trial]:
@@ -203,10 +204,10 @@ class Search:
             reason = why_not(trial.candidate, facts)
             trial.why = f"not tried: {reason}" if reason else ""
 
-    def _groups(self, trials: Sequence[Trial]) -> list[Sequence[Trial]]:
-        """Those that are measured at the same time; all of a group have to fit into the memory of a GPU."""
-        size = 1 if self.facts is not None and self.facts.device == "cuda" else GROUP
-        return [trials[start : start + size] for start in range(0, len(trials), size)]
+    @property
+    def _group(self) -> int:
+        """How many are alive beside what they are compared with; all have to fit into the memory of a GPU."""
+        return 1 if self.facts is not None and self.facts.device == "cuda" else GROUP
 
     def _share(self, trial: Trial) -> float:
         """The share of a step that a candidate can make shorter: the largest is tried first."""
@@ -231,19 +232,20 @@ class Search:
     def _leave_out(self, whole: Case, kept: Sequence[Trial]) -> list[Trial]:
         """Compare a case with itself without each of its candidates, and return those that gain nothing in it."""
         for _ in range(ELIMINATION):
-            for chunk in self._groups(kept):
-                if not self._has_time(len(chunk) + 1):
+            for start in range(0, len(kept), self._group):
+                chunk = kept[start : start + self._group]
+                if self._affordable() <= len(chunk):
                     return []  # the last comparison is of the whole, then
                 rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in chunk)])
                 for trial in chunk:
                     trial.beside.add(rows[whole], rows[whole.without(trial.candidate.name)])
         return [trial for trial in kept if not trial.beside.gains]
 
-    def _has_time(self, processes: int, reserve: float = 0.0) -> bool:
-        """Whether there is time for so many processes, with what the last comparison takes and a reserve."""
+    def _affordable(self, reserve: float = 0.0) -> int:
+        """How many processes there is time for, beside a reserve and what the last comparison takes."""
         # A fifth more than processes have taken so far; but on a slow machine something has to be tried, too.
         last = min(2.4 * FINAL * self.runner.cost, 0.5 * self._total)
-        return self.runner.left - processes * self.runner.cost >= max(last, reserve)
+        return max(1, int((self.runner.left - max(last, reserve)) / self.runner.cost))
 
     def _measure(self, cases: Sequence[Case]) -> Rows:
         rows = self.runner.measure(cases)
