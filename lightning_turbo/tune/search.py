@@ -138,10 +138,8 @@ class Search:
 
         Where the time was too short to decide about any, that is the best one, about which the last comparison decides.
         """
-        measured = _by_ratio(self.trials.values())
-        gaining = [each for each in measured if each.alone.gains] or [each for each in measured if each.undecided][:1]
         best: dict[str, Trial] = {}
-        for trial in filter(self._keeps_maths, gaining):
+        for trial in filter(self._keeps_maths, _gaining(_by_ratio(self.trials.values()))):
             if best.setdefault(trial.candidate.slot or trial.candidate.name, trial) is not trial:
                 trial.why = "another one of its kind is better"
         return list(best.values())
@@ -164,9 +162,7 @@ class Search:
     def confirm(self, case: Case) -> None:
         """Compare a case with the script as it is in six processes each, and choose it if it gains."""
         if case == DEFAULT:
-            late = sum(trial.untried for trial in self.trials.values())
-            short = f"nothing is recommended: no time was left to try {late} of {len(self.trials)} settings"
-            self.verdict = short if late else "nothing helps here"
+            self.verdict = self._nothing()
             return
         for _ in range(FINAL):
             rows = self._measure([DEFAULT, case])
@@ -188,6 +184,11 @@ class Search:
         declared = [self.trials[name].candidate.result for name in case.names]
         same = measured == "same bits" and "other maths" not in declared
         return measured if same else max([measured, *declared], key=SEVERITY.index)
+
+    def _nothing(self) -> str:
+        late = sum(trial.untried for trial in self.trials.values())
+        short = f"nothing is recommended: no time was left to try {late} of {len(self.trials)} settings"
+        return short if late else "nothing helps here"
 
     def _objection(self, case: Case) -> str:
         """Why a case is not recommended after the last comparison."""
@@ -219,6 +220,11 @@ class Search:
         for trial in trials:
             trial.alone.add(rows[trial.case], rows[DEFAULT])
 
+    def _compare_without(self, whole: Case, trials: Sequence[Trial]) -> None:
+        rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in trials)])
+        for trial in trials:
+            trial.beside.add(rows[whole], rows[whole.without(trial.candidate.name)])
+
     def _keeps_maths(self, trial: Trial) -> bool:
         if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
             trial.why = "it changes the losses"
@@ -236,9 +242,7 @@ class Search:
                 chunk = kept[start : start + self._group]
                 if self._affordable() <= len(chunk):
                     return []  # the last comparison is of the whole, then
-                rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in chunk)])
-                for trial in chunk:
-                    trial.beside.add(rows[whole], rows[whole.without(trial.candidate.name)])
+                self._compare_without(whole, chunk)
         return [trial for trial in kept if not trial.beside.gains]
 
     def _affordable(self, reserve: float = 0.0) -> int:
@@ -252,6 +256,10 @@ class Search:
         if losses := rows.get(DEFAULT, {}).get("numbers", {}).get("losses"):
             self._defaults.append(losses)
         return rows
+
+
+def _gaining(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.alone.gains] or [trial for trial in trials if trial.undecided][:1]
 
 
 def _by_ratio(trials: Iterable[Trial]) -> list[Trial]:
