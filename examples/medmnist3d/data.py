@@ -58,8 +58,7 @@ def read_part(path: Path, part: str, positive: int | None = None) -> PackedDatas
         ) from error
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         raise ValueError(
-            f"{str(path)!r} cannot be read as an .npz file ({error}); expected a MedMNIST3D file. "
-            "Choose another one."
+            f"{str(path)!r} cannot be read as an .npz file ({error}); expected a MedMNIST3D file. Choose another one."
         ) from error
     images, labels = data.arrays.values()
     if images.ndim != 4 or images.shape[-1] == 3 or labels.reshape(len(labels), -1).shape[1:] != (1,):

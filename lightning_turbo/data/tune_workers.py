@@ -309,8 +309,6 @@ def _check(make_loader: Any, step: Any, show: Any, seconds: Any, most: Any, fact
     if most is not None and not is_whole(most, 0):
         raise ValueError(f"max_workers: expected a whole number of 0 or more, or None, got {most!r}.")
     if not isinstance(factors, Sequence) or not factors or not all(is_whole(n, 1) for n in factors):
-        raise ValueError(
-            f"prefetch_factors: expected whole numbers of 1 or more, got {factors!r}. Pass [2, 4]."
-        )
+        raise ValueError(f"prefetch_factors: expected whole numbers of 1 or more, got {factors!r}. Pass [2, 4].")
     if not is_number(tolerance) or tolerance < 0:
         raise ValueError(f"tolerance: expected a finite number of 0 or more, got {tolerance!r}. Pass for example 0.05.")
