@@ -34,7 +34,7 @@ from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_se
 from lightning_turbo.data.worker_guard import end_workers
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DEPTH", "PrefetchLoader", "check_threads", "lock_of", "old_name_of_threads", "prefetching"]
+__all__ = ["DEPTH", "PrefetchLoader", "lock_of", "old_name_of_threads", "prefetching"]
 
 DEPTH = 8
 T = TypeVar("T", covariant=True)
@@ -107,7 +107,7 @@ class PrefetchLoader(DataLoader[T]):
 
     def _begin_prefetching(self, prefetch_batches: int, threads: int, transfer: Any) -> None:
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
-        self.threads = check_threads(threads)
+        self.threads = check_count("threads", threads)
         self.transfer = transfer
         self.sample_seeds: int | None = None
         self._prefetch_profile = LoadProfile()
@@ -452,11 +452,6 @@ class _Turn:
 
     def __reduce__(self) -> Any:
         return _Turn, ()
-
-
-def check_threads(value: Any) -> int:
-    """Return ``value`` if it is a number of threads, see ``check_count``."""
-    return check_count("threads", value, "threads that load at the same time")
 
 
 def old_name_of_threads(value: Any) -> Any:

@@ -8,14 +8,14 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_turbo._checks import check_functions, is_number, is_whole
+from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.position import generators_of
@@ -247,7 +247,7 @@ def _take(loader: Any, step: Any, warm_up: int, share: Callable[[], float]) -> t
     return times[min(warm_up, len(times) // 2) :], None
 
 
-def _batches(loader: Any) -> Iterator[tuple[Any, float]]:
+def _batches(loader: Any) -> Generator[tuple[Any, float], None, None]:
     """Yield the batches of one epoch after another, each with the seconds that it was waited for."""
     iterator: Any = None
     try:
@@ -302,13 +302,9 @@ def _read(path: Path) -> WorkerTuning | None:
 
 def _check(make_loader: Any, step: Any, show: Any, seconds: Any, most: Any, factors: Any, tolerance: Any) -> None:
     check_functions(step=step, show=show)
-    if not callable(make_loader):
-        raise TypeError(f"make_loader: expected a function, got {make_loader!r}. Pass one that returns a DataLoader.")
-    if not is_number(seconds) or seconds <= 0:
-        raise ValueError(f"seconds: expected a finite number above zero, got {seconds!r}. Pass the time to spend.")
-    if most is not None and not is_whole(most, 0):
-        raise ValueError(f"max_workers: expected a whole number of 0 or more, or None, got {most!r}.")
-    if not isinstance(factors, Sequence) or not factors or not all(is_whole(n, 1) for n in factors):
-        raise ValueError(f"prefetch_factors: expected whole numbers of 1 or more, got {factors!r}. Pass [2, 4].")
-    if not is_number(tolerance) or tolerance < 0:
-        raise ValueError(f"tolerance: expected a finite number of 0 or more, got {tolerance!r}. Pass for example 0.05.")
+    expect(callable(make_loader), "make_loader", make_loader, "a function that returns a DataLoader", TypeError)
+    expect(is_number(seconds) and seconds > 0, "seconds", seconds, "a finite number above zero")
+    expect(most is None or is_whole(most, 0), "max_workers", most, "a whole number of 0 or more, or None")
+    whole = isinstance(factors, Sequence) and bool(factors) and all(is_whole(n, 1) for n in factors)
+    expect(whole, "prefetch_factors", factors, "whole numbers of 1 or more, as [2, 4]")
+    expect(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a finite number of 0 or more, as 0.05")

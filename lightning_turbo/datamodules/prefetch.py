@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_turbo._checks import check_functions, check_switches
+from lightning_turbo._checks import check_functions, check_switches, expect
 from lightning_turbo._lightning import (
     CombinedLoader,
     LightningDataModule,
@@ -28,7 +27,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader, check_threads, lock_of, old_name_of_threads
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, lock_of, old_name_of_threads
 from lightning_turbo.data.prefetcher import check_count
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
@@ -55,22 +54,16 @@ class _Settings:
 
     def __post_init__(self) -> None:
         check_count("prefetch_batches", self.prefetch_batches)
-        check_threads(self.threads)
+        check_count("threads", self.threads)
         check_switches(device_prefetch=self.device_prefetch)
         check_functions(device_transform=self.device_transform)
         if self.sample_seeds is not None:
             check_seed(self.sample_seeds, "sample_seeds")
-        pin_memory, num_workers = self.pin_memory, self.num_workers
-        if pin_memory is not None and not isinstance(pin_memory, bool):
-            raise TypeError(f"pin_memory={pin_memory!r} is not a bool; pass True, False, or None for the loaders' own.")
-        if num_workers is None or num_workers == "auto":
-            return
-        if isinstance(num_workers, str):
-            raise ValueError(f"num_workers={num_workers!r} is unknown; pass a number of processes or 'auto'.")
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-            raise TypeError(f"num_workers={num_workers!r} is not an integer; pass a number of processes or 'auto'.")
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers!r} is negative; pass 0 or more processes, or 'auto'.")
+        expect(self.pin_memory in (None, True, False), "pin_memory", self.pin_memory, "True, False or None", TypeError)
+        if isinstance(self.num_workers, str):
+            expect(self.num_workers == "auto", "num_workers", self.num_workers, "a number of processes or 'auto'")
+        elif self.num_workers is not None:
+            check_count("num_workers", self.num_workers, 0)
 
 
 class PrefetchDataModule(LightningDataModule):
@@ -220,22 +213,28 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
 def _convert(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
     """Return a loader with prefetching, as the settings say; one that has it is kept, and its own settings too."""
     settings: _Settings = datamodule._prefetch
-    own = isinstance(loader, PrefetchLoader)
-    chosen = {"num_workers": settings.num_workers, "prefetch_factor": None, "pin_memory": settings.pin_memory}
+    changes = _changes(datamodule, loader, place)
+    if not isinstance(loader, PrefetchLoader):
+        return PrefetchLoader.of(
+            _variant(loader, **changes), prefetch_batches=settings.prefetch_batches, threads=settings.threads,
+            transfer=transfer,
+        )  # fmt: skip
+    twin: Any = _variant(loader, **changes) if changes else loader
+    twin.transfer = transfer or twin.transfer
+    return twin
+
+
+def _changes(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int]) -> dict[str, Any]:
+    """Return the settings of workers and memory in which a loader is to differ from what it is."""
+    settings: _Settings = datamodule._prefetch
+    chosen: dict[str, Any] = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
     if settings.num_workers == "auto":
         found = datamodule._prefetch_found
         if place not in found:
             found[place] = _tune(loader, place[0], getattr(loader, "threads", settings.threads))
-        chosen.update({key: value for key, value in found[place].items() if chosen[key] in (None, "auto")})
-    changes = {key: value for key, value in chosen.items() if value is not None and value != getattr(loader, key)}
-    if own:
-        twin: Any = _variant(loader, **changes) if changes else loader
-        twin.transfer = twin.transfer if transfer is None else transfer
-        return twin
-    return PrefetchLoader.of(
-        _variant(loader, **changes), prefetch_batches=settings.prefetch_batches, threads=settings.threads,
-        transfer=transfer,
-    )  # fmt: skip
+        asked = {} if settings.pin_memory is None else {"pin_memory": settings.pin_memory}
+        chosen = {**found[place], **asked}
+    return {name: value for name, value in chosen.items() if value is not None and value != getattr(loader, name)}
 
 
 def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
@@ -273,8 +272,7 @@ def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
         )
     transfers = datamodule._prefetch_transfers
     if str(device) not in transfers:  # one side stream a run
-        apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
-        transfers[str(device)] = DeviceTransfer(device, transform=transform, **apart)
+        transfers[str(device)] = DeviceTransfer(device, transform=transform, ahead=streams)
     return transfers[str(device)]
 
 

@@ -142,8 +142,8 @@ def broken_off(loader, epochs):
 @pytest.mark.parametrize(
     ("workers", "persistent", "several", "epochs"),
     [
-        (0, False, 1, 200),
-        (0, False, 3, 200),
+        (0, False, 1, 40),
+        (0, False, 3, 40),
         (1, False, 1, 8),
         (2, True, 1, 12),
         pytest.param(2, False, 1, 200, marks=pytest.mark.slow),
@@ -153,7 +153,7 @@ def broken_off(loader, epochs):
 def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epochs):
     dataset = torch.zeros(40, 64, 1024)  # 1 MiB a batch of 4: a leak of batches would show
     loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent, threads=several)
-    broken_off(loader, 5 if workers else 50)  # until the allocator has what it takes
+    broken_off(loader, 5 if workers else 20)  # until the allocator has what it takes
     gc.collect()
     if not persistent:
         nothing_is_left()
@@ -170,7 +170,7 @@ def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epo
         time.sleep(0.01)
     left = in_use()
     assert all(now <= limit for now, limit in zip(left, most, strict=True)), (before, left)
-    # 200 epochs would leak 200 times the batches in flight; 30 MiB is noise.
+    # 40 epochs would leak 40 times the batches in flight, which are 8 MiB; 30 MiB is noise.
     assert resident() - memory < 30 * 2**20
     loader.close()
 

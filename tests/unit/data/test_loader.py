@@ -346,9 +346,17 @@ def test_it_is_a_dataloader_with_its_constructor():
 
 
 REFUSED = [
-    (lambda: PrefetchLoader(Numbers(), prefetch_batches=0), ValueError, "prefetch_batches=0 is out of range"),
-    (lambda: PrefetchLoader(Numbers(), threads=-1), ValueError, "threads=-1 is out of range; pass the number of"),
-    (lambda: PrefetchLoader.of(DataLoader(Numbers()), threads="2"), TypeError, "threads='2' is not an integer"),
+    (
+        lambda: PrefetchLoader(Numbers(), prefetch_batches=0),
+        ValueError,
+        "prefetch_batches: expected an integer",
+    ),
+    (lambda: PrefetchLoader(Numbers(), threads=-1), ValueError, "threads: expected an integer of 1 or more, got -1"),
+    (
+        lambda: PrefetchLoader.of(DataLoader(Numbers()), threads="2"),
+        TypeError,
+        "an integer of 1 or more, got '2'",
+    ),
     (lambda: PrefetchLoader.of([1]), TypeError, r"PrefetchLoader.of expected a torch.utils.data.DataLoader, got \[1\]"),
     (lambda: PrefetchLoader(DataLoader(Numbers())), TypeError, r"got the loader .*PrefetchLoader.of\(loader\)"),
     (lambda: PrefetchLoader(PrefetchLoader(Stream())), TypeError, r"expected a dataset, got the loader"),

@@ -418,10 +418,10 @@ def test_batches_in_memory_of_their_own_are_not_copied():
 
 
 SETTINGS = [
-    ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range; pass the number"),
-    ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
-    ({"prefetch_batches": 1.5}, TypeError, r"prefetch_batches=1.5 is not an integer"),
-    ({"prefetch_batches": True}, TypeError, r"prefetch_batches=True is not an integer"),
+    ({"prefetch_batches": 0}, ValueError, r"prefetch_batches: expected an integer of 1 or more, got 0"),
+    ({"prefetch_batches": -1}, ValueError, r"prefetch_batches: expected an integer of 1 or more, got -1"),
+    ({"prefetch_batches": 1.5}, TypeError, r"prefetch_batches: expected an integer of 1 or more, got 1.5"),
+    ({"prefetch_batches": True}, TypeError, r"prefetch_batches: expected an integer of 1 or more, got True"),
     ({"source": [1, 2]}, TypeError, r"expected an iterator, got \[1, 2\], which has no __next__"),
     ({"source": DataLoader([1, 2])}, TypeError, r"for a DataLoader take PrefetchLoader.of\(loader\)"),
 ]
