@@ -175,7 +175,7 @@ def _pillow_loader(root: Path, size: int, device: torch.device, workers: int, by
     if by.startswith("torchdata"):
         return torchdata_loader(dataset, _endless(dataset), BATCH, workers, by.removeprefix("torchdata, "))
     if by == "ours":
-        return PrefetchLoader.of(_dataloader(dataset, 0), prefetch_batches=2, prefetch_threads=workers)
+        return PrefetchLoader.of(_dataloader(dataset, 0), prefetch_batches=2, threads=workers)
     return _dataloader(dataset, workers)
 
 
@@ -260,9 +260,9 @@ def packed(meter: Meter) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         pairs = _volumes(meter, Path(folder))
-        file = Path(folder, "packed.npz")
-        np.savez(file, volumes=np.stack([np.load(path) for path, _ in pairs]), labels=np.array([y for _, y in pairs]))
-        data = PackedDataset(file, transform=normalise)
+        file = Path(folder, "volumes.npy")
+        np.save(file, np.stack([np.load(path) for path, _ in pairs]))
+        data = PackedDataset({"volumes": file, "labels": np.array([y for _, y in pairs])}, transform=normalise)
         loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, collate_fn=PackedDataset.collate)
         return _drain(meter, _forever(loader))
 

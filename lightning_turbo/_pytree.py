@@ -16,7 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["can_move", "holders_in", "map_batch", "move_batch", "pin_batch", "tensors_in"]
+__all__ = [
+    "addresses_in",
+    "can_move",
+    "copy_batch",
+    "holders_in",
+    "map_batch",
+    "map_tensors",
+    "move_batch",
+    "pin_batch",
+    "tensors_in",
+]
 
 _ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
@@ -48,16 +58,10 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
     if isinstance(batch, Tensor) or (callable(getattr(batch, method, None)) and not isinstance(batch, type)):
         return function(batch)
     if isinstance(batch, Mapping):
-        moved = {key: map_batch(value, function, method) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return moved
-        twin = copy.copy(batch)
-        twin.update(moved)
-        return twin
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(value, function, method) for value in batch))
+        return _with_values(batch, {key: map_batch(value, function, method) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_batch(value, function, method) for value in batch)
+        parts = [map_batch(value, function, method) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for field in dataclasses.fields(batch):
@@ -65,6 +69,71 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
             object.__setattr__(twin, field.name, map_batch(value, function, method))
         return twin
     return batch
+
+
+def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping like ``mapping`` with other values."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return values
+    twin = copy.copy(mapping)
+    twin.update(values)
+    return twin
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``value`` with ``change`` applied to its tensors, in any structure.
+
+    Structures are mappings, lists, tuples, deques, dataclasses, their subclasses, and objects with a method ``to``,
+    whose attributes count. Where a tensor in them changes, a shallow copy takes their position; ``value`` itself, and
+    all that it holds, stays as it is.
+
+    Args:
+        value: Anything.
+        change: Returns the tensor that it is given, or another one.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (*_LEAVES, torch.nn.Module)):
+        return value
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        return [map_tensors(item, change) for item in value]
+    if type(value) is dict:
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    return _map_object(value, change)
+
+
+def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Do the same for a container of a class of its own, and for an object with attributes."""
+    if isinstance(value, Mapping):
+        parts = dict(value.items())
+    elif isinstance(value, (list, deque)):
+        parts = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) or callable(getattr(value, "to", None)):
+        parts = {
+            **{slot.__name__: slot.__get__(value) for slot in _filled_slots(value)},
+            **getattr(value, "__dict__", {}),
+        }
+    else:
+        return value
+    changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change)) is not part}
+    if not changed:
+        return value
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return {**parts, **changed}
+    twin: Any = copy.copy(value)
+    for key, new in changed.items():
+        if isinstance(value, (Mapping, list, deque)):
+            twin[key] = new
+        else:
+            object.__setattr__(twin, str(key), new)
+    return twin
+
+
+def _filled_slots(value: Any) -> list[MemberDescriptorType]:
+    return [slot for slot in _slots(type(value)) if hasattr(value, slot.__name__)]
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -175,3 +244,24 @@ def pin_batch(batch: Any) -> Any:
         return part.pin_memory()
 
     return map_batch(batch, pin, "pin_memory")
+
+
+def addresses_in(batch: Any) -> set[int]:
+    """Return where in memory the tensors and arrays of a batch begin, those in objects not among them."""
+    parts: list[Any] = []
+    map_batch(batch, parts.append, "__array__")
+    found = {
+        part.data_ptr() if isinstance(part, Tensor) else part.__array_interface__["data"][0]
+        for part in parts
+        if (isinstance(part, Tensor) and part.layout == torch.strided) or isinstance(part, np.ndarray)
+    }
+    return found - {0}
+
+
+def copy_batch(batch: Any) -> Any:
+    """Return ``batch`` with copies of its tensors and arrays."""
+
+    def clone(part: Any) -> Any:
+        return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
+
+    return map_batch(batch, clone, "__array__")

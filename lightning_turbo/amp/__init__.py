@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from lightning_turbo.amp.frontend import (
+from lightning_turbo.amp.apex_api import (
     disable_casts,
     initialize,
     load_state_dict,
@@ -11,7 +11,7 @@ from lightning_turbo.amp.frontend import (
     shutdown,
     state_dict,
 )
-from lightning_turbo.amp.functions import (
+from lightning_turbo.amp.registration import (
     float_function,
     half_function,
     promote_function,

@@ -1,6 +1,6 @@
 """apex's lists of functions for O1, by namespace: names only.
 
-What is done with them is in ``function_casts.py``. Source: the lists of NVIDIA apex.amp, as recorded in
+What is done with them is in ``autocast.py``. Source: the lists of NVIDIA apex.amp, as recorded in
 ``tests/data/apex/o1_cast_table.json``.
 """
 

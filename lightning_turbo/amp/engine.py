@@ -1,30 +1,45 @@
-"""One training run's mixed precision: the level's casts, masters and scalers, and the order of a step.
+"""One run's mixed precision: a level's casts, its loss scalers, and the order of backward pass, unscaling and step.
 
-``frontend.py`` puts apex's calls around it, the plugin ``ApexAMP`` Lightning's hooks.
+``apex_api.py`` puts apex's calls around it, the plugin ``ApexAMP`` Lightning's hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_turbo.amp.function_casts import FunctionCasts
-from lightning_turbo.amp.half_weights import HalfWeights
+from lightning_turbo._checks import is_whole
+from lightning_turbo.amp.autocast import FunctionCasts
+from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, find_kept, forget_copies, round_weights
 from lightning_turbo.amp.levels import Properties, half_dtype_for, resolve
 from lightning_turbo.amp.loss_scaling import LossScaler
-from lightning_turbo.amp.model_casts import Boundary
-from lightning_turbo.errors import AmpLookupError, AmpUsageError
+from lightning_turbo.errors import AmpLookupError, AmpUsageError, TurboWarning
 
-__all__ = ["AmpEngine"]
+__all__ = ["AmpEngine", "params_of"]
+
+
+@dataclass
+class _Gradients:
+    """What is known of the gradients that an optimizer's next step uses."""
+
+    waiting: bool = False
+    """Whether a backward pass has made some since the last step."""
+    scaled_by: int | None = None
+    """The loss by whose scale they are multiplied still."""
+    overflow: Tensor | None = None
+    """1.0 on their device if an entry was inf or NaN when they were unscaled."""
+    stepped: bool = False
+    """Whether a step has used them."""
 
 
 class AmpEngine:
@@ -34,7 +49,8 @@ class AmpEngine:
         opt_level: ``"O0"`` to ``"O3"``.
         device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``.
         dtype: The half dtype; ``None`` takes float16 on CUDA and bfloat16 elsewhere.
-        exact_masters: Whether O2's masters are the float32 weights as they were, not rounded to half first.
+        exact_masters: Whether O2 begins with the float32 weights as they are, not rounded to half first.
+        keep_float32: For O2 and O3: names or classes of modules that compute in float32.
         num_losses: How many losses have a scaler of their own; 1 or more.
         min_loss_scale: Floor of the dynamic scale, ``None`` for none.
         max_loss_scale: Ceiling of the dynamic scale.
@@ -55,6 +71,7 @@ class AmpEngine:
         device_type: str,
         dtype: torch.dtype | None = None,
         exact_masters: bool = True,
+        keep_float32: Sequence[str | type[nn.Module]] = (),
         num_losses: int = 1,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
@@ -63,95 +80,89 @@ class AmpEngine:
         cast_cache: bool = False,
         **overrides: Any,
     ) -> None:
-        if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-            raise AmpUsageError(f"num_losses={num_losses!r} is no number of losses; accepted is an int from 1 on.")
+        if not is_whole(num_losses, 1):
+            raise AmpUsageError(f"num_losses={num_losses!r}: expected a whole number from 1 on.")
         self.dtype = half_dtype_for(device_type) if dtype is None else dtype
         self.properties: Properties = resolve(opt_level, dtype=self.dtype, **overrides)
         self.device_type = device_type
         self.exact_masters = exact_masters
-        self.scalers = [
-            LossScaler(
-                self.properties.loss_scale,
-                min_loss_scale=min_loss_scale,
-                max_loss_scale=max_loss_scale,
-                scale_window=scale_window,
+        self.keep_float32 = [keep_float32] if isinstance(keep_float32, (str, type)) else list(keep_float32)
+        if self.keep_float32 and not self.properties.casts_to_half:
+            raise AmpUsageError(
+                f"keep_float32={keep_float32!r} contradicts {opt_level}, which casts no module. Leave it out; at O1 "
+                "run the function under torch.autocast(..., enabled=False)."
             )
-            for _ in range(num_losses)
-        ]
+        limits = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale, "scale_window": scale_window}
+        self.scalers = [LossScaler(self.properties.loss_scale, **limits) for _ in range(num_losses)]
         # Whether any scaler does anything, and whether steps can be skipped.
         self.scales = not all(scaler.is_identity for scaler in self.scalers)
         self.is_dynamic = any(scaler.dynamic for scaler in self.scalers)
-        if cast_lists is None:
-            cast_lists = "apex" if self.dtype is torch.float16 else "torch"
-        casts = FunctionCasts(device_type, self.dtype, cast_lists, cache=cast_cache)
+        lists = cast_lists or ("apex" if self.dtype is torch.float16 else "torch")
+        casts = FunctionCasts(device_type, self.dtype, lists, cache=cast_cache)
         self.function_casts = casts if self.properties.patch_torch_functions else None
-        self.weights: HalfWeights | None = None
-        self.boundary: Boundary | None = None
-        self._flags: dict[int, Tensor] = {}
+        self.half_forward: HalfForward | None = None
+        self.half_weights: HalfWeights | None = None
+        self._gradients: WeakKeyDictionary[Optimizer, _Gradients] = WeakKeyDictionary()
         self._last_flag: Tensor | None = None
-        self._stepped: set[int] = set()
 
-    def convert(
-        self, modules: Iterable[nn.Module], guarded: Iterable[nn.Module], *, step_owner: nn.Module | None = None
-    ) -> None:
-        """Cast the modules' weights if the level says so, and watch the modules where data enters and leaves.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_gradients": None}  # which are of this process
 
-        Args:
-            modules: The modules whose own parameters and buffers are cast, without their submodules'.
-            guarded: The modules at whose calls floating inputs and outputs are cast.
-            step_owner: One of the modules, whose training step calls the others: its buffers are left as they are.
-
-        Raises:
-            AmpUsageError: If a module is one whose weights cannot be cast: a TorchScript module, or a lazy one.
-        """
-        props = self.properties
-        if props.cast_model_type is not None:
-            modules = list(modules)
-            for module in modules:
-                self._check_castable(module)
-            self.weights = HalfWeights(
-                modules,
-                props.cast_model_type,
-                keep_batchnorm_fp32=bool(props.keep_batchnorm_fp32),
-                masters=bool(props.master_weights) and props.casts_to_half,
-                exact=self.exact_masters,
-                without_buffers=step_owner,
-            )
-            self.boundary = Boundary(props.cast_model_type, props.cast_model_outputs or torch.float32, step_owner)
-            self.boundary.guard(guarded)
-
-    def _check_castable(self, module: nn.Module) -> None:
-        level = self.properties.opt_level
-        if isinstance(module, torch.jit.ScriptModule):
-            raise AmpUsageError(
-                f"{level} was given a TorchScript module ({module.original_name}); accepted are modules of Python. "
-                "Train the module that it was made of, and script or trace that afterwards; or take O0 or O1."
-            )
-        if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
-            raise AmpUsageError(
-                f"{level} was given a {type(module).__name__} that has not seen a batch yet, so that it has no "
-                "weights; accepted are modules with weights. Call the model on a batch before, as in configure_model."
-            )
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the masters of its half weights."""
-        if self.weights is not None:
-            self.weights.to_devices()
-            self.weights.attach(optimizer)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _gradients=WeakKeyDictionary())
 
     @property
-    def has_masters(self) -> bool:
-        """Whether the optimizers update masters."""
-        return self.weights is not None and any(True for _ in self.weights.masters())
+    def keeps_masters(self) -> bool:
+        """Whether parameters stay float32 and are cast inside of calls (O2), not half themselves (O3)."""
+        return self.properties.casts_to_half and bool(self.properties.master_weights)
 
-    @contextlib.contextmanager
-    def widened(self) -> Iterator[None]:
-        """Put the masters in the place of the model's half weights; calls of the model are then in float32."""
-        if self.weights is None or self.boundary is None or not self.has_masters:
-            yield
+    def convert(self, roots: Sequence[nn.Module], inner: Iterable[nn.Module] = (), *, steps: bool = False) -> None:
+        """Let the models compute as the level says.
+
+        Args:
+            roots: The models.
+            inner: Modules in them that are called on their own too.
+            steps: Whether calls of the first model may be training steps, see ``HalfForward.guard``.
+
+        Raises:
+            AmpUsageError: If a module cannot be cast: a TorchScript module, or a lazy one.
+        """
+        props = self.properties
+        if props.cast_model_type is None:
             return
-        with self.boundary.lifted(), self.weights.widened():
-            yield
+        _check_castable(roots, props.opt_level)
+        forward = HalfForward(
+            props.cast_model_type, props.cast_model_outputs or torch.float32, bool(props.keep_batchnorm_fp32)
+        )
+        kept = find_kept(roots, self.keep_float32)
+        beneath = {part for module in kept for part in module.modules()}
+        forward.keep(kept)
+        forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)
+        self.half_forward = forward
+        if not self.keeps_masters:
+            owner = roots[0] if steps else None
+            self.half_weights = HalfWeights(forward, roots if owner is None else _with_weights(owner), owner)
+        elif not self.exact_masters:
+            round_weights(forward, roots)
+
+    def attach(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+        """Bring an optimizer's state to the dtype of what it updates.
+
+        Warns:
+            TurboWarning: If the optimizer holds parameters that none of the models has, at O2 and O3.
+        """
+        if self.half_weights is not None:
+            self.half_weights.attach(optimizer)
+        own = {param for model in models for param in model.parameters()}
+        foreign = sum(param not in own for param in params_of(optimizer)) if self.properties.casts_to_half else 0
+        if foreign:
+            warnings.warn(
+                f"{type(optimizer).__name__} holds {foreign} parameters that the model does not have: "
+                f"{self.properties.opt_level} casts nothing of theirs. Make them part of a model, or give "
+                "amp.initialize every model that the optimizer trains.",
+                TurboWarning,
+                stacklevel=4,
+            )
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of a loss.
@@ -159,167 +170,160 @@ class AmpEngine:
         Raises:
             AmpLookupError: If ``loss_id`` is not below ``num_losses``.
         """
-        if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+        if not is_whole(loss_id, 0) or loss_id >= len(self.scalers):
             raise AmpLookupError(
-                f"loss_id={loss_id!r} has no scaler; accepted are 0 to {len(self.scalers) - 1}. "
+                f"loss_id={loss_id!r} has no scaler: expected 0 to {len(self.scalers) - 1}. "
                 f"Pass num_losses={loss_id + 1 if isinstance(loss_id, int) else 2} or more."
             )
         return self.scalers[loss_id]
 
+    # Forward and backward
+
     def region(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward pass: O1's casts around functions."""
-        if self.boundary is not None:
-            self.boundary.reset()
+        """Return the context of a forward pass."""
+        if self.half_forward is not None:
+            return self._half_region(self.half_forward)
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.region()
+
+    @contextlib.contextmanager
+    def _half_region(self, forward: HalfForward) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            forward.reset()  # a KeyboardInterrupt ends a call without its hooks
 
     def backward_region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass, so that checkpointed forward passes are repeated as they were."""
-        if self.boundary is not None:
-            return self.boundary.inside()
+        if self.half_forward is not None:
+            return self.half_forward.backward_pass()
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_region()
 
-    # One backward pass at a time, its gradients unscaled when it ends: apex's way.
+    def forget_casts(self) -> None:
+        """Drop half copies of weights, because the weights have changed or soon will."""
+        forget_copies()
+        if self.function_casts is not None:
+            torch.clear_autocast_cache()
 
-    def stash(self, optimizers: Sequence[Optimizer], *, of_buckets: bool) -> dict[Tensor, Tensor | None]:
-        """Take the gradients gathered so far aside, so that the next backward pass stands alone.
+    @contextlib.contextmanager
+    def backward(
+        self, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool = False, of_buckets: bool = False
+    ) -> Iterator[None]:
+        """Around a backward pass: take gradients of earlier passes aside, and at the end unscale what was made.
 
         Args:
-            optimizers: The optimizers whose parameters' gradients are taken.
-            of_buckets: Whether they may be views of DDP's buckets, which it writes over; copies are taken then.
+            optimizers: Whose gradients the pass makes.
+            loss_id: Which scaler the loss is scaled with.
+            delay_unscale: Leave the gradients scaled and added to those of before, until a pass without it or
+                ``unscale``.
+            of_buckets: Whether gradients may be views of DDP's buckets, which it writes over; copies are taken then.
         """
-        kept: dict[Tensor, Tensor | None] = {}
         for optimizer in optimizers:
-            for param in _params(optimizer):
-                if param not in kept:
-                    kept[param] = param.grad.clone() if of_buckets and param.grad is not None else param.grad
-                    param.grad = None
-            # An overflow is over when its gradients are: stepped with, or released.
-            if id(optimizer) in self._stepped or all(kept[param] is None for param in _params(optimizer)):
-                self.forget_overflow(optimizer)
-            if self.weights is not None:
-                for weight, _ in self.weights.pairs(optimizer):
-                    weight.grad = None
+            self._prepare(optimizer, loss_id)
+        scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
+        alone = [] if delay_unscale else [o for o in optimizers if scaled.isdisjoint(params_of(o))]
+        kept = self._take_aside(alone, of_buckets)
+        yield
+        for optimizer in optimizers:
+            self._of(optimizer).waiting = True
+            self._of(optimizer).scaled_by = loss_id if delay_unscale else None
+        if not delay_unscale:
+            self._unscale(optimizers, kept, loss_id)
+
+    def _prepare(self, optimizer: Optimizer, loss_id: int) -> None:
+        own = self._of(optimizer)
+        # An overflow is over when its gradients are: stepped with, or released.
+        if own.stepped or all(param.grad is None for param in params_of(optimizer)):
+            self.forget_overflow(optimizer)
+        if self.scales and own.scaled_by not in (None, loss_id):
+            raise AmpUsageError(
+                f"loss_id={loss_id!r}: gradients of loss {own.scaled_by!r} wait with its scale, and cannot be added to "
+                "these. Step first, or use one loss_id until the gradients are unscaled."
+            )
+
+    def _take_aside(self, optimizers: Sequence[Optimizer], of_buckets: bool) -> dict[Tensor, Tensor | None]:
+        kept: dict[Tensor, Tensor | None] = {}
+        for param in dict.fromkeys(param for optimizer in optimizers for param in params_of(optimizer)):
+            kept[param] = param.grad.clone() if of_buckets and param.grad is not None else param.grad
+            param.grad = None
         return kept
 
     @torch.no_grad()
-    def collect(
-        self, optimizers: Sequence[Optimizer], kept: dict[Tensor, Tensor | None], loss_id: int, *, release: bool = False
-    ) -> None:
-        """Unscale what a backward pass made, in float32 where there are masters, and add what was taken aside.
-
-        Args:
-            optimizers: The optimizers whose parameters' gradients are collected.
-            kept: What ``stash`` returned; empty if nothing was taken aside.
-            loss_id: Which scaler the loss was scaled with.
-            release: Whether half gradients are given up at once; apex keeps them until ``zero_grad``.
-        """
-        scaler = self.scaler(loss_id)
-        collected: dict[Tensor, Optimizer] = {}  # with the first optimizer that holds it
+    def _unscale(self, optimizers: Sequence[Optimizer], kept: dict[Tensor, Tensor | None], loss_id: int) -> None:
+        """Unscale what a pass made and add what was taken aside; a parameter of several optimizers counts once."""
+        done: dict[Tensor, Optimizer] = {}
         for optimizer in optimizers:
-            if self.weights is not None:
-                for weight, master in self.weights.pairs(optimizer):
-                    if weight.grad is not None and master.requires_grad and master not in collected:
-                        master.grad = weight.grad.float()
-                    if release:
-                        weight.grad = None
-            params = list(_params(optimizer))
-            others = {id(collected[param]): collected[param] for param in params if param in collected}
-            fresh = [param for param in params if param not in collected]
-            self._unscale(optimizer, fresh, scaler)
-            for other in others.values():
-                flag = self._flags.get(id(other))
-                if flag is not None:
-                    own = self._flag(optimizer, flag.device)
-                    torch.maximum(own, flag, out=own)
+            params = list(params_of(optimizer))
+            fresh = [param for param in params if param not in done]
+            self._unscale_grads(optimizer, [p.grad for p in fresh if p.grad is not None], self.scaler(loss_id))
+            for other in {done[param] for param in params if param in done}:
+                self._share(self._of(other).overflow, optimizer)
             for param in fresh:
-                collected[param] = optimizer
-                before = kept.get(param)
-                if before is not None and param.grad is not None and before.is_sparse:
-                    param.grad.add_(before)
-                elif before is not None:  # the same tensor as before, as without scaling
-                    param.grad = before if param.grad is None else before.add_(param.grad)
+                done[param] = optimizer
+                _add(param, kept.get(param))
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscale an optimizer's gradients if they are scaled still, and note an overflow."""
+        own = self._of(optimizer)
+        if own.scaled_by is not None:
+            self.forget_overflow(optimizer)
+            self._unscale([optimizer], {}, own.scaled_by)
+            own.scaled_by = None
+
+    def _unscale_grads(self, optimizer: Optimizer, grads: list[Tensor], scaler: LossScaler) -> None:
+        if grads and not scaler.is_identity:
+            scaler.unscale_(grads, self._flag(optimizer, grads[0].device) if scaler.dynamic else None)
+
+    # Overflows
+
+    def _of(self, optimizer: Optimizer) -> _Gradients:
+        if optimizer not in self._gradients:
+            self._gradients[optimizer] = _Gradients()
+        return self._gradients[optimizer]
+
+    def _flag(self, optimizer: Optimizer, device: torch.device) -> Tensor:
+        own = self._of(optimizer)
+        if own.overflow is None:
+            own.overflow = torch.zeros((), dtype=torch.float32, device=device)
+        return own.overflow
+
+    def _share(self, overflow: Tensor | None, optimizer: Optimizer) -> None:
+        if overflow is not None:
+            flag = self._flag(optimizer, overflow.device)
+            torch.maximum(flag, overflow.to(flag.device), out=flag)
 
     def share_overflow(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:
         """Let an overflow of this pass be one of all its optimizers, whichever one's gradients it was in."""
         scaler = self.scaler(loss_id)
         if scaler.dynamic and len(optimizers) > 1:
             for optimizer in optimizers:
-                own = self._flag(optimizer, next(_params(optimizer)).device)
-                torch.maximum(own, scaler.found_inf(own.device), out=own)
-
-    def noted(self, optimizers: Sequence[Optimizer]) -> list[bool]:
-        """Return what is known of gradients that wait for a step, see ``note``; waits for the device."""
-        flags = [self.will_skip(optimizer) and id(optimizer) not in self._stepped for optimizer in optimizers]
-        return flags + [fact for scaler in self.scalers for fact in (scaler.is_pending, scaler.overflowed)]
-
-    def note(self, optimizers: Sequence[Optimizer], noted: Sequence[bool]) -> None:
-        """Go on with gradients that were unscaled in another run, from what its ``noted`` returned."""
-        devices = [next(_params(optimizer)).device for optimizer in optimizers]
-        for optimizer, device, flag in zip(optimizers, devices, noted, strict=False):
-            if flag:
-                self._flag(optimizer, device).fill_(1.0)
-        facts = noted[len(optimizers) :]
-        for scaler, pending, overflowed in zip(self.scalers, facts[::2], facts[1::2], strict=False):
-            scaler.is_pending = pending
-            if overflowed and scaler.dynamic:
-                scaler.found_inf(devices[0]).fill_(1.0)
-
-    def agree_on_overflow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let an overflow of one rank be one of all, in passes that no DDP synchronised. A collective call."""
-        dynamic = [scaler for scaler in self.scalers if scaler.dynamic]
-        if dynamic:
-            devices = [next(_params(optimizer)).device for optimizer in optimizers]
-            noted = [self._flag(optimizer, device) for optimizer, device in zip(optimizers, devices, strict=True)]
-            noted += [scaler.found_inf(devices[0]) for scaler in dynamic]
-            on_any = torch.stack(noted)
-            torch.distributed.all_reduce(on_any, torch.distributed.ReduceOp.MAX)
-            torch._foreach_copy_(noted, list(on_any.unbind()))
-
-    # Many backward passes, unscaled once before the step: the way of Lightning's automatic optimization.
-
-    @torch.no_grad()
-    def unscale(self, optimizer: Optimizer, loss_id: int = 0) -> None:
-        """Unscale an optimizer's gradients in place and note an overflow."""
-        if self.weights is not None:
-            self.weights.fold_all()
-        self.forget_overflow(optimizer)
-        self._unscale(optimizer, _params(optimizer), self.scaler(loss_id))
-
-    def _unscale(self, optimizer: Optimizer, params: Iterable[Tensor], scaler: LossScaler) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        if grads and not scaler.is_identity:
-            scaler.unscale_(grads, self._flag(optimizer, grads[0].device) if scaler.dynamic else None)
-
-    def _flag(self, optimizer: Optimizer, device: torch.device) -> Tensor:
-        if id(optimizer) not in self._flags:
-            self._flags[id(optimizer)] = torch.zeros((), dtype=torch.float32, device=device)
-        return self._flags[id(optimizer)]
+                self._share(scaler.found_inf(next(params_of(optimizer)).device), optimizer)
 
     def forget_overflow(self, optimizer: Optimizer) -> None:
         """Drop what was noted of this optimizer's gradients, because there are others."""
-        self._flags.pop(id(optimizer), None)
-        self._stepped.discard(id(optimizer))
+        own = self._of(optimizer)
+        own.overflow, own.stepped = None, False
 
     def will_skip(self, optimizer: Optimizer) -> bool:
-        """Whether an overflow was noted in this optimizer's gradients; waits for the device."""
-        flag = self._flags.get(id(optimizer))
+        """Whether an overflow was found in this optimizer's gradients; waits for the device."""
+        flag = self._of(optimizer).overflow
         return flag is not None and bool(flag.item())
 
-    def take_no_step(self) -> None:
-        """Pass a step over for which there are no gradients; it counts as none that was skipped."""
-        self._last_flag = None
+    def overflow_flag(self, optimizer: Optimizer) -> Tensor | None:
+        """Return the same on the device; ``None`` where no scaler looked."""
+        return self._of(optimizer).overflow
 
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last call of ``step`` skipped the optimizer's; waits for the device."""
         return self._last_flag is not None and bool(self._last_flag.item())
 
-    def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step, or skip on overflow, and bring the model's half weights up to date.
+    # The step
 
-        A second step with the same gradients is skipped as the first was, unless ``forget_overflow`` comes between. A
-        fused optimizer is handed the overflow flag on the device and skips by itself, so that no value comes to the
-        host; but for SGD's first step with momentum, which would keep uninitialised memory for its momentum.
+    def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
+        """Step, or skip on overflow.
+
+        A second step with the same gradients is skipped as the first was. A fused optimizer is handed the overflow
+        flag on the device and skips by itself, so that no value comes to the host.
 
         Args:
             optimizer: The optimizer whose gradients are unscaled.
@@ -328,23 +332,31 @@ class AmpEngine:
         Returns:
             What ``run`` returned, ``None`` for a skipped step.
         """
-        flag = self._last_flag = self._flags.get(id(optimizer))
-        self._stepped.add(id(optimizer))
-        with contextlib.nullcontext() if self.weights is None else self.weights.copied_after(optimizer):
-            if flag is None:
+        flag = self._last_flag = self._of(optimizer).overflow
+        self.note_step(optimizer)
+        if flag is None:
+            return run()
+        if _skips_by_itself(optimizer):
+            optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's fused optimizers read it
+            try:
                 return run()
-            if skips_by_itself(optimizer) and not _begins_momentum(optimizer):
-                optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's fused optimizers read it
-                try:
-                    return run()
-                finally:
-                    del optimizer.found_inf  # type: ignore[attr-defined]
-            return None if flag.item() else run()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        return None if flag.item() else run()
 
-    def forget_casts(self) -> None:
-        """Drop the half copies that autocast keeps of weights, because the weights have changed or soon will."""
-        if self.function_casts is not None:
-            torch.clear_autocast_cache()
+    def note_backward(self, optimizers: Iterable[Optimizer], loss_id: int) -> None:
+        """Note that a pass whose scale is 1.0 has made gradients for these."""
+        for optimizer in optimizers:
+            self._of(optimizer).waiting, self._of(optimizer).scaled_by = True, loss_id
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that a step has used the gradients."""
+        own = self._of(optimizer)
+        own.stepped, own.waiting, own.scaled_by = True, False, None
+
+    def note_no_step(self) -> None:
+        """Note that there were no gradients to step with; it counts as no skipped step."""
+        self._last_flag = None
 
     def update(self) -> None:
         """Settle the pass of every scaler that has unscaled gradients since it was settled last."""
@@ -352,46 +364,98 @@ class AmpEngine:
             if scaler.is_pending:
                 scaler.update()
 
+    # State
+
+    def is_waiting(self, optimizer: Optimizer) -> bool:
+        """Whether there are gradients that wait for this optimizer's step."""
+        return self._of(optimizer).waiting
+
+    def facts(self, optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
+        """Return what a checkpoint needs beside gradients that wait for their step; waits for the device."""
+        return {
+            "waiting": [self._of(optimizer).waiting for optimizer in optimizers],
+            "scaled_by": [self._of(optimizer).scaled_by for optimizer in optimizers],
+            "noted": [self.will_skip(optimizer) and not self._of(optimizer).stepped for optimizer in optimizers]
+            + [fact for scaler in self.scalers for fact in (scaler.is_pending, scaler.overflowed)],
+        }
+
+    def take_facts(self, optimizers: Sequence[Optimizer], facts: dict[str, list[Any]]) -> None:
+        """Go on with gradients of another run, from what its ``facts`` returned."""
+        noted = facts["noted"] or [False] * (len(optimizers) + 2 * len(self.scalers))
+        device = next(params_of(optimizers[0])).device
+        known = zip(optimizers, facts["waiting"], facts["scaled_by"], noted, strict=False)
+        for optimizer, waiting, scaled_by, overflow in known:
+            self._of(optimizer).waiting, self._of(optimizer).scaled_by = waiting, scaled_by
+            if overflow:
+                self._flag(optimizer, next(params_of(optimizer)).device).fill_(1.0)
+        rest = noted[len(optimizers) :]
+        for scaler, pending, overflowed in zip(self.scalers, rest[::2], rest[1::2], strict=False):
+            scaler.is_pending = pending
+            if overflowed and scaler.dynamic:
+                scaler.found_inf(device).fill_(1.0)
+
     def state_dict(self) -> OrderedDict[str, dict[str, Any]]:
         """Return the scalers' state in apex's format: ``loss_scaler0``, ``loss_scaler1``, ..."""
         return OrderedDict((f"loss_scaler{i}", scaler.state_dict()) for i, scaler in enumerate(self.scalers))
 
     def restore(self) -> None:
         """Give models and optimizers back as they were."""
-        if self.boundary is not None:
-            self.boundary.remove()
-        if self.weights is not None:
-            self.weights.restore()
-        self.boundary = self.weights = None
-        self._flags.clear()
-        self._stepped.clear()
+        if self.half_forward is not None:
+            self.half_forward.remove()
+        if self.half_weights is not None:
+            self.half_weights.restore()
+        self.half_forward = self.half_weights = None
+        self._gradients.clear()
 
 
-# By class of optimizer: whether ``step`` takes a scaler instead of a flag.
-_takes_scaler: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionary()
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield all parameters that an optimizer updates."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
-def skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` reads ``found_inf``, as torch's fused optimizers do and apex's do not."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+def _add(param: Tensor, before: Tensor | None) -> None:
+    if before is None:
+        return
+    if param.grad is None:
+        param.grad = before
+    elif before.is_sparse:
+        param.grad.add_(before)
+    else:  # the same tensor as before, as without scaling
+        param.grad = before.add_(param.grad)
+
+
+def _skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's ``step`` reads ``found_inf`` on the device: torch's own where they are fused."""
+    if type(optimizer) not in (SGD, Adam, AdamW) or not all(group.get("fused") for group in optimizer.param_groups):
         return False
-    if not all(group.get("fused", True) for group in optimizer.param_groups):  # a state of an unfused one was loaded
-        return False
-    kind = type(optimizer)
-    if kind not in _takes_scaler:
-        _takes_scaler[kind] = "grad_scaler" in inspect.signature(kind.step).parameters
-    return not _takes_scaler[kind]
-
-
-def _begins_momentum(optimizer: Optimizer) -> bool:
-    """Whether the next step makes momentum for a group of SGD's: for parameters with gradients that have none yet."""
-    return isinstance(optimizer, SGD) and any(
-        group["momentum"] and all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in updated)
+    # SGD's first step with momentum would keep uninitialised memory for its momentum if it skipped by itself.
+    return type(optimizer) is not SGD or not any(
+        group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
-        if (updated := [param for param in group["params"] if param.grad is not None])
+        for param in group["params"]
+        if param.grad is not None
     )
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _with_weights(owner: nn.Module) -> list[nn.Module]:
+    """Return the parts of a LightningModule that have weights; losses and metrics have none, and stay as they are."""
+    return [child for child in owner.children() if next(child.parameters(), None) is not None]
+
+
+def _check_castable(roots: Sequence[nn.Module], opt_level: str) -> None:
+    for module in (module for root in roots for module in root.modules()):
+        _check_module(module, opt_level)
+
+
+def _check_module(module: nn.Module, opt_level: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise AmpUsageError(
+            f"{opt_level} was given a TorchScript module ({module.original_name}): expected modules of Python. "
+            "Train the module that it was made of, and script or trace that afterwards; or take O0 or O1."
+        )
+    if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+        raise AmpUsageError(
+            f"{opt_level} was given a {type(module).__name__} that has not seen a batch yet, so that it has no "
+            "weights: expected modules with weights. Call the model on a batch before, as in configure_model."
+        )

@@ -115,13 +115,13 @@ def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properti
     if not isinstance(opt_level, str) or opt_level not in LEVELS:
         hint = " It is the letter O, not the digit zero." if str(opt_level)[:1] == "0" else ""
         raise AmpUsageError(
-            f"opt_level={opt_level!r} is unknown; accepted are {', '.join(map(repr, LEVELS))}.{hint} "
+            f"opt_level={opt_level!r} is unknown: expected one of {', '.join(map(repr, LEVELS))}.{hint} "
             "Pass one of these texts."
         )
     _check_dtype("dtype", dtype)
     if dtype not in HALF_DTYPES:
         raise AmpUsageError(
-            f"dtype={dtype!r} is no half precision; accepted are torch.float16 and torch.bfloat16. "
+            f"dtype={dtype!r}: expected torch.float16 or torch.bfloat16. "
             "Leave it out for the device's own choice, or take O0 for float32."
         )
     level = LEVELS[opt_level]
@@ -133,7 +133,7 @@ def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properti
     changes = {}
     for name, value in overrides.items():
         if name not in known:
-            raise AmpUsageError(f"Unknown override {name}={value!r}; accepted are {', '.join(sorted(known))}.")
+            raise AmpUsageError(f"Unknown override {name}={value!r}: expected {', '.join(sorted(known))}.")
         if value is not None:
             changes[name] = _CHECKS[name](level, name, value)
     return replace(level, **changes)
@@ -141,14 +141,14 @@ def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properti
 
 def _check_dtype(name: str, value: Any) -> torch.dtype:
     if not isinstance(value, torch.dtype):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; accepted is a torch dtype, as torch.float16.")
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a torch dtype, as torch.float16.")
     return value
 
 
 def _check_cast_model_type(level: Properties, name: str, value: Any) -> torch.dtype:
     _check_dtype(name, value)
     if not value.is_floating_point:
-        raise AmpUsageError(f"{name}={value!r} is no floating dtype; accepted are torch.float32 and half precision.")
+        raise AmpUsageError(f"{name}={value!r}: expected a floating dtype: torch.float32 or half precision.")
     if level.opt_level == "O1" and value is not torch.float32:
         raise AmpUsageError(
             f"{name}={value!r} contradicts O1, which keeps the weights in float32 and casts around functions. "
@@ -160,7 +160,7 @@ def _check_cast_model_type(level: Properties, name: str, value: Any) -> torch.dt
 def _check_outputs(level: Properties, name: str, value: Any) -> torch.dtype:
     _check_dtype(name, value)
     if not value.is_floating_point:
-        raise AmpUsageError(f"{name}={value!r} is no floating dtype; accepted is one such as torch.float32.")
+        raise AmpUsageError(f"{name}={value!r}: expected a floating dtype, as torch.float32.")
     return value
 
 
@@ -195,7 +195,7 @@ def _check_master_weights(level: Properties, name: str, value: Any) -> bool:
 def _truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         texts = " or the texts 'True' and 'False'" if name == "keep_batchnorm_fp32" else ""
-        raise AmpOverrideError(f"{name}={value!r} is no truth value; accepted are True and False{texts}.")
+        raise AmpOverrideError(f"{name}={value!r}: expected True or False{texts}.")
     return value
 
 
@@ -208,7 +208,7 @@ def _check_loss_scale(level: Properties, name: str, value: Any) -> float | str:
         scale = math.nan
     if isinstance(value, bool) or not (math.isfinite(scale) and scale > 0.0):
         raise AmpUsageError(
-            f"{name}={value!r} is no loss scale; accepted are 'dynamic' and a finite number above zero, also as text. "
+            f"{name}={value!r}: expected 'dynamic' or a finite number above zero, also as text. "
             "Pass 'dynamic' if unsure."
         )
     return scale

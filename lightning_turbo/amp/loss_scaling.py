@@ -48,13 +48,13 @@ class LossScaler:
     ) -> None:
         for name, limit in (("min_loss_scale", min_loss_scale), ("max_loss_scale", max_loss_scale)):
             if (limit is not None or name == "max_loss_scale") and not (is_number(limit) and limit > 0.0):
-                raise AmpUsageError(f"{name}={limit!r} is no limit; accepted is a finite number above zero.")
+                raise AmpUsageError(f"{name}={limit!r}: expected a finite number above zero.")
         if min_loss_scale is not None and min_loss_scale > max_loss_scale:
             raise AmpUsageError(
                 f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; exchange or widen them."
             )
         if not is_whole(scale_window, 1):
-            raise AmpUsageError(f"scale_window={scale_window!r} is no number of passes; accepted is an int from 1 on.")
+            raise AmpUsageError(f"scale_window={scale_window!r}: expected an int from 1 on.")
         self.dynamic = loss_scale == "dynamic"
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = float(max_loss_scale)

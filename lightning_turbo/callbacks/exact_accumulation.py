@@ -21,8 +21,9 @@ from lightning_turbo._lightning import (
     loss_scale,
     rank_zero_warn,
 )
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, mark_as_used, scale_gradients
+from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
+from lightning_turbo.plugins import pending_gradients
 
 __all__ = ["ExactAccumulation"]
 
@@ -53,7 +54,8 @@ class ExactAccumulation(Callback):
     Note:
         Gradients are corrected after unscaling and before clipping, and before other hooks ``on_before_optimizer_step``
         of the module. With ``weight`` and several ranks, one number is summed over the ranks at every optimizer step.
-        A checkpoint saved in mid-window carries the gradients of the window, of every rank.
+        A checkpoint saved in mid-window carries the gradients of the window, of every rank. A run with another number
+        of ranks loses that window, and says so.
 
     Example:
         >>> from lightning_turbo import ExactAccumulation
@@ -153,15 +155,13 @@ class ExactAccumulation(Callback):
         if not self._window.count:
             return
         total = self._window.total
-        own = {
+        own: dict[str, Any] = {
             "scale": loss_scale(trainer) or 1.0,
             "count": self._window.count,
             "total": total.item() if isinstance(total, Tensor) else total,
-            "gradients": [
-                [None if p.grad is None else p.grad.detach().cpu() for p in parameters]
-                for parameters in _parameters(trainer)
-            ],
         }
+        if not pending_gradients.owns_pending_gradients(trainer.precision_plugin):
+            own["gradients"] = pending_gradients.collect(trainer.optimizers)
         checkpoint[KEY] = gather_for_checkpoint(own, "accumulation window", trainer.fit_loop.total_batch_idx)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -172,24 +172,18 @@ class ExactAccumulation(Callback):
         windows, self._loaded = self._loaded, None
         if not windows:
             return
-        parameters = _parameters(trainer)
-        lengths = [len(gradients) for gradients in windows[0]["gradients"]]
-        if len(windows) != trainer.world_size or lengths != [len(group) for group in parameters]:
-            rank_zero_warn(
-                f"ExactAccumulation: the checkpoint was saved in mid-window by a run of {len(windows)} rank(s), with "
-                f"optimizers of {lengths} parameters; the gradients of that window are lost. Go on with the same "
-                "ranks and parameters, or from a checkpoint of a finished step.",
-                category=TurboWarning,
-            )
-            return
-        window = windows[trainer.global_rank]
-        scale = loss_scale(trainer) or 1.0
-        factor = scale / window.get("scale", scale)  # older versions do not have it
-        self._window.count, self._window.total = window["count"], window["total"]
-        for group, gradients in zip(parameters, window["gradients"], strict=True):
-            for parameter, gradient in zip(group, gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype) * factor
-            mark_as_used(trainer.model, group)
+        scale, sizes = loss_scale(trainer) or 1.0, [len(parameters) for parameters in _parameters(trainer)]
+        if pending_gradients.owns_pending_gradients(trainer.precision_plugin):
+            lost = len(windows) != trainer.world_size  # which ApexAMP tells the user
+        else:
+            own = pending_gradients.entry_of_this_rank([_gradients_of(window) for window in windows], sizes)
+            lost = own is None
+            if own is not None:
+                factor = scale / windows[trainer.global_rank].get("scale", scale)  # older versions do not have it
+                pending_gradients.put_back(trainer.optimizers, own, [factor] * len(sizes), trainer.model)
+        if not lost:
+            window = windows[trainer.global_rank]
+            self._window.count, self._window.total = window["count"], window["total"]
 
     def _warn_if_idle(self, trainer: Any) -> None:
         length, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
@@ -208,6 +202,14 @@ class ExactAccumulation(Callback):
 
 def _parameters(trainer: Trainer) -> list[list[Tensor]]:
     return [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in trainer.optimizers]
+
+
+def _gradients_of(window: dict[str, Any]) -> pending_gradients.Gradients:
+    """Return the gradients of a window; older versions wrote a list, with ``None`` where there was none."""
+    return [
+        own if isinstance(own, dict) else {str(i): gradient for i, gradient in enumerate(own) if gradient is not None}
+        for own in window.get("gradients", ())
+    ]
 
 
 def _unit(weight: float | Tensor) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.dali import DALILoader
-from lightning_turbo.data.device import DevicePrefetcher
+from lightning_turbo.data.device import DevicePrefetcher, DeviceTransfer
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.normalize import Normalize
 from lightning_turbo.data.packed import PackedDataset, pack_folder
-from lightning_turbo.data.transfer import DeviceTransfer
-from lightning_turbo.data.workers import tune_workers
+from lightning_turbo.data.prefetcher import BackgroundIterator
+from lightning_turbo.data.sample_seeds import SeededSampler, seed_samples
+from lightning_turbo.data.tune_workers import tune_workers
 
 __all__ = [
     "BackgroundIterator",
@@ -19,6 +19,8 @@ __all__ = [
     "Normalize",
     "PackedDataset",
     "PrefetchLoader",
+    "SeededSampler",
     "pack_folder",
+    "seed_samples",
     "tune_workers",
 ]

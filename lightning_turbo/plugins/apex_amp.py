@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-from lightning_turbo._checks import check_switches
-from lightning_turbo._lightning import LightningModule, Precision, check_binding, loaded_checkpoint, rank_zero_warn
-from lightning_turbo.amp import functions
-from lightning_turbo.amp.collectives import on_dense
-from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
+from lightning_turbo._checks import check_switches, is_whole
+from lightning_turbo._distributed import gather_for_checkpoint
+from lightning_turbo._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    Precision,
+    check_binding,
+    loaded_checkpoint,
+    rank_zero_warn,
+)
+from lightning_turbo.amp import registration
+from lightning_turbo.amp.checkpoints import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine
-from lightning_turbo.amp.function_casts import to_float
-from lightning_turbo.amp.model_casts import first_tensor_of, parts_of
+from lightning_turbo.amp.half_forward import cast_floats, first_tensor_of
+from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import AmpUsageError, TurboWarning
-from lightning_turbo.plugins import refusals
-from lightning_turbo.plugins.accumulated import Waiting, open_window
-from lightning_turbo.plugins.float_hooks import FloatHooks
+from lightning_turbo.plugins import pending_gradients
 from lightning_turbo.plugins.nonfinite import NonFiniteWatch
-from lightning_turbo.plugins.rank_gradients import RankGradients
 from lightning_turbo.plugins.real_apex import is_native, take_over
 from lightning_turbo.plugins.skip_aware import SkipAwareConfig
 
@@ -36,33 +40,36 @@ NO_SCALE = {"loss_scale": 1.0, "unskipped": 0}  # what a run without a scale sav
 class ApexAMP(Precision):
     """apex's O0-O3 for Lightning: ``Trainer(plugins=[ApexAMP("O1")])``.
 
-    | Level | Weights | Batch norm | Forward | Masters | Default loss scale |
-    |---|---|---|---|---|---|
-    | O0 | float32 | float32 | float32 | no | 1.0 |
-    | O1 | float32 | float32 | autocast | no | dynamic |
-    | O2 | half | float32 | inputs to half, outputs back | float32 | dynamic |
-    | O3 | half | half | as O2 | no | 1.0 |
+    | Level | Weights | Batch norm | Forward | Default loss scale |
+    |---|---|---|---|---|
+    | O0 | float32 | float32 | float32 | 1.0 |
+    | O1 | float32 | float32 | autocast | dynamic |
+    | O2 | float32, half copies in calls | float32 | half; inputs to half, outputs back | dynamic |
+    | O3 | half | half | as O2 | 1.0 |
 
     "half" is float16 on CUDA and bfloat16 elsewhere, or what ``dtype`` says. With bfloat16 the default scale is 1.0.
 
-    At O2 and O3 the module's weights are half while the Trainer runs, and float32 again afterwards. At O2 the
-    optimizers hold float32 masters, and half gradients are folded into the masters' as the backward pass makes
-    them: outside of the hooks from there to the step, read them in ``optimizer.param_groups`` or inside
-    ``float_weights()``. The ``state_dict`` of the module is float32 at every level, so that a checkpoint may go on
-    at another level.
+    At O2 the module's parameters are float32 and what the optimizers update; while the module, or a module in it, is
+    called, half copies take their positions. At O3 the weights are half while the Trainer runs, and float32 again
+    afterwards. The ``state_dict`` of the module is float32 at every level, so that a checkpoint may go on at another
+    level.
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         dtype: The half dtype, ``torch.float16`` or ``torch.bfloat16``.
         cast_model_type: apex's override of the dtype of the weights.
         keep_batchnorm_fp32: apex's override; also the texts ``"True"`` and ``"False"``. Not with O1.
-        master_weights: apex's override. Not with O1.
+        master_weights: apex's override: whether weights stay float32 outside of calls. Not with O1.
         loss_scale: apex's override: ``"dynamic"``, or a number above zero, also as text.
         min_loss_scale: The dynamic scale does not fall below it.
         max_loss_scale: The dynamic scale does not grow above it.
         cast_model_outputs: apex's override: dtype of what guarded modules return.
         scale_window: Steps without overflow before the dynamic scale doubles.
-        exact_masters: ``False`` rounds O2's masters to half at the start, as apex does.
+        exact_masters: ``False`` rounds O2's weights to half once, at the start, as apex does.
+        keep_float32: At O2 and O3: names of modules as in ``module.named_modules()``, or their classes. These compute
+            in float32, with all that is below them.
+        compress_gradients: At O2 under DistributedDataParallel: whether gradients travel between ranks in half
+            precision, as apex's did, through torch's own compression hook. ``False`` leaves them float32.
         num_losses: Manual optimization only: how many losses have a scale of their own, chosen by
             ``self.manual_backward(loss, loss_id=1)``.
         cast_lists: For O1: ``"apex"`` obeys apex's lists of functions, ``"torch"`` those of ``torch.autocast``
@@ -76,7 +83,7 @@ class ApexAMP(Precision):
 
     Raises:
         AmpUsageError: If the level, an override or a limit is refused (a ``ValueError`` and a ``RuntimeError``).
-        TypeError: If a dtype is none, or ``exact_masters``, ``cast_cache`` or ``log_scale`` no bool.
+        TypeError: If a dtype is none, or a switch no bool.
         LightningMismatchError: If the program uses the other import name of Lightning.
 
     Note:
@@ -93,6 +100,8 @@ class ApexAMP(Precision):
     Source: the opt levels of NVIDIA apex.amp.
     """
 
+    owns_pending_gradients = True  # see pending_gradients
+
     def __init__(
         self,
         opt_level: str = "O1",
@@ -107,6 +116,8 @@ class ApexAMP(Precision):
         cast_model_outputs: torch.dtype | None = None,
         scale_window: int = 2000,
         exact_masters: bool = True,
+        keep_float32: Sequence[str | type[nn.Module]] = (),
+        compress_gradients: bool = True,
         num_losses: int = 1,
         cast_lists: str | None = None,
         cast_cache: bool = False,
@@ -114,16 +125,21 @@ class ApexAMP(Precision):
         log_scale: bool = False,
         backend: str = "native",
     ) -> None:
-        check_switches(exact_masters=exact_masters, cast_cache=cast_cache, log_scale=log_scale)
+        check_switches(
+            exact_masters=exact_masters,
+            compress_gradients=compress_gradients,
+            cast_cache=cast_cache,
+            log_scale=log_scale,
+        )
         if not is_native(backend):
             take_over(self, locals())
             return
         super().__init__()
         check_binding("ApexAMP")
-        if isinstance(max_consecutive_skips, bool) or not isinstance(max_consecutive_skips, int):
-            raise TypeError(f"max_consecutive_skips={max_consecutive_skips!r} is no int; accepted is an int from 1 on.")
-        if max_consecutive_skips < 1:
-            raise AmpUsageError(f"max_consecutive_skips={max_consecutive_skips!r}; accepted is an int from 1 on.")
+        if not isinstance(max_consecutive_skips, int) or isinstance(max_consecutive_skips, bool):
+            raise TypeError(f"max_consecutive_skips={max_consecutive_skips!r}: expected an int from 1 on.")
+        if not is_whole(max_consecutive_skips, 1):
+            raise AmpUsageError(f"max_consecutive_skips={max_consecutive_skips!r}: expected an int from 1 on.")
         self.opt_level = opt_level
         self.max_consecutive_skips = max_consecutive_skips
         self.log_scale = log_scale
@@ -131,21 +147,21 @@ class ApexAMP(Precision):
             "dtype": dtype, "cast_model_type": cast_model_type, "keep_batchnorm_fp32": keep_batchnorm_fp32,
             "master_weights": master_weights, "loss_scale": loss_scale, "min_loss_scale": min_loss_scale,
             "max_loss_scale": max_loss_scale, "cast_model_outputs": cast_model_outputs, "scale_window": scale_window,
-            "exact_masters": exact_masters, "num_losses": num_losses, "cast_lists": cast_lists,
-            "cast_cache": cast_cache,
+            "exact_masters": exact_masters, "keep_float32": keep_float32, "num_losses": num_losses,
+            "cast_lists": cast_lists, "cast_cache": cast_cache,
         }  # fmt: skip
         # The device is known only when the Trainer sets up; what can be refused is refused here.
         likely = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = AmpEngine(opt_level, device_type=likely, **self._settings)
-        self._placed = self._has_double = False
-        self._ranks: RankGradients | None = None
-        self._unstepped: set[Optimizer] = set()  # with gradients that wait for their step
-        self._waiting: Waiting | None = None
-        self._is_automatic = True
+        self._compress_gradients = compress_gradients
+        self._knows_device = self._has_double = False
+        self._model: Any = None
+        self._ddp: DistributedDataParallel | None = None
         self._optimizers: list[Optimizer] = []
+        self._is_automatic = True
+        self._loaded_window: dict[str, Any] | None = None
         self._watch: NonFiniteWatch | None = None
         self._undo = contextlib.ExitStack()  # what teardown ends
-        self._float_hooks = FloatHooks()
         self._state_found = False
 
     @property
@@ -174,77 +190,67 @@ class ApexAMP(Precision):
         """Whether the last optimizer step was skipped; waits for the device."""
         return self._engine.skipped_last_step
 
-    def float_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the module's parameters are O2's float32 masters; what is changed in them stays.
-
-        An average of weights needs it. Lightning's own callbacks that average weights, or thaw them, run in it.
-        """
-        return self._engine.widened()
-
     # Setting up and giving back
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the module's weights if the level says so. Called by the strategy, before optimizers are made."""
+        """Let the module compute as the level says. Called by the strategy, before optimizers are made."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
         self.place_on(device.type)
-        refusals.refuse_half_module(module, self.opt_level)
+        half = first_tensor_of(module, HALF_DTYPES)
+        if half is not None:
+            raise AmpUsageError(
+                f"ApexAMP({self.opt_level!r}) was given a module whose {half!r} is half precision already: expected "
+                "float32. Do not call .half() on it or create it under half precision: the level decides what becomes "
+                "half."
+            )
         self._has_double = first_tensor_of(module, (torch.float64,)) is not None
         if self._engine.properties.casts_to_half:
-            # A training step uses the module's own buffers outside of any module.
-            self._engine.convert(*parts_of(module), step_owner=module)
+            # A training step calls parts of the module on their own. Parts without weights, as losses and metrics,
+            # then compute in the dtype that they are given.
+            inner = [part for part in module.modules() if next(part.parameters(), None) is not None]
+            self._engine.convert([module], inner, steps=True)
         return module
 
     def place_on(self, device_type: str) -> None:
         """Settle the half dtype by the kind of device, as ``"cuda"``; a strategy that sets up does so itself."""
-        if not self._placed or self._engine.device_type != device_type:
+        if not self._knows_device or self._engine.device_type != device_type:
             self._engine = AmpEngine(self.opt_level, device_type=device_type, **self._settings)
-            self._placed = True
+            self._knows_device = True
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Give the optimizers their masters, and let schedulers stand still on skipped steps."""
+        """Meet the optimizers, and let schedulers stand still on skipped steps."""
         engine = self._engine
-        ddp = model if isinstance(model, DistributedDataParallel) else None
-        module: Any = model if ddp is None else ddp.module
-        self._optimizers = list(optimizers)
+        self._model, self._ddp = model, model if isinstance(model, DistributedDataParallel) else None
+        module: Any = model if self._ddp is None else self._ddp.module
         self._is_automatic = module.automatic_optimization
         for optimizer in optimizers:
-            self._take(optimizer)
-        self._ranks = None if ddp is None else RankGradients(ddp, engine.weights)
-        if engine.weights is not None and optimizers:
-            if ddp is None:
-                engine.weights.fold_as_produced()
-            else:
-                # DDP made the ranks' half weights alike; the masters must be alike as well.
-                for master in engine.weights.masters():
-                    on_dense(torch.distributed.broadcast, master.data, src=0)
+            self._take(optimizer, module)
+        if optimizers and engine.keeps_masters and self._compress_gradients:
+            _compress(self._ddp, engine.dtype)
         if engine.is_dynamic:
             lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
-        if engine.weights is not None and engine.has_masters and isinstance(module, LightningModule):
-            self._float_hooks.wrap(module, engine.widened, engine.weights)
-            self._undo.callback(self._float_hooks.remove)
-            self._undo.callback(refusals.refuse_strangers(engine).remove)
         if engine.function_casts is not None:
-            functions.apply_registered(engine.function_casts)
-            self._undo.callback(functions.restore_registered)
+            registration.apply_registered(engine.function_casts)
+            self._undo.callback(registration.restore_registered)
         if optimizers:
             self._watch = NonFiniteWatch(module, self.max_consecutive_skips)
             self._undo.callback(self._watch.remove)
             self._read_foreign_state(module)
         return model, optimizers, lr_schedulers
 
-    def _take(self, optimizer: Optimizer) -> None:
-        refusals.refuse_many_closures(optimizer, self._engine, automatic=self._is_automatic)
-        self._engine.attach(optimizer)
+    def _take(self, optimizer: Optimizer, module: nn.Module) -> None:
+        _refuse_many_closures(optimizer, self._engine, automatic=self._is_automatic)
+        self._engine.attach(optimizer, [module])
+        self._optimizers.append(optimizer)
 
     def teardown(self) -> None:
-        """Give module and optimizers back as they were: float32 weights, the module's own parameters."""
+        """Give module and optimizers back as they were."""
         self._undo.close()
         self._engine.restore()
         self._optimizers = []
-        self._ranks = self._watch = self._waiting = None
-        self._unstepped.clear()
+        self._model = self._ddp = self._watch = self._loaded_window = None
 
     # A step
 
@@ -253,7 +259,7 @@ class ApexAMP(Precision):
 
         Not if the module has float64 weights, which stay.
         """
-        return to_float(data) if self.opt_level == "O0" and not self._has_double else data
+        return cast_floats(data, torch.float32) if self.opt_level == "O0" and not self._has_double else data
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return O1's casts around the step of any stage."""
@@ -262,7 +268,7 @@ class ApexAMP(Precision):
     @contextlib.contextmanager
     def train_step_context(self) -> Iterator[None]:
         """O1's casts around the training step."""
-        self._put_waiting_gradients_back()
+        self._go_on_in_window()
         with self._engine.region():
             yield
 
@@ -277,63 +283,81 @@ class ApexAMP(Precision):
             loss_id: Manual optimization only: which of ``num_losses`` scales to use.
             **kwargs: For ``Tensor.backward``.
         """
-        refusals.refuse_loop_by_hand(model)
-        engine, scaler = self._engine, self._engine.scaler(loss_id)
-        each_pass = not model.automatic_optimization and (engine.scales or engine.has_masters)
-        of_buckets = self._ranks is not None and self._ranks.ddp.gradient_as_bucket_view
-        kept = engine.stash(self._optimizers, of_buckets=of_buckets) if each_pass else {}
-        gathered = kept if each_pass else None
-        if self._ranks is not None:
-            self._ranks.before_backward(gathered)
-        with engine.backward_region():
+        if not isinstance(model, LightningModule):
+            raise AmpUsageError(
+                f"ApexAMP was given a {type(model).__name__} outside of a Trainer: expected a LightningModule that "
+                "one trains. In a loop by hand, with Fabric too, take lightning_turbo.amp."
+            )
+        engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
+        trained = [o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o))]
+        if not trained:
+            raise MisconfigurationException(
+                f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
+                "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
+                "self.optimizers(); or pass loss_scale=1.0."
+            )
+        if not engine.scales:
+            with engine.backward_region():
+                model.backward(tensor.float(), *args, **kwargs)
+            engine.note_backward(trained, loss_id)
+            engine.forget_casts()
+            return
+        # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
+        # those that DDP does not average yet.
+        later = (
+            model.automatic_optimization
+            or not engine.scales
+            or (ddp is not None and not ddp.require_backward_grad_sync)
+        )
+        of_buckets = ddp is not None and ddp.gradient_as_bucket_view
+        with (
+            engine.backward(trained, loss_id, delay_unscale=later, of_buckets=of_buckets),
+            engine.backward_region(),
+        ):
             model.backward(scaler.scale(tensor), *args, **kwargs)
         engine.forget_casts()
-        averaged = self._ranks is not None and self._ranks.after_backward(gathered)
-        if each_pass:
-            engine.collect(self._optimizers, kept, loss_id, release=True)
-            if averaged:
-                engine.agree_on_overflow(self._optimizers)
-        self._unstepped.update(o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o)))
-
-    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Call the hooks that follow a backward pass."""
-        with self._float_hooks.after_backward():
-            return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, unscale, clip, then step or skip, and settle the scale."""
+        """Run the closure, unscale, clip, then step or skip, and settle the scale.
+
+        Returns:
+            What the optimizer's step returned, and for a skipped step what the closure did.
+        """
         engine = self._engine
-        if not engine.scales and not engine.has_masters:
+        if all(known is not optimizer for known in self._optimizers):  # made anew while training
+            self._take(optimizer, model)
+            current = list(model.trainer.optimizers)
+            self._optimizers = [known for known in self._optimizers if any(known is other for other in current)]
+        if not engine.scales:
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             engine.forget_casts()
-            self._unstepped.discard(optimizer)
+            engine.note_step(optimizer)
             return result
-        if all(known is not optimizer for known in self._optimizers):  # made anew while training
-            self._take(optimizer)
-            self._optimizers = list(model.trainer.optimizers)
         result = closure()
-        nothing_to_do = model.automatic_optimization and result is None and not self._unstepped
-        if model.automatic_optimization and not nothing_to_do:
-            engine.unscale(optimizer)
-        with self._float_hooks.before_step():
+        if model.automatic_optimization and result is None and not engine.is_waiting(optimizer):
             self._after_closure(model, optimizer)
-        if nothing_to_do:
-            engine.take_no_step()
+            engine.note_no_step()
             return result
-        output = engine.step(optimizer, lambda: optimizer.step(**kwargs))
+        engine.unscale(optimizer)
+        self._after_closure(model, optimizer)
+        output = engine.step(optimizer, lambda: optimizer.step(closure=lambda: result, **kwargs))
         engine.update()
         engine.forget_casts()
-        self._unstepped.discard(optimizer)
+        self._follow_up(model)
+        return result if output is None else output
+
+    def _follow_up(self, model: Any) -> None:
+        engine = self._engine
         if engine.is_dynamic:
             if self._watch is not None:
-                self._watch.after_step(max(s.recent_skips_in_a_row for s in engine.scalers))
+                self._watch.after_step(max(scaler.recent_skips_in_a_row for scaler in engine.scalers))
             if not self._state_found:
                 self._warn_of_missing_state(model)
         if self.log_scale:
-            scale = engine.scalers[0].loss_scale_tensor
-            model.log("amp/loss_scale", engine.scalers[0].loss_scale if scale is None else scale)
-            model.log("amp/skipped_steps", engine.scalers[0].skipped_steps_tensor(model.device))
-        return output
+            scaler = engine.scalers[0]
+            scale = scaler.loss_scale_tensor
+            model.log("amp/loss_scale", scaler.loss_scale if scale is None else scale)
+            model.log("amp/skipped_steps", scaler.skipped_steps_tensor(model.device))
 
     # State
 
@@ -347,14 +371,21 @@ class ApexAMP(Precision):
         for scaler, own in zip(self._engine.scalers, state.values(), strict=True):
             if scaler.dynamic and own == NO_SCALE:
                 own["dynamic"] = True
-        if self._unstepped:
-            state.update(open_window(self._engine, self._optimizers, self._unstepped, scaled=self._is_automatic))
+        waiting = [self._engine.is_waiting(optimizer) for optimizer in self._optimizers]
+        if any(waiting):
+            gradients = pending_gradients.collect(self._optimizers)
+            own = [part if waits else {} for part, waits in zip(gradients, waiting, strict=True)]
+            ranks = gather_for_checkpoint((own, self._engine.facts(self._optimizers)), "accumulated gradients")
+            state["accumulated_gradients"] = [gradients for gradients, _ in ranks]
+            state["noted"] = [facts["noted"] for _, facts in ranks]
+            state["scaled_by"] = ranks[0][1]["scaled_by"]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state written by this plugin, at any level.
 
-        A static scale stays what this run says, and a dynamic one begins anew if the file is of a run without a scale.
+        A static scale stays what this run says, and a dynamic one begins again if the file is of a run without a
+        scale.
         """
         self._state_found = True
         for index, scaler in enumerate(self._engine.scalers):
@@ -362,17 +393,29 @@ class ApexAMP(Precision):
             if state is not None and scaler.dynamic and state != NO_SCALE:
                 scaler.load_state_dict(state)
         if "accumulated_gradients" in state_dict:
-            self._waiting = Waiting(state_dict)
+            self._loaded_window = state_dict
 
-    def _put_waiting_gradients_back(self) -> None:
-        """Go on in the middle of an accumulation window."""
-        if self._waiting is None:
+    def _go_on_in_window(self) -> None:
+        """Put gradients back that a checkpoint holds, now that Lightning clears them no more."""
+        state, self._loaded_window = self._loaded_window, None
+        if state is None:
             return
-        # Under automatic optimization they are scaled, as those that will be added to them.
-        self._unstepped.update(self._waiting.put_back(self._engine, self._optimizers, scaled=self._is_automatic))
-        self._waiting = None
-        if self._ranks is not None:
-            self._ranks.go_on(p for optimizer in self._optimizers for p in self.main_params(optimizer))
+        sizes = [len(list(self.main_params(optimizer))) for optimizer in self._optimizers]
+        gradients = pending_gradients.entry_of_this_rank(state["accumulated_gradients"], sizes)
+        if gradients is None:
+            return
+        # Before it was written down, all of a window were scaled in automatic optimization, and none in manual.
+        scaled_by = state.get("scaled_by", [0 if self._is_automatic else None] * len(sizes))
+        scaled_by = [loss if own else None for loss, own in zip(scaled_by, gradients, strict=True)]
+        factors = [
+            1.0 if loss is None else self._engine.scaler(loss).loss_scale / state[f"loss_scaler{loss}"]["loss_scale"]
+            for loss in scaled_by
+        ]
+        pending_gradients.put_back(self._optimizers, gradients, factors, self._model)
+        # An overflow of one rank is one of all when they are next averaged.
+        noted = [any(of_ranks) for of_ranks in zip(*state.get("noted", []), strict=True)]
+        waiting = [bool(own) for own in gradients]
+        self._engine.take_facts(self._optimizers, {"scaled_by": scaled_by, "noted": noted, "waiting": waiting})
 
     def _read_foreign_state(self, module: Any) -> None:
         """Take over scaler state that another precision plugin wrote into the checkpoint."""
@@ -387,8 +430,43 @@ class ApexAMP(Precision):
         self._state_found = True
         rank_zero_warn(
             f"The checkpoint at {model.trainer.ckpt_path} holds no loss scaler's state under any of "
-            f"{', '.join(KNOWN_KEYS)}: it was not restored, and the loss scale starts anew. Lightning 2 drops what "
+            f"{', '.join(KNOWN_KEYS)}: it was not restored, and the loss scale starts again. Lightning 2 drops what "
             "Lightning 1.x wrote before a plugin sees it: add AmpCheckpointIO() to the Trainer's plugins, or convert "
             "the file with `lightning-turbo convert`.",
             category=TurboWarning,
         )
+
+
+def _refuse_many_closures(optimizer: Optimizer, engine: AmpEngine, *, automatic: bool) -> None:
+    """Refuse LBFGS and SAM where the loss scale would not follow them.
+
+    Raises:
+        MisconfigurationException: If the optimizer's step runs the closure several times while there is a loss scale,
+            or if an overflow could not be skipped.
+    """
+    two_steps = hasattr(optimizer, "first_step")  # SAM and its kin
+    many = isinstance(optimizer, LBFGS) or (two_steps and automatic)
+    what = None
+    if many and engine.scales:
+        instead = "step by first_step and second_step in manual optimization" if two_steps else "another optimizer"
+        what = f"runs the closure several times a step: expected one that steps once. Take O0, or {instead}"
+    elif two_steps and engine.is_dynamic:
+        what = (
+            "steps in two halves, between which an overflow cannot be skipped: expected a fixed loss scale. Pass "
+            "dtype=torch.bfloat16 or loss_scale=128.0"
+        )
+    if what is not None:
+        level = engine.properties.opt_level
+        raise MisconfigurationException(f"ApexAMP({level!r}) was given {type(optimizer).__name__}, which {what}.")
+
+
+def _compress(ddp: DistributedDataParallel | None, dtype: torch.dtype) -> None:
+    """Let gradients travel between ranks in half precision, unless the user has a hook of their own there."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+
+    half = dtype is torch.float16
+    if (
+        ddp is not None and not ddp._comm_hooks and (half or next(ddp.parameters()).is_cuda)
+    ):  # torch's hook for bfloat16 needs NCCL
+        hook: Any = fp16_compress_hook if half else bf16_compress_hook
+        ddp.register_comm_hook(None, hook)

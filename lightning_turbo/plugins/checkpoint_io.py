@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_turbo._lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
-from lightning_turbo.amp.convert import move_scaler_state, to_torch_adam
+from lightning_turbo.amp.checkpoints import move_scaler_state, to_torch_adam
 
 __all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
 
@@ -149,7 +149,7 @@ class AmpCheckpointIO(CheckpointIO):
         check_binding("AmpCheckpointIO")
         if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
             raise TypeError(
-                f"checkpoint_io={checkpoint_io!r} is a {type(checkpoint_io).__name__}; accepted is a CheckpointIO of "
+                f"checkpoint_io={checkpoint_io!r} is a {type(checkpoint_io).__name__}: expected a CheckpointIO of "
                 "Lightning. Leave it out for Lightning's own."
             )
         self.checkpoint_io = AtomicCheckpointIO() if checkpoint_io is None else checkpoint_io

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_turbo._lightning import MisconfigurationException, Precision, check_binding, loaded_checkpoint
-from lightning_turbo.amp.convert import find_scaler_state
+from lightning_turbo.amp.checkpoints import find_scaler_state
 from lightning_turbo.amp.levels import resolve
 from lightning_turbo.errors import AmpUsageError, MissingExtraError
 
@@ -107,7 +107,7 @@ class RealApexAMP(Precision):
         for name, value in settings.items():
             if name not in (*overrides, *limits) and not (name == "dtype" and value is torch.float16):
                 raise AmpUsageError(
-                    f"{name}={value!r} is unknown to apex, which is what backend='apex' uses; accepted are "
+                    f"{name}={value!r} is unknown to apex, which is what backend='apex' uses: expected "
                     f"{', '.join((*overrides, *limits))}. Leave it out, or take the native backend."
                 )
         resolve(opt_level, dtype=torch.float16, **{n: settings[n] for n in overrides if n in settings})
@@ -133,7 +133,7 @@ class RealApexAMP(Precision):
             if wrapped and self.opt_level in ("O2", "O3"):
                 raise MisconfigurationException(
                     f"ApexAMP({self.opt_level!r}, backend='apex') was given a model wrapped in "
-                    "DistributedDataParallel, which Lightning wraps before apex could cast the weights; accepted are "
+                    "DistributedDataParallel, which Lightning wraps before apex could cast the weights: expected "
                     "O0 and O1. Take the native backend."
                 )
             module: Any = model.module if isinstance(model, DistributedDataParallel) else model
@@ -185,7 +185,7 @@ def is_native(backend: str) -> bool:
     """
     if backend not in ("native", "apex"):
         raise AmpUsageError(
-            f"backend={backend!r} is unknown; accepted are 'native' and 'apex' (an installed NVIDIA apex that has "
+            f"backend={backend!r} is unknown: expected 'native' and 'apex' (an installed NVIDIA apex that has "
             "apex.amp). Leave it out if unsure."
         )
     return backend == "native"

@@ -14,7 +14,7 @@ import lightning_turbo
 ROOT = Path(lightning_turbo.__file__).parent
 # Base; techniques, for any loop of torch; everything that speaks of Lightning.
 FLOORS = (
-    ("errors", "_checks", "_distributed", "_files", "_lightning", "_optional", "_pytree", "_random"),
+    ("errors", "_checks", "_distributed", "_files", "_lightning", "_optional", "_pytree", "_random", "_skipped_steps"),
     ("amp", "data", "measure", "nn", "optim"),
     (
         *("__init__", "__main__", "callbacks", "cli", "datamodules"),

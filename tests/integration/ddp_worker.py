@@ -49,7 +49,7 @@ def main():
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(64, 1, 6, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator))
     for case in cases:
-        level, half, window = case.split("-")
+        level, half, window, *compressed = case.split("-")
         size = 8 // world
         sampler = torch.utils.data.DistributedSampler(data, world, rank, shuffle=False) if world > 1 else None
         keep = Keep()
@@ -60,7 +60,7 @@ def main():
             accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_epochs=2,
             accumulate_grad_batches=int(window), callbacks=[keep], logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-            plugins=[ApexAMP(level, dtype=getattr(torch, half))],
+            plugins=[ApexAMP(level, dtype=getattr(torch, half), compress_gradients=bool(compressed))],
         )  # fmt: skip
         trainer.fit(model, DataLoader(data, batch_size=size, sampler=sampler))
         torch.save(

@@ -121,7 +121,7 @@ def test_dtypes_at_every_level(level, half):
     expected = {
         "O0": {"weight": f32, "norm": f32, "statistics": f32, "updated": f32, "grad": f32},
         "O1": {"weight": f32, "norm": f32, "statistics": f32, "updated": f32, "grad": f32},
-        "O2": {"weight": half, "norm": f32, "statistics": f32, "updated": f32, "grad": f32},
+        "O2": {"weight": f32, "norm": f32, "statistics": f32, "updated": f32, "grad": f32},
         "O3": {"weight": half, "norm": half, "statistics": half, "updated": half, "grad": half},
     }[level]
     assert spy.dtypes == {**expected, "loss_weight": f32}

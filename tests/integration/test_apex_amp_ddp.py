@@ -15,7 +15,9 @@ CASES = [
         ("O3", "bfloat16"),
     )
     for window in (1, 2)
-]  # fmt: skip
+] + ["O2-float16-1-compressed", "O2-float16-2-compressed"]  # fmt: skip
+# Here the sum over a window travels in half precision, and overflows at a smaller loss scale: one more step is skipped.
+SKIPS_MORE = {"O2-float16-2-compressed": 2e-2}
 
 
 @pytest.mark.distributed
@@ -35,7 +37,7 @@ def test_two_ranks_equal_each_other_and_the_joint_batch(tmp_path):
         apart = torch.cat([(ranks[0]["module"][n] - joint["module"][n]).ravel() for n in names]).norm()
         travelled = torch.cat([(joint["module"][n] - joint["start"][n]).ravel() for n in names]).norm()
         limit = {"O0": 1e-5, "float16": 3e-3, "bfloat16": 6e-2}["O0" if case.startswith("O0") else case.split("-")[1]]
-        assert apart / travelled < limit, (case, float(apart / travelled))
+        assert apart / travelled < SKIPS_MORE.get(case, limit), (case, float(apart / travelled))
 
 
 LEVELS = ("O1-bfloat16-64", "O1-float16-64", "O2-bfloat16-1", "O2-float16-64")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP
-from lightning_turbo.amp.function_casts import cache_survives_no_grad
+from lightning_turbo.amp.autocast import cache_survives_no_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 
@@ -220,7 +220,7 @@ def test_each_loss_of_a_gan_has_its_own_scale(level):
 
 
 def test_a_loss_without_a_scaler_is_refused():
-    with pytest.raises(IndexError, match=r"loss_id=1 has no scaler; accepted are 0 to 0\. Pass num_losses=2"):
+    with pytest.raises(IndexError, match=r"loss_id=1 has no scaler: expected 0 to 0\. Pass num_losses=2"):
         fit(Gan(losses=2), ApexAMP("O1", dtype=torch.float16))
 
 

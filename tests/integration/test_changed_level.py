@@ -124,7 +124,7 @@ def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
         )  # fmt: skip
         trainer.fit(Choosing(), PrefetchLoader(TensorDataset(torch.randn(8, 4)), batch_size=8))
     finally:
-        amp.functions._registered.clear()
+        amp.registration._registered.clear()
     wide, half = torch.float32, dtype
     assert seen == {
         "disable_casts": wide, "half_function": half, "float_function": wide, "float list": wide, "half list": half,

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_turbo import AmpCheckpointIO, ApexAMP
-from lightning_turbo.amp.convert import CheckpointError, convert_checkpoint, to_torch_adam
+from lightning_turbo.amp.checkpoints import CheckpointError, convert_checkpoint, to_torch_adam
 from lightning_turbo.errors import TurboWarning
 
 pytestmark = [
@@ -167,7 +167,7 @@ def test_the_checkpoint_io_wraps_another_and_refuses_what_is_none(tmp_path):
     outer.teardown()
     assert calls == ["save", "remove", "teardown"]
     assert not (tmp_path / "a").exists()
-    with pytest.raises(TypeError, match=r"checkpoint_io='disk' is a str; accepted is a CheckpointIO.*Leave it out"):
+    with pytest.raises(TypeError, match=r"checkpoint_io='disk' is a str: expected a CheckpointIO.*Leave it out"):
         AmpCheckpointIO("disk")
 
 
@@ -339,12 +339,12 @@ def test_what_cannot_be_converted_is_refused_with_its_name(trained, tmp_path):
     refused({"amp": APEX_STATE}, "lacks 'model', 'optimizer'")
     refused({"weights": 1}, "lacks 'model', 'optimizer'; it has")
     counted = {"model": {}, "optimizer": {}, "amp": APEX_STATE}
-    refused({**counted, "epoch": "last"}, "'epoch' in .*old.pt' is 'last'; accepted is a whole number. Correct it")
-    refused({**counted, "step": [3]}, r"'step' in .*old.pt' is \[3\]; accepted is a whole number")
-    refused({**counted, "iteration": torch.zeros(2)}, r"'iteration' in .* is tensor\(\[0., 0.\]\); accepted")
-    refused({"model": 3, "optimizer": {}, "amp": APEX_STATE}, "'model' in .* is a int; accepted is what")
+    refused({**counted, "epoch": "last"}, "'epoch' in .*old.pt' is 'last': expected a whole number. Correct it")
+    refused({**counted, "step": [3]}, r"'step' in .*old.pt' is \[3\]: expected a whole number")
+    refused({**counted, "iteration": torch.zeros(2)}, r"'iteration' in .* is tensor\(\[0., 0.\]\): expected")
+    refused({"model": 3, "optimizer": {}, "amp": APEX_STATE}, "'model' in .* is a int: expected what")
     refused({"model": {}, "optimizer": {}, "amp": {"foo": 1}}, "lacks the state of a loss scaler; looked for ApexAMP,")
-    refused([1, 2], r"holds a list; accepted is a dict")
+    refused([1, 2], r"holds a list: expected a dict")
     refused({"pytorch-lightning_version": "2.0.0", "epoch": 1}, "lacks 'state_dict', 'global_step'")
     whole = trained.read_bytes()
     torch.save(counted, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)  # as torch before 1.6 did
@@ -360,20 +360,20 @@ def test_what_cannot_be_converted_is_refused_with_its_name(trained, tmp_path):
 def test_nothing_is_overwritten(trained, tmp_path):
     taken = tmp_path / "taken.ckpt"
     taken.write_text("mine")
-    with pytest.raises(FileExistsError, match=r"taken.ckpt' exists; accepted is a path that is free"):
+    with pytest.raises(FileExistsError, match=r"taken.ckpt' exists: expected a path that is free"):
         convert_checkpoint(trained, taken)
     assert taken.read_text() == "mine"
     before = trained.read_bytes()
     with pytest.raises(FileExistsError):
         convert_checkpoint(trained, trained)
     assert trained.read_bytes() == before
-    with pytest.raises(FileNotFoundError, match="is no file; accepted is an old checkpoint"):
+    with pytest.raises(FileNotFoundError, match="absent' does not exist: expected an old checkpoint"):
         convert_checkpoint(tmp_path / "absent", tmp_path / "new")
     with pytest.raises(FileNotFoundError, match=r"folder .* does not exist. Make it"):
         convert_checkpoint(trained, tmp_path / "absent" / "new")
-    with pytest.raises(ValueError, match=r"to='native' is unknown; accepted are 'apex' .* and 'mixed'"):
+    with pytest.raises(ValueError, match=r"to='native' is unknown: expected 'apex' .* and 'mixed'"):
         convert_checkpoint(trained, tmp_path / "new", to="native")
-    with pytest.raises(ValueError, match="growth_interval=0 is no number of steps"):
+    with pytest.raises(ValueError, match="growth_interval=0: expected an int from 1 on"):
         convert_checkpoint(trained, tmp_path / "new", growth_interval=0)
 
 
@@ -538,7 +538,7 @@ def test_the_command(tmp_path):
     assert "new.ckpt" in done.stdout
     again = run(tmp_path / "old.pt", tmp_path / "new.ckpt")
     assert again.returncode == 2
-    assert "exists; accepted is a path that is free" in again.stderr
+    assert "exists: expected a path that is free" in again.stderr
     (tmp_path / "broken").write_bytes(b"x")
     broken = run(tmp_path / "broken", tmp_path / "n")
     assert broken.returncode == 2

@@ -7,9 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader
-from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.errors import TurboWarning
-from lightning_turbo.plugins.accumulated import Waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -106,14 +104,31 @@ def test_gradients_that_wait_are_saved_and_no_others_of_toggled_optimizers(toggl
         assert "accumulated_gradients" not in torch.load(tmp_path / "done", weights_only=False)["ApexAMP"]
 
 
-def test_a_window_of_two_ranks_goes_on_in_one_from_the_mean():
-    net = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    saved = [[{"0": torch.tensor([[2.0]])}], [{"0": torch.tensor([[4.0]]), "1": torch.tensor([6.0])}]]
-    with pytest.warns(TurboWarning, match="by 2 ranks; this run has 1. Each goes on from the mean of the gradients"):
-        waiting = Waiting({"accumulated_gradients": saved, "loss_scaler0": {"loss_scale": 1.0}})
-    assert list(waiting.put_back(AmpEngine("O1", device_type="cpu"), [optimizer], scaled=True)) == [optimizer]
-    assert [net.weight.grad.item(), net.bias.grad.item()] == [3.0, 3.0]  # without a gradient, a rank adds nothing
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("level", [None, "O1", "O2", "O3"])
+def test_a_window_of_other_ranks_is_lost_and_said_so(level, exact, tmp_path):
+    path, flags = tmp_path / "window.ckpt", {"accumulate_grad_batches": 4}
+    ours = [ExactAccumulation()] if exact or level is None else []
+    plugin = level and ApexAMP(level)
+    fit(Automatic(), plugin, callbacks=[*ours, SaveAfter(1, path)], **flags)
+    saved = torch.load(path, weights_only=False)
+    for owner in (saved.get("ApexAMP", {}), saved):  # as two ranks write it
+        for key in ("accumulated_gradients", "noted", "lightning_turbo.ExactAccumulation"):
+            if key in owner:
+                owner[key] *= 2
+    torch.save(saved, path)
+    with pytest.warns(TurboWarning, match=r"by a run of 2 rank\(s\); this run has 1.*that window are lost"):
+        resumed = fit(Automatic(), plugin and ApexAMP(level), ckpt_path=path, callbacks=ours, **flags)
+    assert all(p.isfinite().all() for p in resumed.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradients_are_saved_once(level, tmp_path):
+    fit(Automatic(), ApexAMP(level), callbacks=[ExactAccumulation(), SaveAfter(1, tmp_path / "c")],
+        accumulate_grad_batches=4)  # fmt: skip
+    saved = torch.load(tmp_path / "c", weights_only=False)
+    assert "gradients" not in saved["lightning_turbo.ExactAccumulation"][0]
+    assert len(saved["ApexAMP"]["accumulated_gradients"][0][0]) == 2
 
 
 class Automatic(pl.LightningModule):

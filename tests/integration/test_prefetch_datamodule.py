@@ -1,9 +1,8 @@
 """PrefetchDataModule under a real Trainer: the same training, and nothing left behind."""
 
 import functools
-import gc
-import multiprocessing
 import pickle
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -13,15 +12,16 @@ from collections import defaultdict
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.datamodules import prefetch
 from lightning_turbo.errors import NoEffectWarning
+from tests.leftovers import nothing_is_left
 from tests.versions import unpickling
 
 pytestmark = [
@@ -119,21 +119,11 @@ def trainer(**settings):
     return Trainer(**{**quiet, **settings})
 
 
-def nothing_is_left():
-    deadline = time.monotonic() + 10
-    while multiprocessing.active_children() or [t for t in threading.enumerate() if "prefetch" in t.name]:
-        gc.collect()
-        assert time.monotonic() < deadline, (threading.enumerate(), multiprocessing.active_children())
-        time.sleep(0.01)
-
-
 def fit(datamodule, **settings):
     torch.manual_seed(0)
     model = Model()
-    interval = sys.getswitchinterval()
     trainer(**settings).fit(model, datamodule=datamodule)
     nothing_is_left()
-    assert sys.getswitchinterval() == interval
     return model
 
 
@@ -226,7 +216,7 @@ def test_it_can_be_inherited_alone():
             return DataLoader(Numbers(), 4, shuffle=True)
 
     plain = fit(Theirs(), limit_val_batches=0).losses
-    assert fit(Alone(prefetch_batches=2)).losses == fit(Alone(prefetch_threads=3)).losses == plain
+    assert fit(Alone(prefetch_batches=2)).losses == fit(Alone(threads=3)).losses == plain
     loader = Alone(prefetch_batches=2).train_dataloader()
     assert isinstance(loader, PrefetchLoader)
     assert loader.prefetch_batches == 2
@@ -283,12 +273,6 @@ def test_other_iterables_are_handed_on():
     assert Other().train_dataloader() == [range(3), 3]
 
 
-def test_loaders_are_there_before_the_trainer_has_a_model():
-    datamodule = Mine()
-    datamodule.trainer = trainer()
-    assert isinstance(datamodule.train_dataloader(), PrefetchLoader)
-
-
 def test_loaders_that_are_not_defined_stay_undefined():
     class TrainOnly(PrefetchDataModule):
         def train_dataloader(self):
@@ -305,30 +289,6 @@ def test_from_datasets():
     datamodule = PrefetchDataModule.from_datasets(Numbers(), batch_size=4)
     assert isinstance(datamodule.train_dataloader(), PrefetchLoader)
     assert len(fit(datamodule).seen) == 12
-
-
-def test_hooks_see_what_they_see_without_it():
-    def with_hooks(cls):
-        class Hooked(cls):
-            def on_before_batch_transfer(self, batch, dataloader_idx):
-                self.calls.append(("before", type(batch).__name__, batch[1].tolist(), dataloader_idx))
-                return [batch[0] + 1, batch[1]]
-
-            def transfer_batch_to_device(self, batch, device, dataloader_idx):
-                self.calls.append(("transfer", str(device), batch[1].tolist()))
-                return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-            def on_after_batch_transfer(self, batch, dataloader_idx):
-                self.calls.append(("after", batch[0].sum().item()))
-                return batch
-
-        made = Hooked()
-        made.calls = []
-        return made, fit(made).losses
-
-    ours, plain = with_hooks(Mine), with_hooks(Theirs)
-    assert ours[0].calls == plain[0].calls
-    assert ours[1] == plain[1]
 
 
 def test_device_transform():
@@ -368,13 +328,18 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
         strategy = Strategy()
         lightning_module = Hooked()
 
+        def __init__(self):
+            self.callbacks = []
+
     datamodule = Mine()
     monkeypatch.setattr(datamodule, "trainer", Pretended(), raising=False)
-    with pytest.warns(NoEffectWarning, match=r"set aside, because Hooked.transfer_batch_to_device is overridden"):
+    with pytest.warns(NoEffectWarning, match=r"has no effect, because Hooked.transfer_batch_to_device is overridden"):
         loader = datamodule.train_dataloader()
     assert loader.transfer is None
     assert datamodule.train_dataloader().transfer is None  # warned once
-    assert Mine(device_prefetch=False)._prefetch._transfer(Pretended(), datamodule) is None
+    alone = Mine(device_prefetch=False)
+    alone.trainer = Pretended()
+    assert alone.train_dataloader().transfer is None
     Strategy.prefetches_to_device = True
     Pretended.lightning_module = Model()
     assert datamodule.train_dataloader().transfer is None
@@ -450,21 +415,103 @@ def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset
     nothing_is_left()
 
 
+class Undivided(IterableDataset):
+    def __iter__(self):
+        yield from range(8)
+
+
+class Opens(Unmeasurable):
+    """Holds something that belongs to one process."""
+
+    def __init__(self, thing):
+        super().__init__(8)
+        self.thing = {"inside": [thing]}
+
+
+KEPT = {
+    "a stream": (Undivided, "is an IterableDataset"),
+    "an open file": (lambda: Opens(open(__file__, "rb")), "processes cannot share"),  # noqa: SIM115
+    "a connection": (lambda: Opens(sqlite3.connect(":memory:")), "processes cannot share"),
+    "half of it": (lambda: Subset(Opens(threading.Lock()), range(4)), "processes cannot share"),
+}
+
+
+@pytest.mark.parametrize(("make", "why"), KEPT.values(), ids=KEPT)
+def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make, why):
+    dataset = make()
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(dataset, batch_size=2)
+
+    with pytest.warns(NoEffectWarning, match=f"leaves a loader of train_dataloader as it is, .*{why}"):
+        loader = Data(num_workers="auto").train_dataloader()
+    assert loader.num_workers == 0
+    thing = getattr(dataset, "thing", {"inside": [None]})["inside"][0]
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+class Shares(Dataset):
+    """As one file that the whole DataModule reads: two threads must not be inside at the same time."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        assert self.lock.acquire(blocking=False), "two threads read at once"
+        time.sleep(0.001)
+        self.lock.release()
+        return torch.ones(4), index
+
+
+def test_loaders_of_one_datamodule_load_in_turns_whatever_they_share():
+    lock = threading.Lock()
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(Shares(lock), batch_size=2)
+
+        def val_dataloader(self):
+            return DataLoader(Shares(lock), batch_size=2)
+
+    fit(Data(), val_check_interval=4, max_epochs=1)
+
+
+def test_a_loader_with_prefetching_of_its_own_is_used_as_it_is():
+    own = PrefetchLoader(Numbers(), 4, prefetch_batches=2, threads=3)
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return own
+
+    iterator = iter(own)
+    next(iterator)
+    own.load_state_dict(own.state_dict())
+    loader = Data(prefetch_batches=5).train_dataloader()
+    assert loader is own
+    assert (loader.prefetch_batches, loader.threads) == (2, 3)
+    assert len(list(loader)) == 5  # it goes on from the state that was loaded
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
         ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
-        ({"prefetch_threads": 0}, ValueError, r"prefetch_threads=0 is out of range; pass the number of threads"),
-        ({"prefetch_threads": True}, TypeError, r"prefetch_threads=True is no integer"),
-        ({"device_prefetch": object()}, TypeError, r"device_prefetch=<object object at .*> is no bool"),
-        ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda' is no bool; accepted are True and False"),
-        ({"device_transform": 1}, TypeError, r"device_transform=1 cannot be called"),
+        ({"threads": 0}, ValueError, r"threads=0 is out of range; pass the number of threads"),
+        ({"threads": True}, TypeError, r"threads=True is not an integer"),
+        ({"device_prefetch": object()}, TypeError, r"device_prefetch=<object object at .*>: expected"),
+        ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda': expected True or False"),
+        ({"device_transform": 1}, TypeError, r"device_transform=1: expected a function or None"),
         ({"num_workers": -1}, ValueError, r"num_workers=-1 is negative"),
         ({"num_workers": "many"}, ValueError, r"num_workers='many' is unknown; pass a number of processes or 'auto'"),
-        ({"num_workers": 1.5}, TypeError, r"num_workers=1.5 is no integer"),
-        ({"pin_memory": "yes"}, TypeError, r"pin_memory='yes' is no bool"),
-        ({"prefetch": 3}, TypeError, r"no argument for prefetch=3; accepted are prefetch_batches, .*, pin_memory, by"),
+        ({"num_workers": 1.5}, TypeError, r"num_workers=1.5 is not an integer"),
+        ({"pin_memory": "yes"}, TypeError, r"pin_memory='yes' is not a bool"),
+        ({"prefetch": 3}, TypeError, r"no argument for prefetch=3; expected are prefetch_batches, .*, pin_memory, by"),
     ],
 )
 def test_bad_settings(arguments, error, message):
@@ -485,9 +532,9 @@ def test_a_constructor_that_does_not_call_up_is_told():
 
 
 def test_it_can_be_pickled():
-    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, prefetch_threads=2)))
+    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, threads=2)))
     loader = twin.train_dataloader()
-    assert (loader.prefetch_batches, loader.prefetch_threads) == (3, 2)
+    assert (loader.prefetch_batches, loader.threads) == (3, 2)
 
 
 class Saves(LightningDataModule):
@@ -550,85 +597,44 @@ def test_a_class_behind_finds_what_it_got_under_lightning_cli(given, monkeypatch
     assert cli.datamodule.train_dataloader().batch_size == got["batch_size"]
 
 
-class Stateful(Theirs):
-    def loader(self, length=24, **settings):
-        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-        return torchdata.StatefulDataLoader(Numbers(length), batch_size=4, num_workers=self.num_workers, **settings)
-
-
-class StatefulMine(PrefetchDataModule, Stateful):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("cls", "settings"),
-    [
-        (StatefulMine, {"num_workers": 0}),
-        (StatefulMine, {"num_workers": 2}),
-        (Mine, {"num_workers": 0}),
-        (Mine, {"num_workers": 2}),
-        (Mine, {"num_workers": 0, "prefetch_threads": 3}),
-    ],
-)
-def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, settings, tmp_path):
-    path = tmp_path / "mid.ckpt"
-
-    class Saves(Model):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if self.trainer.current_epoch == 1 and batch_idx == 2:
-                self.trainer.save_checkpoint(path)
-
-    torch.manual_seed(0)
-    whole = Saves()
-    trainer(max_epochs=2, limit_val_batches=0).fit(whole, datamodule=cls(**settings))
-    torch.manual_seed(99)
-    rest = Model()
-    trainer(max_epochs=2, limit_val_batches=0).fit(
-        rest, datamodule=cls(**settings), ckpt_path=path, **unpickling(False)
-    )
-    assert rest.seen == whole.seen[-3:]
-    assert sorted(n for batch in whole.seen[-6:-3] + rest.seen for n in batch) == list(range(24))
-    nothing_is_left()
-
-
 RANKS = """
     import sys, threading, torch
     torch.set_num_threads(1)
     sys.path.insert(0, {folder!r})
     import pytest
-    from lightning_turbo.data import randomness
-    from tests.integration.test_prefetch_datamodule import Mine, Model, trainer, nothing_is_left
+    from lightning_turbo.data import prefetcher
+    from tests.integration.test_prefetch_datamodule import Mine, Model, trainer
+    from tests.leftovers import nothing_is_left
 
-    randomness.WORTH = 0.0  # the loader gets its threads, fast as it is
+    prefetcher.WORTH = 0.0  # the loader gets its threads, fast as it is
     started, start = [], threading.Thread.start
 
     def noted(thread):
-        started.append(thread.name)
+        started.append(type(thread).__name__)
         start(thread)
 
     threading.Thread.start = noted
 
     class Notes(Model):
         def on_train_end(self):
-            threads = sum("prefetch" in name for name in started)
+            threads = started.count("BackgroundGenerator")
             torch.save((self.seen, self.trainer.global_step, threads), f"rank{{self.trainer.global_rank}}.pt")
             nothing_is_left()
 
     if __name__ == "__main__":
         torch.manual_seed(0)
         one = trainer(devices=2, strategy="ddp_fork", limit_val_batches=0)
-        one.fit(Notes(), datamodule=Mine(num_workers=0, prefetch_threads={several}))
+        one.fit(Notes(), datamodule=Mine(num_workers=0))
         nothing_is_left()
 """
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("several", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_ranks_share_the_samples(several, tmp_path):
+def test_two_ranks_share_the_samples(tmp_path):
     from pathlib import Path
 
-    code = textwrap.dedent(RANKS.format(folder=str(Path(__file__).parents[2]), several=several))
+    code = textwrap.dedent(RANKS.format(folder=str(Path(__file__).parents[2])))
     (tmp_path / "ranks.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "ranks.py"],
@@ -640,8 +646,7 @@ def test_two_ranks_share_the_samples(several, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (first, *counts), (second, *other_counts) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    threads = 2 * (1 if several == 1 else 1 + several)  # one an epoch, and those that help it
-    assert counts == other_counts == [6, threads]  # 24 samples, 2 ranks, batches of 4, 2 epochs
+    assert counts == other_counts == [6, 2]  # 24 samples, 2 ranks, batches of 4, 2 epochs; a thread for each
     assert len(first) == len(second) == 6
     orders = []
     for epoch in (slice(0, 3), slice(3, 6)):
@@ -649,25 +654,3 @@ def test_two_ranks_share_the_samples(several, tmp_path):
         assert sorted(order) == list(range(24))
         orders.append(order)
     assert orders[0] != orders[1]
-
-
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_rest_of_a_later_epoch_has_the_order_of_its_distributed_sampler(workers, strategy, tmp_path):
-    """Lightning tells the sampler its epoch after the workers were given their first indices."""
-
-    class Sharded(PrefetchDataModule):
-        def train_dataloader(self):
-            sampler = DistributedSampler(range(24), 2, 1)
-            return DataLoader(Numbers(), batch_size=4, num_workers=workers, sampler=sampler)
-
-    class Save(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 4:
-                trainer.save_checkpoint(tmp_path / "mid.ckpt")
-
-    whole, rest = Model(), Model()
-    trainer(max_epochs=3, strategy=strategy, callbacks=[Save()]).fit(whole, datamodule=Sharded())
-    trainer(max_epochs=3, strategy=strategy).fit(rest, datamodule=Sharded(), ckpt_path=tmp_path / "mid.ckpt")
-    assert rest.seen == whole.seen[4:]
-    nothing_is_left()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP, ExactAccumulation
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.errors import NoEffectWarning
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.filterwarnings(
@@ -225,19 +225,6 @@ def test_a_window_goes_on_at_another_scale(saved, loaded):
     start, end, again = (torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (Net(), whole, resumed))
     assert torch.allclose(end, again, rtol=0.02, atol=0.01)
     assert (end - start).abs().max() > 0.15
-
-
-def test_a_window_of_other_ranks_is_said_to_be_lost():
-    model = Net()
-    run = Trainer(**FLAGS, max_epochs=1, accumulate_grad_batches=4, callbacks=[ExactAccumulation(), StopAt(1)])
-    run.fit(model, StatefulDataLoader(Points(30), batch_size=3))
-    checkpoint = torch.load("stopped.ckpt", weights_only=True)
-    checkpoint["lightning_turbo.ExactAccumulation"] *= 2  # as two ranks would have written it
-    torch.save(checkpoint, "stopped.ckpt")
-    with pytest.warns(TurboWarning, match="saved in mid-window by a run of 2 rank"):
-        Trainer(**FLAGS, max_epochs=1, accumulate_grad_batches=4, callbacks=[ExactAccumulation()]).fit(
-            Net(), StatefulDataLoader(Points(30), batch_size=3), ckpt_path="stopped.ckpt"
-        )
 
 
 @pytest.mark.parametrize(

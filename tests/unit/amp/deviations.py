@@ -8,6 +8,7 @@ import torch
 
 from lightning_turbo import amp
 from tests.unit.amp.recorded import CASES, run_case
+from tests.unit.amp.test_recorded_runs import as_stored
 
 ARRAYS = ("out0", "grad0", "p1", "final_stored", "final_buf", "master", "eval_out")
 
@@ -45,7 +46,7 @@ def largest(level):
         finite = np.isfinite(theirs)
         loss = max(loss, np.max(np.abs(mine - theirs)[finite] / np.abs(theirs[finite]), initial=0.0))
         names = [name for name in arrays if name.split("/")[0] in ARRAYS]
-        same = all(np.array_equal(np.asarray(ours[n]), arrays[n], equal_nan=True) for n in names)
+        same = all(np.array_equal(as_stored(ours[n], arrays[n]), arrays[n], equal_nan=True) for n in names)
         equal += same and np.array_equal(mine, theirs, equal_nan=True)
         masters = [n for n in arrays if n.startswith("master/") and n not in BEFORE_NORM.get(row["model"], ())]
         both = [np.concatenate([np.asarray(s[n], np.float64).ravel() for n in masters]) for s in (ours, arrays)]

@@ -85,7 +85,6 @@ def run_case(row, amp):
         model, optimizer, opt_level=row["opt_level"], dtype=torch.float16, exact_masters=False, verbosity=0,
         scale_window=row["scale_window"], **row["initialize_overrides"],
     )  # fmt: skip
-    names = {id(p): n for n, p in model.named_parameters()}
     # Copies are aligned as torch aligns; some kernels round differently on other alignments.
     x, y = torch.from_numpy(arrays["x"]).clone(), torch.from_numpy(arrays["y"]).clone()
     steps, micro = row["steps"], row["micro_batches"]
@@ -95,7 +94,10 @@ def run_case(row, amp):
     order = list(row["optimizer_param_order"])
     got = {k: [] for k in ("loss", "scale", "scale_after", "unskipped_after", "skipped", "grad_norm", "clip_norm",
                            "max_abs_change", "max_abs_change_master", "param_norm")}  # fmt: skip
-    result = {"dtypes_model_grads": {}, "dtypes_master_grads": {}}
+    result = {"dtypes_master_grads": {}}
+    model.register_forward_pre_hook(  # what it computes with
+        lambda module, args: result.update(params={n: dtype_name(p) for n, p in module.named_parameters()})
+    )
     for step in range(steps):
         optimizer.zero_grad()
         before = [p.detach().clone() for p in model.parameters()]
@@ -117,7 +119,6 @@ def run_case(row, amp):
                 scaled.backward()
         grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([g.double().norm() for g in grads])).item() if grads else 0.0
-        result["dtypes_model_grads"] = {n: dtype_name(p.grad) for n, p in model.named_parameters()}
         result["dtypes_master_grads"] = {n: dtype_name(p.grad) for n, p in zip(order, params, strict=True)}
         if step == 0:
             for name, p in zip(order, params, strict=True):
@@ -156,7 +157,6 @@ def run_case(row, amp):
         result[f"master/{name}"] = p.detach().clone()
     result.update({k: np.asarray(v) for k, v in got.items()})
     result["state_dict"] = {k: dtype_name(v) for k, v in model.state_dict().items()}
-    result["params"] = {n: dtype_name(p) for n, p in model.named_parameters()}
     result["output"] = dtype_name(result["out0"])
     result["master_params"] = {n: dtype_name(p) for n, p in zip(order, params, strict=True)}
     result["optimizer_state"] = {
@@ -168,5 +168,9 @@ def run_case(row, amp):
     model.eval()
     with torch.no_grad():
         result["eval_out"] = model(x[0]).clone()
-    assert names
     return arrays, result
+
+
+def recorded_arrays(row):
+    with np.load(FOLDER / row["file"], allow_pickle=False) as file:
+        return dict(file)

@@ -1,6 +1,7 @@
 """Every fact of tests/data/apex/api_behaviour.json: the same value or the same kind of error here."""
 
 import builtins
+import contextlib
 import json
 from collections import OrderedDict
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_turbo import amp
-from lightning_turbo.amp.function_casts import cache_survives_no_grad
+from lightning_turbo.amp.autocast import cache_survives_no_grad
 
 FACTS = {
     fact["id"]: fact
@@ -20,24 +21,28 @@ FACTS = {
 LEVELS = ("O0", "O1", "O2", "O3")
 
 # What differs on purpose: id -> (value here, or the error's type; the reason).
+OWN_MASTER = "at O2 a parameter is float32 outside of calls, and its own master"
 DIFFERENT = {
     "promote_double_float": ("float64", "apex's promotion knew no float64; torch's own gives float64"),
     "promote_half_bfloat16": ("float32", "apex's promotion knew no bfloat16; torch's own gives float32"),
     "iadd_half_float": (["float16", True], "x += y changes x in place, as everywhere in torch"),
     "zero_grad_set_to_none_O2": ("ok", "set_to_none=True is a good wish at every level"),
-    "lazy_O2": (
-        [["float32"] * 6, ["float32"] * 6],
-        "the masters exist right after initialize, so that schedulers and param groups meet them at once",
-    ),
+    "lazy_O2": ([["float32"] * 6, ["float32"] * 6], OWN_MASTER),
     "O1_cache_identity": (
         ["float16", False, False],
         "a kept cast would be stale after load_state_dict or a change under no_grad; cast_cache=True keeps it",
     ),
     "double_optimizer_param_O2": (TypeError, "refused by initialize already, not at the first backward"),
+    "bfloat16_model_O2": (RuntimeError, "parameters are the masters, which half precision serves badly: refused"),
+    "zero_grad_effect_O2": ([["none"], ["none"]], OWN_MASTER + ": zero_grad is torch's own"),
+    "after_skip_grads_O2": ([[False] * 6] * 2, OWN_MASTER + ": gradients stay until zero_grad, as at O1"),
+    "after_step_grads_O2": ([[False] * 6] * 2, OWN_MASTER + ": gradients stay until zero_grad, as at O1"),
+    "model_grads_scaled_O2": (1.0, OWN_MASTER),
+    "frozen_O2": (["float32"] * 6, OWN_MASTER),
+    "state_dict_hook_O2": ([["float32"] * 6, ["float16"] * 6, True, True], OWN_MASTER + ", which a checkpoint holds"),
+    "submodule_call_O2": ("float32", "a part that is called outside of the model's call computes in float32"),
+    "add_param_group_O2": (["float16", "float16"], "an optimizer keeps the parameters that it is given"),
 }
-
-# Errors that come from the function itself, here as in apex.
-RAISED_BY_TORCH = ("submodule_call_O2",)
 
 CHECKS = {}
 
@@ -89,6 +94,20 @@ def dtype(tensor):
     return dtypes([tensor])[0]
 
 
+def inside(model):
+    """The dtypes of parameters and buffers, by name, while the model is called."""
+    seen = {}
+
+    def look(module, args):
+        seen.update({k: dtype(v) for k, v in (*module.named_parameters(), *module.named_buffers())})
+
+    handle = model.register_forward_pre_hook(look)
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        model(torch.ones(3, 4))
+    handle.remove()
+    return seen
+
+
 def level_of(name):
     return name[-2:]
 
@@ -128,7 +147,7 @@ def _(name):
 def _(name):
     model = net().double() if name.startswith("double") else net().bfloat16()
     init(model, sgd(model), "O2")
-    return sorted(set(dtypes(model.parameters())))
+    return sorted(set(inside(model).values()))
 
 
 @fact("double_optimizer_param_O2")
@@ -190,7 +209,7 @@ def _(name):
     }[name]  # fmt: skip
     model = net(nn.BatchNorm1d(8))
     init(model, sgd(model), level, keep_batchnorm_fp32=value)
-    return dtypes(model.parameters())
+    return [inside(model)[name] for name, _ in model.named_parameters()]
 
 
 @fact("keep_bn_true_O0")
@@ -443,7 +462,7 @@ def _(name):
     masters = list(amp.master_params(optimizer))
     is_half = all(torch.equal(s, p.float()) for s, p in zip(saved, model.parameters(), strict=True))
     is_master = all(torch.equal(s, m) for s, m in zip(saved, masters, strict=True))
-    return [dtypes(saved), dtypes(model.parameters()), is_half, is_master]
+    return [dtypes(saved), list(inside(model).values()), is_half, is_master]
 
 
 @fact("submodule_state_dict_O2")
@@ -455,8 +474,8 @@ def _(name):
 def _(name):
     model = net(nn.BatchNorm1d(8, affine="false" not in name))
     init(model, sgd(model), "O2")
-    buffers = {k: dtype(v) for k, v in model.named_buffers()}
-    return buffers if "false" in name else [{k: dtype(v) for k, v in model.named_parameters()}, buffers]
+    parts = [{k: inside(model)[k] for k, _ in part} for part in (model.named_parameters(), model.named_buffers())]
+    return parts[1] if "false" in name else parts
 
 
 @fact("norms_O2")
@@ -466,7 +485,7 @@ def _(name):
         track_running_stats=True), "sbn": nn.SyncBatchNorm(4),
     })  # fmt: skip
     init(model, sgd(model), "O2")
-    return {k: dtype(v) for k, v in (*model.named_parameters(), *model.named_buffers())}
+    return inside(model)
 
 
 class Echo(nn.Module):
@@ -510,7 +529,7 @@ def _(name):
 
 @fact("submodule_call_O2")
 def _(name):
-    ready("O2")[0][0](torch.ones(3, 4))
+    return dtype(ready("O2")[0][0](torch.ones(3, 4)))
 
 
 @fact("add_param_group_O2")
@@ -724,9 +743,8 @@ def test_a_fact_of_apex_holds(name):
         with pytest.raises(getattr(builtins, raises)) as caught:
             CHECKS[name](name)
         words = str(caught.value)
-        if name not in RAISED_BY_TORCH:
-            assert "lightning_turbo" in str(caught.traceback[-1].path)
-            assert len(words) > 40 or isinstance(caught.value, KeyError), words
+        assert "lightning_turbo" in str(caught.traceback[-1].path)
+        assert len(words) > 40 or isinstance(caught.value, KeyError), words
     else:
         assert CHECKS[name](name) == expected
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_turbo.amp.function_casts import FunctionCasts
+from lightning_turbo.amp.autocast import FunctionCasts
 
 FOLDER = Path(__file__).parents[2] / "data" / "apex"
 OPS = json.loads((FOLDER / "o1_cast_table.json").read_text())["ops"]

@@ -199,4 +199,4 @@ def test_two_ranks_wrapped_after_initialize_train_as_one(ranks):
         tolerance = 1e-6 if level == "O0" else 3e-3
         for a, b in zip(first[level][0], alone, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-        assert "wrapped in DistributedDataParallel; accepted is the model itself" in first[level + " wrapped"]
+        assert "wrapped in DistributedDataParallel: expected the model itself" in first[level + " wrapped"]

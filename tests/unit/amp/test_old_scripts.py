@@ -162,20 +162,95 @@ def test_shutdown_ends_all_calls():
         backward(first(torch.ones(1, 4)).mean(), optimizer)
 
 
-def test_masters_are_refused_after_enabled_false():
-    for level, refused in (("O1", False), ("O2", True)):
-        student, teacher = net(1), net(2)
-        optimizer = sgd(student)
-        init(student, optimizer, level)
-        init(teacher, None, level, enabled=False)
-        if refused:
-            with pytest.raises(AmpUsageError, match=r"updates O2's masters, after an initialize with enabled=False"):
-                step(student, optimizer)
-        else:
-            before = weights(student)
-            step(student, optimizer)
-            assert not same(before, weights(student))
-        amp.shutdown()
+@pytest.mark.parametrize("level", LEVELS)
+def test_enabled_false_ends_the_earlier_call(level):
+    student, teacher = net(1), net(2)
+    optimizer = sgd(student)
+    init(student, optimizer, level)
+    init(teacher, None, level, enabled=False)
+    before = weights(student)
+    step(student, optimizer)
+    assert not same(before, weights(student))
+    assert {p.dtype for p in student.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_comes_again_after_shutdown(level):
+    model = net()
+    init(model, sgd(model), level)
+    if level in ("O2", "O3"):
+        with pytest.raises(AmpUsageError, match=f"an earlier initialize prepared for {level}.*Call amp.shutdown"):
+            init(model, sgd(model), level)
+    amp.shutdown()
+    optimizer = sgd(model)
+    init(model, optimizer, level)
+    before = weights(model)
+    step(model, optimizer)
+    assert not same(before, weights(model))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["later", "copied", "only the model"])
+def test_an_optimizer_that_initialize_has_not_seen_is_refused(how, level):
+    model = net()
+    first = sgd(model)
+    init(model, None if how == "only the model" else first, level)
+    other = copy.deepcopy(first) if how == "copied" else sgd(model)
+    with pytest.raises(AmpUsageError, match=r"given a SGD that amp.initialize has not seen.*initialize again"):
+        step(model, other)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_twice_in_one_call_is_refused(level, fused):
+    models = [net(1), net(2)]
+    shared = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.1, fused=fused)
+    with pytest.raises(AmpUsageError, match=r"given a AdamW that it has been given before"):
+        init(models, [shared, shared], level)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_closure_is_cast_at_O1_and_the_step_around_it_is_not(kind, dtype):
+    seen = []
+
+    class Looking(kind):
+        def step(self, closure):
+            seen.append(nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).dtype)
+            return super().step(closure)
+
+    model = nn.Linear(4, 1)
+    model.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    optimizer = Looking(model.parameters(), lr=0.01)
+    init(model, optimizer, "O1", dtype=dtype, loss_scale=1.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().square().mean()
+        backward(loss, optimizer)
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert seen[0] is torch.float32
+    assert set(seen[1:]) == {dtype}
+    with pytest.raises(KeyError):
+        optimizer.step(lambda: {}["fails"])
+    backward(model(torch.ones(2, 4)).float().mean(), optimizer)
+    assert model(torch.ones(2, 4)).dtype is dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loop_without_scale_loss_trains_without_a_scale(level):
+    model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    plain.load_state_dict(model.state_dict())
+    for each, which in ((model, sgd(model)), (plain, sgd(plain))):
+        if each is model:
+            init(model, which, level)
+        for _ in range(5):
+            which.zero_grad()
+            each(torch.ones(1, 2)).float().sum().backward()
+            which.step()
+    torch.testing.assert_close(model.weight.float(), plain.weight, rtol=0.02, atol=2e-3)
 
 
 # Weights that are set after initialize
@@ -250,26 +325,19 @@ def test_what_is_not_set_stays_exact():
     assert same(list(amp.master_params(optimizer)), start)
 
 
-def test_weights_are_followed_until_the_first_backward_pass():
+@pytest.mark.parametrize("change", [set_inside, set_under_no_grad, set_anew])
+@pytest.mark.parametrize("exact", [True, False])
+def test_weights_may_be_set_at_any_time(exact, change):
     model = net()
     optimizer = sgd(model, lr=0.0)
-    init(model, optimizer, "O2")
-    start = list(weights(model))
+    init(model, optimizer, "O2", exact_masters=exact)
     step(model, optimizer)
-    set_inside(model)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
     step(model, optimizer)
-    assert same(weights(model), start)  # as in apex, the masters have the last word from then on
-
-
-def test_masters_set_after_initialize_are_kept():
-    model, saved = net(), net(5)
-    optimizer = sgd(model, lr=0.0)
-    init(model, optimizer, "O2")
-    for master, own in zip(amp.master_params(optimizer), saved.parameters(), strict=True):
-        master.data.copy_(own.data)
-    step(model, optimizer)
-    assert same(list(amp.master_params(optimizer)), weights(saved))
-    assert same(weights(model), [p.half() for p in weights(saved)])
+    change(model)
+    expected = copy.deepcopy(model).half()(torch.ones(1, 4).half()).float()
+    assert torch.equal(model(torch.ones(1, 4)), expected)
 
 
 def test_loading_after_initialize_stays_exact():
@@ -413,15 +481,15 @@ class Wrapper:
     state = property(lambda self: self.optim.state)
 
 
-def test_a_wrapper_that_says_it_is_an_optimizer_is_refused_at_O2():
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_wrapper_that_says_it_is_an_optimizer_is_refused(level):
     model, other = net(), net()
     before, optimizer = weights(model), sgd(other)
-    init(other, optimizer, "O2")
-    with pytest.raises(AmpUsageError, match=r"O2 was given a Wrapper, which wraps .* Pass the optimizer in it; .*lars"):
-        init(model, Wrapper(sgd(model)), "O2")
+    init(other, optimizer, level)
+    with pytest.raises(TypeError, match=r"is a Wrapper: expected a torch.optim.*Pass the optimizer in it; .*lars"):
+        init(model, Wrapper(sgd(model)), level)
     assert same(weights(model), before)  # as it was
     step(other, optimizer)  # what was initialized before goes on
-    init(model, Wrapper(sgd(model)), "O1")
 
 
 def test_LARC_is_refused_with_what_to_take():

@@ -16,6 +16,14 @@ def _shut_down():
     amp.shutdown()
 
 
+def arrive(engine, optimizer, *gradients):
+    """Lets a backward pass make these gradients, scaled."""
+    with engine.backward([optimizer], 0, delay_unscale=True):
+        for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=False):
+            weight.grad = gradient
+    engine.unscale(optimizer)
+
+
 def by_autocast(first, second):
     with torch.autocast("cpu", enabled=False):
         return first @ second
@@ -55,8 +63,7 @@ def test_an_overflow_in_the_first_fused_step_leaves_no_momentum(momentum):
         for gradient in (float("inf"), float("inf"), 1.0, 1.0):
             left_behind = [torch.full((1 << 16,), 123.0) for _ in range(4)]
             del left_behind  # by activations: what torch.empty may find
-            weight.grad = torch.full_like(weight, gradient) * engine.scaler(0).loss_scale
-            engine.unscale(optimizer)
+            arrive(engine, optimizer, torch.full_like(weight, gradient) * engine.scaler(0).loss_scale)
             engine.step(optimizer, optimizer.step)
             engine.update()
         ends.append(weight.detach())
@@ -68,13 +75,11 @@ def test_gradients_of_any_dtype_are_unscaled(dtype):
     engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
     weight = Parameter(torch.zeros(3, dtype=dtype))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    weight.grad = torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024
     engine.scaler(0).load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
-    engine.unscale(optimizer)
+    arrive(engine, optimizer, torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024)
     assert weight.grad.tolist() == [1.0, -2.0, 0.5]
     assert not engine.will_skip(optimizer)
-    weight.grad[1] = float("nan")
-    engine.unscale(optimizer)
+    arrive(engine, optimizer, torch.tensor([1.0, float("nan"), 0.5], dtype=dtype))
     assert engine.will_skip(optimizer)
 
 
@@ -88,8 +93,7 @@ def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
     weight = Parameter(torch.ones(4))
     optimizer = Capturable([weight], lr=1.0)
     engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
-    weight.grad = torch.full((4,), float("inf"))
-    engine.unscale(optimizer)
+    arrive(engine, optimizer, torch.full((4,), float("inf")))
     engine.step(optimizer, optimizer.step)
     assert weight.tolist() == [1.0] * 4
 
@@ -104,8 +108,9 @@ def test_a_weight_whose_first_gradient_overflows_beside_others_has_no_momentum()
             optimizer.zero_grad()
             left_behind = [torch.full((1 << 16,), 123.0) for _ in range(4)]
             del left_behind
-            weights[which].grad = torch.full_like(weights[which], gradient) * engine.scaler(0).loss_scale
-            engine.unscale(optimizer)
+            gradients = [None, None]
+            gradients[which] = torch.full_like(weights[which], gradient) * engine.scaler(0).loss_scale
+            arrive(engine, optimizer, *gradients)
             engine.step(optimizer, optimizer.step)
             engine.update()
         ends.append(torch.cat([weight.detach() for weight in weights]))
@@ -122,8 +127,7 @@ def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
     engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
     before = weight.detach().clone()
     for gradient in (float("inf"), 1.0):
-        weight.grad = torch.full((4,), gradient)
-        engine.unscale(optimizer)
+        arrive(engine, optimizer, torch.full((4,), gradient))
         engine.step(optimizer, optimizer.step)
         assert torch.equal(weight, before) is (gradient != 1.0)
 

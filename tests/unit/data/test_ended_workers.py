@@ -1,9 +1,6 @@
 """Worker processes that end while the thread waits for them: nothing hangs, and no epoch is short without a word."""
 
-import gc
 import itertools
-import multiprocessing
-import threading
 import time
 
 import pytest
@@ -12,9 +9,10 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
-from lightning_turbo.data.background import PATIENCE
-from lightning_turbo.data.torch_iterators import guarded
+from lightning_turbo.data.prefetcher import PATIENCE
+from lightning_turbo.data.worker_guard import guard_workers
 from tests.collecting import collect_in_its_thread
+from tests.leftovers import nothing_is_left
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -48,14 +46,6 @@ class SlowStream(IterableDataset):
 def as_a_trainer_does(loader):
     loader._iterator._shutdown_workers()
     loader._iterator = None
-
-
-def nothing_is_left():
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while multiprocessing.active_children() or [t for t in threading.enumerate() if "prefetch" in t.name]:
-        assert time.monotonic() < deadline, (multiprocessing.active_children(), threading.enumerate())
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("dataset", [Slow, SlowStream])
@@ -158,7 +148,8 @@ def test_a_worker_that_dies_is_named_and_not_only_its_closed_files(dies, error):
         def _next_data(self):
             return self._try_get_data()
 
-    source = guarded(Iterator())
+    source = Iterator()
+    guard_workers(source, lambda: False)
     with pytest.raises(RuntimeError if dies else type(error)) as caught:
         source._next_data()
     if dies:

@@ -51,11 +51,8 @@ def test_state_is_plain_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
-def test_an_unreadable_checkpoint_is_refused_in_words(tmp_path, content):
+def test_an_unreadable_checkpoint_is_refused(tmp_path, content):
     path = tmp_path / "O2.ckpt"
-    if content is None:
-        torch.save({"state_dict": {}}, path)
-    else:
-        path.write_bytes(content)
-    with pytest.raises(DemoError, match=r"O2\.ckpt' cannot be read .*Delete it to train its level again"):
+    path.write_bytes(content) if content is not None else torch.save({"state_dict": {}}, path)
+    with pytest.raises(DemoError, match=r"O2\.ckpt', which cannot be read .*Delete it to train its level again"):
         past_history(path)

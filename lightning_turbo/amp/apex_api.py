@@ -1,0 +1,537 @@
+"""apex.amp's calls for plain torch loops: ``from lightning_turbo import amp`` in place of ``from apex import amp``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_turbo._skipped_steps import announce_skip
+from lightning_turbo.amp import registration
+from lightning_turbo.amp.engine import AmpEngine, params_of
+from lightning_turbo.amp.half_forward import cast_floats, first_tensor_of
+from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.amp.loss_scaling import LossScaler
+from lightning_turbo.errors import AmpStateError, AmpUsageError, TurboWarning
+
+__all__ = [
+    "disable_casts",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "scale_loss",
+    "shutdown",
+    "state_dict",
+]
+
+_logger = logging.getLogger("lightning_turbo.amp")
+
+
+class _Session:
+    """What one ``initialize`` set up; ``end`` takes all of it back."""
+
+    def __init__(self, engine: AmpEngine, models: Sequence[nn.Module], verbosity: int) -> None:
+        self.engine = engine
+        self.verbosity = verbosity
+        self.models = WeakSet(models)
+        self.local: WeakSet[Optimizer] = WeakSet()  # with unscaled gradients of passes under no_sync
+        self._handles: list[Any] = []
+        self._hidden: dict[Optimizer, Callable[[], None]] = {}  # what brings back gradients during a skipped step
+        self._casts_off = False
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let the steps of an optimizer be skipped after an overflow, and run without O1's casts."""
+        self.engine.attach(optimizer, self.models)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def cast_outputs(self, dtype: torch.dtype | None) -> None:
+        """Cast the floating outputs of the models, at O1, where a dtype was asked for."""
+        if dtype is not None:
+            hook = _OutputCast(dtype)
+            self._handles += [model.register_forward_hook(hook) for model in self.models]
+
+    def end_casts(self) -> None:
+        """End O1's casts."""
+        if self.engine.function_casts is not None:
+            self.engine.function_casts.stop()
+
+    def end(self) -> None:
+        """Leave models and optimizers as they were."""
+        self.end_casts()
+        self.engine.restore()
+        for handle in self._handles:
+            handle.remove()
+
+    def resume_casts(self) -> None:
+        """Switch O1's casts on again where a step that failed has left them off."""
+        if self._casts_off:
+            torch.set_autocast_enabled(self.engine.device_type, True)
+            self._casts_off = False
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        engine, closure = self.engine, kwargs.get("closure", args[1] if len(args) > 1 else None)
+        skips = engine.will_skip(optimizer)
+        if closure is not None and (engine.keeps_masters or skips):
+            raise AmpUsageError(
+                "optimizer.step was given a closure: expected none at O2 and on a skipped step, as in apex. Run it "
+                "first and call step()."
+            )
+        if skips:
+            self._hidden[optimizer] = _hide_gradients(optimizer)
+            announce_skip(optimizer, engine.overflow_flag(optimizer))
+        if not torch.is_autocast_enabled(engine.device_type):
+            return None
+        torch.set_autocast_enabled(engine.device_type, False)
+        self._casts_off = True
+        return None if closure is None else ((optimizer, self._cast(closure)), {})
+
+    def _cast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose forward pass is cast, although the step around it is not."""
+
+        def run() -> Any:
+            self.resume_casts()
+            try:
+                return closure()
+            finally:
+                torch.set_autocast_enabled(self.engine.device_type, False)
+                torch.clear_autocast_cache()
+                self._casts_off = True
+
+        return run
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.resume_casts()
+        if optimizer in self._hidden:
+            self._hidden.pop(optimizer)()
+            announce_skip(optimizer, None)
+        self.engine.forget_overflow(optimizer)  # one step is skipped, as in apex
+        self.engine.note_step(optimizer)
+        self.engine.forget_casts()
+        self.local.discard(optimizer)
+
+    @contextlib.contextmanager
+    def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
+        """Around a backward pass: see ``AmpEngine.backward``; warns of gradients that DDP does not average."""
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        local = ranks and self._is_local()
+        if not local and any(o in self.local and any(p.grad is not None for p in params_of(o)) for o in optimizers):
+            self._warn_of_local()
+        pass_ = self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks)
+        with pass_, self.engine.backward_region():
+            yield
+        if not delay_unscale:
+            self.engine.share_overflow(optimizers, loss_id)  # apex skips the steps of all
+            self.local.update(optimizers if local else ())
+
+    def _is_local(self) -> bool:
+        """Whether the models are in a DistributedDataParallel of several ranks that is under ``no_sync``."""
+        if torch.distributed.get_world_size() == 1:
+            return False
+        # A model is not told what wraps it.
+        ddps = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+        own = [ddp for ddp in ddps if any(module in self.models for module in ddp.module.modules())]
+        return bool(own) and not any(ddp.require_backward_grad_sync for ddp in own)
+
+    def _warn_of_local(self) -> None:
+        self.local.clear()
+        if torch.distributed.get_rank() == 0:
+            warnings.warn(
+                "scale_loss: gradients of passes under no_sync() were unscaled one by one, and "
+                "DistributedDataParallel does not average them in the pass that follows: the ranks will train apart. "
+                "Pass delay_unscale=True in all passes of a window but the last, which then unscales and averages all.",
+                TurboWarning,
+                stacklevel=7,  # above the contexts of scale_loss
+            )
+
+
+class _OutputCast:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floats(output, self.dtype)
+
+
+_session: _Session | None = None  # of the last initialize, for the calls that name no optimizer
+_sessions: WeakKeyDictionary[nn.Module | Optimizer, _Session] = WeakKeyDictionary()
+_scalers: list[LossScaler] = []  # those of the last initialize, for the optimizers of all, as in apex
+_disabled = False  # by an initialize with enabled=False
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    dtype: torch.dtype | None = None,
+    scale_window: int = 2000,
+    exact_masters: bool = True,
+    keep_float32: Sequence[str | type[nn.Module]] = (),
+    cast_lists: str | None = None,
+    cast_cache: bool = False,
+) -> Any:
+    """Prepare models and optimizers for O0, O1, O2 or O3, in place.
+
+    Call it after the models are on their device and before they are wrapped in DataParallel or
+    DistributedDataParallel. It may be called again, for other models: every optimizer keeps to the level of its own
+    call, while O1's casts and the loss scalers are those of the last one, as in apex.
+
+    At O2 the models' parameters stay float32, and are what the optimizers update; they are cast while a model is
+    called. Weights that are set after this call count, whenever that is.
+
+    Args:
+        models: A module or a list of modules, in float32.
+        optimizers: An optimizer or a list of them, built on these models; ``None`` for evaluation.
+        enabled: ``False`` makes this do nothing, and ends all that was initialized before.
+        opt_level: ``"O0"`` to ``"O3"``.
+        cast_model_type: Override of the level: dtype of weights and arithmetic.
+        patch_torch_functions: Override: ``False`` switches O1's casts off. Nothing of torch's is ever patched.
+        keep_batchnorm_fp32: Override: affine batch norm stays float32. Also the texts ``"True"`` and ``"False"``.
+        master_weights: Override: parameters stay float32 and are cast in calls; ``False`` makes them half.
+        loss_scale: Override: ``"dynamic"``, or a factor above zero, also as text.
+        cast_model_outputs: Override: dtype of the models' floating outputs.
+        num_losses: How many losses get a scaler of their own.
+        verbosity: 0 logs nothing; 1 warns of skipped steps in the logger ``lightning_turbo.amp``.
+        min_loss_scale: Floor of the dynamic scale.
+        max_loss_scale: Ceiling of the dynamic scale.
+        dtype: Beyond apex: the half dtype. ``None`` takes float16 for models on CUDA, bfloat16 elsewhere.
+        scale_window: Beyond apex: passes without overflow before the dynamic scale doubles.
+        exact_masters: Beyond apex: ``False`` rounds O2's weights to half once, at the start, as apex does.
+        keep_float32: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or their classes.
+            These compute in float32, with all that is below them.
+        cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
+        cast_cache: Beyond apex: ``True`` casts a weight once, not at every use, until ``scale_loss`` exits or a step.
+            For networks that use a weight many times; it must not be changed between forward passes in any other way.
+
+    Returns:
+        The same objects: models alone if no optimizers were given, else the pair.
+
+    Raises:
+        AmpUsageError: If the level or an override is refused, a model is wrapped already, in half precision or
+            initialized already, or an optimizer comes a second time (``RuntimeError``, as in apex).
+        TypeError: If models or optimizers are neither an object of the right kind nor a list of them.
+
+    Warns:
+        TurboWarning: If an optimizer holds parameters that none of the models has, at O2 and O3.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> loss = model(torch.ones(4, 2)).mean()
+        >>> with scale_loss(loss, optimizer) as scaled:
+        ...     scaled.backward()
+        >>> optimizer.step()
+        >>> model.weight.dtype, next(master_params(optimizer)) is model.weight
+        (torch.float32, True)
+
+    Source: the calls of NVIDIA apex.amp.
+    """
+    global _disabled, _session
+    model_list = _listed("models", models, nn.Module)
+    optimizer_list = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
+    result = models if optimizers is None else (models, optimizers)
+    if not enabled:
+        shutdown()
+        _disabled = True
+        return result
+    engine = AmpEngine(
+        opt_level,
+        device_type=_device_type(model_list),
+        dtype=dtype,
+        exact_masters=exact_masters,
+        keep_float32=keep_float32,
+        num_losses=num_losses,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        scale_window=scale_window,
+        cast_lists=cast_lists or "apex",
+        cast_cache=cast_cache,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+    )
+    for model in model_list:
+        _check_model(model, engine)
+    for optimizer in optimizer_list:
+        _check_optimizer(optimizer, optimizer_list)
+    engine.convert(model_list)
+    _end_last()
+    _session = session = _Session(engine, model_list, verbosity)
+    for optimizer in optimizer_list:
+        session.follow(optimizer)
+    _sessions.update(dict.fromkeys((*model_list, *optimizer_list), session))
+    _scalers[:] = engine.scalers
+    engine.scalers = _scalers
+    if engine.function_casts is not None:
+        session.cast_outputs(engine.properties.cast_model_outputs)
+        registration.apply_registered(engine.function_casts)
+        engine.function_casts.start()
+    return result
+
+
+def shutdown() -> None:
+    """End all that ``initialize`` set up: models and optimizers are as they were.
+
+    Beyond apex, whose casts last as long as the process. Weights keep what they have learned, in float32.
+    """
+    _end_last()
+    for session in set(_sessions.values()):
+        session.end()
+    _sessions.clear()
+
+
+def _end_last() -> None:
+    """End what the next ``initialize`` replaces."""
+    global _disabled, _session
+    if _session is not None:
+        _session.end_casts()
+    registration.restore_registered()
+    _session, _disabled = None, False
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Scale a loss for its backward pass; at the exit unscale the gradients and settle the scale.
+
+    The scale is settled once per backward pass, as in apex. After an overflow the optimizers skip their next step.
+
+    Args:
+        loss: A scalar, of any floating dtype; it is taken to float32.
+        optimizers: The optimizer or list of optimizers whose gradients this backward pass makes.
+        loss_id: Which of the ``num_losses`` scalers to use.
+        model: Accepted for apex's sake and not needed.
+        delay_unscale: Leave the gradients scaled, for all micro-batches of an accumulation but the last.
+        delay_overflow_check: Accepted for apex's sake; the check is part of the unscaling.
+
+    Yields:
+        The loss to call ``backward`` on.
+
+    Raises:
+        AmpStateError: If ``initialize`` was not called (``RuntimeError``, as in apex), or at the exit if overflow after
+            overflow has brought the dynamic scale to zero.
+        AmpLookupError: If there is no scaler ``loss_id`` (``IndexError``).
+        AmpUsageError: If an optimizer is none that ``initialize`` was given.
+        TypeError: If ``optimizers`` is neither an optimizer nor a list of them.
+
+    Warns:
+        TurboWarning: If gradients of passes under DistributedDataParallel's ``no_sync``, without ``delay_unscale``,
+            would not be averaged over the ranks.
+
+    Note:
+        With a dynamic scale the exit fetches the overflow flag to the host, as apex's does.
+    """
+    if _disabled:
+        yield loss
+        return
+    session = _need_session("scale_loss")
+    engine, scaler = session.engine, session.engine.scaler(loss_id)
+    parts: dict[_Session, list[Optimizer]] = {}
+    for optimizer in _listed("optimizers", optimizers, Optimizer):
+        parts.setdefault(_session_of(optimizer), []).append(optimizer)
+    with contextlib.ExitStack() as stack:
+        for part, own in parts.items():
+            part.resume_casts()
+            if not scaler.is_identity:
+                stack.enter_context(part.backward(own, loss_id, delay_unscale))
+        stack.enter_context(engine.backward_region())
+        yield scaler.scale(loss)
+    engine.forget_casts()
+    if not scaler.is_identity and not delay_unscale:
+        _settle(scaler, loss_id, session.verbosity)
+
+
+def _settle(scaler: LossScaler, loss_id: int, verbosity: int) -> None:
+    overflow = scaler.overflowed
+    scaler.update()
+    if not overflow:
+        return
+    scale = scaler.loss_scale
+    if verbosity > 0:
+        _logger.warning("Gradient overflow. Skipping step, loss scaler %d reducing loss scale to %g", loss_id, scale)
+    if scale == 0.0:
+        raise AmpStateError(
+            f"Loss scaler {loss_id} has halved its scale down to zero, because the gradients of every pass were "
+            "inf or NaN; no step will be taken any more. Look for the first loss that is not finite: its cause is "
+            "not the scale."
+        )
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters that an optimizer updates, which are the model's own."""
+    return params_of(optimizer)
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return every scaler's state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
+
+    Args:
+        destination: A dict to write to and return instead of a new one.
+
+    Raises:
+        AmpStateError: If ``initialize`` was not called, or with ``enabled=False`` (``AttributeError``, as in apex).
+    """
+    engine = _need_session("state_dict").engine
+    target = OrderedDict() if destination is None else destination
+    target.update(engine.state_dict())
+    return target
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Take over the scalers' state, from here or from apex.
+
+    More entries than there are scalers are left alone, fewer leave the others as they are; both are logged.
+
+    Args:
+        state_dict: What ``state_dict`` returned.
+
+    Raises:
+        AmpUsageError: If a key is not of the form ``loss_scalerN`` (``RuntimeError``, as in apex).
+        KeyError: If an entry lacks ``loss_scale`` or ``unskipped``.
+        AmpStateError: If ``initialize`` was not called.
+    """
+    engine = _need_session("load_state_dict").engine
+    unexpected = [key for key in state_dict if not key.startswith("loss_scaler")]
+    if unexpected:
+        raise AmpUsageError(
+            f"amp.load_state_dict: unexpected keys {unexpected!r}; expected loss_scaler0, loss_scaler1, ... "
+            "Pass what amp.state_dict() returned."
+        )
+    if len(state_dict) != len(engine.scalers):
+        _logger.warning("The state has %d loss scalers, this run %d.", len(state_dict), len(engine.scalers))
+    for index, scaler in enumerate(engine.scalers):
+        if f"loss_scaler{index}" in state_dict:
+            scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Cast nothing inside this context; without effect where nothing is cast. Under ``ApexAMP`` too."""
+    casts = registration.casts_in_force()
+    with contextlib.nullcontext() if casts is None else torch.autocast(casts.device_type, enabled=False):
+        yield
+
+
+def _need_session(call: str) -> _Session:
+    if _disabled:
+        raise AmpStateError(f"amp.{call}: initialize was called with enabled=False, so there are no loss scalers.")
+    if _session is None:
+        raise AmpStateError(
+            f"amp.{call} was called before amp.initialize. Call initialize first; or, in a LightningModule that a "
+            "Trainer with ApexAMP trains, leave it out: return the loss, or call self.manual_backward(loss)."
+        )
+    return _session
+
+
+def _session_of(optimizer: Optimizer) -> _Session:
+    if optimizer not in _sessions:
+        raise AmpUsageError(
+            f"scale_loss was given a {type(optimizer).__name__} that amp.initialize has not seen, so that it would "
+            "step after an overflow: expected an optimizer that initialize was given. Give every optimizer to "
+            "initialize; for a new one call amp.shutdown() and initialize again, or add the parameters to the known "
+            "one with optimizer.add_param_group."
+        )
+    return _sessions[optimizer]
+
+
+def _listed(name: str, value: Any, kind: type) -> list[Any]:
+    if issubclass(type(value), kind):
+        return [value]
+    if type(value) is list and all(issubclass(type(item), kind) for item in value):
+        return list(value)
+    instead = ""
+    if isinstance(getattr(value, "optim", None), Optimizer):  # apex's LARC
+        instead = (
+            f" A wrapper such as {type(value).__name__} is none. Pass the optimizer in it; for layer-wise rates take "
+            "lightning_turbo.lars(model, lr)."
+        )
+    raise TypeError(
+        f"{name}={value!r} is a {type(value).__name__}: expected a {kind.__module__}.{kind.__name__} "
+        f"or a list of them.{instead}"
+    )
+
+
+def _device_type(models: Sequence[nn.Module]) -> str:
+    parameters = (parameter for model in models for parameter in model.parameters())
+    return next((parameter.device.type for parameter in parameters), "cpu")
+
+
+def _check_model(model: nn.Module, engine: AmpEngine) -> None:
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise AmpUsageError(
+            f"initialize was given a model wrapped in {type(model).__name__}: expected the model itself. Wrap it "
+            "after initialize."
+        )
+    earlier = _sessions.get(model)
+    if earlier is not None and (earlier.engine.half_forward or engine.properties.casts_to_half):
+        raise AmpUsageError(
+            f"initialize was given a {type(model).__name__} that an earlier initialize prepared for "
+            f"{earlier.engine.properties.opt_level}: expected a model once. Call amp.shutdown() before; or, for layers "
+            "that are trained from now on, optimizer.add_param_group on the optimizer that you have."
+        )
+    name = first_tensor_of(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
+    if name is not None:
+        raise AmpUsageError(
+            f"initialize was given a model whose {name!r} is half precision: expected float32. Do not call .half() "
+            "on the model: the level decides what becomes half."
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, together: Sequence[Optimizer]) -> None:
+    if optimizer in _sessions or sum(other is optimizer for other in together) > 1:
+        raise AmpUsageError(
+            f"initialize was given a {type(optimizer).__name__} that it has been given before: expected an optimizer "
+            "once. Call amp.shutdown() before a new initialize, or build a new optimizer."
+        )
+    for param in params_of(optimizer):
+        if param.dtype not in (torch.float32, *HALF_DTYPES) and not isinstance(param, nn.Parameter):
+            raise TypeError(f"An optimizer's parameter is {param.dtype}: expected float32 parameters.")
+
+
+def _hide_gradients(optimizer: Optimizer) -> Callable[[], None]:
+    """Let a step find no gradients, so that it changes nothing; returns what brings them back."""
+    grads = [(param, param.grad) for param in params_of(optimizer)]
+    # Some optimizers count the steps of a whole group.
+    counts = [{k: v for k, v in group.items() if isinstance(v, (int, float))} for group in optimizer.param_groups]
+    for param, _ in grads:
+        param.grad = None
+
+    def bring_back() -> None:
+        for param, grad in grads:
+            param.grad = grad
+        for group, own in zip(optimizer.param_groups, counts, strict=True):
+            group.update(own)
+
+    return bring_back

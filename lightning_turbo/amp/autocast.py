@@ -1,0 +1,273 @@
+"""O1: what runs in which dtype, decided function by function."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_turbo._pytree import map_tensors
+from lightning_turbo.amp import cast_lists
+from lightning_turbo.amp.half_forward import cast_floats
+from lightning_turbo.errors import AmpUsageError
+
+__all__ = ["BannedFunctionError", "FunctionCasts", "to_float", "to_half", "to_widest"]
+
+# Autocast casts these to half itself, weights from its cache; only float64 is left for us.
+_AUTOCAST_KNOWS = {
+    "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "__matmul__",
+    "__rmatmul__",     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+}  # fmt: skip
+
+
+def to_half(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating tensors in the half ``dtype``."""
+    return cast_floats(value, dtype)
+
+
+def to_float(value: Any) -> Any:
+    """Return ``value`` with its floating tensors in float32."""
+    return cast_floats(value, torch.float32)
+
+
+def to_widest(value: Any) -> Any:
+    """Return ``value`` with its floating tensors in the widest dtype among them."""
+    dtypes = _float_dtypes(value)
+    if len(dtypes) < 2:
+        return value
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return cast_floats(value, widest)
+
+
+def _float_dtypes(value: Any, counts: Callable[[Tensor], bool] = torch.is_floating_point) -> list[torch.dtype]:
+    """Return the floating dtypes among the tensors of ``value`` that count, each once."""
+    found: dict[torch.dtype, None] = {}
+    map_tensors(value, lambda t: (found.setdefault(t.dtype) if counts(t) else None, t)[1])
+    return list(found)
+
+
+@functools.cache
+def cache_survives_no_grad() -> bool:
+    """Whether autocast tells a cast made under ``no_grad`` from one to differentiate.
+
+    Older versions of torch do not: a weight that was first used under ``no_grad`` then gets no gradient. Their
+    cache is left off.
+    """
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            torch.mm(weight, weight)
+        return torch.mm(weight, weight).requires_grad
+
+
+class FunctionCasts:
+    """The casts of O1 around functions: autocast, and on top of it apex's lists.
+
+    Args:
+        device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``; tensors elsewhere are left alone.
+        dtype: The half dtype.
+        lists: ``"torch"`` for autocast alone, which costs nothing per call; ``"apex"`` to obey apex's lists where
+            autocast does not (layer_norm and gelu on a CPU, gelu on CUDA, banned functions, ...), which costs a
+            few microseconds for every call of a torch function.
+        cache: Whether autocast keeps a weight's cast for the next function, until the region ends or the cache is
+            cleared, as apex does; a weight that is changed in between is then used as it was.
+
+    Raises:
+        AmpUsageError: If ``lists`` is neither.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, lists: str = "apex", *, cache: bool = False) -> None:
+        if lists not in ("apex", "torch"):
+            raise AmpUsageError(
+                f"cast_lists={lists!r} is unknown: expected 'apex' (apex's lists of functions) and 'torch' "
+                "(those of torch.autocast). Leave it out if unsure."
+            )
+        self.device_type = device_type
+        self.dtype = dtype
+        self._lists = lists
+        self._cache = cache and cache_survives_no_grad()
+        self._mode = _ApexLists(device_type, dtype, dict(_actions())) if lists == "apex" else None
+        self._entered: contextlib.ExitStack | None = None
+
+    def __reduce__(self) -> Any:
+        # Not every function of torch's can be pickled. What is registered is so again when training begins.
+        return functools.partial(FunctionCasts, cache=self._cache), (self.device_type, self.dtype, self._lists)
+
+    def region(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that casts on this thread."""
+        casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self._cache)
+        if self._mode is None:
+            return casts
+        return self._both(casts, self._mode)
+
+    @contextlib.contextmanager
+    def _both(self, casts: torch.autocast, lists: _ApexLists) -> Iterator[None]:
+        with casts, lists:
+            yield
+
+    @contextlib.contextmanager
+    def backward_region(self) -> Iterator[None]:
+        """Nothing is cast in the backward pass.
+
+        But a checkpointed forward pass, run again with its own autocast state, comes to the same dtypes as the first
+        time.
+        """
+        is_on = torch.is_autocast_enabled(self.device_type)  # a plain loop, or manual optimization
+        lists = None if self._entered is not None else self._mode
+        with (
+            torch.autocast(self.device_type, enabled=False) if is_on else contextlib.nullcontext(),
+            lists or contextlib.nullcontext(),
+        ):
+            yield
+
+    def start(self) -> None:
+        """Cast on this thread from now on until ``stop``, as ``apex.amp.initialize`` does for O1.
+
+        In the threads of ``DataParallel`` autocast alone casts, which torch hands over to them.
+        """
+        self._entered = contextlib.ExitStack()
+        self._entered.enter_context(self.region())
+
+    def stop(self) -> None:
+        """End what ``start`` began."""
+        if self._entered is not None:
+            self._entered.close()
+            self._entered = None
+
+    def register(self, function: Callable[..., Any], kind: str) -> None:
+        """Add a function of torch's to a list: ``"half"``, ``"float"`` or ``"promote"``."""
+        if self._mode is None:
+            self._mode = _ApexLists(self.device_type, self.dtype, {})
+        # What a program registers has the last word: autocast does not change it any more.
+        self._mode.actions[function] = (_CHANGES[kind], _ApexLists.leave_alone)
+
+
+class _ApexLists(TorchFunctionMode):
+    """Obeys apex's lists wherever autocast is on, so that ``torch.autocast(enabled=False)`` is respected."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype, actions: dict[Any, tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.dtype = dtype
+        self.actions = actions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        action = self.actions.get(func)
+        if action is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        change, run = action
+        kwargs = kwargs or {}
+        if run is _ApexLists.look_into:
+            return self.look_into(func, args, kwargs)
+        if not torch.is_autocast_enabled(self.device_type):
+            return func(*args, **kwargs)
+        if change is not None:
+            args, kwargs = change(self, func, args, kwargs)
+        return func(*args, **kwargs) if run is None else run(self, func, args, kwargs)
+
+    def here(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.device.type == self.device_type
+
+    def half(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.to(self.dtype) if tensor.dtype is not self.dtype and self.here(tensor) else tensor
+
+        return map_tensors(args, change), map_tensors(kwargs, change)
+
+    def half_beyond_autocast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.to(self.dtype) if tensor.dtype is torch.float64 and self.here(tensor) else tensor
+
+        return map_tensors(args, change), map_tensors(kwargs, change)
+
+    def float(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.float() if tensor.dtype is not torch.float32 and self.here(tensor) else tensor
+
+        return map_tensors(args, change), map_tensors(kwargs, change)
+
+    def promote(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return to_widest((args, kwargs))
+
+    def match_self(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        own = args[0].dtype
+
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.to(own) if tensor.dtype is not own and self.here(tensor) else tensor
+
+        return map_tensors(args, change), map_tensors(kwargs, change)
+
+    def refuse(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.dtype in _float_dtypes((args, kwargs), self.here):
+            name = func.__name__
+            instead = cast_lists.BANNED["torch.nn.functional"].get(name) or f"{name.rstrip('_')}, which is not in place"
+            raise BannedFunctionError(
+                f"O1 refuses {name} on a {self.dtype} tensor: it is unsafe in half precision. Use {instead}; or cast "
+                "its inputs to float32 and call it under torch.autocast(..., enabled=False)."
+            )
+        return args, kwargs
+
+    # These run the function themselves.
+
+    def leave_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, enabled=False):
+            return func(*args, **kwargs)
+
+    def leave_alone_if_alike(self, func: Any, args: Any, kwargs: Any) -> Any:
+        alike = len(_float_dtypes((args, kwargs))) < 2
+        return self.leave_alone(func, args, kwargs) if alike else func(*args, **kwargs)
+
+    def look_into(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return _without_its_own_dispatch(func)(*args, **kwargs)
+
+
+@functools.cache
+def _without_its_own_dispatch(func: Any) -> Any:
+    """Return a copy of a Python function of torch's that does not hand itself over to the modes in force.
+
+    Called from a mode, the original would come back to it for ever; the calls inside the copy come to it once each.
+    """
+    no = dict.fromkeys(_DISPATCH_CHECKS, lambda *_: False)
+    copy = types.FunctionType(
+        func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_DISPATCH_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+_CHANGES = {"half": _ApexLists.half, "float": _ApexLists.float, "promote": _ApexLists.promote}
+
+
+class BannedFunctionError(AmpUsageError, NotImplementedError):
+    """A function that loses too much in half precision was called with a half tensor under O1."""
+
+
+def _actions() -> Iterator[tuple[Any, tuple[Any, Any]]]:
+    """Yield each function with how its arguments change and what runs it in place of a plain call."""
+    for names, change, run in (
+        (cast_lists.PROMOTE, _ApexLists.promote, None),
+        (cast_lists.HALF, _ApexLists.half, None),
+        (cast_lists.FLOAT, _ApexLists.float, None),
+        (cast_lists.MATCH_SELF, _ApexLists.match_self, None),
+        (cast_lists.NOT_IN_PLACE, _ApexLists.refuse, None),
+        (cast_lists.BANNED, _ApexLists.refuse, None),
+        (cast_lists.LEFT_ALONE, None, _ApexLists.leave_alone),
+        (cast_lists.LEFT_ALONE_IF_ALIKE, None, _ApexLists.leave_alone_if_alike),
+        (cast_lists.LOOKED_INTO, None, _ApexLists.look_into),
+    ):
+        for namespace, functions in names.items():
+            home: Any = torch.Tensor if namespace == "torch.Tensor" else importlib.import_module(namespace)
+            for name in functions:
+                beyond = change is _ApexLists.half and name in _AUTOCAST_KNOWS
+                yield getattr(home, name), (_ApexLists.half_beyond_autocast if beyond else change, run)

@@ -1,0 +1,416 @@
+"""O2 and O3: a network computes in half precision while it is called.
+
+At O2 the network keeps its float32 parameters, and the optimizer updates them: they are the masters. When a call of
+the network begins, a half copy of each takes its position in ``module._parameters``; when the call ends, the float32
+parameters are back. The copies are made by ``parameter.to(half)``, so that autograd itself brings the gradients back
+in float32. Nothing has to know of masters: not the optimizer, not a callback, not a checkpoint.
+
+At O3 the parameters are half all the time (``HalfWeights``), and only what goes in and comes out is cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from lightning_turbo._pytree import map_tensors
+from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.errors import AmpUsageError, TurboWarning
+
+__all__ = [
+    "HalfForward",
+    "HalfWeights",
+    "cast_floats",
+    "find_kept",
+    "first_tensor_of",
+    "forget_copies",
+    "round_weights",
+]
+
+_HINT = (
+    "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
+    "Keep the module that calls it in float32: keep_float32=[its name or its class]."
+)
+_LISTS_OF_RNN = ("_flat_weights", "_flat_weight_refs")
+_live: weakref.WeakSet[HalfForward] = weakref.WeakSet()
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating tensors in ``dtype``, in any structure; ``value`` itself is not changed."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+
+
+def first_tensor_of(model: nn.Module, dtypes: Iterable[torch.dtype]) -> str | None:
+    """Return the name of the model's first parameter or buffer in one of ``dtypes``, or ``None``."""
+    wanted = set(dtypes)
+    named = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in named if tensor.dtype in wanted), None)
+
+
+def find_kept(models: Iterable[nn.Module], keep_float32: Iterable[str | type[nn.Module]]) -> list[nn.Module]:
+    """Return the modules that ``keep_float32`` names, by class or by their name in one of the models.
+
+    Raises:
+        AmpUsageError: If an entry is neither, or no module has that name or class.
+    """
+    named = [pair for model in models for pair in model.named_modules()]
+    kept = []
+    for entry in keep_float32:
+        if isinstance(entry, str):
+            found = [module for name, module in named if name == entry]
+        elif isinstance(entry, type) and issubclass(entry, nn.Module):
+            found = [module for _, module in named if isinstance(module, entry)]
+        else:
+            raise AmpUsageError(
+                f"keep_float32={entry!r}: expected names of modules as in model.named_modules(), or their classes."
+            )
+        if not found:
+            raise AmpUsageError(
+                f"keep_float32={entry!r} is in none of the models. Take a name from model.named_modules(), as in "
+                "'net.codebook', or a class of a module there."
+            )
+        kept += found
+    return list(dict.fromkeys(kept))
+
+
+def forget_copies() -> None:
+    """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
+    for forward in _live:
+        forward.copies.clear()
+
+
+class HalfForward:
+    """Casts where data enters and leaves guarded modules, and puts half copies of weights in while they run.
+
+    Only the outermost call puts copies in and casts outputs back; a guarded module that is called inside of it casts
+    its inputs alone, so that a tensor that was promoted to float32 between two modules comes back to half.
+
+    Args:
+        dtype: The half dtype.
+        output_dtype: Dtype of the floating outputs of the outermost call.
+        keep_batchnorm_fp32: Whether affine batch norm, synchronised too, keeps its float32 weights and statistics.
+
+    Note:
+        The state of a call is not kept by thread: two threads must not call one model at the same time. Replicas of
+        ``DataParallel`` are objects of their own and may.
+    """
+
+    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+        self.dtype = dtype
+        self.output_dtype = output_dtype
+        self.keep_batchnorm_fp32 = keep_batchnorm_fp32
+        self.copies: dict[Tensor, tuple[Any, Tensor]] = {}  # by parameter: what it was like, and its half copy
+        # The id of the module whose call is under way, or of this object in a backward pass; torch.compile, which
+        # traces the hooks of inner calls, can follow a number better than a module.
+        self.outermost = 0
+        self._recursions = 0  # calls of the outermost module within its own call
+        self._mode: Any = None
+        self._swaps: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._handles: list[Any] = []
+        self._step_owner: tuple[nn.Module, Any] | None = None
+        self._has_looked = False
+        self._begin_untraced: Any = torch.compiler.disable(fn=self._begin)
+        self._reset_untraced: Any = torch.compiler.disable(fn=self.reset)
+        _live.add(self)
+
+    def __reduce__(self) -> Any:
+        # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
+        return HalfForward, (self.dtype, self.output_dtype, self.keep_batchnorm_fp32)
+
+    def guard(self, roots: Iterable[nn.Module], inner: Iterable[nn.Module] = (), *, steps: bool = False) -> None:
+        """Watch the calls of modules, each of which may be the outermost.
+
+        Args:
+            roots: Whole networks.
+            inner: Modules in them that are called on their own too.
+            steps: Whether a root's call is a training step, and no call of the network, while its ``forward`` is not
+                its own: ``DistributedDataParallel`` is handed Lightning's steps so.
+        """
+        roots = list(roots)
+        self._roots = [weakref.ref(root) for root in roots]
+        self._step_owner = (roots[0], roots[0].forward) if steps else None
+        for module in dict.fromkeys((*roots, *inner)):
+            # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
+            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules, with all below them, compute in float32 wherever they are called."""
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(self._enter_float32, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave_float32))
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        self.reset()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._roots.clear()
+        self._step_owner = None
+        self.copies.clear()
+
+    def reset(self) -> None:
+        """End a call that never came to its end, because of a ``KeyboardInterrupt`` for example."""
+        self._swap_out()
+        self.outermost, self._recursions = 0, 0
+
+    @contextlib.contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Within this context the copies of the forward pass stand in, and every call counts as an inner one.
+
+        For activation checkpointing, which calls parts of the model again in the backward pass.
+        """
+        if self.outermost:
+            yield
+            return
+        for root in self._roots:
+            if (module := root()) is not None:
+                self._swap_in(module, again=True)
+        self.outermost = id(self)
+        try:
+            yield
+        finally:
+            self.reset()
+
+    def cast_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return the modules from ``root`` downwards whose own tensors are cast."""
+        if any(getattr(hook, "__func__", None) is _ENTER_FLOAT32 for hook in root._forward_pre_hooks.values()):
+            return []  # it is kept in float32
+        kept = self.keep_batchnorm_fp32 and isinstance(root, _BatchNorm) and root.affine
+        modules = [] if kept else [root]
+        for child in root._modules.values():
+            if child is not None:
+                modules += self.cast_modules(child)
+        return modules
+
+    # The hooks
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.outermost:
+            # torch.compile breaks its graph here, and compiles what runs inside of the call.
+            begin = self._begin_untraced if torch.compiler.is_compiling() else self._begin
+            if not begin(module):
+                return None
+        elif self.outermost == id(module):
+            self._recursions += 1
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype:
+            return None  # nothing to cast, as in most calls
+        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.outermost == id(module):
+            if self._recursions:
+                self._recursions -= 1
+                return None
+            (self._reset_untraced if torch.compiler.is_compiling() else self.reset)()
+            if output is None:
+                _explain_refusal(sys.exc_info()[1])
+            elif self.copies and not self._has_looked:
+                self._has_looked = True
+                self._warn_of_kept_copies(module)
+        elif vars(module).get("_amp_replica") != "outermost":
+            return None
+        return cast_floats(output, self.output_dtype)
+
+    def _enter_float32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
+
+    def _leave_float32(self, module: nn.Module, args: Any, output: Any) -> Any:
+        inside = bool(self.outermost) or "_amp_replica" in vars(module)
+        return cast_floats(output, self.dtype) if inside else None
+
+    # Copies
+
+    def _begin(self, module: nn.Module) -> bool:
+        """Begin an outermost call; returns whether it is a call of the network at all."""
+        if self._step_owner is not None and self._step_owner[0] is module and module.forward != self._step_owner[1]:
+            return False
+        if "_is_replica" in vars(module):
+            self._cast_replica(module)
+            return True
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if mode != self._mode:
+            self.copies.clear()  # they cannot serve the other mode
+            self._mode = mode
+        self._swap_in(module)
+        self.outermost = id(module)
+        return True
+
+    def _cast_replica(self, module: nn.Module) -> None:
+        """Cast the tensors of a replica of ``DataParallel``, which is thrown away after this one call."""
+        if "_amp_replica" in vars(module):  # it is called by another replica
+            return
+        for part in self.cast_modules(module):
+            vars(part)["_amp_replica"] = "inner"
+            weights = {**part._parameters, **vars(part).get("_former_parameters", {})}
+            vars(part).update({k: t.to(self.dtype) for k, t in weights.items() if _is_wide(t, self.dtype)})
+            part._buffers.update({k: t.to(self.dtype) for k, t in part._buffers.items() if _is_wide(t, self.dtype)})
+        vars(module)["_amp_replica"] = "outermost"
+
+    def _swap_in(self, root: nn.Module, *, again: bool = False) -> None:
+        """Let half copies take the positions of the tensors below ``root``.
+
+        Args:
+            root: A module.
+            again: In a backward pass: leave frozen weights that were not used alone, as those of a teacher.
+        """
+        for module in self.cast_modules(root):
+            for name, weight in module._parameters.items():
+                if _is_wide(weight, self.dtype) and not (again and weight not in self.copies and _is_frozen(weight)):
+                    self._swaps.append((module._parameters, name, weight, self._copy_of(weight)))
+            self._swap_in_others(module)
+        for holder, name, _, half in self._swaps:
+            if half is not None:
+                holder[name] = half
+
+    def _swap_in_others(self, module: nn.Module) -> None:
+        for name, buffer in module._buffers.items():
+            if _is_wide(buffer, self.dtype):
+                self._swaps.append((module._buffers, name, buffer, buffer.detach().to(self.dtype)))
+        if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
+            self._swaps += [(vars(module), name, vars(module)[name], None) for name in _LISTS_OF_RNN]
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        """Return a half copy, the same one until the weight changes or the backward pass is over."""
+        # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
+        state = (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
+        known = self.copies.get(weight)
+        if known is None or known[0] != state:
+            known = self.copies[weight] = state, weight.to(self.dtype)
+        return known[1]
+
+    def _swap_out(self) -> None:
+        swaps, self._swaps = self._swaps, []
+        for holder, name, wide, half in reversed(swaps):
+            now = holder.get(name)
+            if half is None:
+                holder[name] = wide
+            elif now is half:
+                holder[name] = wide
+                # Batch norm's kernel does not count its changes as such.
+                if not half.is_inference() and (half._version or name.startswith("running_")):
+                    _take_changes(wide, half)
+            elif isinstance(now, Tensor) and now.dtype is half.dtype and not isinstance(now, nn.Parameter):
+                holder[name] = now.detach().to(wide.dtype)  # a buffer that the module has assigned anew
+
+    def _warn_of_kept_copies(self, root: nn.Module) -> None:
+        copies = {id(half) for _, half in self.copies.values()}
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                if id(value) in copies:
+                    warnings.warn(
+                        f"{type(module).__name__} {path!r} keeps the half copy of a weight in {name!r} beyond its "
+                        "call: it will not follow the weight. Read the weight at each call, or keep the module in "
+                        f"float32: keep_float32=[{path!r}].",
+                        TurboWarning,
+                        stacklevel=2,
+                    )
+
+
+_ENTER_FLOAT32 = HalfForward._enter_float32
+
+
+@torch.no_grad()
+def round_weights(forward: HalfForward, models: Iterable[nn.Module]) -> None:
+    """Round all that ``forward`` casts in these models to half, once, as apex's masters begin."""
+    for model in models:
+        for module in forward.cast_modules(model):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if _is_wide(tensor, forward.dtype):
+                    tensor.copy_(tensor.to(forward.dtype))
+
+
+class HalfWeights:
+    """The weights of O3: half precision until ``restore``, with a float32 ``state_dict``.
+
+    Args:
+        forward: Says which modules are cast, and to what.
+        models: Whose parameters and buffers are cast, in place; the ``Parameter`` objects stay the same.
+        step_owner: A module of whose own tensors only the parameters are cast: its training step uses the buffers,
+            outside of any module's call.
+    """
+
+    def __init__(self, forward: HalfForward, models: Iterable[nn.Module], step_owner: nn.Module | None = None) -> None:
+        self.dtype = forward.dtype
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        modules = [module for model in models for module in forward.cast_modules(model)]
+        for module in modules:
+            self._cast(_tensors_of(module))
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+        if step_owner is not None:
+            self._cast(p for p in step_owner._parameters.values() if p is not None)
+            modules.append(step_owner)
+        self._modules = weakref.WeakSet(modules)
+        self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
+
+    def _cast(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if _is_wide(tensor, self.dtype):
+                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Bring what an optimizer has gathered to the dtype of its parameters."""
+        self._optimizers.add(optimizer)
+        _cast_state(optimizer)
+
+    def restore(self) -> None:
+        """Give modules their float32 back, what was added to them too, and optimizers theirs."""
+        for handle in self._handles:
+            handle.remove()
+        for module in {part for known in self._modules for part in known.modules()}:
+            for tensor in _tensors_of(module):
+                if tensor.dtype is self.dtype:
+                    tensor.data, tensor.grad = tensor.data.float(), None
+        for optimizer in list(self._optimizers):
+            _cast_state(optimizer)
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+def _cast_state(optimizer: Optimizer) -> None:
+    for param, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(param, Tensor) else ():
+            if name != "step" and isinstance(value, Tensor) and value.is_floating_point():
+                state[name] = value.to(param.dtype) if value.shape == param.shape else value
+
+
+def _save_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, tensor in state.items():
+        if name.startswith(prefix) and isinstance(tensor, Tensor) and tensor.dtype in HALF_DTYPES:
+            state[name] = tensor.float()
+
+
+def _is_wide(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype is not dtype
+
+
+def _is_frozen(weight: Tensor) -> bool:
+    return not weight.requires_grad
+
+
+@torch.no_grad()
+def _take_changes(wide: Tensor, half: Tensor) -> None:
+    """Let a float32 tensor take the entries that a module has changed in its half copy; the others stay exact."""
+    wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
+
+
+def _explain_refusal(error: BaseException | None) -> None:
+    """Add to an error that a half tensor caused what to do; hooks cannot raise another one in its place."""
+    if isinstance(error, RuntimeError) and error.args and isinstance(error.args[0], str):
+        text = error.args[0]
+        if _HINT not in text and any(word in text for word in ("Half", "BFloat16", "dtype", "scalar type")):
+            error.args = (f"{text}\n{_HINT}", *error.args[1:])

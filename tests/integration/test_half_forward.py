@@ -1,0 +1,478 @@
+"""What surrounds a training, at every level: each row trains as float32 does, and leaves nothing behind."""
+
+import copy
+import itertools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.utils.prune
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_turbo import ApexAMP, amp
+from lightning_turbo.errors import AmpUsageError, TurboWarning
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # torch's compiler looks
+]
+LEVELS = ("O0", "O1", "O2", "O3")
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0,
+    "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0,
+}  # fmt: skip
+
+
+def batches():
+    inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(list(zip(inputs, inputs @ torch.tensor([[0.4], [-0.2], [0.3], [0.1]]), strict=True)), 8)
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = self.backbone = layers()
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    def training_step(self, batch, index):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
+
+
+def fit(module, *callbacks, level=None, dtype=torch.bfloat16, **more):
+    amp_settings = {key: more.pop(key) for key in ("num_losses", "keep_float32") if key in more}
+    plugins = [ApexAMP(level, dtype=dtype, max_loss_scale=1024.0, **amp_settings)] if level else []
+    trainer = pl.Trainer(plugins=plugins, callbacks=list(callbacks), **{**QUIET, "max_epochs": 3, **more})
+    trainer.fit(module, batches())
+    return trainer
+
+
+def flat(module):
+    return torch.cat([p.detach().float().flatten() for _, p in sorted(module.state_dict().items())])
+
+
+# Rows: what makes a module, and what makes the Trainer's arguments.
+
+
+def plain():
+    return Net()
+
+
+def with_modules(change):
+    """Rows whose network is another one."""
+
+    def make():
+        module = Net()
+        module.net = module.backbone = change()
+        return module
+
+    return make
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.last = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.lstm(x[..., None])[0][:, -1])
+
+
+class Repeated(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.middle, self.tail = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1)
+        self.middle.register_buffer("shift", torch.ones(8))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        inner = lambda h: self.middle(h) + self.middle.shift  # noqa: E731
+        return self.tail(checkpoint(inner, self.head(x), use_reentrant=self.reentrant))
+
+
+def parametrized():
+    net = layers()
+    nn.utils.parametrizations.weight_norm(net[0])
+    nn.utils.parametrizations.spectral_norm(net[2])
+    return net
+
+
+def pruned():
+    net = layers()
+    nn.utils.prune.l1_unstructured(net[0], "weight", 0.25)
+    return net
+
+
+class Toggling(Net):
+    """Two optimizers in turn; the other one's weights need no gradient meanwhile."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            assert all(p.requires_grad is (id(p) in own) for p in self.parameters())
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
+
+
+class TwoLosses(Toggling):
+    """Two losses, each with a scale of its own, before the step of one optimizer."""
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(1e-3 * self.loss((-batch[0], batch[1])), **self.second)
+        optimizer.step()
+
+    @property
+    def second(self):
+        return {"loss_id": 1} if isinstance(self.trainer.precision_plugin, ApexAMP) else {}
+
+    configure_optimizers = Net.configure_optimizers
+
+
+class DoubleBackward(Net):
+    def training_step(self, batch, index):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).float().sum(), x, create_graph=True)
+        return self.loss(batch) + 0.1 * slope.square().mean()
+
+
+class Demanding(torch.optim.SGD):
+    """Cannot step without its closure, and returns what that gave."""
+
+    def step(self, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+class WithClosure(Net):
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        assert isinstance(optimizer.step(closure=closure), torch.Tensor)
+
+    def configure_optimizers(self):
+        return Demanding(self.parameters(), lr=0.1)
+
+
+class Copying(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == 0:
+            twin = copy.deepcopy(module.net)
+            assert torch.equal(flat(twin), flat(module.net))
+            assert torch.equal(twin(batch[0]), module.net(batch[0]))
+
+    def on_train_end(self, trainer, module):
+        self.twin = copy.deepcopy(module.net)
+
+    def teardown(self, trainer, module, stage):
+        twin = copy.deepcopy(module)
+        assert torch.equal(flat(twin), flat(module))
+
+
+class Proxy(Callback):
+    """Hands every hook to another callback."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def __getattribute__(self, name):
+        own = not name.startswith("on_") and name not in ("setup", "teardown")
+        return object.__getattribute__(self, name) if own else getattr(object.__getattribute__(self, "callback"), name)
+
+
+class Ema(Callback):
+    """An average of the user's own, which moves by less than half precision shows."""
+
+    def on_fit_start(self, trainer, module):
+        self.average = copy.deepcopy(module.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        for mine, theirs in zip(self.average.parameters(), module.net.parameters(), strict=True):
+            mine.data.mul_(0.999).add_(theirs.data, alpha=0.001)
+
+
+class Momentum(Net):
+    """A second network follows the first one by .data, and is called in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.follower = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        for mine, theirs in zip(self.follower.parameters(), self.net.parameters(), strict=True):
+            mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+        with torch.no_grad():
+            goal = self.follower(batch[0]).float()
+        return self.loss(batch) + nn.functional.mse_loss(self.net(batch[0]).float(), goal + 0.5)
+
+
+class Finetuning(BackboneFinetuning):
+    def __init__(self):
+        super().__init__(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.0, verbose=False)
+
+    def freeze_before_training(self, module):
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.1)
+
+
+def pruning(lottery):
+    return lambda: [ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lottery, verbose=0)]
+
+
+class Scheduled(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+ROWS = {
+    "plain": (plain, list, {}),
+    "learning rate monitor": (
+        Scheduled, lambda: [LearningRateMonitor()], {"logger": CSVLogger, "log_every_n_steps": 2},
+    ),
+    "pruning": (plain, pruning(False), {}),
+    "pruning with the lottery ticket": (plain, pruning(True), {}),
+    "pruned before": (with_modules(pruned), list, {}),
+    "stochastic weight averaging": (plain, lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], {}),
+    "average of the user's own": (plain, lambda: [Ema()], {}),
+    "follower moved by .data": (Momentum, list, {}),
+    "finetuning": (plain, lambda: [Finetuning()], {}),
+    "toggle_optimizer": (Toggling, list, {}),
+    "deep copies": (plain, lambda: [Copying()], {}),
+    "demanded closure": (WithClosure, list, {}),
+    "proxy of a callback": (plain, lambda: [Proxy(StochasticWeightAveraging(0.05, swa_epoch_start=1))], {}),
+    "parametrizations": (with_modules(parametrized), list, {}),
+    "tied weights": (with_modules(Tied), list, {}),
+    "LSTM": (with_modules(Recurrent), list, {}),
+    "checkpointing, reentrant": (with_modules(lambda: Repeated(True)), list, {}),
+    "checkpointing": (with_modules(lambda: Repeated(False)), list, {}),
+    "compiled": (with_modules(lambda: torch.compile(layers(), backend="eager")), list, {"max_epochs": 1}),
+    "DataParallel": (with_modules(lambda: nn.DataParallel(layers())), list, {}),
+    "double backward": (DoubleBackward, list, {}),
+    "several losses": (TwoLosses, list, {"num_losses": 2}),
+    "accumulation": (plain, list, {"accumulate_grad_batches": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("row", ROWS)
+def test_it_trains_as_float32_does_and_leaves_nothing(row, level, dtype, tmp_path):
+    make, callbacks, settings = ROWS[row]
+    if level == "O3" and dtype is torch.float16 and row == "double backward":
+        pytest.skip("O3 has no loss scale: these gradients vanish")
+    settings = dict(settings)
+    if "logger" in settings:
+        settings["logger"] = settings["logger"](tmp_path)
+    own = {key: settings.pop(key) for key in ("num_losses",) if key in settings}
+    wanted, start = make(), make()
+    keys = [vars(optimizer).keys() for optimizer in fit(wanted, *callbacks(), **settings).optimizers]
+    module = make()
+    hooks = hooks_of(module)
+    trainer = fit(module, *callbacks(), level=level, dtype=dtype, **settings, **own)
+    moved = (flat(wanted) - flat(start)).norm()
+    assert (flat(module) - flat(wanted)).norm() < {"O0": 1e-5, "O3": 0.12}.get(level, 0.06) * moved
+    assert hooks_of(module) == hooks
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+    assert {p.dtype for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()} == {torch.float32}
+    assert [vars(optimizer).keys() for optimizer in trainer.optimizers] == keys
+
+
+def hooks_of(module):
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+    return [len(getattr(part, kind)) for part in [*module.modules()][:4] for kind in kinds]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_that_fails_leaves_nothing(level):
+    class Failing(Net):
+        def training_step(self, batch, index):
+            def fail(*_):
+                raise KeyboardInterrupt if index == 1 else KeyError("broken")
+
+            if index == 1:
+                self.net[2].register_forward_pre_hook(fail)
+            return self.loss(batch)
+
+    module = Failing()
+    hooks = hooks_of(module)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(module, level=level)
+    del module.net[2]._forward_pre_hooks[next(reversed(module.net[2]._forward_pre_hooks))]
+    assert hooks_of(module) == hooks
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+
+
+# Plain loops
+
+
+def train(net, optimizer, scale=True):
+    for x, y in itertools.islice(itertools.cycle(batches()), 12):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x).float(), y)
+        if scale:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_averaged_model_in_a_plain_loop(level):
+    averages = []
+    for opt_level in (None, level):
+        net = layers()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if opt_level:
+            amp.initialize(net, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
+        average = AveragedModel(net)
+        for _ in range(3):
+            train(net, optimizer, scale=opt_level is not None)
+            average.update_parameters(net)
+        averages.append((flat(average.module), average(torch.ones(1, 4)).item()))
+        amp.shutdown()
+    assert torch.allclose(averages[0][0], averages[1][0], atol=0.02)
+    assert averages[0][1] == pytest.approx(averages[1][1], abs=0.02)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_module_is_kept_in_float32(level, by_name):
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            seen.append((x.dtype, self.gain.dtype))
+            return torch.fft.irfft(torch.fft.rfft(x) * self.gain)
+
+    seen, keep = [], ["1"] if by_name else [Spectrum]
+    net = nn.Sequential(nn.Linear(4, 4), Spectrum(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    settings = {"opt_level": level, "dtype": torch.bfloat16, "verbosity": 0}
+    amp.initialize(net, optimizer, **settings)
+    with pytest.raises(RuntimeError, match=r"(?s)BFloat16.*keep_float32=\[its name or its class\]"):
+        net(torch.ones(2, 4))
+    amp.shutdown()
+    amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.01), keep_float32=keep, **settings)
+    twin = copy.deepcopy(net)
+    for model in (net, twin):
+        seen.clear()
+        assert model(torch.ones(2, 4)).dtype is torch.float32
+        assert seen == [(torch.float32, torch.float32)]
+    amp.shutdown()
+    for wrong, words in (("nothing", "in none of the models"), (3, "names of modules")):
+        with pytest.raises(AmpUsageError, match=f"keep_float32=.*{words}"):
+            amp.initialize(net, keep_float32=[wrong], **settings)
+    with pytest.raises(AmpUsageError, match="contradicts O1"):
+        amp.initialize(net, opt_level="O1", keep_float32=keep)
+
+
+def test_the_trainer_keeps_a_module_in_float32():
+    module = Net()
+    fit(module, level="O2", keep_float32=["net"])
+    wanted = Net()
+    fit(wanted)
+    assert torch.equal(flat(module), flat(wanted))
+    with pytest.raises(AmpUsageError, match="in none of the models"):
+        fit(Net(), level="O2", keep_float32=["backbone.9"])
+
+
+def test_what_does_not_follow_is_told():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, 4))
+
+        def forward(self, x):
+            self.seen = self.weight
+            return nn.functional.linear(x, self.weight)
+
+    net, criterion = Keeping(), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*net.parameters(), criterion], lr=0.1)
+    with pytest.warns(TurboWarning, match="SGD holds 1 parameters that the model does not have: O2"):
+        amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+    with pytest.warns(TurboWarning, match=r"Keeping '' keeps the half copy of a weight in 'seen'.*keep_float32"):
+        net(torch.ones(1, 4))
+    amp.shutdown()
+
+
+def test_an_evaluation_copies_no_weight_that_has_not_changed():
+    net, seen = layers(), []
+    amp.initialize(net, opt_level="O2", verbosity=0)
+    net[2].register_forward_pre_hook(lambda module, args: seen.append(module.weight))
+    with torch.inference_mode():
+        for change in (None, None, lambda p: p.add_(1.0), None):
+            if change:
+                with torch.inference_mode(False), torch.no_grad():
+                    change(net[2].weight)
+            net(torch.ones(1, 4))
+    amp.shutdown()
+    assert [seen[i] is seen[i + 1] for i in range(3)] == [True, False, True]
+
+
+def test_a_weight_that_a_module_changes_in_its_call_keeps_the_change():
+    class Clipping(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(max=0.5)
+            return super().forward(x)
+
+    net = Clipping(4, 1)
+    exact = net.weight.detach().clone()
+    exact[0, 0] = 2.0
+    net.load_state_dict({"weight": exact, "bias": net.bias})
+    amp.initialize(net, opt_level="O2", verbosity=0)
+    net(torch.ones(1, 4))
+    amp.shutdown()
+    assert torch.equal(net.weight, exact.clamp(max=0.5))
