@@ -27,9 +27,6 @@ CARDS = sorted(path for path in (DOCS / "cards").glob("*.md") if path.name != "R
 SECTIONS = (
     "What it does", "Use when", "How to use", "Arguments", "What it brings", "Limits", "Checked by", "Sources",
 )  # fmt: skip
-SHORT_SECTIONS = (
-    "What it does", "Use when", "How to use", "Arguments", "What it brings", "Limits", "Checked by", "Sources",
-)  # fmt: skip
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=fence) *$", re.M | re.S
 )
@@ -146,8 +143,7 @@ def test_card_has_its_parts(card):
     fields = overview().front_matter(card)  # refuses what is missing
     assert str(fields["name"]).strip()
     headings = re.findall(r"^(?:## +|\*\*)(.+)$", prose(card), re.M)
-    sections = SHORT_SECTIONS if "Arguments" in headings else SECTIONS
-    assert [part for part in sections if not any(heading.startswith(part) for heading in headings)] == []
+    assert [part for part in SECTIONS if not any(heading.startswith(part) for heading in headings)] == []
 
 
 @pytest.mark.parametrize("card", CARDS, ids=name_of)

@@ -88,13 +88,6 @@ def test_losses_and_weights_are_the_same_at_every_level(level, workers, data):
     assert "host-sync" in rules(doctor)
 
 
-def test_the_state_of_the_generator_is_the_same():
-    trained()
-    plain = torch.get_rng_state()
-    trained(Doctor(**SHORT))
-    assert torch.equal(plain, torch.get_rng_state())
-
-
 class Fast(LightningModule):
     """A frozen encoder in eval mode, whose fast path a function mode would close."""
 
@@ -156,17 +149,6 @@ def test_a_run_with_code_that_an_earlier_one_compiled_is_timed_only():
     torch._dynamo.reset()
     trained(doctor := Doctor(**SHORT))
     assert "host-sync" in rules(doctor)
-
-
-def test_another_profiler_keeps_its_place():
-    doctor, seen = Doctor(**SHORT), set()
-    sys.setprofile(lambda frame, event, arg: seen.add(frame.f_code.co_name))
-    trained(doctor)
-    sys.setprofile(None)
-    assert "training_step" in seen
-    assert any("profile function" in note for note in doctor.report.facts.notes)
-    assert "host-sync" in rules(doctor), "the modes watch all the same"
-    assert "progress-bar-sync" not in rules(doctor)
 
 
 def test_cprofile_sees_all_that_it_sees_without_the_doctor():

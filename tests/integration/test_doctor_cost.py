@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import tracemalloc
 import weakref
 
 import torch
@@ -113,22 +112,3 @@ def test_what_it_measured_with_is_gone_before_the_epoch_is_over():
     watching, gone, still = alive
     assert len(watching) >= 6
     assert gone == still == set()
-
-
-def test_its_memory_does_not_grow():
-    sizes = []
-
-    class Weighs(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step in (8, 30):
-                gc.collect()
-                kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, HERE + "*")])
-                sizes.append(sum(each.size for each in kept.statistics("filename")))
-
-    tracemalloc.start()
-    try:
-        trained(Weighs(), Doctor(**SHORT), max_epochs=3)
-    finally:
-        tracemalloc.stop()
-    assert 0 < sizes[0] < 2**20, "the report"
-    assert sizes[1] <= sizes[0]

@@ -240,12 +240,6 @@ def test_the_remedy_fits_the_cause(within, remedy):
     assert (f"within {within}" in finding.what) == bool(within)
 
 
-def test_a_measured_cost_is_per_step_and_of_all_places():
-    (finding,) = diagnose(replace(CUDA, calls=lines(3, 5)))
-    assert finding.seconds == pytest.approx(0.002)
-    assert finding.cost.startswith("2.00 ms")
-
-
 def test_the_rate_is_told_in_words():
     def told(**more):
         return diagnose(replace(CPU, calls=calls("sync", **more)))[0].what
