@@ -96,7 +96,7 @@ def test_batches_and_losses_are_those_of_monais_loader(dataset, num_workers):
     plain = fit(Volumes(dataset, num_workers=num_workers))
     assert plain.kinds == {monai_data.MetaTensor}
     assert len(set(plain.sums)) == 8
-    for settings in ({}, {"prefetch_threads": 2}):
+    for settings in ({}, {"prefetch_threads": 2}, {"loader": "ThreadDataLoader"} if num_workers == 0 else {}):
         ours = fit(Prefetched(dataset, num_workers=num_workers, **settings))
         assert (ours.sums, ours.losses, ours.kinds) == (plain.sums, plain.losses, plain.kinds)
 
@@ -109,12 +109,7 @@ def test_threads_that_would_share_a_transforms_generator_are_refused_however_muc
         list(data.train_dataloader())
 
 
-def test_monais_thread_loader():
-    plain, ours = fit(Volumes(loader="ThreadDataLoader")), fit(Prefetched(loader="ThreadDataLoader"))
-    assert (ours.sums, ours.losses) == (plain.sums, plain.losses)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_tensors_with_metadata_train_at_every_level(level):
     data = Prefetched()
     meta = fit(data, ApexAMP(level, dtype=torch.bfloat16))
