@@ -138,6 +138,13 @@ def test_set_epoch_names_the_epoch_although_it_comes_after_iter(make):
         each.close()
 
 
+def test_epochs_that_are_cut_short_differ_in_their_augmentation(root):
+    loader = DALILoader(ImageFolder(root, train=True, shuffle=False, size=8), 4, num_threads=1)
+    (first, _), (second, _) = next(iter(loader)), next(iter(loader))
+    assert not torch.equal(first, second)
+    loader.close()
+
+
 @pytest.mark.parametrize("last_batch", ["partial", "drop"])
 @pytest.mark.parametrize("epoch", [0, 2])
 @pytest.mark.parametrize("at", [0, 1, 3, 5])
