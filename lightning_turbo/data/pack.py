@@ -120,8 +120,9 @@ def _check_folders(source: Path, target: Path, overwrite: bool) -> None:
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
     """Refuse to delete anything but a packed dataset or an empty folder."""
-    others = [path for path in target.glob("*") if path.is_dir() or path.suffix != ".npy"]
-    packed = target.is_dir() and others in ([], [target / CONTENTS])
+    found = list(target.glob("*"))
+    others = [path.name for path in found if path.is_dir() or path.suffix != ".npy"]
+    packed = target.is_dir() and (not found or others == [CONTENTS])
     what = "a folder that does not exist, or with overwrite=True (--overwrite) one that holds only a packed dataset"
     expect(overwrite and packed, "out", str(target), what, FileExistsError)
 

@@ -46,7 +46,6 @@ class DALIDataModule(LightningDataModule):
         batch_size: Samples per batch and rank, at least 1.
         last_batch: What training does with the samples that do not fill a batch: ``"partial"``, ``"fill"`` or
             ``"drop"``. The other sources always use ``"partial"``, each sample once.
-        device: ``"cpu"`` runs the pipelines on the CPU although the Trainer uses a GPU. Default: the Trainer's device.
         classes: Class names in the order of their labels, for sources that are folders. Default: the folders of
             ``train``, also for a validation set that lacks one of them.
         images: Further arguments of ``ImageFolder``, for sources that are folders.
@@ -72,7 +71,6 @@ class DALIDataModule(LightningDataModule):
         *,
         batch_size: int,
         last_batch: str = "partial",
-        device: str | None = None,
         classes: Sequence[str] | None = None,
         images: Mapping[str, Any] | None = None,
         **options: Any,
@@ -83,8 +81,7 @@ class DALIDataModule(LightningDataModule):
         sources = {"train": train, "val": val, "test": test, "predict": predict}
         given = [name for name, source in sources.items() if source is not None]
         expect(given, "train, val, test, predict", None, "at least one source")
-        expect(device in (None, "cpu"), "device", device, "None for the device of the Trainer, or 'cpu'")
-        self._batch_size, self._device, self._images, self._classes = batch_size, device, dict(images or {}), classes
+        self._batch_size, self._images, self._classes = batch_size, dict(images or {}), classes
         self._options = options  # written like this, jsonargparse finds the arguments of DALILoader
         self._dali: dict[str, list[DALILoader]] = {name: [] for name in sources}
         self.loaders = {name: self._make_loaders(name, source, last_batch) for name, source in sources.items()}
@@ -139,8 +136,7 @@ class DALIDataModule(LightningDataModule):
         # The shard of the data is not the rank if a strategy also splits the model.
         shard = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1})
         for loader in self._own(stage):
-            device = self._device or trainer.strategy.root_device
-            loader.place(device, shard["rank"], shard["num_replicas"], trainer.num_devices)
+            loader.place(trainer.strategy.root_device, shard["rank"], shard["num_replicas"], trainer.num_devices)
             len(loader)  # builds the pipeline
 
     def teardown(self, stage: str) -> None:

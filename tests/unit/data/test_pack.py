@@ -351,7 +351,8 @@ def test_nothing_but_a_packed_dataset_is_overwritten(tmp_path):
     pack_folder(scans, other)
     (other / "notes").mkdir()
     shutil.copytree(other, scans.parent / "more")
-    for out in (other, tmp_path / "thesis.txt", tmp_path / "project" / "more"):
+    shutil.copytree(scans, scans.parent / "copy")
+    for out in (other, tmp_path / "thesis.txt", scans.parent / "more", scans.parent / "copy"):
         with pytest.raises(FileExistsError, match=r"or with overwrite=True .* one that holds only a packed dataset"):
             pack_folder(scans, out, overwrite=True)
     (other / "notes").rmdir()
