@@ -79,25 +79,28 @@ def command(monkeypatch, volumes, tmp_path):
     return run
 
 
-def test_it_learns_logs_and_goes_on_from_a_checkpoint_bit_for_bit(command, tmp_path):
-    # float32: in bfloat16 a gradient of torch's 3D convolutions on the CPU depends on memory that nobody wrote.
-    settings = ("--trainer.plugins", "null", "--model.epochs_up", "1", "--trainer.max_epochs")
-    whole = command("fit", *settings, "3")
-    assert whole.trainer.callback_metrics["val/auc"] > 0.9
-    assert whole.model.loss.pos_weight == pytest.approx(1.5)
+# float32: in bfloat16 a gradient of torch's 3D convolutions on the CPU depends on memory that nobody wrote.
+SETTINGS = ("--trainer.plugins", "null", "--model.epochs_up", "1", "--trainer.max_epochs")
 
-    command("fit", *settings, "1", out="parts")
+
+def test_it_trains_and_logs(command, tmp_path):
+    done = command("fit", *SETTINGS, "1", "--trainer.log_every_n_steps", "1")
+    assert done.model.loss.pos_weight == pytest.approx(1.5)
     assert {path.name for path in Path("runs/medmnist3d/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
-    resumed = command("fit", *settings, "3", "--ckpt_path", "last", out="parts")
-    assert resumed.trainer.current_epoch == 3
+    events = EventAccumulator(str(tmp_path / "whole" / done.trainer.log_dir)).Reload()
+    assert {"train/loss", "train/loss_step", "val/loss", "val/auc", "val/accuracy"} <= set(events.Tags()["scalars"])
+    assert len(events.Images("val/slices")) == 1
+
+
+@pytest.mark.slow
+def test_it_learns_and_a_resumed_run_equals_one_that_never_stopped(command):
+    whole = command("fit", *SETTINGS, "4")
+    assert whole.trainer.callback_metrics["val/auc"] > 0.9
+    command("fit", *SETTINGS, "2", out="parts")
+    resumed = command("fit", *SETTINGS, "4", "--ckpt_path", "last", out="parts")
+    assert resumed.trainer.current_epoch == 4
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
-
-    events = EventAccumulator(str(tmp_path / "whole" / whole.trainer.log_dir)).Reload()
-    assert {"train/loss", "train/loss_step", "val/loss", "val/auc", "val/accuracy"} <= set(events.Tags()["scalars"])
-    assert events.Tags()["images"] == ["val/slices"]
-    assert len(events.Images("val/slices")) == 3
-
     tested = command("test", "--ckpt_path", "runs/medmnist3d/checkpoints/best.ckpt", out="parts")
     assert tested.trainer.callback_metrics["test/auc"] >= 0.5
 
