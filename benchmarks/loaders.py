@@ -175,7 +175,7 @@ def _pillow_loader(root: Path, size: int, device: torch.device, workers: int, by
     if by.startswith("torchdata"):
         return torchdata_loader(dataset, _endless(dataset), BATCH, workers, by.removeprefix("torchdata, "))
     if by == "ours":
-        return PrefetchLoader.of(_dataloader(dataset, 0), prefetch_batches=2, prefetch_threads=workers)
+        return PrefetchLoader.of(_dataloader(dataset, 0), prefetch_batches=2, threads=workers)
     return _dataloader(dataset, workers)
 
 

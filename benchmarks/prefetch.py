@@ -71,9 +71,7 @@ LOADERS: dict[str, type[DataLoader[Any]]] = {
     "BackgroundGenerator": Published,
     "PrefetchLoader": PrefetchLoader,
 }
-THREADS = {
-    f"PrefetchLoader, {count} threads": functools.partial(PrefetchLoader, prefetch_threads=count) for count in (2, 4)
-}
+THREADS = {f"PrefetchLoader, {count} threads": functools.partial(PrefetchLoader, threads=count) for count in (2, 4)}
 
 _BUFFER = bytes(1 << 22)
 _CLOSE = 2e-5  # seconds of work that are not worth another piece

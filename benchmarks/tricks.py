@@ -213,7 +213,7 @@ def trick(
         except LightningMismatchError as error:
             raise SkippedError(str(error)) from None
     added: list[Callback] = [getattr(lightning_turbo, name)() for name in callbacks]
-    datamodule = PrefetchedData(prefetch_threads=prefetch) if prefetch else Data()
+    datamodule = PrefetchedData(threads=prefetch) if prefetch else Data()
     numbers = train(meter, module, datamodule, samples=batch, callbacks=added, **QUIET, **trainer)
     return numbers if val is None else {**numbers, "accuracy": _accuracy(module, val, batch)}
 

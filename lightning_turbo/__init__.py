@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # for type checkers, which read no table; a test compares the
     from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
     from lightning_turbo.data.normalize import Normalize as Normalize
     from lightning_turbo.data.packed import PackedDataset as PackedDataset
-    from lightning_turbo.data.workers import tune_workers as tune_workers
+    from lightning_turbo.data.tune_workers import tune_workers as tune_workers
     from lightning_turbo.datamodules.dali import DALIDataModule as DALIDataModule
     from lightning_turbo.datamodules.prefetch import PrefetchDataModule as PrefetchDataModule
     from lightning_turbo.doctor.callback import Doctor as Doctor
@@ -57,7 +57,7 @@ PUBLIC = {
         "DevicePrefetcher": "data.device",
         "PackedDataset": "data.packed",
         "Normalize": "data.normalize",
-        "tune_workers": "data.workers",
+        "tune_workers": "data.tune_workers",
         "DALILoader": "data.dali.loader",
         "DALIDataModule": "datamodules.dali",
     },

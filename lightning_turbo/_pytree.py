@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["can_move", "holders_in", "map_batch", "move_batch", "pin_batch", "tensors_in"]
+__all__ = ["addresses_in", "can_move", "copy_batch", "holders_in", "map_batch", "move_batch", "pin_batch", "tensors_in"]
 
 _ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
@@ -48,16 +48,10 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
     if isinstance(batch, Tensor) or (callable(getattr(batch, method, None)) and not isinstance(batch, type)):
         return function(batch)
     if isinstance(batch, Mapping):
-        moved = {key: map_batch(value, function, method) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return moved
-        twin = copy.copy(batch)
-        twin.update(moved)
-        return twin
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(value, function, method) for value in batch))
+        return _with_values(batch, {key: map_batch(value, function, method) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_batch(value, function, method) for value in batch)
+        parts = [map_batch(value, function, method) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for field in dataclasses.fields(batch):
@@ -65,6 +59,15 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
             object.__setattr__(twin, field.name, map_batch(value, function, method))
         return twin
     return batch
+
+
+def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping like ``mapping`` with other values."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return values
+    twin = copy.copy(mapping)
+    twin.update(values)
+    return twin
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -175,3 +178,24 @@ def pin_batch(batch: Any) -> Any:
         return part.pin_memory()
 
     return map_batch(batch, pin, "pin_memory")
+
+
+def addresses_in(batch: Any) -> set[int]:
+    """Return where in memory the tensors and arrays of a batch begin, those in objects not among them."""
+    parts: list[Any] = []
+    map_batch(batch, parts.append, "__array__")
+    found = {
+        part.data_ptr() if isinstance(part, Tensor) else part.__array_interface__["data"][0]
+        for part in parts
+        if (isinstance(part, Tensor) and part.layout == torch.strided) or isinstance(part, np.ndarray)
+    }
+    return found - {0}
+
+
+def copy_batch(batch: Any) -> Any:
+    """Return ``batch`` with copies of its tensors and arrays."""
+
+    def clone(part: Any) -> Any:
+        return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
+
+    return map_batch(batch, clone, "__array__")

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["same_random_numbers", "set_shared_state", "shared_state", "torch_state", "uncollected"]
+__all__ = [
+    "changed_generators",
+    "same_random_numbers",
+    "set_shared_state",
+    "shared_state",
+    "torch_state",
+    "uncollected",
+]
 
 _reading = threading.RLock()
 
@@ -71,6 +78,17 @@ def set_shared_state(state: dict[str, Any]) -> None:
     if numpy is not None and "numpy" in state:
         keys, *rest = state["numpy"]
         numpy.random.set_state(("MT19937", keys.numpy(), *rest))
+
+
+def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names of the process-wide generators that differ between two results of ``shared_state``."""
+    names = [] if torch.equal(before["torch"], after["torch"]) else ["torch"]
+    if before["random"] != after["random"]:
+        names.append("random")
+    old, new = before.get("numpy"), after.get("numpy")
+    if old is not None and new is not None and (old[1:] != new[1:] or not torch.equal(old[0], new[0])):
+        names.append("numpy.random")
+    return names
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_turbo.data import randomness
+from lightning_turbo.data import prefetcher
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
@@ -71,7 +71,7 @@ def _fresh(tmp_path, monkeypatch):
     np.random.seed(0)
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(randomness, "WORTH", 0.0)
+    monkeypatch.setattr(prefetcher, "WORTH", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ TECHNIQUES = [
     Technique("memory_format", False, callbacks=lambda: [lt.MemoryFormat("channels_last")]),
     Technique("prefetch", True, datamodule={}),
     Technique("prefetch_next_epoch", True, callbacks=lambda: [lt.PrefetchNextEpoch()], datamodule={}),
-    Technique("prefetch_threads", True, datamodule={"prefetch_threads": 2}),
+    Technique("prefetch_threads", True, datamodule={"threads": 2}),
     Technique("turbo", True, strategy=lambda devices: "turbo" if devices == 1 else "turbo_ddp"),
 ]  # fmt: skip
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}

@@ -22,7 +22,7 @@ from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import is_between_epochs, judge_states
+from lightning_turbo.data.position import correct_states, is_between_epochs
 
 __all__ = ["ExactResume", "attach_exact_resume"]
 
@@ -114,7 +114,7 @@ class ExactResume(Callback):
         over, begins, used = _read_position(trainer, fit)
         if over or begins:
             _complete_epoch(fit)
-        judge_states(loaders, over=over, used=used)
+        correct_states(loaders, over=over, used=used)
         self._restored = _Restored(over, begins, loaders, random)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

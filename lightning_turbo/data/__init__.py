@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_turbo.data.background import BackgroundIterator
 from lightning_turbo.data.dali import DALILoader
-from lightning_turbo.data.device import DevicePrefetcher
+from lightning_turbo.data.device import DevicePrefetcher, DeviceTransfer
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.normalize import Normalize
 from lightning_turbo.data.packed import PackedDataset, pack_folder
-from lightning_turbo.data.transfer import DeviceTransfer
-from lightning_turbo.data.workers import tune_workers
+from lightning_turbo.data.prefetcher import BackgroundIterator
+from lightning_turbo.data.tune_workers import tune_workers
 
 __all__ = [
     "BackgroundIterator",

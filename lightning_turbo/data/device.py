@@ -1,25 +1,172 @@
-"""``DevicePrefetcher``, the copy of the next batches to the device on a side stream."""
+"""``DevicePrefetcher``: the next batches are copied to the device on a side stream."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
+import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo._checks import check_functions
+from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
+from lightning_turbo._random import changed_generators, shared_state
+from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import IndexTape, Place, length_of, warn_of_gaps
-from lightning_turbo.data.torch_iterators import copied, guarded
-from lightning_turbo.data.transfer import MIN_BYTES, DeviceIterator, DeviceTransfer, Foreground
+from lightning_turbo.data.position import Position, length_of, warn_of_gaps
+from lightning_turbo.data.prefetcher import LoadProfile, check_count
+from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DevicePrefetcher"]
+__all__ = ["DevicePrefetcher", "DeviceTransfer"]
+
+# Bytes. Below this the two events and the bookkeeping of a side stream cost as much as the copy they hide: a copy of
+# 1 MiB takes about 40 us over PCIe 4.
+MIN_BYTES = 1 << 20
+
+
+class _Sent(NamedTuple):
+    """A batch under way: what there is of it, whether it is finished, and the event after its copy."""
+
+    batch: Any
+    finished: bool
+    event: Any
+
+
+class DeviceTransfer:
+    """How batches get to one device: the move, a transform, and the side stream that both run on.
+
+    One object, and with it one stream, serves a whole run. See ``DevicePrefetcher`` for the arguments.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int,
+        *,
+        prefetch_batches: int = 2,
+        min_bytes: int = MIN_BYTES,
+        transform: Callable[[Any], Any] | None = None,
+        transfer: Callable[[Any, torch.device], Any] | None = None,
+    ) -> None:
+        self.device = _check_device(device)
+        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        check_functions(transform=transform, transfer=transfer)
+        if isinstance(min_bytes, bool) or not isinstance(min_bytes, int):
+            raise TypeError(f"min_bytes={min_bytes!r} is not an integer; pass a number of bytes, 0 or more.")
+        if min_bytes < 0:
+            raise ValueError(f"min_bytes={min_bytes!r} is negative; pass a number of bytes, 0 or more.")
+        self.min_bytes = min_bytes
+        self.transform = transform
+        self.transfer = transfer
+        self._draws: bool | None = None if transform or transfer else False  # None: not known yet
+        self._checked = False
+        self._stream: Any = None
+        self._stays = False  # on the side stream, which has what a transform keeps on the device
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do for any batch."""
+        return self.device.type == "cpu" and self.transform is None and self.transfer is None
+
+    @property
+    def stages(self) -> list[Callable[[Any], Any]]:
+        """What is done to each batch on the host, in the background."""
+        return [pin_batch] if self.device.type == "cuda" else []
+
+    def stream(self) -> Any:
+        """The side stream, made on first use; ``None`` where the device has no streams."""
+        if self._stream is None and self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    def begin(self) -> None:
+        """Begin an epoch: the side stream waits for what was done on the current one."""
+        stream = self.stream()
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def send(self, batch: Any) -> _Sent:
+        """Start what can be done for a batch ahead of its use.
+
+        A transform that draws random numbers waits for the batch's turn, so that its draws come between those of the
+        model's steps where they would come without prefetching.
+        """
+        if self._draws is not False and self.transfer is not None:
+            return _Sent(batch, False, None)
+        batch, event = self._on_side(batch, self._move if self._draws is not False else self._all)
+        return _Sent(batch, self._draws is False, event)
+
+    def receive(self, sent: _Sent) -> Any:
+        """Finish a batch and make the current stream wait for it."""
+        batch, event = sent.batch, sent.event
+        if not sent.finished:
+            rest = self._all if self.transfer is not None else self._transform
+            before = self._random_state() if self._draws is None else {}
+            batch, event = self._on_side(batch, rest, event)
+            if self._draws is None:
+                after = self._random_state()
+                self._draws = bool(changed_generators(before, after)) or not torch.equal(
+                    before["device"], after["device"]
+                )
+        if event is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(event)
+            for part in holders_in(batch):
+                if not isinstance(part, torch.Tensor) or part.is_cuda:
+                    part.record_stream(current)  # its memory goes back to the side stream only after this one
+        return batch
+
+    def _on_side(self, batch: Any, work: Callable[[Any], Any], before: Any = None) -> tuple[Any, Any]:
+        """Do ``work`` on the side stream if the batch is worth it, else on the current one."""
+        stream, tensors = self.stream(), list(tensors_in(batch))
+        if stream is None or (before is None and self._is_small(tensors)):
+            return work(batch), None
+        current = torch.cuda.current_stream(self.device)
+        comes = not self._stays and (self.transform is not None or self.transfer is not None)
+        self._stays = self._stays or comes
+        with torch.cuda.stream(stream):
+            there = [t for t in tensors if t.is_cuda and before is None]
+            if there or comes:
+                stream.wait_stream(current)  # the loader made them there, or small batches came before
+            _record(there, stream)  # and their memory goes back to that stream only after this one
+            return work(batch), stream.record_event()
+
+    def _is_small(self, tensors: list[torch.Tensor]) -> bool:
+        return not self._stays and sum(t.nbytes for t in tensors) < self.min_bytes
+
+    def _move(self, batch: Any) -> Any:
+        if self.transfer is not None:
+            return self.transfer(batch, self.device)
+        if not self._checked and self.device.type != "cpu" and not can_move(batch):
+            warnings.warn(
+                f"Batches of {type(batch).__name__} hold no tensor and no object with .to, so none of them gets to "
+                f"{self.device}. Let the dataset or collate_fn return tensors, pass transfer=, or leave the device "
+                "prefetching out (device_prefetch=False).",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        self._checked = True
+        return move_batch(batch, self.device)
+
+    def _transform(self, batch: Any) -> Any:
+        return batch if self.transform is None else self.transform(batch)
+
+    def _all(self, batch: Any) -> Any:
+        return self._transform(self._move(batch))
+
+    def _random_state(self) -> dict[str, Any]:
+        cuda = self.device.type == "cuda"
+        return {**shared_state(), "device": torch.cuda.get_rng_state(self.device) if cuda else torch.empty(0)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_stream": None, "_stays": False}
+
+
+def _record(tensors: list[torch.Tensor], stream: Any) -> None:
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 class DevicePrefetcher:
@@ -27,8 +174,8 @@ class DevicePrefetcher:
 
     While a step works on one batch, the next ones are copied on a second CUDA stream from pinned memory. The stream
     of the step waits for the copy, and the memory of a batch is not used again before the step is through with it.
-    A loader that has no background thread of its own gets one, with the rules of ``PrefetchLoader``. On a CPU device
-    this object hands out the loader's batches and does nothing else.
+    On a CUDA device a ``DataLoader`` without a background thread gets one: ``loader`` is then the ``PrefetchLoader``
+    of it. On a CPU device this object hands out the loader's batches and does nothing else.
 
     Args:
         loader: Any iterable of batches that can be iterated again: ``DataLoader``, ``PrefetchLoader``, a list.
@@ -43,7 +190,7 @@ class DevicePrefetcher:
 
     Raises:
         TypeError: If ``loader`` cannot be iterated, or an argument has a wrong type.
-        ValueError: If an argument is out of range, or the device is none that can be used.
+        ValueError: If an argument is out of range, or the device is not one that can be used.
 
     Note:
         ``transform`` and ``transfer`` run in the thread that asks for batches. One that draws random numbers runs
@@ -67,89 +214,56 @@ class DevicePrefetcher:
     ) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise TypeError(
-                f"DevicePrefetcher got {loader!r} as loader, which cannot be iterated: it has no __iter__. "
+                f"DevicePrefetcher expected an iterable of batches as loader, got {loader!r}, which has no __iter__. "
                 "Pass a DataLoader or another iterable of batches."
             )
-        self.loader = loader
         self.transfer = DeviceTransfer(
             device, prefetch_batches=prefetch_batches, min_bytes=min_bytes, transform=transform, transfer=transfer
         )
-        self._watch = LoadWatch()
+        self.loader: Iterable[Any] = loader
+        if isinstance(loader, DataLoader) and self.transfer.device.type == "cuda":
+            own = isinstance(loader, PrefetchLoader)
+            self.loader = loader if own else PrefetchLoader.of(loader, prefetch_batches=prefetch_batches)
+        self._profile = LoadProfile()
         self._live: weakref.ref[Any] | None = None
-        self._place: Place | None = None
-        self._work: Any = None
-        self._tape: IndexTape | None = None
+        self._position: Position | None = None
         self._skip = 0
 
     def __iter__(self) -> Iterator[Any]:
         live = self._current()
         if live is not None:
-            if live.park() and self._tape is not None:
-                self._tape.put_back(self._tape.place)
-        elif self._work is not None:
-            self._work.wait()
+            live.park()
         skip, self._skip = self._skip, 0
-        with self._lent():
-            source: Any = guarded(iter(self.loader))
-        position = getattr(self.loader, "state_dict", None)
-        plain = self.transfer.transform is None and self.transfer.transfer is None
-        ours = isinstance(source, DeviceIterator) and source.transfer is self.transfer
-        if ours or (plain and (isinstance(source, DeviceIterator) or (self.transfer.idle and position is not None))):
-            self._live = self._place = None
+        source: Any = iter(self.loader)
+        mine, theirs = self.transfer, source.transfer if isinstance(source, Epoch) else None
+        self._live = self._position = None
+        adds = mine.transform is not None or mine.transfer is not None
+        if isinstance(source, Epoch) and (theirs is None or theirs is mine or not adds):
+            # The loader counts its batches as they are handed out, and knows where it is.
+            if theirs is None and not mine.idle:
+                source.use(mine)
+            self._live = weakref.ref(source)
+            return source
+        if mine.idle and hasattr(self.loader, "state_dict"):
             return source  # the loader does it all
-        if skip:
-            source = itertools.islice(source, skip, None)
-        if not isinstance(source, BackgroundIterator):
-            if self.transfer.device.type == "cpu" or isinstance(source, DeviceIterator):
-                source = Foreground(source)
-            else:
-                source = self._ahead(source, skip, position)
-                position = None
-        source.place.consumed += skip
-        iterator = self.transfer.iterate(source, position)
-        if self._tape is not None:
-            self._tape.follow(source.place, iterator.place)
-        self._place = iterator.place
-        self._live = weakref.ref(iterator)
-        return iterator
+        epoch = self._epoch_of(source, skip)
+        self._position, self._live = epoch.position, weakref.ref(epoch)
+        return epoch
 
-    @contextlib.contextmanager
-    def _lent(self) -> Iterator[None]:
-        """Let a loader with prefetching use this object's transfer, which then tells it what is handed out."""
-        lends = isinstance(self.loader, PrefetchLoader) and self.loader.transfer is None
-        if lends:
-            vars(self.loader)["transfer"] = self.transfer
-        try:
-            yield
-        finally:
-            if lends:
-                vars(self.loader)["transfer"] = None
-
-    def _ahead(self, source: Any, skip: int, position: Callable[[], Any] | None) -> BackgroundIterator:
-        """Return what takes the batches of ``source`` ahead, and no random numbers that a plain loop would not."""
-        loader: Any = self.loader
-        tape, place = None, Place()
-        mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        if mapped and position is None:
-            tape, sampler = self._tape, cast(Any, loader)._index_sampler
-            if tape is None or tape.sampler is not sampler:
-                tape = IndexTape(sampler, loader.generator)
-        self._tape = tape = tape if tape is not None and tape.own else None
-        # Some samplers draw once more at their end, for which a loader with a length need not be asked.
-        draws = mapped and (position is not None or (tape is not None and not loader.num_workers))
-        length = length_of(loader) if draws else None
-        snapshot = None if position is None else functools.partial(copied, position)
-        ahead = BackgroundIterator(
-            source,
-            prefetch_batches=self.transfer.prefetch_batches,
-            snapshot=snapshot if tape is None else tape.note,
-            wanted=None if length is None else max(0, length - skip),
-            dispose=None if tape is None else functools.partial(tape.put_back, place),
-            watch=self._watch,
-            place=place,
-        )
-        self._work = ahead.work
-        return ahead
+    def _epoch_of(self, source: Any, skip: int) -> Epoch:
+        """Return a pass over a loader that is not ours: in the background where batches go to a CUDA device."""
+        profile = self._profile
+        if self.transfer.device.type == "cpu" or isinstance(source, Epoch):
+            profile = LoadProfile()
+            profile.draws = True  # which keeps it in this thread
+        state_dict = getattr(self.loader, "state_dict", None)
+        epoch = Epoch(
+            source, Position(skip), skip=skip, profile=profile, prefetch_batches=self.transfer.prefetch_batches,
+            snapshot=None if state_dict is None else lambda: copy.deepcopy(state_dict()),
+        )  # fmt: skip
+        if not self.transfer.idle:
+            epoch.use(self.transfer)
+        return epoch
 
     def start_next_epoch(self) -> bool:
         """Begin to load the next epoch, see ``PrefetchLoader.start_next_epoch``; other loaders cannot.
@@ -158,10 +272,11 @@ class DevicePrefetcher:
             Whether it was begun.
         """
         start = getattr(self.loader, "start_next_epoch", None)
-        with self._lent():
-            begun = start is not None and start()
+        if start is None:
+            return False
+        begun = start() if isinstance(self.loader, DevicePrefetcher) or self.transfer.idle else start(self.transfer)
         if begun:
-            self._place = None  # from here on the loader knows where it stands
+            self._position = None  # from here on the loader knows where it is
         return begun
 
     def __len__(self) -> int:
@@ -191,14 +306,14 @@ class DevicePrefetcher:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch handed out; a count where the loader has no state."""
-        place = self._place
+        position = self._position
         own = getattr(self.loader, "state_dict", None)
         if own is not None:
-            return own() if place is None or place.state is None or place.ended else place.state
-        if place is None:
+            return own() if position is None or position.state is None or position.ended else position.state
+        if position is None:
             return {"consumed": self._skip, "whole": False}
         length = length_of(self)
-        return {"consumed": place.consumed, "whole": place.ended or place.consumed == length, "length": length}
+        return {"consumed": position.consumed, "whole": position.ended or position.consumed == length, "length": length}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
@@ -232,7 +347,7 @@ class DevicePrefetcher:
 
     def _end(self, because: str) -> None:
         live = self._current()
-        self._live = self._place = None
+        self._live = self._position = None
         if live is not None:
             live.close(because)
 
@@ -240,7 +355,28 @@ class DevicePrefetcher:
         return self._live() if self._live is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_live": None, "_place": None, "_work": None, "_tape": None, "_watch": LoadWatch()}
+        return {**vars(self), "_live": None, "_position": None, "_profile": LoadProfile()}
 
 
-_OWN = frozenset({"_live", "_place", "_skip", "_tape", "_watch", "_work", "loader", "transfer"})
+_OWN = frozenset({"_live", "_position", "_profile", "_skip", "loader", "transfer"})
+
+
+def _check_device(device: Any) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device={device!r} is not a device that torch knows; pass 'cpu', 'cuda' or 'cuda:N'."
+        ) from error
+    if found.type == "cpu":
+        return found
+    if found.type != "cuda":
+        raise ValueError(f"device={device!r} has no streams that are used here; pass 'cpu', 'cuda' or 'cuda:N'.")
+    if found.index is None and torch.cuda.is_available():
+        found = torch.device("cuda", torch.cuda.current_device())
+    if not torch.cuda.is_available() or found.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices. "
+            "Pass one that is there, or 'cpu'."
+        )
+    return found

@@ -5,27 +5,42 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
+import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_turbo.data.background import BackgroundIterator, check_count, check_threads
-from lightning_turbo.data.randomness import LoadWatch
-from lightning_turbo.data.resume import START, TRACE, IndexTape, Place, foreign, length_of, warn_of_gaps
-from lightning_turbo.data.torch_iterators import end_workers, guarded, leave, load, undivided
-from lightning_turbo.data.trace import begin_epoch, begun, noted, traced
+from lightning_turbo.data.epoch import Epoch
+from lightning_turbo.data.pending import PendingCollate, ThreadedDataset
+from lightning_turbo.data.position import (
+    KEY,
+    START,
+    Position,
+    ResumableSampler,
+    add_history,
+    begin_epoch,
+    length_of,
+    note_state,
+    state_to_begin_with,
+    warn_of_gaps,
+    wrong_kind,
+)
+from lightning_turbo.data.prefetcher import LoadProfile, check_count
+from lightning_turbo.data.worker_guard import end_workers
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["PrefetchLoader", "prefetching"]
+__all__ = ["DEPTH", "PrefetchLoader", "check_threads", "lock_of", "old_name_of_threads", "prefetching"]
 
 DEPTH = 8
+T = TypeVar("T", covariant=True)
+_locks: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 
 
-class PrefetchLoader(DataLoader[Any]):
+class PrefetchLoader(DataLoader[T]):
     """A ``torch.utils.data.DataLoader`` whose next batches are prepared in a background thread.
 
     Takes the arguments of ``DataLoader`` and is one in every respect; the batches and their order are the same, bit
@@ -39,22 +54,22 @@ class PrefetchLoader(DataLoader[Any]):
     Args:
         *args: As in ``DataLoader``.
         prefetch_batches: How many batches to keep ready, 1 or more; one more is in preparation. The default of 8
-            serves loads of uneven duration; less saves memory.
-        prefetch_threads: How many threads load at the same time, 1 or more, where there are no worker processes; each
-            works on a batch of its own, and the batches keep their order. For loads that wait, or compute outside the
-            GIL, and a dataset whose ``__getitem__`` may be called by several threads at once.
+            serves loads of uneven duration; less saves memory, and open files with worker processes.
+        threads: How many threads load samples at the same time, 1 or more: in this process, or in each worker process.
+            For loads that wait, or compute outside the GIL, and a dataset whose ``__getitem__`` may be called by
+            several threads at once.
         transfer: What moves the batches to a device as they are handed out; see ``DevicePrefetcher``.
-        **kwargs: As in ``DataLoader``.
+        **kwargs: As in ``DataLoader``. ``prefetch_threads`` is the old name of ``threads``.
 
     Raises:
-        TypeError: If ``prefetch_batches`` or ``prefetch_threads`` is no integer.
-        ValueError: If ``prefetch_batches`` or ``prefetch_threads`` is below 1.
+        TypeError: If ``prefetch_batches`` or ``threads`` is not an integer, or the dataset is a loader.
+        ValueError: If ``prefetch_batches`` or ``threads`` is below 1.
 
     Warns:
         NoEffectWarning: If loading draws from the process-wide random generators; batches are then loaded in the
-            asking thread, because no seed would fix the result otherwise. If ``prefetch_threads`` cannot be used:
-            with worker processes, an ``IterableDataset``, a class behind this one that loads by itself, or a dataset
-            that draws from generators of its own; one thread then works ahead.
+            asking thread, because no seed would fix the result otherwise. If ``threads`` cannot be used: with an
+            ``IterableDataset``, or a class behind this one that loads by itself; one thread then works ahead.
+        DeprecationWarning: If ``prefetch_threads`` is passed.
 
     Example:
         >>> loader = PrefetchLoader(range(6), batch_size=3)
@@ -63,28 +78,33 @@ class PrefetchLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        prefetch_batches: int = DEPTH,
-        prefetch_threads: int = 1,
-        transfer: Any = None,
-        **kwargs: Any,
+        self, *args: Any, prefetch_batches: int = DEPTH, threads: int = 1, transfer: Any = None, **kwargs: Any
     ) -> None:
-        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
-        self.prefetch_threads = check_threads("prefetch_threads", prefetch_threads)
-        self.transfer = transfer
-        self._begin_prefetching()
+        if "prefetch_threads" in kwargs:
+            threads = old_name_of_threads(kwargs.pop("prefetch_threads"))
+        self._begin_prefetching(prefetch_batches, threads, transfer)
         super().__init__(*args, **kwargs)
+        if isinstance(self.dataset, DataLoader):
+            raise TypeError(
+                f"expected a dataset, got the loader {self.dataset!r}. Pass its dataset, or call "
+                "PrefetchLoader.of(loader) to add prefetching to it."
+            )
 
-    def _begin_prefetching(self) -> None:
+    def _begin_prefetching(self, prefetch_batches: int, threads: int, transfer: Any) -> None:
+        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        self.threads = check_threads(threads)
+        self.transfer = transfer
+        self._prefetch_profile = LoadProfile()
         self._prefetch_live: weakref.ref[Any] | None = None
-        self._prefetch_work: Any = None
+        self._prefetch_loading: Any = None
         self._prefetch_next: Any = None
-        self._prefetch_place: Place | None = None
-        self._prefetch_watch = LoadWatch()
-        self._prefetch_tape: IndexTape | None = None
-        self._prefetch_resume: dict[str, Any] | None = None
+        self._prefetch_position: Position | None = None
+        self._prefetch_sampler: ResumableSampler | None = None
+        self._prefetch_loaded: dict[str, Any] | None = None
         self._prefetch_wanted: Callable[[], Any] | None = None
+        self._prefetch_turn: Any = None
+        self._prefetch_samples: ThreadedDataset | None = None
+        self._prefetch_refused = False
 
     @classmethod
     def of(
@@ -92,9 +112,10 @@ class PrefetchLoader(DataLoader[Any]):
         loader: DataLoader[Any],
         *,
         prefetch_batches: int = DEPTH,
-        prefetch_threads: int = 1,
+        threads: int = 1,
         transfer: Any = None,
-    ) -> PrefetchLoader:
+        prefetch_threads: int | None = None,
+    ) -> PrefetchLoader[Any]:
         """Return a loader like ``loader``, of a class that inherits from its class, with prefetching added.
 
         Dataset, samplers and every attribute are shared; ``loader`` itself is not changed.
@@ -102,38 +123,38 @@ class PrefetchLoader(DataLoader[Any]):
         Args:
             loader: A ``DataLoader`` of any class.
             prefetch_batches: How many batches to keep ready, 1 or more.
-            prefetch_threads: How many threads load at the same time, 1 or more.
+            threads: How many threads load samples at the same time, 1 or more.
             transfer: What moves the batches to a device as they are handed out.
+            prefetch_threads: The old name of ``threads``.
 
         Raises:
-            TypeError: If ``loader`` is no ``DataLoader``.
+            TypeError: If ``loader`` is not a ``DataLoader``.
         """
         if not isinstance(loader, DataLoader):
             raise TypeError(
-                f"PrefetchLoader.of got {loader!r}; it takes a torch.utils.data.DataLoader. "
+                f"PrefetchLoader.of expected a torch.utils.data.DataLoader, got {loader!r}. "
                 "For other iterables use DevicePrefetcher or BackgroundIterator."
             )
+        if prefetch_threads is not None:
+            threads = old_name_of_threads(prefetch_threads)
         twin: Any = copy.copy(loader)
         object.__setattr__(twin, "__class__", prefetching(type(loader)))
         for name, value in vars(twin).items():
             if isinstance(value, list) and name.startswith("__"):  # records that a trainer keeps of this loader
                 vars(twin)[name] = list(value)
         vars(twin)["_iterator"] = None
-        twin._begin_prefetching()
-        twin.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
-        twin.prefetch_threads = check_threads("prefetch_threads", prefetch_threads)
-        twin.transfer = transfer
+        twin._begin_prefetching(prefetch_batches, threads, transfer)
         return twin
 
     @property
     def _index_sampler(self) -> Any:
-        """The sampler whose indices are loaded, with a tape around it that can skip what was consumed before."""
+        """The sampler whose indices are loaded, wrapped so that it can continue where a state was taken."""
         sampler: Any = super()._index_sampler
         if self._stateful or isinstance(self.dataset, IterableDataset):
             return sampler
-        if self._prefetch_tape is None or self._prefetch_tape.sampler is not sampler:
-            self._prefetch_tape = IndexTape(sampler, self.generator)
-        return self._prefetch_tape
+        if self._prefetch_sampler is None or self._prefetch_sampler.sampler is not sampler:
+            self._prefetch_sampler = ResumableSampler(sampler, self.generator)
+        return self._prefetch_sampler
 
     @property
     def rewinds(self) -> bool:
@@ -145,7 +166,11 @@ class PrefetchLoader(DataLoader[Any]):
         """Whether the class behind keeps its own state, as torchdata's ``StatefulDataLoader`` does."""
         return hasattr(super(), "state_dict")
 
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    @property
+    def _iterates_as_torch(self) -> bool:
+        return getattr(super().__iter__, "__func__", None) is DataLoader.__iter__
+
+    def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self._prefetch_next is not None and self.persistent_workers and self._iterator is None:
             self.load_state_dict(self.state_dict())  # somebody else ended its workers
         if self._prefetch_next is not None:
@@ -153,64 +178,107 @@ class PrefetchLoader(DataLoader[Any]):
             vars(self)["_prefetch_next"] = None
             return started
         self._retire()
-        resume = self._prefetch_resume = self._resume()
-        behind, count, start = cast(Any, super()), resume.get(TRACE, resume), None
-        done = skip = 0 if count.get("whole") else count["consumed"]
-        sampler = self._index_sampler
-        tape = sampler if isinstance(sampler, IndexTape) else None
-        if tape is not None:
-            # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
-            skip = 0 if getattr(super().__iter__, "__func__", None) is DataLoader.__iter__ else done
-            tape.rewind(resume, done - skip, seeded=self.persistent_workers)
-        if self._stateful:
-            source, start = begin_epoch(self, behind, resume, self._prefetch_place)
-            snapshot = functools.partial(noted, getattr(source, "state_dict", behind.state_dict), self)
-            skip = 0
-            start = snapshot() if start is None and hasattr(source, "state_dict") else start
-        else:
-            source, snapshot = behind.__iter__(), tape.note if tape is not None and tape.own else None
-        source = guarded(source)
-        place, threads, items, stage = Place(done, start), 1, source, None
-        if self.prefetch_threads > 1 and self._divisible(source):
-            threads, items, stage = self.prefetch_threads, source._sampler_iter, functools.partial(load, source)
-            self._prefetch_watch.owners = (self.dataset, self.collate_fn)
-        self._prefetch_watch.workers = self.num_workers > 0
-        iterator: Any = BackgroundIterator(
-            itertools.islice(items, skip, None) if skip else items,
-            prefetch_batches=self.prefetch_batches,
-            threads=threads,
-            stage=stage,
-            snapshot=snapshot,
-            wanted=self._wanted(done),
-            dispose=functools.partial(leave, None if self.persistent_workers else source, tape, place),
-            watch=self._prefetch_watch,
-            place=place,
-        )
-        vars(self)["_prefetch_work"] = iterator.work
-        if self.transfer is not None:
-            iterator = self.transfer.iterate(iterator)
-        vars(self)["_prefetch_live"] = weakref.ref(iterator)  # Lightning records attributes that are set
-        self._prefetch_place = iterator.place
-        if tape is not None:
-            tape.follow(place, iterator.place)
-        return iterator
+        loaded = self._prefetch_loaded = self._state_to_load()
+        known = loaded.get(KEY, loaded)
+        done = 0 if known.get("whole") else known["consumed"]
+        epoch = self._begin_stateful(loaded, done) if self._stateful else self._begin_counted(loaded, done)
+        if self.transfer is not None and not self.transfer.idle:
+            epoch.use(self.transfer)
+        vars(self)["_prefetch_loading"] = epoch._loading
+        vars(self)["_prefetch_live"] = weakref.ref(epoch)  # Lightning records attributes that are set
+        self._prefetch_position = epoch.position
+        return epoch
 
-    def _resume(self) -> dict[str, Any]:
+    def _begin_counted(self, loaded: dict[str, Any], done: int) -> Epoch:
+        """Begin an epoch of a loader without a state of its own: its order is recorded, its batches are counted."""
+        sampler = self._index_sampler
+        sampler = sampler if isinstance(sampler, ResumableSampler) else None
+        skip = done
+        if sampler is not None:
+            # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
+            skip = 0 if self._iterates_as_torch else done
+            sampler.rewind(loaded, done - skip, seeded=self.persistent_workers)
+        source, samples = self._make_source(sampler)
+        position = Position(done)
+        if sampler is not None:
+            sampler.position = position
+        left = None if self.persistent_workers else source
+        dispose = functools.partial(_leave, left, sampler, position, None if self.num_workers else samples)
+        return self._epoch(
+            source, position, sampler=sampler, skip=skip, dispose=dispose, samples=None if self.num_workers else samples
+        )
+
+    def _make_source(self, sampler: Any) -> tuple[Any, ThreadedDataset | None]:
+        """Return torch's iterator over the batches, and the dataset of threads that it loads from, if there is one.
+
+        The loading of one batch is put together here, from a list of indices over samples to ``collate_fn``: whatever
+        wraps the dataset or the sampler of a loader does it in this place, and in the view of the loader alone.
+        """
+        if self.threads == 1 or not self._can_use_threads():
+            return cast(Any, super()).__iter__(), None
+        known = None if self.num_workers else self._prefetch_samples
+        samples = ThreadedDataset(self.dataset, self.threads, None if known is None else known.is_alone)
+        self._prefetch_samples = samples
+        view: Any = object.__new__(DataLoader)
+        vars(view).update(vars(self))
+        vars(view).update(dataset=samples, collate_fn=PendingCollate(cast(Any, self.collate_fn)))
+        vars(view)["sampler" if self.batch_sampler is None else "batch_sampler"] = sampler
+        source = iter(view)
+        vars(self)["_iterator"] = view._iterator  # persistent workers, which a Trainer ends here
+        return source, samples
+
+    def _can_use_threads(self) -> bool:
+        """Whether several threads can load samples; tells once why they cannot."""
+        why = ""
+        if isinstance(self.dataset, IterableDataset):
+            why = f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
+        elif not self._iterates_as_torch:
+            why = f"{type(self).__name__} does not load by torch's own iterator"
+        if why and not self._prefetch_refused:
+            self._prefetch_refused = True
+            warnings.warn(
+                f"threads={self.threads} has no effect here: {why}. One thread works ahead. Leave it out, or use a "
+                "dataset with indices.",
+                NoEffectWarning,
+                stacklevel=3,
+            )
+        return not why
+
+    def _begin_stateful(self, loaded: dict[str, Any], done: int) -> Epoch:
+        """Begin an epoch of a class that keeps its own state, which is recorded with each batch."""
+        if self.threads > 1:
+            self._can_use_threads()
+        behind: Any = super()
+        source, start = begin_epoch(self, behind, loaded, self._prefetch_position)
+        snapshot = functools.partial(note_state, getattr(source, "state_dict", behind.state_dict), self)
+        start = snapshot() if start is None and hasattr(source, "state_dict") else start
+        position = Position(done, start)
+        dispose = functools.partial(_leave, None if self.persistent_workers else source, None, position, None)
+        return self._epoch(source, position, dispose=dispose, snapshot=snapshot)
+
+    def _epoch(self, source: Any, position: Position, *, samples: Any = None, **more: Any) -> Epoch:
+        self._prefetch_profile.workers = self.num_workers > 0
+        shared = self.num_workers == 0 and samples is None
+        return Epoch(
+            source, position,
+            profile=self._prefetch_profile, wanted=self._wanted(position.consumed), timeout=self.timeout,
+            prefetch_batches=self.prefetch_batches, samples=samples, ahead=0 if samples is None else self.threads,
+            turn=(self._prefetch_turn or turn_of(self.dataset)) if shared else None, **more,
+        )  # fmt: skip
+
+    def _state_to_load(self) -> dict[str, Any]:
         """The state that the next epoch begins with: one that was loaded, until a batch was handed out after it."""
-        state, place = self._prefetch_resume, self._prefetch_place
-        return START if state is None or (place is not None and not place.untouched) else state
+        state, position = self._prefetch_loaded, self._prefetch_position
+        return START if state is None or (position is not None and not position.untouched) else state
 
     def _wanted(self, done: int) -> int | None:
-        """How many batches are to be taken ahead; ``None`` for all, and the end after them."""
-        # Some samplers draw once more at their end, for which a plain loader with a length need not be asked.
-        mapped, tape = not isinstance(self.dataset, IterableDataset), self._prefetch_tape
-        draws = mapped and (self._stateful or (tape is not None and bool(tape.own) and not self.num_workers))
+        """How many batches to take ahead, ``None`` for all; some samplers draw once more if asked for their end."""
         asked = self._prefetch_wanted and self._prefetch_wanted()
-        length = length_of(self) if draws or asked is not None else None
+        length = None if isinstance(self.dataset, IterableDataset) else length_of(self)
         wanted = min(number for number in (length, asked, float("inf")) if number is not None)
-        return None if wanted == float("inf") or (wanted == length and not draws) else max(0, int(wanted) - done)
+        return None if wanted == float("inf") else max(0, int(wanted) - done)
 
-    def start_next_epoch(self, *stages: Callable[[Any], Any]) -> bool:
+    def start_next_epoch(self, transfer: Any = None) -> bool:
         """Begin to load the next epoch, so that its first batches are ready when ``iter()`` is called for it.
 
         Call it when the last batch of an epoch was handed out. The order of the next epoch is drawn from the random
@@ -218,7 +286,7 @@ class PrefetchLoader(DataLoader[Any]):
         distributed sampler before. The current epoch cannot go on.
 
         Args:
-            stages: Called on each batch in the background, for example to pin its memory.
+            transfer: What moves its batches to a device, if the loader has none.
 
         Returns:
             Whether it was begun. It is not for an ``IterableDataset`` without worker processes, and with a class
@@ -226,74 +294,62 @@ class PrefetchLoader(DataLoader[Any]):
         """
         if self._prefetch_next is not None:
             return True
-        mapped = not isinstance(self.dataset, IterableDataset)
-        if self._stateful or not (mapped or self.num_workers):
+        if self._stateful or (isinstance(self.dataset, IterableDataset) and not self.num_workers):
             return False
-        live, place = self._current(), self._prefetch_place
-        if live is not None and not live.ended:
-            whole = mapped and place is not None and place.consumed == length_of(self)
-            live.finish() if whole else live.close("the next epoch was started")
-        iterator: Any = PrefetchLoader.__iter__(self)  # to which the __iter__ of a class in front leads in its turn
-        if self._prefetch_tape is not None:
-            self._prefetch_tape.draw()
-        for stage in stages:
-            iterator.add_stage(stage)
-        iterator.start()
-        vars(self)["_prefetch_next"] = iterator
+        self._leave_current()
+        epoch: Any = PrefetchLoader.__iter__(self)  # to which the __iter__ of a class in front leads in its turn
+        if self._prefetch_sampler is not None:
+            self._prefetch_sampler.draw()
+        if transfer is not None and epoch.transfer is None:
+            epoch.use(transfer)
+        epoch.start()
+        vars(self)["_prefetch_next"] = epoch
         return True
 
-    def _divisible(self, source: Any) -> bool:
-        """Whether several threads can load what ``source`` would; tells once why they cannot."""
-        why = undivided(self, source)
-        if why and not self._prefetch_watch.refused:
-            self._prefetch_watch.refused = True
-            warnings.warn(
-                f"prefetch_threads={self.prefetch_threads} has no effect here: {why}. One thread works ahead. Leave it "
-                "out, or use a dataset with indices and num_workers=0.",
-                NoEffectWarning,
-                stacklevel=3,
-            )
-        return not why
+    def _leave_current(self) -> None:
+        live = self._current()
+        if live is not None and not live.ended:
+            whole = not isinstance(self.dataset, IterableDataset) and live.position.consumed == length_of(self)
+            live.finish() if whole else live.close("the next epoch was started")
 
     def _current(self) -> Any:
         return self._prefetch_live() if self._prefetch_live is not None else None
 
     def _retire(self) -> None:
         """End the thread of the iterator before this one."""
-        live, work, tape = self._current(), self._prefetch_work, self._prefetch_tape
-        if live is not None and live.ended:
-            live = None
-        if self.persistent_workers:
-            if live is not None:
-                live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
-            if work is not None and not work.wait():
-                raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
-        elif live is None and work is not None and tape is not None and tape.own:
-            work.wait()  # for what was drawn ahead to go back
-        elif live is not None and live.park() and tape is not None:
-            tape.put_back(tape.place)
+        live, loading, sampler = self._current(), self._prefetch_loading, self._prefetch_sampler
+        if live is not None and not live.ended:
+            if not self.persistent_workers:
+                if live.park() and sampler is not None:
+                    sampler.put_back(sampler.position)
+                return
+            live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
+        draws = sampler is not None and bool(sampler.own)  # what was drawn ahead is put back when the thread ends
+        ended = loading is None or not (draws or self.persistent_workers) or loading.has_ended()
+        if self.persistent_workers and not ended:
+            raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest iterator stands, counted in batches that were handed out.
+        """Return where the latest iterator is, counted in batches that were handed out.
 
         With a class behind this one that keeps its own state, that state as it was after the last batch handed out.
         Otherwise the count, the states of the random generators from which the order follows and, for the epoch
-        after it, of those that belong to the loader and its samplers, and whether the epoch is over by this loader's
-        own length. Random numbers that worker processes draw for augmentation are not part of it.
+        after it, of those of torch that belong to the loader and its samplers, and whether the epoch is over by this
+        loader's own length. Random numbers that worker processes draw for augmentation are not part of it.
         """
-        tape, place, loaded = self._prefetch_tape, self._prefetch_place, self._resume()
+        sampler, position, loaded = self._prefetch_sampler, self._prefetch_position, self._state_to_load()
         if self._stateful:
-            state = (None if loaded is START else loaded) if place is None else place.state
-            return traced(cast(Any, super()).state_dict() if state is None else state, place)
-        if place is None or (self._prefetch_next is None and loaded is not START):
+            state = (None if loaded is START else loaded) if position is None else position.state
+            return add_history(cast(Any, super()).state_dict() if state is None else state, position)
+        if position is None or (self._prefetch_next is None and loaded is not START):
             return dict(loaded)
         length = length_of(self)
         return {
-            "consumed": place.consumed,
-            "order": None if tape is None else tape.began,
-            "own": [] if tape is None else tape.states_now() if place.consumed else tape.start,
-            "whole": place.ended or place.consumed == length,
-            "ended": place.ended,
+            "consumed": position.consumed,
+            "order": None if sampler is None else sampler.began,
+            "own": [] if sampler is None else sampler.states_now() if position.consumed else sampler.start,
+            "whole": position.ended or position.consumed == length,
+            "ended": position.ended,
             "length": length,
         }
 
@@ -315,12 +371,12 @@ class PrefetchLoader(DataLoader[Any]):
         """
         counted = {"consumed", "order"} <= state_dict.keys()
         if counted == self._stateful:
-            raise ValueError(foreign(self, state_dict))
+            raise ValueError(wrong_kind(self, state_dict))
         if not self._stateful:
             warn_of_gaps(self, state_dict)
         self.close()
-        self._prefetch_place = None
-        self._prefetch_resume = begun(state_dict) if self._stateful else dict(state_dict)
+        self._prefetch_position = None
+        self._prefetch_loaded = state_to_begin_with(state_dict) if self._stateful else dict(state_dict)
 
     def close(self) -> None:
         """End the current iterator, its thread and all worker processes, persistent ones too. May be called twice."""
@@ -333,16 +389,9 @@ class PrefetchLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        state.update(
-            _iterator=None,
-            _prefetch_live=None,
-            _prefetch_work=None,
-            _prefetch_next=None,
-            _prefetch_place=None,
-            _prefetch_tape=None,
-            _prefetch_resume=self._resume(),
-            _prefetch_wanted=None,
-        )
+        gone = ("live", "loading", "next", "position", "sampler", "wanted", "turn", "samples")
+        state.update({f"_prefetch_{name}": None for name in gone}, _iterator=None)
+        state["_prefetch_loaded"] = self._state_to_load()
         return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -352,10 +401,66 @@ class PrefetchLoader(DataLoader[Any]):
         return _blank, (behind,), self.__getstate__()
 
 
-def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader]:
+def turn_of(dataset: Any) -> Any:
+    """Return the lock that loaders of one dataset share, so that two threads do not read it at once.
+
+    Args:
+        dataset: A dataset; with ``random_split`` and its like, the one behind it.
+    """
+    for _ in range(100):
+        dataset = getattr(dataset, "dataset", dataset)
+    return lock_of(dataset)
+
+
+def lock_of(owner: Any) -> Any:
+    """Return the lock that belongs to an object as long as anybody holds it, in this process."""
+    return _locks.setdefault((os.getpid(), id(owner)), _Turn())
+
+
+class _Turn:
+    """A lock that may be copied and pickled with the loader that holds it; the copy is another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return _Turn, ()
+
+
+def check_threads(value: Any) -> int:
+    """Return ``value`` if it is a number of threads, see ``check_count``."""
+    return check_count("threads", value, "threads that load at the same time")
+
+
+def old_name_of_threads(value: Any) -> Any:
+    """Warn that ``threads`` was passed by the name that it had before, and return it."""
+    warnings.warn(
+        "prefetch_threads is called threads now, and the old name will go. Pass threads=.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return value
+
+
+def _leave(source: Any, sampler: ResumableSampler | None, position: Position, samples: Any) -> None:
+    """Let go of an iterator: end its worker processes and threads, and put back what its sampler drew ahead."""
+    end_workers(source)
+    if samples is not None:
+        samples.close()
+    if sampler is not None:
+        sampler.put_back(position)
+
+
+def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader[Any]]:
     """Return a class that inherits from ``PrefetchLoader`` and ``cls`` and takes the arguments of both.
 
-    The same class for the same ``cls``, so that objects of it can be pickled, compared by class and built anew.
+    The same class for the same ``cls``, so that objects of it can be pickled, compared by class and built again.
     """
     if issubclass(cls, PrefetchLoader):
         return cls
@@ -364,7 +469,7 @@ def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader]:
     made = _made.get(cls)
     if made is None:
 
-        def __init__(self: PrefetchLoader, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        def __init__(self: PrefetchLoader[Any], *args: Any, **kwargs: Any) -> None:  # noqa: N807
             PrefetchLoader.__init__(self, *args, **kwargs)
 
         __init__.__signature__ = _signature(cls)
@@ -378,16 +483,16 @@ _made: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 
 
 def _signature(cls: type) -> inspect.Signature:
-    """The constructor's arguments of both classes, for trainers that build a loader anew by its signature."""
+    """The constructor's arguments of both classes, for trainers that build a loader again by its signature."""
     own = inspect.signature(PrefetchLoader.__init__).parameters
     theirs = list(inspect.signature(cls.__init__).parameters.values())
     kinds = inspect.Parameter
     end = len(theirs) - (bool(theirs) and theirs[-1].kind is kinds.VAR_KEYWORD)
-    added = [own[name] for name in ("prefetch_batches", "prefetch_threads", "transfer")]
+    added = [own[name] for name in ("prefetch_batches", "threads", "transfer")]
     return inspect.Signature([*theirs[:end], *added, *theirs[end:]])
 
 
-def _blank(behind: type[DataLoader[Any]]) -> PrefetchLoader:
+def _blank(behind: type[DataLoader[Any]]) -> PrefetchLoader[Any]:
     """An empty loader of the class made for ``behind``, for unpickling."""
     cls = prefetching(behind)
     return cls.__new__(cls)

@@ -53,29 +53,15 @@ class Normalize:
         scale: float = 255.0,
         keys: Sequence[str | int] | None = None,
     ) -> None:
-        try:
-            means, stds = (torch.as_tensor(v, dtype=torch.float64).flatten().tolist() for v in (mean, std))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise TypeError(f"mean={mean!r}, std={std!r}: pass a number for each channel, or one for all.") from error
-        if not means or len(means) != len(stds):
-            raise ValueError(
-                f"mean has {len(means)} values and std {len(stds)}; pass one of each for every channel, or one for all."
-            )
-        if not all(map(math.isfinite, (*means, *stds))) or not is_number(scale):
-            raise ValueError(f"mean={mean!r}, std={std!r}, scale={scale!r}: accepted are finite numbers. Pass those.")
-        if min(stds) <= 0 or scale <= 0:
-            raise ValueError(f"std={std!r} and scale={scale!r} must be above zero; the image is divided by them.")
-        if scale == 255 and max(*map(abs, means), *stds) > 1:
-            raise ValueError(
-                f"mean={mean!r}, std={std!r} with scale={scale!r}: the image is divided by scale first, so accepted "
-                "are a mean and std of at most 1. Divide both by 255, or pass scale=1.0."
-            )
+        means, stds = _check_constants(mean, std, scale)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype={dtype!r} is no floating-point dtype; pass for example torch.float16.")
+            raise TypeError(f"dtype={dtype!r} is not a floating-point dtype; pass for example torch.float16.")
         if memory_format is not None and not isinstance(memory_format, torch.memory_format):
-            raise TypeError(f"memory_format={memory_format!r} is none; pass for example torch.channels_last, or None.")
+            raise TypeError(
+                f"memory_format={memory_format!r} is not a memory format; pass torch.channels_last, or None."
+            )
         if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
-            raise TypeError(f"keys={keys!r}: pass a sequence of names or places, for example ('image',), or None.")
+            raise TypeError(f"keys={keys!r}: pass a sequence of names or positions, for example ('image',), or None.")
         self.factor = [1 / (scale * s) for s in stds]
         self.offset = [-m / s for m, s in zip(means, stds, strict=True)]
         self.dtype = dtype
@@ -130,3 +116,25 @@ class Normalize:
 
 def _looks_like_images(tensor: Tensor) -> bool:
     return tensor.dtype == torch.uint8 and tensor.dim() >= 4
+
+
+def _check_constants(mean: Any, std: Any, scale: Any) -> tuple[list[float], list[float]]:
+    """Return ``mean`` and ``std`` as lists of numbers that fit one another and ``scale``."""
+    try:
+        means, stds = (torch.as_tensor(v, dtype=torch.float64).flatten().tolist() for v in (mean, std))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"mean={mean!r}, std={std!r}: pass a number for each channel, or one for all.") from error
+    if not means or len(means) != len(stds):
+        raise ValueError(
+            f"mean has {len(means)} values and std {len(stds)}; pass one of each for every channel, or one for all."
+        )
+    if not all(map(math.isfinite, (*means, *stds))) or not is_number(scale):
+        raise ValueError(f"mean={mean!r}, std={std!r}, scale={scale!r}: expected finite numbers. Pass those.")
+    if min(stds) <= 0 or scale <= 0:
+        raise ValueError(f"std={std!r} and scale={scale!r} must be above zero; the image is divided by them.")
+    if scale == 255 and max(*map(abs, means), *stds) > 1:
+        raise ValueError(
+            f"mean={mean!r}, std={std!r} with scale={scale!r}: the image is divided by scale first, so expected are "
+            "a mean and std of at most 1. Divide both by 255, or pass scale=1.0."
+        )
+    return means, stds

@@ -9,10 +9,11 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo._checks import check_functions, check_switches
 from lightning_turbo._lightning import (
@@ -25,17 +26,47 @@ from lightning_turbo._lightning import (
     given_hyperparameters,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
-from lightning_turbo.data.background import check_count, check_threads
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader
-from lightning_turbo.data.transfer import DeviceTransfer
-from lightning_turbo.data.workers import tune_workers
+from lightning_turbo.data.contents import Contents
+from lightning_turbo.data.device import DeviceTransfer
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, check_threads, lock_of, old_name_of_threads
+from lightning_turbo.data.prefetcher import check_count
+from lightning_turbo.data.tune_workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["PrefetchDataModule"]
 
-_LOADERS = frozenset({"train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"})
+_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 _SHARED = ("num_workers", "pin_memory")
-_ACCEPTED = ("prefetch_batches", "prefetch_threads", "device_prefetch", "device_transform", *_SHARED)
+_ACCEPTED = ("prefetch_batches", "threads", "device_prefetch", "device_transform", *_SHARED)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a PrefetchDataModule was asked for."""
+
+    prefetch_batches: int
+    threads: int
+    device_prefetch: bool
+    device_transform: Callable[[Any], Any] | None
+    num_workers: int | str | None
+    pin_memory: bool | None
+
+    def __post_init__(self) -> None:
+        check_count("prefetch_batches", self.prefetch_batches)
+        check_threads(self.threads)
+        check_switches(device_prefetch=self.device_prefetch)
+        check_functions(device_transform=self.device_transform)
+        pin_memory, num_workers = self.pin_memory, self.num_workers
+        if pin_memory is not None and not isinstance(pin_memory, bool):
+            raise TypeError(f"pin_memory={pin_memory!r} is not a bool; pass True, False, or None for the loaders' own.")
+        if num_workers is None or num_workers == "auto":
+            return
+        if isinstance(num_workers, str):
+            raise ValueError(f"num_workers={num_workers!r} is unknown; pass a number of processes or 'auto'.")
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
+            raise TypeError(f"num_workers={num_workers!r} is not an integer; pass a number of processes or 'auto'.")
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers!r} is negative; pass 0 or more processes, or 'auto'.")
 
 
 class PrefetchDataModule(LightningDataModule):
@@ -50,17 +81,19 @@ class PrefetchDataModule(LightningDataModule):
         *args: For the class behind this one.
         prefetch_batches: How many batches each loader keeps ready, 1 or more. The default of 8 serves loads of uneven
             duration.
-        prefetch_threads: How many threads load for each loader without worker processes at the same time, 1 or more;
-            see ``PrefetchLoader``. The datasets have to allow calls from several threads.
-        device_prefetch: Whether the next batches are copied ahead on a CUDA device. Set aside, with a warning, where
+        threads: How many threads load samples at the same time for each loader, in this process or in each worker
+            process, 1 or more; see ``PrefetchLoader``. The datasets have to allow calls from several threads. With 1,
+            the loaders of this DataModule that have no worker processes load in turns, as they may share a dataset.
+        device_prefetch: Whether the next batches are copied ahead on a CUDA device. Not done, with a warning, where
             ``on_before_batch_transfer`` or ``transfer_batch_to_device`` is overridden, because these have to see each
             batch in its turn.
         device_transform: Called on each batch on the device, before ``on_after_batch_transfer``; for example
             ``Normalize``.
         num_workers: Worker processes of every loader, or ``"auto"`` to find the number by measurement
-            (``tune_workers``) when a loader is first asked for, which leaves one alone that gives no batch in time;
-            ``None`` leaves the loaders' own.
+            (``tune_workers``) when a loader is first asked for, which leaves one alone that gives no batch in time, or
+            whose data could be other data with worker processes; ``None`` leaves the loaders' own.
         pin_memory: Replaces the loaders' own ``pin_memory``; ``None`` leaves it.
+        prefetch_threads: The old name of ``threads``.
         **kwargs: For the class behind this one. If that class has an argument ``num_workers`` or ``pin_memory``, a
             value given for it goes there (``num_workers="auto"`` does not), and its ``hparams`` hold what it got.
 
@@ -76,34 +109,48 @@ class PrefetchDataModule(LightningDataModule):
         [[0, 1], [2, 3]]
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _LOADERS:
+            method = getattr(cls, name)
+            # What LightningDataModule itself defines stays, so that Lightning sees that it is not overridden.
+            if method is not getattr(LightningDataModule, name) and not hasattr(method, "_prefetches"):
+                setattr(cls, name, _with_prefetching(method, name))
+
     def __init__(
         self,
         *args: Any,
         prefetch_batches: int = DEPTH,
-        prefetch_threads: int = 1,
+        threads: int = 1,
         device_prefetch: bool = True,
         device_transform: Callable[[Any], Any] | None = None,
         num_workers: int | str | None = None,
         pin_memory: bool | None = None,
+        prefetch_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
+        if prefetch_threads is not None:
+            threads, prefetch_threads = old_name_of_threads(prefetch_threads), None
         theirs = inspect.signature(super().__init__).parameters
-        given = {"num_workers": num_workers, "pin_memory": pin_memory}
+        own = {"num_workers": num_workers, "pin_memory": pin_memory}
         for name in _SHARED:
-            if name in theirs and given[name] is not None and given[name] != "auto":
-                kwargs[name], given[name] = given[name], None
-        self._prefetch = _Settings(prefetch_batches, prefetch_threads, device_prefetch, device_transform, **given)
+            if name in theirs and own[name] is not None and own[name] != "auto":
+                kwargs[name], own[name] = own[name], None
+        self._prefetch = _Settings(prefetch_batches, threads, device_prefetch, device_transform, **own)
+        self._prefetch_found: dict[tuple[str, int], dict[str, Any]] = {}
+        self._prefetch_transfers: dict[str, DeviceTransfer] = {}
+        self._prefetch_warned = False
         if getattr(super().__init__, "__func__", None) is LightningDataModule.__init__:
             # It ignores arguments, or fails on them, depending on the version. Lightning's from_datasets offers
             # batch_size to every constructor that takes keywords. (jsonargparse takes a kwargs.pop for an argument.)
             if "batch_size" in kwargs:
                 del kwargs["batch_size"]  # noqa: RUF051
             if args or kwargs:
-                given_here = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
                 raise TypeError(
-                    f"{type(self).__name__} has no argument for {given_here}; accepted are {', '.join(_ACCEPTED)}, by "
-                    "name, and those of a DataModule behind it. Remove or rename what is given."
+                    f"{type(self).__name__} has no argument for {_describe(args, kwargs)}; expected are "
+                    f"{', '.join(_ACCEPTED)}, by name, and those of a DataModule behind it. Remove or rename what was "
+                    "passed."
                 )
         # save_hyperparameters in a class behind reads these names here, and is to find what that class got.
         behind = {**_defaults_behind(type(self)), **dict(zip(theirs, args, strict=False))}
@@ -113,133 +160,109 @@ class PrefetchDataModule(LightningDataModule):
             super().__init__(*args, **kwargs)  # jsonargparse reads here which class takes the others
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # from_datasets, and some users, set the methods on the object.
+        value = _with_prefetching(value, name, self) if name in _LOADERS and callable(value) else value
         super().__setattr__(name, value)
         if name == "trainer" and value is not None:  # Lightning sets it before a run restores anything
             attach_exact_resume(value)
 
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        # Whoever defined the method, here or in a class behind, or set it on the object: its loaders get prefetching.
-        # Methods of LightningDataModule itself stay recognisable as not overridden through __wrapped__.
-        return self._prefetching_method(name, value) if name in _LOADERS and callable(value) else value
 
-    def _prefetching_method(self, name: str, method: Callable[[], Any]) -> Callable[[], Any]:
-        @functools.wraps(method)
-        def loaders() -> Any:
-            settings: _Settings | None = vars(self).get("_prefetch")
-            if settings is None:
-                raise RuntimeError(
-                    f"{type(self).__name__}.__init__ does not call super().__init__(); PrefetchDataModule needs it."
-                )
-            return settings.apply(method(), name, getattr(self, "trainer", None), self)
-
-        return loaders
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
 
 
-class _Settings:
-    """What a PrefetchDataModule was asked for, and the objects that last for its run."""
+def _with_prefetching(method: Callable[..., Any], name: str, owner: Any = None) -> Callable[..., Any]:
+    """Return a ``*_dataloader`` method of a class, or of the object ``owner``, whose loaders have prefetching."""
 
-    def __init__(
-        self,
-        prefetch_batches: Any,
-        prefetch_threads: Any,
-        device_prefetch: Any,
-        device_transform: Any,
-        num_workers: Any,
-        pin_memory: Any,
-    ) -> None:
-        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
-        self.prefetch_threads = check_threads("prefetch_threads", prefetch_threads)
-        check_switches(device_prefetch=device_prefetch)
-        check_functions(device_transform=device_transform)
-        if pin_memory is not None and not isinstance(pin_memory, bool):
-            raise TypeError(f"pin_memory={pin_memory!r} is no bool; pass True, False, or None for the loaders' own.")
-        if isinstance(num_workers, str) and num_workers != "auto":
-            raise ValueError(f"num_workers={num_workers!r} is unknown; pass a number of processes or 'auto'.")
-        if num_workers is not None and not isinstance(num_workers, str):
-            if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-                raise TypeError(f"num_workers={num_workers!r} is no integer; pass a number of processes or 'auto'.")
-            if num_workers < 0:
-                raise ValueError(f"num_workers={num_workers!r} is negative; pass 0 or more processes, or 'auto'.")
-        self.device_prefetch = device_prefetch
-        self.device_transform = device_transform
-        self.num_workers = num_workers
-        self.pin_memory = pin_memory
-        self.found: dict[tuple[str, int], dict[str, Any]] = {}
-        self.transfers: dict[str, DeviceTransfer] = {}
-        self.warned = False
-
-    def apply(self, loaders: Any, name: str, trainer: Any, datamodule: Any) -> Any:
-        """Return the loaders of one method with prefetching; their structure stays."""
-        transfer = self._transfer(trainer, datamodule) if trainer is not None else None
-        count = iter(range(1 << 30))
-
-        def convert(loader: DataLoader[Any]) -> Any:
-            place = name, next(count)
-            twin = self._convert(loader, place, transfer)
-            if trainer is not None:
-                twin._prefetch_wanted = _Wanted(trainer, *place)
-            return twin
-
-        return _map_loaders(loaders, convert)
-
-    def _convert(self, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
-        own = isinstance(loader, PrefetchLoader)
-        ahead: Any = loader if own else self
-        chosen: dict[str, Any] = {
-            "num_workers": self.num_workers,
-            "prefetch_factor": None,
-            "pin_memory": self.pin_memory,
-        }
-        if self.num_workers == "auto":
-            if place not in self.found:
-                self.found[place] = _tuned(loader, place[0], ahead.prefetch_threads)
-            chosen.update({key: value for key, value in self.found[place].items() if chosen[key] in (None, "auto")})
-        twin = _variant(loader, **chosen)
-        return PrefetchLoader.of(
-            twin,
-            prefetch_batches=ahead.prefetch_batches,
-            prefetch_threads=ahead.prefetch_threads,
-            transfer=transfer if transfer or not own else loader.transfer,
-        )
-
-    def _transfer(self, trainer: Any, datamodule: Any) -> DeviceTransfer | None:
-        """What moves batches ahead under this trainer; ``None`` if Lightning's own move is left to do it."""
-        strategy = trainer.strategy
-        device = strategy.root_device
-        # A strategy that keeps batches ahead on the device itself says so with this attribute.
-        streams = (
-            self.device_prefetch and device.type == "cuda" and not getattr(strategy, "prefetches_to_device", False)
-        )
-        if not streams and self.device_transform is None:
-            return None
-        hooks = _overridden(datamodule, LightningDataModule) + _overridden(trainer.lightning_module, LightningModule)
-        if hooks and self.device_transform is not None:
-            raise MisconfigurationException(
-                f"device_transform={self.device_transform!r} runs between on_before_batch_transfer and "
-                f"on_after_batch_transfer, but {' and '.join(hooks)} is overridden. Call it in "
-                "on_after_batch_transfer instead."
+    @functools.wraps(method)
+    def loaders(*self: Any) -> Any:
+        datamodule = self[0] if owner is None else owner
+        if "_prefetch" not in vars(datamodule):
+            raise RuntimeError(
+                f"{type(datamodule).__name__}.__init__ does not call super().__init__(); PrefetchDataModule needs it."
             )
-        if hooks:
-            if not self.warned:
-                self.warned = True
-                warnings.warn(
-                    f"device_prefetch is set aside, because {' and '.join(hooks)} is overridden and has to see each "
-                    "batch in its turn. Loading goes on in the background. Pass device_prefetch=False, or use "
-                    "on_after_batch_transfer.",
-                    NoEffectWarning,
-                    stacklevel=2,
-                )
-            return None
-        if device.type not in ("cpu", "cuda"):
-            raise MisconfigurationException(
-                f"device_transform works on CPU and CUDA devices, and this trainer uses {device}. "
-                "Call it in on_after_batch_transfer instead."
+        return _add_prefetching(datamodule, method(*self), name)
+
+    vars(loaders)["_prefetches"] = True
+    return loaders
+
+
+def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
+    """Return the loaders of one method with prefetching; their structure stays."""
+    trainer = getattr(datamodule, "trainer", None)
+    transfer = _choose_transfer(datamodule, trainer) if trainer is not None else None
+    count = iter(range(1 << 30))
+
+    def convert(loader: DataLoader[Any]) -> Any:
+        place = name, next(count)
+        twin = _convert(datamodule, loader, place, transfer)
+        twin._prefetch_turn = lock_of(datamodule)
+        if trainer is not None:
+            twin._prefetch_wanted = _Wanted(trainer, *place)
+        return twin
+
+    return _map_loaders(loaders, convert)
+
+
+def _convert(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
+    """Return a loader with prefetching, as the settings say; one that has it is kept, and its own settings too."""
+    settings: _Settings = datamodule._prefetch
+    own = isinstance(loader, PrefetchLoader)
+    chosen = {"num_workers": settings.num_workers, "prefetch_factor": None, "pin_memory": settings.pin_memory}
+    if settings.num_workers == "auto":
+        found = datamodule._prefetch_found
+        if place not in found:
+            found[place] = _tune(loader, place[0], getattr(loader, "threads", settings.threads))
+        chosen.update({key: value for key, value in found[place].items() if chosen[key] in (None, "auto")})
+    changes = {key: value for key, value in chosen.items() if value is not None and value != getattr(loader, key)}
+    if own:
+        twin: Any = _variant(loader, **changes) if changes else loader
+        twin.transfer = twin.transfer if transfer is None else transfer
+        return twin
+    return PrefetchLoader.of(
+        _variant(loader, **changes), prefetch_batches=settings.prefetch_batches, threads=settings.threads,
+        transfer=transfer,
+    )  # fmt: skip
+
+
+def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
+    """Return what moves batches ahead under this Trainer; ``None`` if Lightning's own move is left to do it."""
+    settings: _Settings = datamodule._prefetch
+    strategy, transform = trainer.strategy, settings.device_transform
+    device = strategy.root_device
+    # A strategy that keeps batches ahead on the device itself says so with this attribute.
+    streams = (
+        settings.device_prefetch and device.type == "cuda" and not getattr(strategy, "prefetches_to_device", False)
+    )
+    if not streams and transform is None:
+        return None
+    hooks = _overridden(datamodule, LightningDataModule) + _overridden(trainer.lightning_module, LightningModule)
+    if hooks and transform is not None:
+        raise MisconfigurationException(
+            f"device_transform={transform!r} runs between on_before_batch_transfer and on_after_batch_transfer, but "
+            f"{' and '.join(hooks)} is overridden. Call it in on_after_batch_transfer instead."
+        )
+    if hooks:
+        if not datamodule._prefetch_warned:
+            datamodule._prefetch_warned = True
+            warnings.warn(
+                f"device_prefetch has no effect, because {' and '.join(hooks)} is overridden and has to see each batch "
+                "in its turn. Loading goes on in the background. Pass device_prefetch=False, or use "
+                "on_after_batch_transfer.",
+                NoEffectWarning,
+                stacklevel=2,
             )
-        if str(device) not in self.transfers:  # one side stream a run
-            apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
-            self.transfers[str(device)] = DeviceTransfer(device, transform=self.device_transform, **apart)
-        return self.transfers[str(device)]
+        return None
+    if device.type not in ("cpu", "cuda"):
+        raise MisconfigurationException(
+            f"device_transform works on CPU and CUDA devices, and this trainer uses {device}. "
+            "Call it in on_after_batch_transfer instead."
+        )
+    transfers = datamodule._prefetch_transfers
+    if str(device) not in transfers:  # one side stream a run
+        apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
+        transfers[str(device)] = DeviceTransfer(device, transform=transform, **apart)
+    return transfers[str(device)]
 
 
 class _Wanted:
@@ -271,20 +294,38 @@ def _defaults_behind(cls: type) -> dict[str, Any]:
     return defaults
 
 
-def _tuned(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
-    """The settings of ``loader`` found by measurement, or its own where nothing could be measured."""
-    try:
-        return tune_workers(
-            lambda **settings: PrefetchLoader.of(_variant(loader, **settings), prefetch_threads=threads)
-        ).settings
-    except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
-        warnings.warn(
-            f"num_workers='auto' leaves a loader of {name} as it is, with num_workers={loader.num_workers}: {error} "
-            "Pass a number of processes in place of 'auto', for example what tune_workers finds in more seconds.",
-            NoEffectWarning,
-            stacklevel=2,
+def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
+    """Return the settings of ``loader`` found by measurement, or its own where it has to keep them."""
+    why = _why_processes_would_differ(loader.dataset)
+    if not why:
+        try:
+            return tune_workers(
+                lambda **settings: PrefetchLoader.of(_variant(loader, **settings), threads=threads)
+            ).settings
+        except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
+            why = f"{error} Pass a number of processes in place of 'auto', for example what tune_workers finds."
+    warnings.warn(
+        f"num_workers='auto' leaves a loader of {name} as it is, with num_workers={loader.num_workers}: {why}",
+        NoEffectWarning,
+        stacklevel=2,
+    )
+    return {key: getattr(loader, key) for key in ("num_workers", "prefetch_factor", "pin_memory")}
+
+
+def _why_processes_would_differ(dataset: Any) -> str:
+    """Return why worker processes might not load what this process loads; empty if nothing speaks against them."""
+    if isinstance(dataset, IterableDataset):
+        return (
+            f"{type(dataset).__name__} is an IterableDataset, and with another number of processes it gives other "
+            "batches: each sample several times, if it does not divide its data among them. Pass a number."
         )
-        return {key: getattr(loader, key) for key in ("num_workers", "prefetch_factor", "pin_memory")}
+    error = Contents(dataset).error
+    if error is None:
+        return ""
+    return (
+        f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). Open it "
+        "in each process, at the first sample, or pass a number."
+    )
 
 
 def _overridden(owner: Any, base: type) -> list[str]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
 from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Trainer
-from lightning_turbo.data.transfer import DeviceIterator, DeviceTransfer
+from lightning_turbo.data import DeviceTransfer
 from tests.collecting import collect_in_its_thread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(170)]
@@ -50,7 +50,7 @@ def busy(matrix, times):
         (DataLoader, 2),
         (PrefetchLoader, 0),
         (PrefetchLoader, 2),
-        (functools.partial(PrefetchLoader, prefetch_threads=3), 0),
+        (functools.partial(PrefetchLoader, threads=3), 0),
     ],
 )
 def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
@@ -285,7 +285,7 @@ def test_the_datamodule_copies_ahead_under_a_trainer(hooked):
         )  # fmt: skip
         trainer.fit(model, datamodule=Data())
     assert isinstance(trainer.train_dataloader.transfer, DeviceTransfer)
-    assert isinstance(iter(trainer.train_dataloader), DeviceIterator)
+    assert iter(trainer.train_dataloader).transfer is trainer.train_dataloader.transfer
     trainer.train_dataloader.close()
     assert model.seen == [list(range(k, k + 8)) for k in range(0, 64, 8)] * 2
 
@@ -333,7 +333,7 @@ def test_an_epoch_that_is_begun_early_has_the_same_batches_and_pinned_ones(worke
                         assert time.monotonic() < deadline
                         time.sleep(0.01)
                     if workers == 0:
-                        assert begun.source.work.producer.queue.queue[0].item[0].is_pinned()
+                        assert begun._loading.thread.queue.queue[0][1][0].item[0].is_pinned()
         device.close()
         return seen
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO, PrefetchDataModule
-from lightning_turbo.data import randomness
+from lightning_turbo.data import prefetcher
 
-randomness.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
+prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
 LEVELS = ("O0", "O2")
 EPOCHS, SAMPLES, JOINT = 2, 64, 8
 

@@ -22,10 +22,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import ApexAMP, PrefetchDataModule
-from lightning_turbo.data import randomness
+from lightning_turbo.data import prefetcher
 from tests.versions import unpickling
 
-randomness.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
+prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
 EPOCHS, SAMPLES, BATCH, WINDOW = 4, 96, 4, 2
 STEPS_OF_AN_EPOCH = SAMPLES // (2 * BATCH * WINDOW)
 STEPS = EPOCHS * STEPS_OF_AN_EPOCH

@@ -11,13 +11,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
-from lightning_turbo.data import randomness
+from lightning_turbo.data import prefetcher
 from tests.registry import BY_NAME, run
 
 
 def main():
     torch.set_num_threads(1)
-    randomness.WORTH = 0.0  # every prefetching loader gets a thread, fast as it is
+    prefetcher.WORTH = 0.0  # every prefetching loader gets a thread, fast as it is
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1])
     groups = [tuple(BY_NAME)] if sys.argv[2] == "all" else list(itertools.combinations(BY_NAME, 2))

@@ -194,7 +194,7 @@ def test_no_public_class_is_left_out():
 def test_a_file_names_a_loader_and_its_dataset():
     np.savez("rows.npz", x=np.zeros((7, 4), np.float32), y=np.arange(7))
     dataset = named("PackedDataset", source="rows.npz", keys=["x"], transform="builtins.len")
-    settings = {"batch_size": 2, "drop_last": True, "prefetch_batches": 3, "prefetch_threads": 2}
+    settings = {"batch_size": 2, "drop_last": True, "prefetch_batches": 3, "threads": 2}
     file = {"loader": named("PrefetchLoader", dataset=dataset, **settings)}
     loader = load(Given, trainer=TRAINER, data=file).datamodule.loader
     assert type(loader) is lightning_turbo.PrefetchLoader
@@ -204,7 +204,7 @@ def test_a_file_names_a_loader_and_its_dataset():
 
 def test_a_file_names_what_a_prefetching_datamodule_takes():
     normalize = named("Normalize", mean=[0.5], std=[0.25], dtype="torch.float16", scale=1.0, keys=["image"])
-    settings = {"prefetch_batches": 3, "prefetch_threads": 2, "num_workers": 1, "pin_memory": True}
+    settings = {"prefetch_batches": 3, "threads": 2, "num_workers": 1, "pin_memory": True}
     file = {"batch_size": 2, **settings, "device_prefetch": False, "device_transform": normalize}
     datamodule = load(Data, trainer=TRAINER, data=file).datamodule
     agrees(datamodule.train_dataloader(), {"batch_size": 2, **settings})
@@ -253,10 +253,10 @@ def test_a_file_can_name_two_at_once_and_fit():
                 {"class_path": "lightning_turbo.GradToNone"},
             ],
         },
-        data={"batch_size": 2, "prefetch_batches": 3, "prefetch_threads": 2, "device_prefetch": False},
+        data={"batch_size": 2, "prefetch_batches": 3, "threads": 2, "device_prefetch": False},
     )
     assert cli.datamodule.train_dataloader().prefetch_batches == 3
-    assert cli.datamodule.train_dataloader().prefetch_threads == 2
+    assert cli.datamodule.train_dataloader().threads == 2
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.accumulate_grad_batches == 4
 

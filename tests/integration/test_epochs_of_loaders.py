@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_turbo import PrefetchDataModule
-from lightning_turbo.data import randomness
+from lightning_turbo.data import prefetcher
 from tests.versions import unpickling
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    monkeypatch.setattr(randomness, "WORTH", 0.0)  # the thread begins, fast as the loaders are
+    monkeypatch.setattr(prefetcher, "WORTH", 0.0)  # the thread begins, fast as the loaders are
 
 
 class Numbers(Dataset):

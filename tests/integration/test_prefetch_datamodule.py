@@ -4,6 +4,7 @@ import functools
 import gc
 import multiprocessing
 import pickle
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.datamodules import prefetch
@@ -130,10 +131,8 @@ def nothing_is_left():
 def fit(datamodule, **settings):
     torch.manual_seed(0)
     model = Model()
-    interval = sys.getswitchinterval()
     trainer(**settings).fit(model, datamodule=datamodule)
     nothing_is_left()
-    assert sys.getswitchinterval() == interval
     return model
 
 
@@ -226,7 +225,7 @@ def test_it_can_be_inherited_alone():
             return DataLoader(Numbers(), 4, shuffle=True)
 
     plain = fit(Theirs(), limit_val_batches=0).losses
-    assert fit(Alone(prefetch_batches=2)).losses == fit(Alone(prefetch_threads=3)).losses == plain
+    assert fit(Alone(prefetch_batches=2)).losses == fit(Alone(threads=3)).losses == plain
     loader = Alone(prefetch_batches=2).train_dataloader()
     assert isinstance(loader, PrefetchLoader)
     assert loader.prefetch_batches == 2
@@ -365,16 +364,19 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
         root_device = torch.device("cuda", 0)
 
     class Pretended:
+        callbacks = []
         strategy = Strategy()
         lightning_module = Hooked()
 
     datamodule = Mine()
     monkeypatch.setattr(datamodule, "trainer", Pretended(), raising=False)
-    with pytest.warns(NoEffectWarning, match=r"set aside, because Hooked.transfer_batch_to_device is overridden"):
+    with pytest.warns(NoEffectWarning, match=r"has no effect, because Hooked.transfer_batch_to_device is overridden"):
         loader = datamodule.train_dataloader()
     assert loader.transfer is None
     assert datamodule.train_dataloader().transfer is None  # warned once
-    assert Mine(device_prefetch=False)._prefetch._transfer(Pretended(), datamodule) is None
+    alone = Mine(device_prefetch=False)
+    alone.trainer = Pretended()
+    assert alone.train_dataloader().transfer is None
     Strategy.prefetches_to_device = True
     Pretended.lightning_module = Model()
     assert datamodule.train_dataloader().transfer is None
@@ -450,21 +452,103 @@ def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset
     nothing_is_left()
 
 
+class Undivided(IterableDataset):
+    def __iter__(self):
+        yield from range(8)
+
+
+class Opens(Unmeasurable):
+    """Holds something that belongs to one process."""
+
+    def __init__(self, thing):
+        super().__init__(8)
+        self.thing = {"inside": [thing]}
+
+
+KEPT = {
+    "a stream": (Undivided, "is an IterableDataset"),
+    "an open file": (lambda: Opens(open(__file__, "rb")), "processes cannot share"),  # noqa: SIM115
+    "a connection": (lambda: Opens(sqlite3.connect(":memory:")), "processes cannot share"),
+    "half of it": (lambda: Subset(Opens(threading.Lock()), range(4)), "processes cannot share"),
+}
+
+
+@pytest.mark.parametrize(("make", "why"), KEPT.values(), ids=KEPT)
+def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make, why):
+    dataset = make()
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(dataset, batch_size=2)
+
+    with pytest.warns(NoEffectWarning, match=f"leaves a loader of train_dataloader as it is, .*{why}"):
+        loader = Data(num_workers="auto").train_dataloader()
+    assert loader.num_workers == 0
+    thing = getattr(dataset, "thing", {"inside": [None]})["inside"][0]
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+class Shares(Dataset):
+    """As one file that the whole DataModule reads: two threads must not be inside at the same time."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        assert self.lock.acquire(blocking=False), "two threads read at once"
+        time.sleep(0.001)
+        self.lock.release()
+        return torch.ones(4), index
+
+
+def test_loaders_of_one_datamodule_load_in_turns_whatever_they_share():
+    lock = threading.Lock()
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(Shares(lock), batch_size=2)
+
+        def val_dataloader(self):
+            return DataLoader(Shares(lock), batch_size=2)
+
+    fit(Data(), val_check_interval=4, max_epochs=1)
+
+
+def test_a_loader_with_prefetching_of_its_own_is_used_as_it_is():
+    own = PrefetchLoader(Numbers(), 4, prefetch_batches=2, threads=3)
+
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return own
+
+    iterator = iter(own)
+    next(iterator)
+    own.load_state_dict(own.state_dict())
+    loader = Data(prefetch_batches=5).train_dataloader()
+    assert loader is own
+    assert (loader.prefetch_batches, loader.threads) == (2, 3)
+    assert len(list(loader)) == 5  # it goes on from the state that was loaded
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
         ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
-        ({"prefetch_threads": 0}, ValueError, r"prefetch_threads=0 is out of range; pass the number of threads"),
-        ({"prefetch_threads": True}, TypeError, r"prefetch_threads=True is no integer"),
+        ({"threads": 0}, ValueError, r"threads=0 is out of range; pass the number of threads"),
+        ({"threads": True}, TypeError, r"threads=True is not an integer"),
         ({"device_prefetch": object()}, TypeError, r"device_prefetch=<object object at .*> is no bool"),
         ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda' is no bool; accepted are True and False"),
         ({"device_transform": 1}, TypeError, r"device_transform=1 cannot be called"),
         ({"num_workers": -1}, ValueError, r"num_workers=-1 is negative"),
         ({"num_workers": "many"}, ValueError, r"num_workers='many' is unknown; pass a number of processes or 'auto'"),
-        ({"num_workers": 1.5}, TypeError, r"num_workers=1.5 is no integer"),
-        ({"pin_memory": "yes"}, TypeError, r"pin_memory='yes' is no bool"),
-        ({"prefetch": 3}, TypeError, r"no argument for prefetch=3; accepted are prefetch_batches, .*, pin_memory, by"),
+        ({"num_workers": 1.5}, TypeError, r"num_workers=1.5 is not an integer"),
+        ({"pin_memory": "yes"}, TypeError, r"pin_memory='yes' is not a bool"),
+        ({"prefetch": 3}, TypeError, r"no argument for prefetch=3; expected are prefetch_batches, .*, pin_memory, by"),
     ],
 )
 def test_bad_settings(arguments, error, message):
@@ -485,9 +569,9 @@ def test_a_constructor_that_does_not_call_up_is_told():
 
 
 def test_it_can_be_pickled():
-    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, prefetch_threads=2)))
+    twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, threads=2)))
     loader = twin.train_dataloader()
-    assert (loader.prefetch_batches, loader.prefetch_threads) == (3, 2)
+    assert (loader.prefetch_batches, loader.threads) == (3, 2)
 
 
 class Saves(LightningDataModule):
@@ -567,7 +651,7 @@ class StatefulMine(PrefetchDataModule, Stateful):
         (StatefulMine, {"num_workers": 2}),
         (Mine, {"num_workers": 0}),
         (Mine, {"num_workers": 2}),
-        (Mine, {"num_workers": 0, "prefetch_threads": 3}),
+        (Mine, {"num_workers": 0, "threads": 3}),
     ],
 )
 def test_a_fit_resumed_in_mid_epoch_sees_what_was_not_seen(cls, settings, tmp_path):
@@ -596,28 +680,28 @@ RANKS = """
     torch.set_num_threads(1)
     sys.path.insert(0, {folder!r})
     import pytest
-    from lightning_turbo.data import randomness
+    from lightning_turbo.data import prefetcher
     from tests.integration.test_prefetch_datamodule import Mine, Model, trainer, nothing_is_left
 
-    randomness.WORTH = 0.0  # the loader gets its threads, fast as it is
+    prefetcher.WORTH = 0.0  # the loader gets its threads, fast as it is
     started, start = [], threading.Thread.start
 
     def noted(thread):
-        started.append(thread.name)
+        started.append(type(thread).__name__)
         start(thread)
 
     threading.Thread.start = noted
 
     class Notes(Model):
         def on_train_end(self):
-            threads = sum("prefetch" in name for name in started)
+            threads = started.count("BackgroundGenerator")
             torch.save((self.seen, self.trainer.global_step, threads), f"rank{{self.trainer.global_rank}}.pt")
             nothing_is_left()
 
     if __name__ == "__main__":
         torch.manual_seed(0)
         one = trainer(devices=2, strategy="ddp_fork", limit_val_batches=0)
-        one.fit(Notes(), datamodule=Mine(num_workers=0, prefetch_threads={several}))
+        one.fit(Notes(), datamodule=Mine(num_workers=0, threads={several}))
         nothing_is_left()
 """
 
@@ -640,8 +724,7 @@ def test_two_ranks_share_the_samples(several, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (first, *counts), (second, *other_counts) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    threads = 2 * (1 if several == 1 else 1 + several)  # one an epoch, and those that help it
-    assert counts == other_counts == [6, threads]  # 24 samples, 2 ranks, batches of 4, 2 epochs
+    assert counts == other_counts == [6, 2]  # 24 samples, 2 ranks, batches of 4, 2 epochs; a thread for each
     assert len(first) == len(second) == 6
     orders = []
     for epoch in (slice(0, 3), slice(3, 6)):

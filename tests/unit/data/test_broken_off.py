@@ -1,72 +1,66 @@
 """Epochs that are broken off, begun twice, or not begun yet: the next one is that of a plain DataLoader."""
 
-import copy
 import gc
-import random
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from lightning_turbo.data import PrefetchLoader, randomness
-from lightning_turbo.data.background import BackgroundIterator
-from lightning_turbo.data.transfer import DeviceTransfer
+from lightning_turbo.data import DeviceTransfer, PrefetchLoader
 from tests.unit.data.test_resume import saved
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    monkeypatch.setattr(randomness, "WORTH", 0.0)  # the thread begins, fast as the loader is
-
-
 class Twenty(Dataset):
+    def __init__(self, pause=0.0, bad=False):
+        self.pause, self.bad = pause, bad
+
     def __len__(self):
         return 20
 
     def __getitem__(self, index):
+        time.sleep(self.pause)
+        if self.bad and index % 7 == 3:
+            raise LookupError(index)
         return index
 
 
 class Lazy(Sampler):
-    """Draws one index at a time."""
+    """Draws one index at a time from a generator of its own; ``hook`` is called after each."""
 
-    def __init__(self, draw):
-        self.draw = draw
+    def __init__(self, hook=lambda: None):
+        self.own, self.hook = torch.Generator().manual_seed(3), hook
 
     def __len__(self):
         return 20
 
     def __iter__(self):
-        return (self.draw() for _ in range(20))
+        for _ in range(20):
+            index = int(torch.randint(20, (), generator=self.own))
+            self.hook()
+            yield index
 
 
-def torch_lazily():
-    return {"sampler": RandomSampler(Twenty(), True, 200, torch.Generator().manual_seed(3))}
-
-
-def python_lazily():
-    own = random.Random(3)
-    return {"sampler": Lazy(lambda: own.randrange(20))}
-
-
-def numpy_lazily():
-    own = np.random.default_rng(3)
-    return {"sampler": Lazy(lambda: int(own.integers(20)))}
+def lazily():
+    return {"sampler": RandomSampler(range(20), True, 200, torch.Generator().manual_seed(3))}
 
 
 def shuffled():
     return {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
 
 
-SAMPLERS = [shuffled, torch_lazily, python_lazily, numpy_lazily]
+SAMPLERS = [shuffled, lazily]
+WAYS = [{}, {"threads": 3}, {"num_workers": 1}]
 
 
-def some(loader, batches, pause, kept=None):
+def in_background():
+    return "prefetch" in threading.current_thread().name
+
+
+def some(loader, batches, pause=0.0, kept=None):
     """The first batches of an epoch, with all of it loaded ahead that can be."""
     iterator = iter(loader)
     if kept is not None:
@@ -76,28 +70,21 @@ def some(loader, batches, pause, kept=None):
     return seen + [next(iterator).tolist() for _ in range(batches - 2)]
 
 
-@pytest.mark.parametrize("how", ["dropped", "kept", "closed"])
-@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("how", ["dropped", "kept", "closed", "in the middle of a batch"])
+@pytest.mark.parametrize("settings", WAYS, ids=str)
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
-    workers = {"num_workers": settings.get("num_workers", 0)}
-    plain = DataLoader(Twenty(), batch_size=3, **make(), **workers)
-    ours = PrefetchLoader(Twenty(), batch_size=3, **make(), **settings)
-    kept, epochs = [] if how == "kept" else None, []
-    for batches in (4, 5, 2):
-        epochs.append(some(ours, batches, 0.1, kept))
+    pause = 0.02 if how == "in the middle of a batch" else 0.0
+    plain = DataLoader(Twenty(), batch_size=3, **make(), num_workers=settings.get("num_workers", 0))
+    ours = PrefetchLoader(Twenty(pause), batch_size=3, **make(), **settings)
+    kept = [] if how == "kept" else None
+    for batches in (4, 2):
+        got = some(ours, batches, 0.05, kept)
         if how == "closed":
             ours.close()
-        assert epochs[-1] == some(plain, batches, 0)
+        assert got == some(plain, batches)
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
     ours.close()
-
-
-class Faulty(Twenty):
-    def __getitem__(self, index):
-        if index % 7 == 3:
-            raise LookupError(index)
-        return index
 
 
 def refuse(batch):
@@ -106,7 +93,7 @@ def refuse(batch):
     return batch
 
 
-def past_errors(loader, batches, pause):
+def past_errors(loader, batches, pause=0.0):
     """What as many calls of ``next`` give, with all of it loaded ahead that can be."""
     iterator, seen = iter(loader), []
     for _ in range(batches):
@@ -121,33 +108,15 @@ def past_errors(loader, batches, pause):
 @pytest.mark.parametrize("where", ["dataset", "threads", "workers", "transform", "threads and transform"])
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loader(make, where):
-    workers, own = {"num_workers": int(where == "workers")}, {}
-    dataset = Twenty() if "transform" in where else Faulty()
-    if "threads" in where:
-        own["prefetch_threads"] = 3
+    workers = {"num_workers": int(where == "workers")}
+    own = {"threads": 3 if "threads" in where else 1}
     if "transform" in where:
         own["transfer"] = DeviceTransfer("cpu", transform=refuse)
-    plain = DataLoader(Faulty(), batch_size=3, **make(), **workers)
-    ours = PrefetchLoader(dataset, batch_size=3, **make(), **workers, **own)
-    for batches in (7, 1, 4, 5, 2, 7, 3):
-        assert past_errors(ours, batches, 0.01) == past_errors(plain, batches, 0)
+    plain = DataLoader(Twenty(bad=True), batch_size=3, **make(), **workers)
+    ours = PrefetchLoader(Twenty(bad="transform" not in where), batch_size=3, **make(), **workers, **own)
+    for batches in (4, 2) if where == "workers" else (7, 1, 4, 5, 2, 7, 3):
+        assert past_errors(ours, batches, 0.01) == past_errors(plain, batches)
         gc.collect()  # an error keeps torch's iterator and its worker until then
-    ours.close()
-
-
-class Slow(Twenty):
-    def __getitem__(self, index):
-        time.sleep(0.02)
-        return index
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("make", SAMPLERS)
-def test_a_batch_that_is_under_way_when_the_epoch_is_broken_off(make, threads):
-    plain = DataLoader(Twenty(), batch_size=3, **make())
-    ours = PrefetchLoader(Slow(), batch_size=3, prefetch_threads=threads, **make())
-    for batches in (6, 3, 2):
-        assert some(ours, batches, 0.01) == some(plain, batches, 0)
     ours.close()
 
 
@@ -167,33 +136,24 @@ def test_a_generator_that_is_seeded_in_between_is_left_alone():
     assert orders(PrefetchLoader, 0.05) == orders(DataLoader, 0)
 
 
-def test_an_iterator_that_is_let_go_late_moves_nothing():
-    plain, ours = (cls(Twenty(), batch_size=3, **shuffled()) for cls in (DataLoader, PrefetchLoader))
-    kept = []
-    assert some(ours, 3, 0.05, kept) == some(plain, 3, 0)
-    assert some(ours, 3, 0.05) == some(plain, 3, 0)
-    kept.clear()
-    gc.collect()
-    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
-
-
-@pytest.mark.parametrize("how", ["dropped", "closed"])
+@pytest.mark.parametrize("how", ["dropped", "closed", "state"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads, how):
-    own, drawing, go_on = random.Random(3), threading.Event(), threading.Event()
+    drawing, go_on = threading.Event(), threading.Event()
 
-    def draw():
-        index = own.randrange(20)
-        if "prefetch" in threading.current_thread().name:
+    def hook():
+        if in_background():
             drawing.set()
             go_on.wait(10)
-        return index
 
-    plain = DataLoader(Twenty(), batch_size=1, **python_lazily())
-    ours = PrefetchLoader(Twenty(), batch_size=1, prefetch_threads=threads, sampler=Lazy(draw))
+    plain = DataLoader(Twenty(), batch_size=1, sampler=Lazy())
+    ours = PrefetchLoader(Twenty(), batch_size=1, threads=threads, sampler=Lazy(hook))
     kept = []
-    assert some(ours, 2, 0, kept) == some(plain, 2, 0)
+    assert some(ours, 2, 0, kept) == some(plain, 2)
+    before = ours._prefetch_position.state
     assert drawing.wait(10)
+    if how == "state":
+        assert torch.equal(ours.state_dict()["own"][0], before[0])
     threading.Timer(0.2, go_on.set).start()
     if how == "closed":
         ours.close()
@@ -201,100 +161,27 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("settings", WAYS, ids=str)
 def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator_and_puts_back(settings):
-    own, given, collected, holder = random.Random(3), threading.Event(), threading.Event(), []
+    given, collected, holder = threading.Event(), threading.Event(), []
 
-    def draw():
-        index = own.randrange(20)
-        if "prefetch" in threading.current_thread().name and not collected.is_set():
+    def hook():
+        if in_background() and not collected.is_set():
             given.wait(10)
             holder.clear()
             collected.set()
             time.sleep(0.3)
-        return index
 
-    workers = {"num_workers": settings.get("num_workers", 0)}
-    plain = DataLoader(Twenty(), batch_size=1, **python_lazily(), **workers)
-    ours = PrefetchLoader(Twenty(), batch_size=1, sampler=Lazy(draw), **settings)
-    assert some(ours, 2, 0, holder) == some(plain, 2, 0)
+    plain = DataLoader(Twenty(), batch_size=1, sampler=Lazy(), num_workers=settings.get("num_workers", 0))
+    ours = PrefetchLoader(Twenty(), batch_size=1, sampler=Lazy(hook), **settings)
+    assert some(ours, 2, 0, holder) == some(plain, 2)
     given.set()
     assert collected.wait(10)
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch_threads": 3}, {"num_workers": 1}], ids=str)
-def test_a_state_that_is_asked_for_while_an_index_is_drawn_is_that_of_the_last_batch(settings):
-    own, drawing, go_on = random.Random(3), threading.Event(), threading.Event()
-
-    def draw():
-        index = own.randrange(20)
-        if "prefetch" in threading.current_thread().name:
-            drawing.set()
-            go_on.wait(10)
-        return index
-
-    ours = PrefetchLoader(Twenty(), batch_size=1, sampler=Lazy(draw), **settings)
-    iterator = iter(ours)
-    next(iterator), next(iterator)
-    before = ours._prefetch_place.state
-    assert drawing.wait(10)
-    state = ours.state_dict()
-    go_on.set()
-    assert state["own"] == before
-    ours.close()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_iterator_that_is_let_go_while_the_next_epoch_begins_moves_nothing(workers):
-    own, kept, holder = random.Random(3), [], []
-
-    def draw():
-        index = own.randrange(20)
-        holder.clear()
-        return index
-
-    plain = DataLoader(Twenty(), batch_size=1, num_workers=workers, **python_lazily())
-    ours = PrefetchLoader(Twenty(), batch_size=1, num_workers=workers, sampler=Lazy(draw))
-    assert some(ours, 3, 0.05, kept) == some(plain, 3, 0)
-    kept[0].park()  # so that no thread draws
-    holder.append(kept.pop())
-    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_no_more_is_taken_ahead_than_is_wanted(threads):
-    taken = []
-    source = (taken.append(number) or number for number in range(20))
-    iterator = BackgroundIterator(source, prefetch_batches=8, threads=threads, stage=float, wanted=6)
-    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-    time.sleep(0.1)
-    assert taken == [0, 1, 2, 3, 4, 5]
-    assert [next(iterator) for _ in range(3)] == [3, 4, 5]
-    time.sleep(0.05)
-    assert taken == [0, 1, 2, 3, 4, 5]
-    assert not iterator.ready()
-    assert next(iterator) == 6  # one that is asked for all the same
-    assert taken == [0, 1, 2, 3, 4, 5, 6]
-    assert list(iterator) == list(range(7, 20))
-
-
-@pytest.mark.parametrize("wanted", [1, 2, 4])
-def test_parking_keeps_the_count_of_what_is_wanted(wanted):
-    taken = []
-    source = (taken.append(number) or number for number in range(20))
-    iterator = BackgroundIterator(source, wanted=wanted)
-    for number in range(wanted):
-        assert next(iterator) == number
-        assert iterator.park()
-    time.sleep(0.05)
-    assert taken == list(range(wanted))
-    assert list(iterator) == list(range(wanted, 20))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("used", [2, 7])
-@pytest.mark.parametrize("make", SAMPLERS)
+@pytest.mark.parametrize(("make", "workers"), [(shuffled, 0), (lazily, 0), (shuffled, 1)])
 def test_a_second_iterator_begins_where_the_first_one_would_have(make, used, workers):
     def build():
         return PrefetchLoader(Twenty(), batch_size=3, drop_last=True, num_workers=workers, **make())
@@ -320,18 +207,6 @@ def test_a_second_iterator_begins_where_the_first_one_would_have(make, used, wor
     assert [batch.tolist() for batch in third] == following
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("make", SAMPLERS)
-def test_a_state_before_the_first_batch_has_the_order_to_come(make, workers):
-    loader = PrefetchLoader(Twenty(), batch_size=3, num_workers=workers, **make())
-    list(loader)
-    iterator = iter(loader)
-    state = saved(loader.state_dict())
-    other = PrefetchLoader(Twenty(), batch_size=3, num_workers=workers, **make())
-    other.load_state_dict(state)
-    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in iterator]
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_persistent_workers_have_their_seed_already(epochs):
     def build():
@@ -346,16 +221,3 @@ def test_persistent_workers_have_their_seed_already(epochs):
         assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
     loader.close()
     other.close()
-
-
-def test_a_copy_of_a_loader_does_not_go_on():
-    loader = PrefetchLoader(Twenty(), batch_size=3, **shuffled())
-    iterator = iter(loader)
-    first = next(iterator)
-    other = PrefetchLoader(Twenty(), batch_size=3, **shuffled())
-    other.load_state_dict(saved(loader.state_dict()))
-    fresh = copy.copy(other)
-    assert len(list(fresh)) == 6  # it was to go on, and so does its copy
-    next(iter(other))
-    assert len(list(copy.copy(other))) == 7
-    assert first.shape == (3,)

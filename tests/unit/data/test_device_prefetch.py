@@ -13,8 +13,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_turbo._pytree import MOST_PARTS, holders_in, map_batch, move_batch, tensors_in
-from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
-from lightning_turbo.data.transfer import DeviceIterator
+from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
+from lightning_turbo.data.epoch import Epoch
+from lightning_turbo.data.position import Position
 from lightning_turbo.errors import NoEffectWarning
 
 META = torch.device("meta")  # a second device that every machine has
@@ -196,7 +197,7 @@ def test_parts_without_the_method_stay_the_same_objects():
 def test_on_the_cpu_it_steps_aside():
     loader = PrefetchLoader(range(6), 2)
     prefetcher = DevicePrefetcher(loader, "cpu")
-    assert type(iter(prefetcher)) is BackgroundIterator
+    assert type(iter(prefetcher)) is Epoch
     assert [b.tolist() for b in prefetcher] == [[0, 1], [2, 3], [4, 5]]
     batches = [one(), one()]
     assert [a is b for a, b in zip(DevicePrefetcher(batches, "cpu"), batches, strict=True)] == [True, True]
@@ -269,6 +270,12 @@ class Lane(DeviceTransfer):
         return work(batch), None
 
 
+def on_lane(source, lane):
+    epoch = Epoch(source, Position())
+    epoch.use(lane)
+    return epoch
+
+
 @pytest.fixture
 def _no_cuda_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -282,15 +289,11 @@ def test_so_many_batches_are_ahead_and_the_state_counts_those_handed_out():
         sent.append(batch.item())
         return batch
 
-    source = BackgroundIterator((torch.tensor(n) for n in range(20)), prefetch_batches=8)
     lane = Lane("cpu", prefetch_batches=3, transfer=transfer)
-    iterator = DeviceIterator(source, lane, None)
+    iterator = on_lane((torch.tensor(n) for n in range(20)), lane)
     for n in range(20):
-        deadline = torch.tensor(0)
-        while not source.ended and n > 2 and not source.ready() and deadline < 1000:
-            deadline += 1
         assert next(iterator).item() == n
-        assert iterator.place.consumed == n + 1
+        assert iterator.position.consumed == n + 1
         assert len(sent) <= n + 1 + 3
     with pytest.raises(StopIteration):
         next(iterator)
@@ -308,7 +311,7 @@ def test_the_last_batch_leaves_no_reference_cycle_behind():
             return [next(self.iterator) for _ in range(count)]
 
     consumer = Consumer()
-    consumer.iterator = DeviceIterator(BackgroundIterator(iter(range(4))), Lane("cpu", prefetch_batches=3), None)
+    consumer.iterator = on_lane(iter(range(4)), Lane("cpu", prefetch_batches=3))
     gc.collect()
     gc.disable()
     try:
@@ -326,7 +329,7 @@ def test_an_error_comes_at_its_batch():
         yield from range(6)
         raise ValueError("late")
 
-    iterator = DeviceIterator(BackgroundIterator(broken()), Lane("cpu", prefetch_batches=4), None)
+    iterator = on_lane(broken(), Lane("cpu", prefetch_batches=4))
     got = []
     with pytest.raises(ValueError, match="late"):
         got.extend(item for item in iterator if got.append(item))
@@ -336,17 +339,17 @@ def test_an_error_comes_at_its_batch():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"loader": 3}, TypeError, r"got 3 as loader, which cannot be iterated: it has no __iter__. Pass a DataLoader"),
-        ({"device": "tpu9"}, ValueError, r"device='tpu9' is no device that torch knows; pass 'cpu', 'cuda'"),
-        ({"device": None}, ValueError, r"device=None is no device"),
+        ({"loader": 3}, TypeError, r"as loader, got 3, which has no __iter__. Pass a DataLoader"),
+        ({"device": "tpu9"}, ValueError, r"device='tpu9' is not a device that torch knows; pass 'cpu', 'cuda'"),
+        ({"device": None}, ValueError, r"device=None is not a device"),
         ({"device": "meta"}, ValueError, r"device='meta' has no streams that are used here"),
         ({"device": "cuda:99"}, ValueError, r"device='cuda:99' is not there: torch sees \d+ CUDA devices. Pass one"),
         ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
         ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
-        ({"prefetch_batches": 1.0}, TypeError, r"prefetch_batches=1.0 is no integer"),
+        ({"prefetch_batches": 1.0}, TypeError, r"prefetch_batches=1.0 is not an integer"),
         ({"min_bytes": -1}, ValueError, r"min_bytes=-1 is negative; pass a number of bytes"),
-        ({"min_bytes": "1M"}, TypeError, r"min_bytes='1M' is no integer"),
-        ({"transform": 3}, TypeError, r"transform=3 cannot be called; pass a function of the batch"),
+        ({"min_bytes": "1M"}, TypeError, r"min_bytes='1M' is not an integer"),
+        ({"transform": 3}, TypeError, r"transform=3 cannot be called; accepted is a function"),
         ({"transfer": "x"}, TypeError, r"transfer='x' cannot be called"),
     ],
 )
@@ -360,9 +363,9 @@ def test_batches_that_cannot_move_are_said_once():
     transfer = DeviceTransfer("cpu")
     transfer.device = META
     with pytest.warns(NoEffectWarning, match="Batches of dict hold no tensor and no object with .to, so none of them"):
-        entry = transfer.send(BATCHES["nothing to move"](), None)
+        entry = transfer.send(BATCHES["nothing to move"]())
     assert transfer.receive(entry) == {"a": 1, "b": ["x"]}
-    transfer.send(["x"], None)  # a second warning would be an error
+    transfer.send(["x"])  # a second warning would be an error
 
 
 def test_batches_that_cannot_move_are_nothing_to_speak_of_on_the_cpu():
@@ -415,16 +418,16 @@ def test_normalize_touches_images_alone():
         ),
         ((0.5, 64), ValueError, r"mean=0.5, std=64 with scale=255.0"),
         ((-1.5, 1.0), ValueError, r"mean=-1.5, std=1.0 with scale=255.0"),
-        ((math.nan, 1.0), ValueError, r"mean=nan, std=1.0, scale=255.0: accepted are finite numbers"),
-        (([0.1, math.inf], [1.0, 1.0]), ValueError, r"mean=\[0.1, inf\].*: accepted are finite numbers"),
-        ((0.1, torch.tensor([math.nan])), ValueError, r"std=tensor\(\[nan\]\).*: accepted are finite numbers"),
-        ((0.1, 1.0, {"scale": math.nan}), ValueError, r"scale=nan: accepted are finite numbers"),
-        ((0.1, 1.0, {"scale": None}), ValueError, r"scale=None: accepted are finite numbers"),
+        ((math.nan, 1.0), ValueError, r"mean=nan, std=1.0, scale=255.0: expected finite numbers"),
+        (([0.1, math.inf], [1.0, 1.0]), ValueError, r"mean=\[0.1, inf\].*: expected finite numbers"),
+        ((0.1, torch.tensor([math.nan])), ValueError, r"std=tensor\(\[nan\]\).*: expected finite numbers"),
+        ((0.1, 1.0, {"scale": math.nan}), ValueError, r"scale=nan: expected finite numbers"),
+        ((0.1, 1.0, {"scale": None}), ValueError, r"scale=None: expected finite numbers"),
         (([], []), ValueError, "mean has 0 values and std 0; pass one of each for every channel"),
         ((None, 1.0), TypeError, "mean=None, std=1.0: pass a number for each channel, or one for all"),
-        ((0.1, 1.0, {"memory_format": "nhwc"}), TypeError, "memory_format='nhwc' is none; pass for example"),
-        ((0.1, 1.0, {"keys": "image"}), TypeError, "keys='image': pass a sequence of names or places"),
-        ((0.1, 1.0, {"dtype": torch.int8}), TypeError, "torch.int8 is no floating-point dtype"),
+        ((0.1, 1.0, {"memory_format": "nhwc"}), TypeError, "memory_format='nhwc' is not a memory format; pass"),
+        ((0.1, 1.0, {"keys": "image"}), TypeError, "keys='image': pass a sequence of names or positions"),
+        ((0.1, 1.0, {"dtype": torch.int8}), TypeError, "torch.int8 is not a floating-point dtype"),
     ],
 )
 def test_bad_normalize(arguments, error, message):

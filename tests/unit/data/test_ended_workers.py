@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
-from lightning_turbo.data.background import PATIENCE
-from lightning_turbo.data.torch_iterators import guarded
+from lightning_turbo.data.prefetcher import PATIENCE
+from lightning_turbo.data.worker_guard import guard_workers
 from tests.collecting import collect_in_its_thread
 
 pytestmark = [
@@ -158,7 +158,8 @@ def test_a_worker_that_dies_is_named_and_not_only_its_closed_files(dies, error):
         def _next_data(self):
             return self._try_get_data()
 
-    source = guarded(Iterator())
+    source = Iterator()
+    guard_workers(source, lambda: False)
     with pytest.raises(RuntimeError if dies else type(error)) as caught:
         source._next_data()
     if dies:

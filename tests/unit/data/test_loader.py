@@ -3,6 +3,7 @@
 import copy
 import inspect
 import multiprocessing
+import os
 import pickle
 import random
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -21,13 +23,15 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
+    random_split,
 )
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
 
 
 class Numbers(Dataset):
@@ -127,48 +131,89 @@ SETTINGS = {
 @pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_batches_and_random_state_equal_the_plain_loaders(settings, several):
-    ours = {**settings(), "prefetch_threads": several}
+    ours = {**settings(), "threads": several}
     assert epochs(PrefetchLoader, Numbers(), ours) == epochs(DataLoader, Numbers(), settings())
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_batches_equal_the_plain_loaders_with_workers(persistent):
-    for settings in ("shuffled", "own batch sampler"):
-        chosen = {**SETTINGS[settings](), "num_workers": 2, "persistent_workers": persistent}
-        plain = epochs(DataLoader, Numbers(), chosen)
-        assert epochs(PrefetchLoader, Numbers(), {**SETTINGS[settings](), **chosen}) == plain
+@pytest.mark.parametrize("more", [{}, {"persistent_workers": True}, {"threads": 3}], ids=str)
+@pytest.mark.parametrize("settings", ["shuffled", "single samples", "own batch sampler"])
+def test_batches_equal_the_plain_loaders_with_workers(settings, more):
+    persistent = more.get("persistent_workers", False)
+    plain = {**SETTINGS[settings](), "num_workers": 1, "persistent_workers": persistent}
+    ours = {**SETTINGS[settings](), "num_workers": 1, **more}
+    assert epochs(PrefetchLoader, Numbers(), ours, 2) == epochs(DataLoader, Numbers(), plain, 2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterable_datasets(workers):
     settings = {"batch_size": 4, "num_workers": workers}
-    assert epochs(PrefetchLoader, Stream(), settings) == epochs(DataLoader, Stream(), settings)
+    assert epochs(PrefetchLoader, Stream(), settings, 2) == epochs(DataLoader, Stream(), settings, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_other_start_methods(method):
     settings = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": method}
-    loader = PrefetchLoader(range(10), **settings)
-    assert [b.tolist() for b in loader] == [b.tolist() for b in DataLoader(range(10), **settings)]
+    expected = [b.tolist() for b in DataLoader(range(10), **settings)]
+    for threads in (1, 2):
+        assert [b.tolist() for b in PrefetchLoader(range(10), threads=threads, **settings)] == expected
 
 
 @pytest.mark.parametrize("several", [1, 3])
 def test_random_augmentation_without_workers_is_that_of_the_plain_loader(several):
-    settings = {"batch_size": 3, "shuffle": True, "prefetch_threads": several}
+    settings = {"batch_size": 3, "shuffle": True}
     with pytest.warns(NoEffectWarning, match="torch and random and numpy"):
-        prefetched = epochs(PrefetchLoader, Augmented(), settings)
-    assert prefetched == epochs(DataLoader, Augmented(), {"batch_size": 3, "shuffle": True})
+        prefetched = epochs(PrefetchLoader, Augmented(), {**settings, "threads": several})
+    assert prefetched == epochs(DataLoader, Augmented(), settings)
 
 
-def test_random_augmentation_with_workers_is_that_of_the_plain_loader():
-    settings = {"batch_size": 3, "shuffle": True, "num_workers": 2}
-    # 3 epochs of two workers each; every worker's stream follows from the seed drawn at iter().
-    assert epochs(PrefetchLoader, Augmented(), settings, 2) == epochs(DataLoader, Augmented(), settings, 2)
+@pytest.mark.parametrize("several", [1, 3])
+def test_random_augmentation_in_a_worker_is_that_of_the_plain_loader(several, capfd):
+    settings = {"batch_size": 3, "shuffle": True, "num_workers": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")  # the worker inherits it
+        warnings.showwarning = lambda message, *_: os.write(2, str(message).encode())
+        ours = epochs(PrefetchLoader, Augmented(), {**settings, "threads": several}, 2)
+    assert ours == epochs(DataLoader, Augmented(), settings, 2)
+    assert ("One thread loads instead of threads=3" in capfd.readouterr().err) == (several == 3)
+
+
+class Noise:
+    """A transform with a generator of its own."""
+
+    def __init__(self, make):
+        self.parts = {"inner": [make()]}
+
+    def __call__(self):
+        rng = self.parts["inner"][0]
+        return torch.rand(1, generator=rng).item() if isinstance(rng, torch.Generator) else float(rng.random())
+
+
+class Jittered(Numbers):
+    def __init__(self, make):
+        super().__init__(23)
+        self.noise = Noise(make)
+
+    def __getitem__(self, index):
+        time.sleep(0.001 * (index % 3))  # others would overtake it
+        return index + self.noise()
+
+
+@pytest.mark.parametrize(
+    "make", [random.Random, np.random.default_rng, np.random.RandomState, torch.Generator], ids=lambda m: m.__name__
+)
+def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread(make):
+    def seeded():
+        return make().manual_seed(0) if make is torch.Generator else make(0)
+
+    settings = {"batch_size": 2, "shuffle": True}
+    with pytest.warns(NoEffectWarning, match="generator that the dataset holds.*One thread loads instead of threads=3"):
+        ours = epochs(PrefetchLoader, Jittered(seeded), {**settings, "threads": 3})
+    assert ours == epochs(DataLoader, Jittered(seeded), settings)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_twenty_runs_with_one_seed_give_one_result(workers):
+def test_runs_with_one_seed_give_one_result(workers):
     """Random augmentation, dropout in the model, and an early break: the loss is the same to the last bit."""
 
     def run():
@@ -191,69 +236,94 @@ def test_twenty_runs_with_one_seed_give_one_result(workers):
         loader.close()
         return loss.item()
 
-    assert len({run() for _ in range(20)}) == 1
+    assert len({run() for _ in range(2 if workers else 20)}) == 1
 
 
-class Jittered(Numbers):
-    """Draws from a generator of its own; loading takes now long, now not."""
+class Together(Numbers):
+    """Samples of three batches are loaded at once, or the wait is in vain."""
 
-    def __init__(self, length=23):
-        super().__init__(length)
-        self.noise = np.random.default_rng(0)
+    def __init__(self):
+        super().__init__(24)
+        self.together = threading.Barrier(3, timeout=20)
 
     def __getitem__(self, index):
-        time.sleep(0.001 * (index % 3))
-        return index + self.noise.random()
-
-
-def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread():
-    settings = {"batch_size": 2, "shuffle": True}
-    with pytest.warns(
-        NoEffectWarning, match=r"generator that the dataset holds.*One thread loads instead of prefetch_"
-    ):
-        ours = epochs(PrefetchLoader, Jittered(), {**settings, "prefetch_threads": 3})
-    assert ours == epochs(DataLoader, Jittered(), settings)
-
-
-class Inside(Numbers):
-    """Waits until as many threads as possible are inside."""
-
-    def __init__(self, several):
-        super().__init__(42)
-        self.together = threading.Barrier(several, timeout=10)
-
-    def __getitems__(self, indices):
-        if indices[0] >= 12:
+        if index >= 6 and index % 2 == 0:
             self.together.wait()
-        return indices
+        return index
 
 
-def test_several_threads_load_at_the_same_time_and_batches_keep_their_order():
-    loader = PrefetchLoader(Inside(3), 2, prefetch_threads=3)
-    assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 42, 2)]
+def test_threads_load_samples_of_the_next_batches_too():
+    loader = PrefetchLoader(Together(), 2, threads=3)  # one sample of each batch waits for two others
+    assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 24, 2)]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda **more: PrefetchLoader(Numbers(), 4, num_workers=1, **more), r"num_workers=1 processes load"),
-        (lambda **more: PrefetchLoader(Stream(), 4, **more), r"an IterableDataset \(Stream\)"),
-        (
-            lambda **more: PrefetchLoader.of(Custom("x", batch_size=2), **more),
-            "PrefetchCustom does not load by torch's",
-        ),
-        (lambda **more: stateful(**more), "does not load by torch's own iterator"),
-    ],
-)
-def test_threads_that_cannot_be_used_are_told_of_once(make, why):
-    loader = make(prefetch_threads=2)
-    with pytest.warns(NoEffectWarning, match=rf"prefetch_threads=2 has no effect here: .*{why}"):
-        first = [flat(batch) for batch in loader]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NoEffectWarning)
-        assert [flat(batch) for batch in loader] == first == [flat(batch) for batch in make()]
-    loader.close()
+class Rendezvous(Dataset):
+    def __len__(self):
+        return 18
+
+    def __getitem__(self, index):
+        barrier = vars(type(self)).get("barrier") or threading.Barrier(3, timeout=20)
+        type(self).barrier = barrier
+        if index >= 3:  # the first batch is loaded alone
+            barrier.wait()
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_threads_load_in_a_worker_process():
+    loader = PrefetchLoader(Rendezvous(), 3, threads=3, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[n, n + 1, n + 2] for n in range(0, 18, 3)]
+    assert "barrier" not in vars(Rendezvous)  # it was in the worker
+
+
+class Whole(Numbers):
+    def __getitems__(self, indices):
+        asked.append(threading.current_thread().name)
+        return [torch.tensor(index) for index in indices]
+
+
+asked = []
+
+
+def test_threads_ask_a_dataset_for_whole_batches_if_it_loads_those():
+    asked.clear()
+    assert [batch.tolist() for batch in PrefetchLoader(Whole(12), 3, threads=2)] == [
+        [n, n + 1, n + 2] for n in range(0, 12, 3)
+    ]
+    assert len(asked) == 4
+    assert "lightning_turbo-prefetch" in asked[-1]
+
+
+class Bad(Numbers):
+    def __getitem__(self, index):
+        if index == 7:
+            raise LookupError("row 7 is bad")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_thread_comes_at_its_batch_and_the_rest_follows(workers):
+    iterator = iter(PrefetchLoader(Bad(12), 2, threads=3, num_workers=workers))
+    assert [next(iterator).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(LookupError, match="row 7 is bad") as caught:
+        next(iterator)
+    told = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
+    assert "__getitem__" in told
+    assert [batch.tolist() for batch in iterator] == [[8, 9], [10, 11]]
+
+
+def set_attribute(worker_id):
+    torch.utils.data.get_worker_info().dataset.length = 5
+
+
+class Told(Numbers):
+    def __getitem__(self, index):
+        return self.length
+
+
+def test_a_worker_init_fn_finds_the_dataset_itself():
+    loader = PrefetchLoader(Told(4), 2, threads=2, num_workers=1, worker_init_fn=set_attribute)
+    assert [batch.tolist() for batch in loader] == [[5, 5], [5, 5]]
 
 
 def stateful(**more):
@@ -261,26 +331,63 @@ def stateful(**more):
     return PrefetchLoader.of(torchdata.StatefulDataLoader(Numbers(), 4), **more)
 
 
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda **more: PrefetchLoader(Stream(), 4, **more), r"an IterableDataset \(Stream\)"),
+        (lambda **more: PrefetchLoader.of(Custom("x", batch_size=2), **more), "PrefetchCustom does not load by torch"),
+        (lambda **more: stateful(**more), "does not load by torch's own iterator"),
+    ],
+)
+def test_threads_that_cannot_be_used_are_told_of_once(make, why):
+    loader = make(threads=2)
+    with pytest.warns(NoEffectWarning, match=rf"threads=2 has no effect here: .*{why}"):
+        first = [flat(batch) for batch in loader]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        assert [flat(batch) for batch in loader] == first == [flat(batch) for batch in make()]
+    loader.close()
+
+
+def test_the_old_name_of_threads_works_and_is_told():
+    for make in (
+        lambda: PrefetchLoader(range(3), prefetch_threads=2),
+        lambda: PrefetchLoader.of(DataLoader(range(3)), prefetch_threads=2),
+    ):
+        with pytest.warns(DeprecationWarning, match="prefetch_threads is called threads now"):
+            assert make().threads == 2
+
+
 def test_it_is_a_dataloader_with_its_constructor():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (PrefetchLoader, DataLoader))
-    assert [name for name in ours if name not in ("prefetch_batches", "prefetch_threads", "transfer")] == list(theirs)
+    assert [name for name in ours if name not in ("prefetch_batches", "threads", "transfer")] == list(theirs)
     assert all(ours[name] == theirs[name] for name in theirs)
     loader = PrefetchLoader(Numbers(), 4, True, num_workers=0)
     assert isinstance(loader, DataLoader)
-    assert len(loader) == 6
-    assert loader.batch_size == 4
+    assert (len(loader), loader.batch_size) == (6, 4)
     with pytest.raises(TypeError, match="has no len"):
         len(PrefetchLoader(Stream()))
+    assert PrefetchLoader[torch.Tensor].__origin__ is PrefetchLoader  # generic, as DataLoader is
 
 
-@pytest.mark.parametrize("value", [0, -1])
-def test_bad_depth(value):
-    with pytest.raises(ValueError, match=rf"prefetch_batches={value} is out of range"):
-        PrefetchLoader(Numbers(), prefetch_batches=value)
-    with pytest.raises(ValueError, match=rf"prefetch_threads={value} is out of range; pass the number of threads"):
-        PrefetchLoader(Numbers(), prefetch_threads=value)
-    with pytest.raises(TypeError, match=r"prefetch_threads='2' is no integer"):
-        PrefetchLoader.of(DataLoader(Numbers()), prefetch_threads="2")
+REFUSED = [
+    (lambda: PrefetchLoader(Numbers(), prefetch_batches=0), ValueError, "prefetch_batches=0 is out of range"),
+    (lambda: PrefetchLoader(Numbers(), threads=-1), ValueError, "threads=-1 is out of range; pass the number of"),
+    (lambda: PrefetchLoader.of(DataLoader(Numbers()), threads="2"), TypeError, "threads='2' is not an integer"),
+    (lambda: PrefetchLoader.of([1]), TypeError, r"PrefetchLoader.of expected a torch.utils.data.DataLoader, got \[1\]"),
+    (lambda: PrefetchLoader(DataLoader(Numbers())), TypeError, r"got the loader .*PrefetchLoader.of\(loader\)"),
+    (lambda: PrefetchLoader(PrefetchLoader(Stream())), TypeError, r"expected a dataset, got the loader"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_what_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def prefetch_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("lightning_turbo-prefetch")]
 
 
 def test_two_iterators_of_one_loader_both_see_everything():
@@ -288,24 +395,15 @@ def test_two_iterators_of_one_loader_both_see_everything():
     assert [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)] == [
         ([n, n + 1], [n, n + 1]) for n in range(0, 12, 2)
     ]
-    got = []
-    for outer in loader:
-        for inner in loader:
-            got.append((outer.tolist(), inner.tolist()))
-    assert got == [([n, n + 1], [m, m + 1]) for n in range(0, 12, 2) for m in range(0, 12, 2)]
-
-
-def prefetch_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("lightning_turbo-prefetch")]
-
-
-def test_a_second_iter_ends_the_thread_of_the_first():
-    loader = PrefetchLoader(range(1000), 2)
-    first = iter(loader)
+    first = iter(PrefetchLoader(range(1000), 2))
     got = [next(first).tolist() for _ in range(3)]
     assert len(prefetch_threads()) == 1
+    del first
+    loader = PrefetchLoader(range(1000), 2)
+    first = iter(loader)
+    [next(first) for _ in range(3)]
     second = iter(loader)
-    assert not prefetch_threads()
+    assert not prefetch_threads()  # a second iter() ends the thread of the first
     assert [next(second).tolist() for _ in range(3)] == got
     assert next(first).tolist() == [6, 7]
     loader.close()
@@ -323,8 +421,6 @@ def test_persistent_workers_survive_a_break_and_serve_the_newest_iterator():
     assert multiprocessing.active_children() == worker
     loader.close()
     assert not multiprocessing.active_children()
-    assert [b.tolist() for b in loader][-1] == [38, 39]
-    loader.close()
 
 
 class Custom(DataLoader):
@@ -342,23 +438,17 @@ class Custom(DataLoader):
 def test_other_classes_of_loader_can_be_converted():
     loader = Custom("here", scale=10, batch_size=2)
     twin = PrefetchLoader.of(loader, prefetch_batches=3)
-    assert twin.prefetch_threads == 1
     assert isinstance(twin, PrefetchLoader)
     assert isinstance(twin, Custom)
-    assert (twin.prefetch_batches, twin.path) == (3, "here")
+    assert (twin.prefetch_batches, twin.threads, twin.path) == (3, 1, "here")
     assert [b.tolist() for b in twin] == [[0, 10], [20, 30], [40, 50]]
     assert type(loader) is Custom
     assert type(PrefetchLoader.of(loader)) is type(twin)
     assert list(inspect.signature(type(twin).__init__).parameters) == [
-        "self", "path", "scale", "prefetch_batches", "prefetch_threads", "transfer", "kwargs",
+        "self", "path", "scale", "prefetch_batches", "threads", "transfer", "kwargs",
     ]  # fmt: skip
     again = type(twin)(path="there", batch_size=3, prefetch_batches=2)
     assert [b.tolist() for b in again] == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_only_loaders_can_be_converted():
-    with pytest.raises(TypeError, match=r"PrefetchLoader.of got \[1\]; it takes a torch.utils.data.DataLoader"):
-        PrefetchLoader.of([1])
 
 
 @pytest.mark.parametrize("convert", [False, True])
@@ -373,16 +463,6 @@ def test_copies_and_pickles(convert, through):
     assert next(iterator).tolist() == [4, 5]
 
 
-def test_set_epoch_changes_the_order():
-    sampler = DistributedSampler(range(20), 2, 0, shuffle=True)
-    loader = PrefetchLoader(range(20), 5, sampler=sampler)
-    orders = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        orders.append([b.tolist() for b in loader])
-    assert orders[0] != orders[1]
-
-
 def test_a_sampler_that_draws_from_shared_generators_is_named():
     class Drawing(Sampler):
         def __len__(self):
@@ -394,3 +474,50 @@ def test_a_sampler_that_draws_from_shared_generators_is_named():
     loader = PrefetchLoader(range(20), batch_size=2, sampler=Drawing(), num_workers=1)
     with pytest.warns(NoEffectWarning, match="the indices .* generator of random.*Give the sampler"):
         assert len(list(loader)) == 10
+
+
+class OneAtATime(Dataset):
+    """As a file that is opened once: two threads must not be inside at the same time."""
+
+    def __init__(self):
+        self.inside = 0
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        self.inside += 1
+        assert self.inside == 1, "two threads read at once"
+        time.sleep(0.002)
+        self.inside -= 1
+        return index
+
+
+SHARED = {
+    "itself": lambda data: (data, data),
+    "halves": lambda data: random_split(data, [10, 10]),
+    "a half of a half": lambda data: (data, Subset(Subset(data, range(10)), range(5))),
+    "a half beside a whole": lambda data: (Subset(data, range(10)), data),
+}
+
+
+@pytest.mark.parametrize("split", SHARED.values(), ids=SHARED)
+def test_loaders_that_share_a_dataset_load_in_turns(split):
+    one, other = (PrefetchLoader(part, 1, prefetch_batches=4) for part in split(OneAtATime()))
+    first = iter(one)
+    next(first), next(first)
+    assert len(list(other)) == len(other)  # while the thread of the first is at work
+    assert len(list(first)) == len(one) - 2
+
+
+def test_other_datasets_are_loaded_at_the_same_time():
+    together = threading.Barrier(2, timeout=20)
+
+    class Meets(Numbers):
+        def __getitem__(self, index):
+            if index == 3:  # in the threads
+                together.wait()
+            return index
+
+    loaders = [PrefetchLoader(ConcatDataset([Meets(6)]), 1) for _ in range(2)]
+    assert len(list(zip(*loaders, strict=True))) == 6

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo.data import DevicePrefetcher, PrefetchLoader, randomness
-from lightning_turbo.data.transfer import DeviceTransfer
+from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
+from lightning_turbo.data import prefetcher as background
 
 DEVICE = torch.device("cuda", 0)
 
@@ -204,8 +204,8 @@ def test_objects_that_know_their_memory_are_asked(cuda):
 
 
 class Hasty(DeviceTransfer):
-    def receive(self, entry):
-        return entry.batch
+    def receive(self, sent):
+        return sent.batch
 
 
 def test_what_is_looked_for_is_found(cuda):
@@ -246,7 +246,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
 def test_the_orders_of_epochs_are_those_of_a_plain_loader(cuda, monkeypatch, make, sampler, used, kept):
     """Broken off after 5 of 7 batches, or not asked for their end, as by a Trainer."""
-    monkeypatch.setattr(randomness, "WORTH", 0.0)
+    monkeypatch.setattr(background, "WORTH", 0.0)
     plain = DataLoader(range(21), batch_size=3, **SAMPLERS[sampler]())
     loader = make(range(21), batch_size=3, collate_fn=on_host, **SAMPLERS[sampler]())
     prefetcher = DevicePrefetcher(loader, DEVICE, min_bytes=0)

@@ -17,11 +17,10 @@ import torch
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from lightning_turbo._checks import check_functions, is_number, is_whole
-from lightning_turbo.data.background import BackgroundIterator
+from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.randomness import generators_in, set_shared_state, shared_state
-from lightning_turbo.data.resume import OwnGenerator
-from lightning_turbo.data.surroundings import short_switches
+from lightning_turbo.data.position import generators_of
+from lightning_turbo.data.prefetcher import BackgroundIterator
 
 __all__ = ["WorkerRow", "WorkerTuning", "tune_workers"]
 
@@ -121,10 +120,10 @@ def tune_workers(
         RuntimeError: If no setting gave a batch in time; its text says what happened with each.
 
     Note:
-        Starts and ends worker processes; none is left. The process-wide random generators, and those that the loader,
-        its samplers, its dataset and its ``collate_fn`` hold, are put back. The time of a setting begins with its first
-        batch. A batch that is not there in time is not waited for; at ``num_workers=0`` a thread then ends by itself as
-        soon as it is. A ``step`` runs in the calling thread and to its end, and an error of it is raised.
+        Starts and ends worker processes; none is left. The process-wide random generators, and those of torch that the
+        loader and its samplers hold, are put back; those of a dataset are not. The time of a setting begins with its
+        first batch. A batch that is not there in time is not waited for; at ``num_workers=0`` a thread then ends by
+        itself as soon as it is. A ``step`` runs in the calling thread and to its end, and an error of it is raised.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -149,7 +148,7 @@ def tune_workers(
         told = "; ".join(f"num_workers={row.num_workers}: {row.note}" for row in rows)
         raise RuntimeError(
             f"tune_workers(seconds={seconds!r}) got no batch from any setting ({told}). "
-            "Give it more seconds, or mend the loader."
+            "Give it more seconds, or repair the loader."
         )
     tuning = WorkerTuning(**_settings(best), rows=tuple(rows))
     if cache is not None:
@@ -203,9 +202,8 @@ def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: d
     if share < 0.01:
         return WorkerRow(**settings, note="no time")
     loader = make_loader(**settings)
-    names = ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
-    owners = [getattr(loader, name, None) for name in names]
-    generators = [(own, own.get_state()) for own in map(OwnGenerator, generators_in(owners))]
+    own = generators_of(getattr(loader, "generator", None), loader.batch_sampler or loader.sampler)
+    states = [generator.get_state() for generator in own]
     times: list[float] = []
     error, over, loading = None, False, None
     try:
@@ -221,9 +219,13 @@ def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: d
     finally:
         if loading is not None:
             loading.stop(kill=over and not times)
-        for generator, state in generators:
+        for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
-    if error is not None and not over:
+    return _row(settings, times, None if over else error, loader)
+
+
+def _row(settings: dict[str, Any], times: list[float], error: BaseException | None, loader: Any) -> WorkerRow:
+    if error is not None:
         return WorkerRow(**settings, note=f"{type(error).__name__}: {error}".splitlines()[0])
     if not times:
         return WorkerRow(**settings, note=_LATE if _forks(loader) else "too late to start")
@@ -291,7 +293,7 @@ class _Loading(threading.Thread):
 
     def __init__(self, loader: Any, deadline: float, ahead: bool) -> None:
         super().__init__(daemon=True, name="lightning_turbo-tune")
-        own = isinstance(loader, PrefetchLoader) and (loader.num_workers > 0 or loader.prefetch_threads == 1)
+        own = isinstance(loader, PrefetchLoader) and (loader.threads == 1)
         self.loader: Any = super(PrefetchLoader, loader) if own else loader
         self.deadline = deadline
         self.asked = threading.Semaphore(loader.prefetch_batches if own and ahead else 0)
@@ -305,8 +307,7 @@ class _Loading(threading.Thread):
 
     def run(self) -> None:
         try:
-            with short_switches():
-                self._run()
+            self._run()
         except BaseException as error:
             self.ready.put((None, 0.0, error))
         finally:

@@ -1,5 +1,6 @@
 """tune_workers: the choice, the time budget, and that nothing is left."""
 
+import importlib
 import json
 import math
 import multiprocessing
@@ -9,15 +10,15 @@ import threading
 import time
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from prefetch_generator import BackgroundGenerator
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo.data import PrefetchLoader, tune_workers
-from lightning_turbo.data.workers import WorkerRow, _choose
+from lightning_turbo.data.tune_workers import WorkerRow, _choose
 
+module = importlib.import_module("lightning_turbo.data.tune_workers")
 pytestmark = [
     pytest.mark.timeout(90),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -45,35 +46,45 @@ def maker(dataset, cls=DataLoader, **more):
 
 
 def nothing_is_left():
-    ours = [t for t in threading.enumerate() if t.name == "lightning_turbo-tune" or isinstance(t, BackgroundGenerator)]
-    return not multiprocessing.active_children() and not ours
+    """No process is left, and no thread after a moment."""
+    deadline = time.monotonic() + 20
+    while [t for t in threading.enumerate() if t.name == "lightning_turbo-tune" or isinstance(t, BackgroundGenerator)]:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+    return not multiprocessing.active_children()
 
 
-def test_waiting_is_shared_among_workers():
-    """Loads that only wait gain from every worker, so the most workers are best."""
-    tuning = tune_workers(maker(Waits(0.01)), seconds=5, max_workers=4, prefetch_factors=[2], show=None)
-    times = {row.num_workers: row.seconds for row in tuning.rows}
-    assert set(times) == {0, 1, 2, 4}
-    assert times[4] < times[0] / 2
-    assert tuning.num_workers >= 2
-    assert nothing_is_left()
+SPEEDS = {
+    "waits, which every worker shares": ({0: 4.0, 1: 4.1, 2: 2.0, 4: 1.0}, 4),
+    "costs nothing, and every process is in its way": ({0: 0.1, 1: 0.4, 2: 0.5, 4: 0.9}, 0),
+    "is hidden by one": ({0: 2.0, 1: 1.0, 2: 1.0, 4: 0.99}, 1),
+}
 
 
-def test_several_threads_are_measured_as_they_load():
-    def seconds(several):
-        make_loader = maker(Waits(0.01), PrefetchLoader, prefetch_threads=several)
-        return tune_workers(make_loader, seconds=1.5, max_workers=0, show=None).rows[0].seconds
+@pytest.mark.parametrize(("speeds", "best"), SPEEDS.values(), ids=SPEEDS)
+def test_the_choice_follows_from_the_times(speeds, best, monkeypatch):
+    """No clock is read: each setting takes what the table says, and the second prefetch factor a tenth less."""
+    tried = []
 
-    assert seconds(4) < seconds(1) / 2
-    assert nothing_is_left()
+    def measure(make_loader, step, clock, parts, settings):
+        tried.append((settings["num_workers"], settings["prefetch_factor"]))
+        seconds = speeds[settings["num_workers"]] * (0.9 if settings["prefetch_factor"] == 4 else 1.0)
+        return WorkerRow(**settings, batches=9, seconds=seconds)
+
+    monkeypatch.setattr(module, "_measure", measure)
+    tuning = tune_workers(maker(range(4)), max_workers=4, show=None)
+    assert tried[:4] == [(1, 2), (0, None), (2, 2), (4, 2)]  # one worker first, as its process can be ended
+    assert tried[4:] == ([(best, 4)] if best else [])
+    assert (tuning.num_workers, tuning.prefetch_factor) == (best, 4 if best else None)
 
 
-def test_more_workers_are_not_always_faster():
-    """A load that costs nothing is slowed by every process that it has to come from."""
-    tuning = tune_workers(maker(range(10**6)), seconds=4, max_workers=4, show=None)
-    assert tuning.num_workers == 0
-    assert tuning.prefetch_factor is None
-    assert nothing_is_left()
+def test_0_workers_are_not_tried_where_one_gave_nothing_in_time(monkeypatch):
+    def late(make_loader, step, clock, parts, settings):
+        return WorkerRow(**settings, note=module._LATE)
+
+    monkeypatch.setattr(module, "_measure", late)
+    with pytest.raises(RuntimeError, match=r"num_workers=0: not tried; num_workers=1: too late"):
+        tune_workers(maker(range(4)), max_workers=1, show=None)
 
 
 def row(workers, seconds, factor=2, pinned=False):
@@ -116,18 +127,8 @@ class Hangs(Dataset):
 
 @pytest.mark.parametrize(("cls", "step"), [(DataLoader, None), (PrefetchLoader, None), (PrefetchLoader, id)])
 def test_a_loader_that_hangs_is_left_in_time_and_its_workers_are_ended(cls, step):
-    started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"got no batch from any setting \(.*too late.*\)"):
         tune_workers(maker(Hangs(), cls), seconds=1.5, max_workers=1, show=None, step=step)
-    # The budget, and a second for a machine that is busy with other things.
-    assert time.monotonic() - started < 2.5
-    assert nothing_is_left()
-
-
-def test_the_budget_holds():
-    started = time.monotonic()
-    tune_workers(maker(Waits(0.02)), seconds=2, max_workers=2, show=None)
-    assert time.monotonic() - started < 3  # a second for a busy machine
     assert nothing_is_left()
 
 
@@ -145,54 +146,7 @@ def test_random_generators_are_put_back():
     assert random.getstate() == expected[2]
 
 
-class Draws(Dataset):
-    def __init__(self):
-        self.parts = {
-            "torch": torch.Generator().manual_seed(1),
-            "random": random.Random(1),
-            "numpy": [np.random.default_rng(1), np.random.RandomState(1)],
-        }
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        drawn = [float(torch.rand(1, generator=self.parts["torch"])), self.parts["random"].random()]
-        return torch.tensor([*drawn, *(generator.random() for generator in self.parts["numpy"])])
-
-
-class Permutes(Sampler):
-    def __init__(self):
-        self.generator = np.random.default_rng(3)
-
-    def __iter__(self):
-        return iter(self.generator.permutation(40).tolist())
-
-    def __len__(self):
-        return 40
-
-
-class Noise:
-    def __init__(self):
-        self.generator = random.Random(5)
-
-    def __call__(self, samples):
-        return torch.stack(samples) + self.generator.random()
-
-
-def test_generators_of_the_dataset_the_sampler_and_the_collate_function_are_put_back():
-    def first_batch(loader):
-        return next(iter(loader))
-
-    dataset, sampler, noise = Draws(), Permutes(), Noise()
-    tune_workers(
-        maker(dataset, sampler=sampler, collate_fn=noise), seconds=0.5, max_workers=0, show=None
-    )  # fmt: skip
-    got = first_batch(DataLoader(dataset, 4, sampler=sampler, collate_fn=noise))
-    assert torch.equal(got, first_batch(DataLoader(Draws(), 4, sampler=Permutes(), collate_fn=Noise())))
-    assert sampler.generator.random() != np.random.default_rng(3).random()  # it was used
-
-
+@pytest.mark.slow  # by the clock: how long a process takes to import torch
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("cls", [DataLoader, PrefetchLoader])
 def test_workers_that_start_too_slowly_leave_what_is_left_to_0_workers(method, cls):
@@ -200,26 +154,11 @@ def test_workers_that_start_too_slowly_leave_what_is_left_to_0_workers(method, c
         context = method if num_workers else None
         return cls(Waits(0.001), 4, num_workers=num_workers, multiprocessing_context=context, **settings)
 
-    started = time.monotonic()
     tuning = tune_workers(make_loader, seconds=0.5, max_workers=2, show=None)  # none imports torch so fast
-    assert time.monotonic() - started < 2
     assert tuning.num_workers == 0
-    assert [row.note for row in tuning.rows] == ["", *["too late to start"] * 2]
+    assert tuning.rows[1].note == "too late to start"
     assert nothing_is_left()
     time.sleep(0.1)  # an error of a process that ended is raised by a signal, in the main thread
-
-
-def test_the_time_of_a_setting_begins_with_its_first_batch():
-    class StartsSlowly(Waits):
-        def __getitem__(self, index):
-            if not hasattr(self, "started"):
-                time.sleep(0.7)  # in each worker process anew
-            self.started = True
-            return super().__getitem__(index)
-
-    tuning = tune_workers(maker(StartsSlowly(0.001)), seconds=2, max_workers=1, prefetch_factors=[2, 3], show=None)
-    assert [row.num_workers for row in tuning.rows[:2]] == [0, 1]
-    assert 0.004 < tuning.rows[1].seconds < 0.1  # a third of 2 s would have been too short
 
 
 def test_workers_that_cannot_be_started_are_told():
@@ -258,19 +197,6 @@ def test_an_error_in_the_step_is_raised_and_nothing_is_left():
     assert nothing_is_left()
 
 
-def test_a_prefetch_loader_is_measured_as_it_runs_beside_a_step():
-    """Its thread hides a load as long as the step, so that workers have nothing left to gain."""
-    options = {"seconds": 3, "max_workers": 2, "prefetch_factors": [2], "show": None, "tolerance": 0.3}
-    slow = Waits(0.005)  # 20 ms a batch
-    plain = tune_workers(maker(slow), step=lambda batch: time.sleep(0.02), **options)
-    ahead = tune_workers(maker(slow, PrefetchLoader), step=lambda batch: time.sleep(0.02), **options)
-    assert plain.rows[0].seconds > 0.04
-    assert plain.num_workers > 0
-    assert ahead.rows[0].seconds < 0.035
-    assert ahead.num_workers == 0
-    assert nothing_is_left()
-
-
 def test_errors_are_told():
     class Bad(Dataset):
         def __len__(self):
@@ -279,7 +205,7 @@ def test_errors_are_told():
         def __getitem__(self, index):
             raise ValueError("no such row")
 
-    with pytest.raises(RuntimeError, match=r"num_workers=0: ValueError: no such row.*Give it more seconds, or mend"):
+    with pytest.raises(RuntimeError, match=r"num_workers=0: ValueError: no such row.*Give it more seconds, or repair"):
         tune_workers(maker(Bad()), seconds=2, max_workers=0, show=None)
     with pytest.raises(RuntimeError, match="the loader is empty"):
         tune_workers(maker(torch.zeros(0, 3)), seconds=2, max_workers=0, show=None)
@@ -288,9 +214,7 @@ def test_errors_are_told():
 def test_the_answer_is_kept_in_a_file(tmp_path):
     path = tmp_path / "workers.json"
     first = tune_workers(maker(range(10**6)), seconds=0.5, max_workers=0, cache=path, show=None)
-    started = time.monotonic()
     again = tune_workers(maker(Hangs()), seconds=30, cache=path, show=None)
-    assert time.monotonic() - started < 1
     assert again.cached
     assert (again.settings, again.rows) == (first.settings, first.rows)
     stored = json.loads(path.read_text())

@@ -1,0 +1,524 @@
+"""``BackgroundIterator``: one background thread over any iterator, on ``prefetch_generator.BackgroundGenerator``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from prefetch_generator import BackgroundGenerator
+
+from lightning_turbo._pytree import addresses_in, copy_batch
+from lightning_turbo._random import changed_generators, shared_state
+from lightning_turbo.data.pending import Pending
+from lightning_turbo.data.thread_state import ThreadState
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
+
+__all__ = ["BackgroundIterator", "LoadProfile", "Record", "check_count"]
+
+# Seconds. How long closing waits for the item that the thread is making.
+PATIENCE = 20.0
+# Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
+# 0.1 to 0.4 ms.
+WORTH = 5e-4
+
+
+class Record(NamedTuple):
+    """What crosses the queue: an item with the state of the source after it, an error, or the end."""
+
+    item: Any = None
+    state: Any = None
+    error: BaseException | None = None
+    end: bool = False
+
+    @property
+    def last(self) -> bool:
+        """Whether it holds no item: nothing is taken from the source after it."""
+        return self.end or self.error is not None
+
+
+class LoadProfile:
+    """What the first batches of a loader showed. One object for each loader, so that it is found out once.
+
+    Attributes:
+        draws: Whether loading draws from the process-wide random generators; ``None`` before the second batch. Such a
+            loader stays in the asking thread: in another one, no seed would fix who draws first.
+        repeats: Whether batches come in the same memory again and again, so that each has to be copied.
+        slow: Whether batches take ``WORTH`` seconds or more, so that a thread pays.
+        workers: Whether worker processes load, so that only a sampler can draw here.
+    """
+
+    def __init__(self) -> None:
+        self.draws: bool | None = None
+        self.repeats = False
+        self.slow = False
+        self.workers = False
+        self._batches, self._seconds = 0, 0.0
+
+    def measure(self, seconds: float) -> None:
+        """Count a batch that took so many seconds in the asking thread."""
+        self._batches += 1
+        self._seconds += seconds
+        # The first few have to be clearly slow: caches are cold then, and one number says little.
+        self.slow = self.slow or self._seconds >= WORTH * max(self._batches, 4)
+
+    def decide(self, drew: list[str]) -> None:
+        """Decide, for good, whether a thread may load.
+
+        Args:
+            drew: Names of the process-wide generators that loading the second batch changed.
+
+        Warns:
+            NoEffectWarning: If there are any.
+        """
+        self.draws = bool(drew)
+        if not drew:
+            return
+        what = "Loading a batch"
+        remedy = "Use num_workers=1 (a process has generators of its own), or draw from a generator of the dataset."
+        if self.workers:
+            what, remedy = "Drawing the indices of a batch", "Give the sampler a generator of its own."
+        warnings.warn(
+            f"{what} draws from the process-wide generator of {' and '.join(drew)}, which the model may use too: in "
+            "a background thread no seed would fix the result. Batches are loaded in the training thread instead, as "
+            f"by a plain DataLoader, with nothing gained. {remedy}",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+
+class _Loading:
+    """The source and its thread: what the thread and the finalizer may hold without keeping the iterator alive.
+
+    Three flags say how it ends: ``stopping`` ends the thread after the item that it is making; with ``dropped``, nobody
+    wants what it has ready, and it disposes of the source itself.
+    """
+
+    def __init__(self, source: Iterator[Any], profile: LoadProfile, **settings: Any) -> None:
+        self.source: Any = source
+        self.profile = profile
+        self.depth: int = settings["prefetch_batches"]
+        self.ahead: int = settings["ahead"]
+        self.snapshot: Callable[[], Any] | None = settings["snapshot"]
+        self.dispose: Callable[[], None] | None = settings["dispose"]
+        self.skip: int = settings["skip"]
+        self.samples: Any = settings["samples"]
+        self.turn: Any = settings["turn"] or contextlib.nullcontext()
+        self.stages: list[Callable[[Any], Any]] = []
+        self.process = os.getpid()
+        self.taken = 0
+        self.thread: Any = None
+        self.stopping = threading.Event()
+        self.dropped = False
+
+    def take(self) -> Record:
+        """Load one item here; never raises."""
+        return self._finish(self._draw())
+
+    def _draw(self) -> Record:
+        self.taken += 1
+        try:
+            with self.turn:
+                while self.skip:
+                    self.skip -= 1
+                    next(self.source)
+                item = next(self.source)
+                if self.profile.repeats:
+                    item = copy_batch(item)
+            return Record(item, None if self.snapshot is None else self.snapshot())
+        except StopIteration:
+            return Record(end=True)
+        except BaseException as error:
+            return Record(error=error)
+
+    def _finish(self, record: Record) -> Record:
+        if record.last:
+            return record
+        try:
+            item = record.item.result() if isinstance(record.item, Pending) else record.item
+            for stage in self.stages:
+                item = stage(item)
+            return record._replace(item=item)
+        except StopIteration:
+            return Record(end=True)
+        except BaseException as error:
+            return record._replace(item=None, error=error)
+
+    def start(self, limit: float) -> None:
+        """Start the thread, which takes items until so many were taken in all."""
+        self.stopping.clear()
+        if getattr(self.source, "_timeout", 0):
+            self.source._timeout = 0  # which would count from when the thread asks; see BackgroundIterator's
+        self.thread = BackgroundGenerator(self._produce(ThreadState(), limit), max_prefetch=self.depth)
+        self.thread.name = f"lightning_turbo-prefetch-{id(self.thread):x}"
+
+    def _produce(self, state: ThreadState, limit: float) -> Iterator[list[Record]]:
+        """Yield records, each in a list that its taker empties: the thread holds on to what it was given last."""
+        state.enter()
+        drawn: deque[Record] = deque()
+        last = False
+        while not self.stopping.is_set():
+            last = last or self._fill(drawn, limit)
+            if not drawn or self.dropped:  # then nobody makes room for it
+                break
+            yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
+        while drawn and not self.dropped:
+            yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
+        for record in drawn:
+            _cancel(record)
+        if self.samples is not None:
+            self.samples.close()
+        if self.dropped:
+            _empty(self.thread)  # so that there is room for the mark at the end, for which nobody waits
+            self.let_go()
+
+    def _fill(self, drawn: deque[Record], limit: float) -> bool:
+        """Draw as many records as are begun ahead; tell whether nothing follows the last of them."""
+        while len(drawn) <= self.ahead and self.taken < limit and not self.stopping.is_set():
+            drawn.append(self._draw())
+            if drawn[-1].last:
+                return True
+        return False
+
+    def get(self, timeout: float | None) -> Record | None:
+        """Wait for a record of the thread; ``None`` once the thread has ended."""
+        try:
+            going, box = self.thread.queue.get(timeout=timeout)
+        except queue.Empty:
+            raise RuntimeError(f"DataLoader timed out after {timeout} seconds") from None
+        if going:
+            return box.pop()
+        self.thread.join()
+        self.thread = None
+        return None
+
+    def ready(self) -> bool:
+        """Tell whether the thread has a record ready."""
+        with self.thread.queue.mutex:
+            return bool(self.thread.queue.queue) and self.thread.queue.queue[0][0] is True
+
+    def park(self) -> tuple[list[Record], bool]:
+        """End the thread.
+
+        Returns:
+            What it had ready, in order, and whether it has ended. If it has not, it is still at work on an item, and
+            ``get`` gives the rest.
+        """
+        self.stopping.set()
+        kept: list[Record] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                going, box = self.thread.queue.get(timeout=PATIENCE)
+                if not going:
+                    self.thread.join()
+                    self.thread = None
+                    return kept, True
+                kept.append(box.pop())
+        return kept, False
+
+    def end(self) -> None:
+        """End the thread and dispose of the source. May be called twice, by the collector, and in a forked child."""
+        if self.process != os.getpid():
+            return
+        thread = self.thread
+        self.dropped = True
+        self.stopping.set()
+        if thread is None or not thread.is_alive():
+            self.let_go()
+        elif thread is not threading.current_thread():  # which may hold the lock of its own queue
+            _empty(thread)
+            # The collector may run in another prefetching thread, which the one that ends may wait for.
+            if not isinstance(threading.current_thread(), BackgroundGenerator):
+                self._wait(thread)
+
+    def _wait(self, thread: Any) -> None:
+        thread.join(PATIENCE)
+        if not thread.is_alive():
+            self.let_go()
+            return
+        warnings.warn(
+            f"A prefetching thread is still inside the next() of {type(self.source).__name__}, or at work on what that "
+            f"gave, after {PATIENCE:g} s; it ends after that item.",
+            TurboWarning,
+            stacklevel=2,
+        )
+
+    def let_go(self) -> None:
+        """Release the source. Once nobody is in it any more."""
+        dispose, self.dispose, self.snapshot = self.dispose, None, None
+        self.source, self.stages = iter(()), []
+        if dispose is not None:
+            dispose()
+
+    def has_ended(self) -> bool:
+        """Wait for a thread that was told to end, perhaps by the garbage collector; tell whether it has."""
+        thread = self.thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(PATIENCE)
+        ended = thread is None or not thread.is_alive()
+        if ended and self.dropped:
+            self.let_go()
+        return ended
+
+
+class BackgroundIterator(Iterator[Any]):
+    """Iterate over ``source`` in a background thread that keeps some items ready.
+
+    The first two items are taken in the thread that asks for them: seeds that a sampler draws at its start come then
+    from the same place as without this class, and a source that goes on drawing from the process-wide generators is
+    found out and stays there (see ``LoadProfile``). So does one whose items take less than half a millisecond, with
+    nothing to gain. Otherwise a thread takes all others ahead. It ends with the source, on ``close``, when this object
+    is collected, and when the interpreter ends.
+
+    Errors of the source, ``KeyboardInterrupt`` and ``SystemExit`` among them, are raised here, at the item where they
+    happened, with their own traceback. The thread takes over grad mode, inference mode and autocast from the thread
+    that takes the first item.
+
+    Args:
+        source: Any iterator. Nobody else may use it meanwhile.
+        prefetch_batches: How many items to keep ready, 1 or more; one more is in preparation.
+        profile: What is known of the source.
+        ahead: How many items to begin before the first of them is finished, for a source that gives ``Pending`` ones.
+        samples: The ``ThreadedDataset`` behind those.
+        snapshot: Called after each item is taken from ``source``; ``hand_out`` gets what it gave.
+        wanted: How many items will be asked for, if that is known. No more than these are taken ahead.
+        dispose: Called once when ``source`` is done with, for example to end its worker processes.
+        turn: A lock to hold while an item is taken.
+        timeout: How long to wait for an item that is asked for, in seconds; 0 for as long as it takes.
+        skip: How many items to leave out at the beginning.
+
+    Raises:
+        TypeError: If ``source`` is not an iterator, or ``prefetch_batches`` not an integer.
+        ValueError: If ``prefetch_batches`` is below 1.
+
+    Example:
+        >>> squares = BackgroundIterator((n * n for n in range(4)), prefetch_batches=2)
+        >>> list(squares)
+        [0, 1, 4, 9]
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        *,
+        prefetch_batches: int = 8,
+        profile: LoadProfile | None = None,
+        ahead: int = 0,
+        snapshot: Callable[[], Any] | None = None,
+        wanted: int | None = None,
+        dispose: Callable[[], None] | None = None,
+        turn: Any = None,
+        timeout: float = 0,
+        skip: int = 0,
+        samples: Any = None,
+    ) -> None:
+        if not hasattr(source, "__next__"):
+            raise TypeError(
+                f"expected an iterator, got {source!r}, which has no __next__. Pass iter(...) of it; for a DataLoader "
+                "take PrefetchLoader.of(loader), which can be iterated again."
+            )
+        check_count("prefetch_batches", prefetch_batches)
+        self._profile = profile or LoadProfile()
+        self._loading = _Loading(
+            source, self._profile,
+            prefetch_batches=prefetch_batches, ahead=ahead, snapshot=snapshot, dispose=dispose, turn=turn, skip=skip,
+            samples=samples,
+        )  # fmt: skip
+        self._wanted = float("inf") if wanted is None else wanted
+        self._timeout = timeout or None
+        self._kept: deque[Record] = deque()
+        self._first = True
+        self._previous: Any = None
+        self._closed = ""
+        self.ended = False
+        self._finalizer = weakref.finalize(self, self._loading.end)
+
+    def __iter__(self) -> BackgroundIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise RuntimeError(f"This iterator cannot go on: {self._closed}.")
+        if self.ended:
+            raise StopIteration
+        if self._loading.process != os.getpid():
+            raise RuntimeError(
+                "A prefetching iterator does not work in a forked child of the process that made it. "
+                "Call iter() on the loader in the child."
+            )
+        record = self._next_record()
+        try:
+            return self.hand_out(record)
+        finally:
+            del record  # the traceback of an error holds this frame
+
+    def hand_out(self, record: Record) -> Any:
+        """Return the item of a record, or raise its error or the end."""
+        if record.error is not None:
+            self.park()  # whoever keeps the error keeps this object
+            try:
+                raise record.error
+            finally:
+                del record  # else the traceback would hold what holds it
+        if record.end:
+            self.ended = True
+            self._finalizer()
+            raise StopIteration
+        return record.item
+
+    def _next_record(self) -> Record:
+        return self._take()
+
+    def _take(self) -> Record:
+        """Take a record from what was kept, from the thread, or from the source itself."""
+        while True:
+            if self._kept:
+                return self._kept.popleft()
+            if self._loading.thread is not None:
+                record = self._loading.get(self._timeout)
+                if record is not None:
+                    return record
+            if self._first or not self._start():
+                return self._load()
+
+    def _load(self) -> Record:
+        """Load one item in this thread, and let a thread take those after it, if there is something to gain."""
+        first, self._first = self._first, False
+        profile = self._profile
+        watched = not first and profile.draws is None
+        before = shared_state() if watched else {}
+        started = time.perf_counter()
+        record = self._loading.take()
+        if not first:  # which may start worker processes
+            profile.measure(time.perf_counter() - started)
+        if watched:
+            profile.decide(changed_generators(before, shared_state()))
+            profile.repeats = bool(addresses_in(self._previous) & addresses_in(record.item))
+            if profile.repeats:
+                record = record._replace(item=copy_batch(record.item))
+        # Kept until the second item is there, as memory that was given back may be given out again.
+        self._previous = record.item if profile.draws is None else None
+        if not record.last:
+            self._start()  # so that the next item is made while this one is used
+        return record
+
+    def _start(self) -> bool:
+        """Start the thread if there is something to gain; tell whether there is one."""
+        profile, loading = self._profile, self._loading
+        if profile.draws is not False or not profile.slow or loading.taken >= self._wanted or loading.dropped:
+            return False
+        loading.start(self._wanted)
+        return True
+
+    def start(self) -> bool:
+        """Take the first items in the background too, from now on, if the source is known to be one for a thread.
+
+        Returns:
+            Whether a thread works ahead.
+        """
+        return self._loading.thread is not None or self._start()
+
+    def add_stage(self, stage: Callable[[Any], Any]) -> None:
+        """Call ``stage`` on each item in the background. Before the first item only."""
+        self._loading.stages.append(stage)
+
+    def ready(self) -> bool:
+        """Tell whether the next item can be had without waiting for the source."""
+        if self._kept:
+            return True
+        if self._loading.thread is not None:
+            return self._loading.ready()
+        # One that loads fast where it is asked for never lets anybody wait.
+        going = not (self._first or self._closed or self.ended or self._loading.taken >= self._wanted)
+        return going and self._profile.draws is False and not self._profile.slow
+
+    def park(self) -> bool:
+        """End the thread and keep what it had ready; the next ``next()`` goes on, with a new thread if need be.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        if self._loading.thread is None or self._loading.process != os.getpid():
+            return True
+        kept, ended = self._loading.park()
+        self._kept.extend(kept)
+        return ended
+
+    def close(self, because: str = "it was closed") -> None:
+        """End the thread and throw away what it had ready. May be called twice.
+
+        Args:
+            because: The reason that a later ``next()`` gives.
+
+        Warns:
+            TurboWarning: If the source does not come back from its ``next()`` in time; the thread then ends later.
+        """
+        if not self.ended:
+            self._closed = because
+        self._kept.clear()
+        self._finalizer()
+
+
+def _empty(thread: Any) -> None:
+    """Throw away what a thread has ready."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            _, box = thread.queue.get_nowait()
+            if isinstance(box, list):
+                box.clear()
+
+
+def _cancel(record: Record) -> None:
+    if isinstance(record.item, Pending):
+        record.item.cancel()
+
+
+def _explain(record: Record, workers: bool) -> Record:
+    """Add to an error what prefetching has to do with it, where it has."""
+    error = record.error
+    if not isinstance(error, Exception):
+        return record
+    text, before, after = str(error), "", ""
+    if workers and ("Too many open files" in text or "ancdata" in text):
+        after = (
+            " Each tensor of a batch from a worker process holds an open file, and prefetch_batches batches are kept "
+            "ready: lower prefetch_batches, or call torch.multiprocessing.set_sharing_strategy('file_system')."
+        )
+    elif not workers and "thread" in text:
+        before = "In the background thread, which loads batches for prefetching: "
+        after = (
+            " If the dataset holds something that belongs to the thread that made it (a database connection, an event "
+            "loop, a signal handler, threading.local), make that in the thread that asks for a sample, or take "
+            "num_workers=1 or a plain DataLoader."
+        )
+    if after and len(error.args) == 1:
+        error.args = (f"{before}{text.rstrip('.')}.{after}",)
+    elif after and isinstance(error, OSError):
+        error.strerror = f"{error.strerror}.{after}"
+    return record
+
+
+def check_count(name: str, value: Any, what: str = "batches to keep ready") -> int:
+    """Return ``value`` if it is an integer of 1 or more.
+
+    Args:
+        name: Of the argument.
+        value: What was passed for it.
+        what: What it is the number of.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not an integer; pass the number of {what}, 1 or more.")
+    if value < 1:
+        raise ValueError(f"{name}={value!r} is out of range; pass the number of {what}, 1 or more.")
+    return value

@@ -1,0 +1,55 @@
+"""The modes of torch that belong to one thread, taken over by another."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+
+import torch
+from torch.autograd.grad_mode import inference_mode
+
+__all__ = ["ThreadState"]
+
+_here = threading.local()
+
+
+class ThreadState:
+    """The modes of the thread that makes this object: ``enter`` puts another thread into them, until that thread ends.
+
+    Grad mode, inference mode, autocast, the default device, the CUDA device and its stream, and context variables.
+    Without them a dataset that runs in the background would not see the ``no_grad`` or ``autocast`` of the loop that it
+    feeds, and what it makes on the device would be read before it is written.
+    """
+
+    def __init__(self) -> None:
+        self.variables = contextvars.copy_context()
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        ]
+        self.caches = torch.is_autocast_cache_enabled()
+        self.device = _default_device()
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def enter(self) -> None:
+        """Put the calling thread, which must be a new one, into these modes."""
+        for variable, value in self.variables.items():
+            variable.set(value)
+        if self.stream is not None:
+            torch.cuda.set_device(self.stream.device)
+            torch.cuda.set_stream(self.stream)
+        # The class itself, because Lightning replaces torch.inference_mode in the middle of a step. The mode ends with
+        # this object, which has to end in the thread that it is for.
+        _here.mode = inference_mode(True) if self.inference else contextlib.nullcontext()
+        _here.mode.__enter__()
+        torch._C._set_grad_enabled(self.grad)
+        if _default_device() != self.device:
+            self.device.__enter__()
+        for kind, dtype in self.autocast:
+            torch.autocast(kind, dtype=dtype, cache_enabled=self.caches).__enter__()
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device  # torch 2.6's get_default_device() does not see ``with torch.device(...)``

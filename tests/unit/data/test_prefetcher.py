@@ -1,0 +1,502 @@
+"""The background thread: what it hands over, and that it always ends."""
+
+import contextlib
+import contextvars
+import gc
+import os
+import random
+import threading
+import time
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from prefetch_generator import BackgroundGenerator
+from torch.utils.data import DataLoader
+
+from lightning_turbo import _random
+from lightning_turbo.data import BackgroundIterator, prefetcher
+from lightning_turbo.data.prefetcher import LoadProfile
+from lightning_turbo.data.thread_state import ThreadState
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name.startswith("lightning_turbo-prefetch")]
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def counting(made, end=10**9):
+    for n in range(end):
+        made.append(n)
+        yield n
+
+
+def for_a_thread():
+    """The profile of a source that was found to be one for a thread."""
+    profile = LoadProfile()
+    profile.draws, profile.slow = False, True
+    return profile
+
+
+def with_stage(iterator, stage):
+    iterator.add_stage(stage)
+    return iterator
+
+
+def test_what_loads_fast_is_loaded_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(prefetcher, "WORTH", 60.0)
+    who = []
+    iterator = BackgroundIterator(who.append(threading.current_thread()) or n for n in range(20))
+    assert not iterator.ready()  # nobody knows yet
+    assert [next(iterator), next(iterator)] == [0, 1]
+    assert iterator.ready()
+    assert list(iterator) == list(range(2, 20))
+    assert not iterator.ready()
+    assert set(who) == {threading.current_thread()}
+
+
+def test_a_loader_that_gets_slow_gets_a_thread(monkeypatch):
+    profile = LoadProfile()
+    profile.draws = False
+    monkeypatch.setattr(prefetcher, "WORTH", 0.25)
+    for seconds in (0.5, 0.25, 0.125, 0.124):  # four of 0.25 s each would do
+        profile.measure(seconds)
+    assert not profile.slow
+    profile.measure(0.26)
+    assert profile.slow
+    profile.measure(0.0)
+    assert profile.slow, "it stays so"
+    iterator = BackgroundIterator(counting([]), profile=profile)
+    assert next(iterator) == 0
+    assert threads()
+    assert [next(iterator) for _ in range(4)] == [1, 2, 3, 4]
+    iterator.close()
+
+
+@pytest.mark.parametrize("pauses", [(0.0, 0.0), (0.0, 0.003), (0.003, 0.0)])
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 30])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_hands_over_every_item_in_order_and_ends(length, depth, pauses):
+    source = (time.sleep(pauses[0]) or n for n in range(length))
+    iterator = BackgroundIterator(source, prefetch_batches=depth)
+    assert [(item, time.sleep(pauses[1])) for item in iterator] == [(n, None) for n in range(length)]
+    assert not threads()
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_the_thread_is_that_of_prefetch_generator_as_published():
+    iterator = BackgroundIterator(counting([]))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    assert type(threads()[0]) is BackgroundGenerator
+    iterator.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_keeps_so_many_ready_and_not_more(depth):
+    made = []
+    iterator = BackgroundIterator(counting(made), prefetch_batches=depth)
+    assert [next(iterator), next(iterator), next(iterator)] == [0, 1, 2]
+    # Handed out: 3. Ready: depth. In the thread's hands, waiting for room: one.
+    wait_until(lambda: len(made) == 3 + depth + 1)
+    time.sleep(0.05)
+    assert len(made) == 3 + depth + 1
+    iterator.close()
+
+
+def test_no_more_is_taken_ahead_than_is_wanted():
+    taken = []
+    iterator = BackgroundIterator(counting(taken, 20), prefetch_batches=8, wanted=6)
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    wait_until(lambda: len(taken) == 6)
+    assert iterator.park()  # which keeps the count
+    assert [next(iterator) for _ in range(3)] == [3, 4, 5]
+    assert not iterator.ready()
+    assert taken == list(range(6))
+    assert next(iterator) == 6  # one that is asked for all the same
+    assert taken == list(range(7))
+    assert list(iterator) == list(range(7, 20))
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed", "in a cycle"])
+def test_an_endless_source_ends_with_its_consumer(how):
+    iterator = BackgroundIterator(counting([]), prefetch_batches=2)
+    next(iterator), next(iterator)
+    thread = threads()[0]
+    if how == "closed":
+        iterator.close()
+        iterator.close()
+        assert not threads()
+        with pytest.raises(RuntimeError, match="cannot go on: it was closed"):
+            next(iterator)
+    if how == "in a cycle":
+        iterator.itself = iterator
+    del iterator
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_iterator_that_its_own_thread_collects_ends():
+    started = threading.Event()
+
+    def source():
+        for n in range(10**9):
+            if n == 3:
+                started.wait(10)
+                holder.clear()  # the last reference goes here, in a thread that the end would wait for
+            yield n
+
+    holder = [BackgroundIterator(source(), prefetch_batches=2, profile=for_a_thread())]
+    assert next(holder[0]) == 0
+    started.set()
+    wait_until(lambda: not holder and not threads())
+
+
+def test_a_thread_that_collects_its_iterator_while_it_hands_over_an_item_ends():
+    iterator = BackgroundIterator(counting([]), prefetch_batches=2, profile=for_a_thread())
+    loading = iterator._loading
+    assert next(iterator) == 0
+    wait_until(loading.thread.queue.full)
+    put = loading.thread.queue._put  # called with the lock of the queue held
+
+    def collecting(item):
+        loading.end()
+        put(item)
+
+    loading.thread.queue._put = collecting
+    assert next(iterator) == 1
+    wait_until(lambda: not threads())
+
+
+def test_parking_ends_the_thread_and_loses_nothing():
+    iterator = BackgroundIterator(counting([], 30), prefetch_batches=3)
+    got = [next(iterator) for _ in range(4)]
+    assert iterator.park()
+    assert not threads()
+    got += [next(iterator) for _ in range(5)]  # one more than may have been ready
+    assert threads()
+    assert iterator.park()
+    assert got + list(iterator) == list(range(30))
+
+
+def test_parking_in_the_middle_of_an_item_loses_nothing(monkeypatch):
+    monkeypatch.setattr(prefetcher, "PATIENCE", 0.01)
+    entered, release = threading.Event(), threading.Event()
+
+    def source():
+        for n in range(12):
+            if n >= 4:
+                entered.set()
+                release.wait(30)
+            yield n
+
+    iterator = BackgroundIterator(source(), prefetch_batches=2, profile=for_a_thread())
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    assert entered.wait(30)
+    assert not iterator.park()
+    release.set()
+    assert list(iterator) == list(range(3, 12))
+
+
+def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
+    entered, release = threading.Event(), threading.Event()
+    monkeypatch.setattr(prefetcher, "PATIENCE", 0.05)
+
+    def source():
+        yield 0
+        entered.set()
+        release.wait(30)
+        yield 1
+
+    disposed = []
+    iterator = BackgroundIterator(source(), profile=for_a_thread(), dispose=lambda: disposed.append(1))
+    assert next(iterator) == 0
+    thread = threads()[0]
+    assert entered.wait(30)
+    with pytest.warns(TurboWarning, match="still inside the next"):
+        iterator.close()
+    assert not disposed
+    release.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert disposed == [1]
+
+
+def test_no_batch_is_kept_by_the_thread():
+    kept = []
+
+    def source():
+        for n in range(6):
+            batch = torch.full((3,), n)
+            kept.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    iterator = BackgroundIterator(source(), prefetch_batches=1)
+    for n, batch in enumerate(iterator):
+        assert int(batch[0]) == n
+        if n == 3:
+            wait_until(lambda: len(kept) == 6)
+            wait_until(lambda: kept[2]() is None)  # while the thread waits, not only when it has ended
+    del batch
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 6
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+@pytest.mark.parametrize("place", [0, 1, 2, 5])
+def test_errors_come_at_their_item_with_their_traceback(error, place):
+    def broken():
+        for n in range(8):
+            if n == place:
+                raise error
+            yield n
+
+    iterator = BackgroundIterator(broken(), prefetch_batches=2)
+    got = []
+    with pytest.raises(type(error)) as caught:
+        got.extend(item for item in iterator if got.append(item))
+    assert got == list(range(place))
+    assert caught.value is error
+    assert "broken" in [entry.name for entry in caught.traceback]
+    assert not threads()
+    assert list(iterator) == []  # a generator is dead after an error
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), StopIteration()])
+def test_errors_of_a_stage_come_at_their_item_and_the_rest_follows(error):
+    def stage(item):
+        if item in (4, 5, 9):
+            raise error
+        return item
+
+    iterator = with_stage(BackgroundIterator(iter(range(12)), profile=for_a_thread()), stage)
+    got = []
+    while not iterator.ended:
+        try:
+            got.append(next(iterator))
+        except type(error):
+            got.append("error")
+        except StopIteration:
+            break
+    ends = isinstance(error, StopIteration)  # ends an epoch of a plain loader as well
+    assert got == [0, 1, 2, 3, "error", *([] if ends else ["error", 6, 7, 8, "error", 10, 11])]
+    assert not threads()
+
+
+@pytest.mark.parametrize("place", ["source", "stage"])
+def test_an_error_keeps_nothing_alive(place):
+    class Source:
+        n = -1
+
+        def __next__(self):
+            self.n += 1
+            if self.n == 4 and place == "source":
+                raise ValueError
+            return self.n
+
+        def stage(self, item):
+            if item == 4:
+                raise ValueError
+            return item
+
+    source = Source()
+    seen = weakref.ref(source)
+    iterator = with_stage(BackgroundIterator(source, profile=for_a_thread()), source.stage)
+    del source
+    gc.disable()
+    try:
+        assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
+        with contextlib.suppress(ValueError):
+            next(iterator)
+        del iterator
+        wait_until(lambda: seen() is None)  # by counting references alone
+    finally:
+        gc.enable()
+
+
+def test_a_source_that_survives_an_error_goes_on():
+    class Source:
+        n = -1
+
+        def __next__(self):
+            self.n += 1
+            if self.n in (1, 4):
+                raise ValueError(self.n)
+            if self.n == 7:
+                raise StopIteration
+            return self.n
+
+    iterator = BackgroundIterator(Source(), prefetch_batches=2)
+    got = []
+    while not iterator.ended:
+        try:
+            got.append(next(iterator))
+        except ValueError as error:
+            got.append(int(str(error)))
+        except StopIteration:
+            break
+    assert got == list(range(7))
+
+
+def test_nested():
+    inner = BackgroundIterator(iter(range(20)), prefetch_batches=2)
+    assert list(BackgroundIterator(inner, prefetch_batches=2)) == list(range(20))
+    outer = BackgroundIterator(BackgroundIterator(counting([]), prefetch_batches=2), prefetch_batches=2)
+    assert [next(outer) for _ in range(5)] == list(range(5))
+    outer.close()
+    gc.collect()
+    wait_until(lambda: not threads())
+
+
+variable = contextvars.ContextVar("variable", default="none")
+
+
+def modes():
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"), torch.empty(0).device, variable.get(),
+    )  # fmt: skip
+
+
+CONTEXTS = [
+    torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16),
+    lambda: torch.device("meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_callers_modes_reach_the_thread(context):
+    variable.set("mine")
+    with context():
+        here = modes()
+        got = list(BackgroundIterator((modes() for _ in range(6)), profile=for_a_thread()))
+    assert got == [here] * 6
+    assert here != modes()
+
+
+def test_a_thread_works_on_the_cuda_device_and_stream_that_it_works_for(monkeypatch):
+    """A device and a stream for each thread, as CUDA keeps them, are pretended here."""
+    place = threading.local()
+    default = types.SimpleNamespace(device=torch.device("cuda", 0))
+    for name, value in {
+        "is_initialized": lambda: True, "current_stream": lambda: getattr(place, "stream", default),
+        "set_device": lambda device: setattr(place, "device", torch.device(device)),
+        "set_stream": lambda stream: setattr(place, "stream", stream),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    own = types.SimpleNamespace(device=torch.device("cuda", 1))
+    torch.cuda.set_stream(own)
+    state, seen = ThreadState(), []
+    thread = threading.Thread(target=lambda: seen.extend((state.enter(), place.device, place.stream)))
+    thread.start()
+    thread.join()
+    assert seen == [None, own.device, own]
+
+
+@pytest.mark.parametrize("draw", ["torch", "random", "numpy.random"])
+def test_a_source_that_draws_from_shared_generators_stays_in_the_asking_thread(draw):
+    draws = {"torch": lambda: torch.rand(1), "random": random.random, "numpy.random": np.random.rand}
+
+    def source():
+        for n in range(6):
+            draws[draw]()
+            yield n, threading.current_thread()
+
+    with pytest.warns(NoEffectWarning, match=f"generator of {draw}, .*num_workers=1") as told:
+        got = list(BackgroundIterator(source()))
+    assert got == [(n, threading.current_thread()) for n in range(6)]
+    assert len(told) == 1
+
+
+def test_draws_at_the_start_of_a_source_keep_nothing_in_the_asking_thread():
+    def source():
+        for n in torch.randperm(6).tolist():
+            yield n, threading.current_thread() is threading.main_thread()
+
+    got = list(BackgroundIterator(source()))
+    assert [main for _, main in got] == [True, True, False, False, False, False]
+
+
+BUFFERS = {
+    "tensor": lambda: (torch.zeros(3), lambda b, n: b.fill_(n), lambda b: int(b[0])),
+    "array": lambda: (np.zeros(3), lambda b, n: (b.fill(n), b)[1], lambda b: int(b[0])),
+    "in a dict": lambda: (
+        {"a": [torch.zeros(3)]}, lambda b, n: (b["a"][0].fill_(n), b)[1], lambda b: int(b["a"][0][0]),
+    ),
+    "one part of it": lambda: (torch.zeros(3), lambda b, n: (torch.tensor(n), b.fill_(n)), lambda b: int(b[1][0])),
+    "a view": lambda: (torch.zeros(4, 3), lambda b, n: b.fill_(n)[:2], lambda b: int(b[0, 0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
+def test_a_buffer_that_is_handed_out_again_and_again_is_copied(make):
+    buffer, fill, read = make()
+    profile = LoadProfile()
+    for _ in range(2):
+        iterator = BackgroundIterator((fill(buffer, n) for n in range(12)), prefetch_batches=3, profile=profile)
+        got = []
+        for batch in iterator:
+            wait_until(lambda it=iterator: it._loading.thread is None or it.ready(), 5)  # the next ones are filled
+            got.append(read(batch))
+        assert got == list(range(12))
+    assert profile.repeats
+
+
+def test_batches_in_memory_of_their_own_are_not_copied():
+    made = [torch.full((3,), n) for n in range(6)]
+    assert all(got is batch for got, batch in zip(BackgroundIterator(iter(made)), made, strict=True))
+
+
+SETTINGS = [
+    ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range; pass the number"),
+    ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
+    ({"prefetch_batches": 1.5}, TypeError, r"prefetch_batches=1.5 is not an integer"),
+    ({"prefetch_batches": True}, TypeError, r"prefetch_batches=True is not an integer"),
+    ({"source": [1, 2]}, TypeError, r"expected an iterator, got \[1, 2\], which has no __next__"),
+    ({"source": DataLoader([1, 2])}, TypeError, r"for a DataLoader take PrefetchLoader.of\(loader\)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), SETTINGS)
+def test_bad_settings_are_refused(arguments, error, message):
+    settings = {"source": iter([]), **arguments}
+    with pytest.raises(error, match=message):
+        BackgroundIterator(settings.pop("source"), **settings)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_lock_held():
+    inside, release = threading.Event(), threading.Event()
+
+    def read():
+        with _random.uncollected():
+            inside.set()
+            release.wait(0.2)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if not child:
+        os._exit(not (gc.isenabled() and _random._reading.acquire(timeout=1.0)))
+    release.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
+    assert _random._reading.acquire(timeout=1.0)
+    _random._reading.release()
