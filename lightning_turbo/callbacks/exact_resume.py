@@ -30,45 +30,33 @@ KEY = "lightning_turbo.exact_resume"
 
 
 class _Restored(NamedTuple):
-    """What ``on_train_start`` needs of a checkpoint.
+    """What ``on_train_start`` needs of a checkpoint."""
 
-    Attributes:
-        over: The last batch of the epoch was used.
-        begins: The epoch was counted but has not begun.
-        loaders: The states of the training loaders.
-        random: The states of this rank's random generators; ``None`` if the checkpoint has none for it.
-    """
-
-    over: bool
-    begins: bool
-    loaders: list[Any]
-    random: dict[str, Any] | None
+    over: bool  # the last batch of the epoch was used
+    begins: bool  # the epoch is counted but has not begun
+    loaders: list[Any]  # states of the training loaders
+    random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
 
 
 class ExactResume(Callback):
     """Make a resumed run equal to one that never stopped.
 
-    Every checkpoint holds the states of the random generators of torch (CPU, and the CUDA device of the rank), Python
-    and NumPy of every rank, and the states of every rank's training loaders. ``Trainer.fit(ckpt_path=...)`` restores
-    them. The order of a shuffled epoch, dropout and augmentation then continue bit for bit. ``PrefetchDataModule`` and
-    the turbo strategies add this callback.
+    Every checkpoint holds the states of every rank's training loaders and of its random generators: torch's (CPU, and
+    the CUDA device of the rank), Python's and NumPy's. ``Trainer.fit(ckpt_path=...)`` restores them: the order of
+    samples, dropout and augmentation continue bit for bit. ``PrefetchDataModule`` and the turbo strategies add it.
 
-    What Lightning 2.6 does without this callback, and what the callback does instead:
+    Without this callback Lightning 2.6
 
-    - Lightning saves no random states (no issue known).
-    - It drops the states of loaders that were set up before it restored its loops, as by reading
-      ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` (issue 20550). Here they are loaded.
-    - It restores loaders of an epoch's last step at their end, so that a ``StatefulDataLoader`` skips the next epoch
-      (issue 19764), and drops the states of loaders at the end of an epoch. Here a loader begins the next epoch.
-    - It saves the states of rank 0's loaders for all ranks. Here each rank has its own.
-    - It tells a ``DistributedSampler`` its epoch after worker processes have their first indices. Here ``iter()`` is
-      called again afterwards.
-    - From a checkpoint of an epoch's last step it runs the next epoch as the rest of the last; from one of
-      ``on_train_epoch_start`` it skips all batches but one; with ``max_steps`` it trains a batch of an epoch that is
-      over. Here these are checkpoints of the end of an epoch.
-    - It counts a step twice that a signal or an error interrupted. Here it is counted once.
-    - It forgets a ``GradientAccumulationScheduler`` in the rest of an epoch. Only the turbo strategies correct this.
-    - It forgets when ``reload_dataloaders_every_n_epochs`` last reloaded. Here the schedule continues.
+    - saves no random states, and the loader states of rank 0 alone;
+    - drops the states of loaders that were set up before its loops were restored, as by reading
+      ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` (issue 20550);
+    - restores loaders of an epoch's last step at their end, so that a ``StatefulDataLoader`` skips the next epoch
+      (issue 19764), and runs that epoch as the rest of the last;
+    - tells a ``DistributedSampler`` its epoch after worker processes have their first indices;
+    - skips all batches but one of an epoch from its ``on_train_epoch_start``, and with ``max_steps`` adds a batch;
+    - counts a step twice that a signal or an error interrupted;
+    - forgets a ``GradientAccumulationScheduler`` in the rest of an epoch (only the turbo strategies correct this);
+    - forgets when ``reload_dataloaders_every_n_epochs`` last reloaded.
 
     Note:
         Exact with the same number of ranks, and with loaders that know their position: ``PrefetchLoader``, torchdata's
@@ -166,8 +154,7 @@ def _has_ended(trainer: Any, epochs: dict[str, int]) -> bool:
 
 def _takes_loader(module: Any) -> bool:
     """Whether ``training_step`` takes its batches from the loader itself."""
-    step = getattr(module, "training_step", None)
-    return step is not None and "dataloader_iter" in inspect.signature(step).parameters
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
 def _complete_epoch(fit: dict[str, Any]) -> None:
@@ -212,8 +199,12 @@ def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
     """Load the states of loaders that begin the next epoch with them; the others start afresh."""
     stateful = [each for each in loop._combined_loader.flattened if hasattr(each, "load_state_dict")]
     for loader, state in zip(stateful, states, strict=False):
-        if _begins_an_epoch(loader.loader if isinstance(loader, DevicePrefetcher) else loader, state):
+        if _begins_an_epoch(_unwrap(loader), state):
             loader.load_state_dict(state)
+
+
+def _unwrap(loader: Any) -> Any:
+    return loader.loader if isinstance(loader, DevicePrefetcher) else loader
 
 
 def _begins_an_epoch(loader: Any, state: Any) -> bool:
@@ -227,9 +218,9 @@ def _begins_an_epoch(loader: Any, state: Any) -> bool:
 def _find_loader_states(trainer: Any, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Return where a checkpoint has states of training loaders: of this epoch, and of one that was begun early."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    early = [each.state_key for each in trainer.callbacks if isinstance(each, PrefetchNextEpoch)]
-    entries = [(loop, "combined_loader"), *((checkpoint.get("callbacks", {}), key) for key in early)]
-    return [(entry, name) for entry, name in entries if name in entry]
+    callbacks = checkpoint.get("callbacks", {})
+    early = [(callbacks, each.state_key) for each in trainer.callbacks if isinstance(each, PrefetchNextEpoch)]
+    return [(entry, name) for entry, name in [(loop, "combined_loader"), *early] if name in entry]
 
 
 def _take_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -237,7 +228,9 @@ def _take_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, 
     ranks = checkpoint.get(KEY, [])
     rank, size = rank_and_size()
     if len(ranks) not in (0, size):
-        rank_zero_info(f"turbo: random states are not restored: expected {size} ranks in the file, got {len(ranks)}.")
+        rank_zero_info(
+            f"turbo: random states are not restored: expected world size {size}, got {len(ranks)} in the file."
+        )
     if len(ranks) != size:
         return None
     for (entry, name), state in zip(_find_loader_states(trainer, checkpoint), ranks[rank]["loaders"], strict=False):

@@ -188,11 +188,7 @@ class LeanStrategy(Strategy):
 
 
 class LeanOptimization(AutomaticOptimization):
-    """Automatic optimization with direct calls.
-
-    Args:
-        stock: Lightning's, whose state is shared.
-    """
+    """Automatic optimization with direct calls."""
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
@@ -265,13 +261,7 @@ def _only_calls_module(strategy: Any, module: Any) -> bool:
 
 
 class LeanEpochLoop(TrainingEpochLoop):
-    """The loop over the batches of an epoch.
-
-    Args:
-        stock: Lightning's, whose state is shared.
-        direct: Call hooks directly.
-        sigterm_every: As in ``install_lean``.
-    """
+    """The loop over the batches of an epoch."""
 
     # Slots keep these attributes out of the shared __dict__, which Lightning saves in checkpoints.
     __slots__ = ("_direct", "_optimization", "_sigterm_every", "_step", "_takes_index")
@@ -413,9 +403,6 @@ class LeanEpochLoop(TrainingEpochLoop):
 class LeanSignalConnector(SignalConnector):
     """Records signals until the ranks agree on them; Lightning's handler itself calls collectives, which may hang.
 
-    Args:
-        stock: Lightning's, whose state is shared.
-
     Attributes:
         received_requeue: Number of the signal by which Slurm asks to save and requeue the job; 0 if none came.
     """
@@ -472,11 +459,7 @@ class LeanMetric(ResultMetric):
 
 
 class LeanResults(ResultCollection):
-    """The logged values of an epoch; those for the progress bar stay tensors.
-
-    Args:
-        stock: Lightning's, whose state and values are taken over.
-    """
+    """The logged values of an epoch; those for the progress bar stay tensors."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__(stock.training)
@@ -524,11 +507,7 @@ class LeanResults(ResultCollection):
 
 
 class LeanLoggerConnector(LoggerConnector):
-    """The logger connector; values for the progress bar become numbers when somebody reads them.
-
-    Args:
-        stock: Lightning's, whose state is shared.
-    """
+    """The logger connector; values for the progress bar become numbers when somebody reads them."""
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__

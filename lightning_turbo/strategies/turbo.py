@@ -137,7 +137,8 @@ class TurboParts(Strategy):
             if unused := list(compress(names, asked)):
                 self._say(f"no effect on {self.root_device}: {', '.join(unused)}.")
             return
-        cudnn, benchmark = torch.backends.cudnn, self.cudnn_benchmark
+        cudnn: Any = torch.backends.cudnn
+        benchmark = self.cudnn_benchmark
         if benchmark and (torch.are_deterministic_algorithms_enabled() or cudnn.deterministic):
             self._say("cudnn_benchmark is off in a deterministic run.")
         elif benchmark is not None:
@@ -181,17 +182,20 @@ class TurboParts(Strategy):
             return loader
         module: Any = self.lightning_module
         if hooks := hooks_before_transfer(module, getattr(module.trainer, "datamodule", None)):
-            if "hooks" not in self._said:
-                self._said.add("hooks")
-                rank_zero_warn(
-                    f"device_prefetch is off, because {' and '.join(hooks)} is overridden and must run just before its "
-                    "batch is used. Override on_after_batch_transfer instead, or pass device_prefetch=False.",
-                    category=NoEffectWarning,
-                )
+            self._warn_of_hooks(hooks)
             return loader
         prefetcher = DevicePrefetcher(loader, self.root_device, prefetch_batches=self.prefetch_batches)
         self._borrowed.callback(_close, ref(prefetcher))  # weak, so that a loader that is replaced can end its workers
         return prefetcher
+
+    def _warn_of_hooks(self, hooks: list[str]) -> None:
+        if "hooks" not in self._said:
+            self._said.add("hooks")
+            rank_zero_warn(
+                f"device_prefetch is off, because {' and '.join(hooks)} is overridden and must run just before its "
+                "batch is used. Override on_after_batch_transfer instead, or pass device_prefetch=False.",
+                category=NoEffectWarning,
+            )
 
     def teardown(self) -> None:
         """Undo what ``setup`` changed in the process, the Trainer and the network, and end the prefetching."""

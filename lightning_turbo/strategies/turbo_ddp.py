@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,7 +175,7 @@ def compare_settings(gathered: Sequence[dict[str, str]]) -> list[str]:
         gathered: The settings of each rank, in the order of ranks.
     """
     texts = []
-    for name in dict.fromkeys(name for settings in gathered for name in settings):
+    for name in dict.fromkeys(chain.from_iterable(gathered)):
         ranks: dict[str, list[int]] = {}
         for rank, settings in enumerate(gathered):
             ranks.setdefault(settings.get(name, "not set"), []).append(rank)
