@@ -19,7 +19,7 @@ from lightning_turbo.errors import TurboError
 
 __all__ = ["main"]
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 REFUSED = 2  # as argparse does
 INTERRUPTED = 130  # as shells do
