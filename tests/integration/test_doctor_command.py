@@ -237,7 +237,8 @@ def test_options_for_a_script_are_refused_without_one(options, named, tmp_path, 
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err == (
-        f"lightning-turbo: error: without a script there is nothing for {named} to do; give one, or leave it out\n"
+        f"lightning-turbo: error: {named}: expected a script to run as well, got none. "
+        f"Add SCRIPT, or leave out {named}.\n"
     )
     assert not (tmp_path / "here").exists()
 
@@ -252,7 +253,7 @@ def test_wrong_options_are_refused(arguments, tmp_path, capsys):
 def test_an_option_that_has_gone_says_so(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments(tmp_path, options=["--fix"]))
-    assert "--fix has gone; leave it out, and make the changes that the report names" in capsys.readouterr().err
+    assert "--fix was removed; leave it out, and make the changes that the report lists" in capsys.readouterr().err
 
 
 def test_only_reports_of_the_doctor_are_replaced(tmp_path):
