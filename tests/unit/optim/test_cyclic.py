@@ -223,7 +223,9 @@ def half(x):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 8, 13])
-@pytest.mark.parametrize("arguments", [{}, {"mode": "exp_range", "gamma": 0.8}, {"scale_fn": half}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"mode": "exp_range", "gamma": 0.8}, {"scale_fn": half}], ids=["triangular", "exp", "scale_fn"]
+)
 def test_saved_and_resumed_equals_never_stopped(cut, arguments):
     def build():
         optimizer = sgd(momentum=0.9)
