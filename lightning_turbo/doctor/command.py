@@ -85,7 +85,7 @@ def _reports(folder: Path, suffix: str) -> list[Path]:
 
 
 def _reason(made: list[Doctor], error: BaseException | None) -> str:
-    """Return why there is no report."""
+    """Return the reason for a missing report."""
     if any(doctor.superseded for doctor in made):
         return "its Trainer has a Doctor of its own, which reports by itself"
     end = f"it ended in {type(error).__name__} before" if error is not None else "it ended before"
