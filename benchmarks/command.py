@@ -87,7 +87,7 @@ def compare_files(before: Path, after: Path, *, threshold: float = 0.05, console
 
     Raises:
         MissingExtraError: If rich is not installed.
-        BenchError: If a file is no result, or the threshold is negative.
+        BenchError: If a file does not hold results, or the threshold is negative.
     """
     require("rich", "python -m benchmarks compare")
     console = console_for(console)

@@ -95,7 +95,7 @@ class _Pillow(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         from PIL import Image
 
-        # By the index: PrefetchLoader loads nothing ahead where loading draws from the process-wide generator.
+        # By the index: PrefetchLoader loads nothing ahead where loading draws from a global RNG.
         draw = torch.rand(5, generator=torch.Generator().manual_seed(index)).tolist()
         with Image.open(self.files[index]) as image:
             image = image.convert("RGB")
@@ -146,7 +146,7 @@ def _size(meter: Meter) -> int:
 
 
 def _endless(dataset: Any) -> RandomSampler:
-    """Epoch after epoch as if it were one: torchdata starts its workers anew for each, and six batches are one here."""
+    """Epoch after epoch as if it were one: torchdata starts new workers for each, and six batches are one here."""
     return RandomSampler(dataset, num_samples=10**9)
 
 
@@ -260,9 +260,9 @@ def packed(meter: Meter) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         pairs = _volumes(meter, Path(folder))
-        file = Path(folder, "packed.npz")
-        np.savez(file, volumes=np.stack([np.load(path) for path, _ in pairs]), labels=np.array([y for _, y in pairs]))
-        data = PackedDataset(file, transform=normalise)
+        file = Path(folder, "volumes.npy")
+        np.save(file, np.stack([np.load(path) for path, _ in pairs]))
+        data = PackedDataset({"volumes": file, "labels": np.array([y for _, y in pairs])}, transform=normalise)
         loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, collate_fn=PackedDataset.collate)
         return _drain(meter, _forever(loader))
 

@@ -185,7 +185,7 @@ def torchdata_loader(
 
     Args:
         dataset: Gives samples.
-        sampler: Of the data set; the workers are started anew with every epoch.
+        sampler: Of the data set; every epoch starts new workers.
         batch: Samples a batch.
         workers: How many threads or processes.
         method: ``"thread"`` or ``"process"``.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_turbo._lightning import register_strategies, when_lightning_is_imported
 
-if TYPE_CHECKING:  # for type checkers, which read no table; a test compares the two
+if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compares the two
     from lightning_turbo import amp as amp
     from lightning_turbo._lightning import bind_lightning as bind_lightning
     from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm as DropBiasBeforeNorm
@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # for type checkers, which read no table; a test compares the
     from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
     from lightning_turbo.data.normalize import Normalize as Normalize
     from lightning_turbo.data.packed import PackedDataset as PackedDataset
+    from lightning_turbo.data.sample_seeds import SeededSampler as SeededSampler
+    from lightning_turbo.data.sample_seeds import seed_samples as seed_samples
     from lightning_turbo.data.tune_workers import tune_workers as tune_workers
     from lightning_turbo.datamodules.dali import DALIDataModule as DALIDataModule
     from lightning_turbo.datamodules.prefetch import PrefetchDataModule as PrefetchDataModule
@@ -42,7 +44,7 @@ if TYPE_CHECKING:  # for type checkers, which read no table; a test compares the
 
 __version__ = "0.1.0"
 
-# The table of public names: what the documentation calls them -> name -> the module of this package that holds it.
+# Section of the documentation -> public name -> module of this package.
 PUBLIC = {
     "Precision": {
         "ApexAMP": "plugins.apex_amp",
@@ -58,6 +60,8 @@ PUBLIC = {
         "PackedDataset": "data.packed",
         "Normalize": "data.normalize",
         "tune_workers": "data.tune_workers",
+        "seed_samples": "data.sample_seeds",
+        "SeededSampler": "data.sample_seeds",
         "DALILoader": "data.dali.loader",
         "DALIDataModule": "datamodules.dali",
     },
@@ -93,7 +97,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    value = getattr(module, name, module)  # a module that is public itself has no attribute of its name
+    value = getattr(module, name, module)  # amp is a module itself
     globals()[name] = value
     return value
 
@@ -106,7 +110,7 @@ def _strategy(name: str) -> Any:
     return lambda **settings: getattr(importlib.import_module(__name__), name)(**settings)
 
 
-# Trainer(strategy="turbo"): the one thing besides definitions that importing this package does.
+# Registers Trainer(strategy="turbo"); importing this package does nothing else.
 when_lightning_is_imported(
     lambda: register_strategies({"turbo": _strategy("TurboStrategy"), "turbo_ddp": _strategy("TurboDDPStrategy")})
 )

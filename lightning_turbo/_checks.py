@@ -1,23 +1,25 @@
-"""Checks of arguments that many constructors share: switches, functions and numbers."""
+"""Checks of arguments: switches, functions and numbers."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
-__all__ = ["check_functions", "check_switches", "expect", "inherits", "is_number", "is_whole"]
+__all__ = ["check_functions", "check_switches", "expect", "inherits", "is_number", "is_whole", "suggest"]
 
 
 def check_switches(*, none: bool = False, **switches: Any) -> None:
-    """Refuse what is neither ``True`` nor ``False``.
+    """Refuse values that are neither ``True`` nor ``False``.
 
     Args:
-        none: Whether ``None`` is taken too.
-        **switches: What was passed, by the name of the argument.
+        none: Accept ``None`` too.
+        **switches: Name of the argument -> value.
 
     Raises:
-        TypeError: If one is not a bool.
+        TypeError: If a value is not a bool.
     """
     for name, value in switches.items():
         if not (isinstance(value, bool) or (none and value is None)):
@@ -27,7 +29,7 @@ def check_switches(*, none: bool = False, **switches: Any) -> None:
 def inherits(owner: Any, parent: type, names: tuple[str, ...]) -> bool:
     """Tell whether an object overrides none of these methods of ``parent``, in its class or on itself.
 
-    It is asked in every step, because a class may be changed between two of them.
+    Callers ask in every step, because a user may replace a method between two steps.
     """
     kind, own = type(owner), vars(owner)
     for name in names:  # noqa: SIM110 - all() would take twice as long
@@ -37,13 +39,13 @@ def inherits(owner: Any, parent: type, names: tuple[str, ...]) -> bool:
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuse what can neither be called nor is ``None``.
+    """Refuse values that are neither callable nor ``None``.
 
     Args:
-        **functions: What was passed, by the name of the argument.
+        **functions: Name of the argument -> value.
 
     Raises:
-        TypeError: If one is something else.
+        TypeError: If a value is neither.
     """
     for name, value in functions.items():
         if value is not None and not callable(value):
@@ -72,3 +74,9 @@ def is_number(value: object) -> TypeGuard[float]:
 def is_whole(value: object, least: int) -> TypeGuard[int]:
     """Tell whether a value is a whole number that is not below ``least``; ``True`` and ``False`` are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean X?"`` with the known name that is most like a word, or an empty text."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""What the ranks of one run tell one another when a checkpoint is written."""
+"""Collectives among the ranks of a run for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = ["gather_for_checkpoint", "rank_and_size"]
 
-PATIENCE = 10.0  # seconds that a rank waits for others that may never come, and for what they send
-SIGNAL_HANDLER = "_slurm_sigusr_handler_fn"  # Lightning's, which writes a checkpoint wherever a signal finds the rank
+PATIENCE = 10.0  # seconds that a rank waits for others that may never come, and for their data
+SIGNAL_HANDLER = "_slurm_sigusr_handler_fn"  # Lightning's, which saves a checkpoint at whatever line the signal arrives
 _missed = float("-inf")
 _group: Any = None
-# Groups are never let go of: to end one may wait for ever, for a thread of gloo's that waits for Python's lock to let
-# go of a tensor (seen with torch 2.6).
+# Groups are kept forever: destroying one can deadlock with a gloo thread that needs the GIL to free a tensor (seen with
+# torch 2.6).
 _groups: list[Any] = []
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the number of this process and how many there are; 0 and 1 without torch.distributed."""
+    """Return the rank of this process and the world size; 0 and 1 without torch.distributed."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
 
 
 def gather_for_checkpoint(own: Any, name: str, place: int | None = None, *, to_all: bool = False) -> list[Any]:
-    """Return what every rank has on rank 0, which writes checkpoints; on others what they have, for each rank.
+    """Gather the data of every rank on rank 0, which writes checkpoints.
 
-    A rank that an error or a signal has brought here may be alone: the others have died, or wait for it in the middle
-    of a step. Then it goes on without them, so that the checkpoint is written.
+    After an error or a signal this rank may be alone: the others have died, or wait for it within a step. Then it
+    continues without them, so that the checkpoint is written.
 
     Args:
-        own: What this rank has; tensors on the host.
-        name: What it is, in a few words.
-        place: The batch at which this rank stands, if known; ranks that were stopped at different ones have nothing in
-            common.
-        to_all: Return what every rank has on all of them.
+        own: The data of this rank; tensors on the host.
+        name: A few words for the data, for the warning.
+        place: Number of this rank's batch, if known; data of ranks that stopped at different batches do not belong
+            together.
+        to_all: Gather on all ranks.
 
     Returns:
-        One entry for each rank; only ``own`` if not all of them are at this place.
+        One entry for each rank (copies of ``own`` on ranks that do not gather); ``[own]`` if not all ranks are there.
 
     Warns:
         TurboWarning: In that case, on rank 0.
 
     Note:
-        A collective call with several ranks. It goes from host to host: NCCL would take the memory of all on each GPU.
-        Its group is its own, because in that of the run another collective may be under way.
+        A collective call with several ranks, on gloo: NCCL would need memory for all ranks' data on each GPU. It has
+        a group of its own, because the run's may be in another collective.
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -64,8 +64,8 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None, *, to_a
         ranks, missing = _gather(own, label, PATIENCE if may_be_alone else None, to_all)
     if missing and rank == 0:
         warnings.warn(
-            f"The checkpoint is written with the {name} of rank 0 alone, without those of the other ranks, {missing}. "
-            "A run can go on from it, but does not equal one that was never stopped.",
+            f"The checkpoint holds the {name} of rank 0 alone, without those of the other ranks, {missing}. A run can "
+            "resume from it, but does not equal one that never stopped.",
             TurboWarning,
             stacklevel=3,
         )
@@ -73,7 +73,7 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None, *, to_a
 
 
 def _gather(own: Any, label: tuple[str, Any], limit: float | None, to_all: bool) -> tuple[list[Any], str]:
-    """Return what the ranks have, and why that is only ``own``; an empty text if it is of all."""
+    """Return the data of the ranks, and the reason if that is only ``own``, else an empty text."""
     global _missed
     rank, size = rank_and_size()
     try:
@@ -96,13 +96,13 @@ def _gather(own: Any, label: tuple[str, Any], limit: float | None, to_all: bool)
 
 
 def _meet(limit: float | None) -> Any:
-    """Return a group of gloo's when all ranks are here; one that they did not come to is not used again.
+    """Return a gloo group once all ranks are here; after a timeout it is not used again.
 
     Args:
-        limit: Seconds to wait for the others; ``None`` for as long as torch does.
+        limit: Seconds to wait for the others; ``None``: torch's default.
 
     Raises:
-        RuntimeError: If they did not come.
+        RuntimeError: If a rank did not come in time.
     """
     global _group
     timeout = None if limit is None else timedelta(seconds=limit)
@@ -119,7 +119,7 @@ def _meet(limit: float | None) -> Any:
 
 
 def _is_known(group: Any) -> bool:
-    """Whether the process groups have not been destroyed since this one was made."""
+    """Whether this group still exists: ``destroy_process_group`` may have been called since."""
     try:
         return torch.distributed.get_rank(group) >= 0
     except ValueError:
@@ -127,7 +127,7 @@ def _is_known(group: Any) -> bool:
 
 
 def _may_be_alone() -> bool:
-    """Whether an error, or a signal in the middle of a step, has brought this rank here."""
+    """Whether this rank is here because of an error, or of a signal within a step."""
     if sys.exc_info()[1] is not None:
         return True
     frame = sys._getframe()

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["whole_file"]
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a path beside ``path`` to write to, which takes its place when the block ends well, and goes if it does not.
+    """Yield a temporary path that replaces ``path`` when the block succeeds, and is removed when it fails.
 
-    Until then what is there stays: a full disk costs nothing that was written before. Each writer has a name of its
-    own, so that two programs with the same folder do not take each other's file away.
+    A full disk thus leaves the old file intact. The temporary name is unique, so that two programs that write to one
+    folder do not remove each other's files.
 
     Args:
-        path: The file to write; a link's target is replaced, not the link. What is no file, as ``/dev/stdout``, is
-            written to as it is.
+        path: The file to write. For a link, its target is replaced. Anything but a file, such as ``/dev/stdout``, is
+            written to directly.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():
@@ -31,7 +31,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         os.replace(partial, target)
     except OSError as error:
-        if error.filename in (None, str(partial)):  # the reader knows the file by its own name
+        if error.filename in (None, str(partial)):  # the caller does not know the temporary name
             error.filename = str(path)
         raise
     finally:

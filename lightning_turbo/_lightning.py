@@ -1,8 +1,8 @@
-"""The one door to Lightning: it chooses between ``lightning.pytorch`` and ``pytorch_lightning``.
+"""The only module that imports Lightning: it chooses between ``lightning.pytorch`` and ``pytorch_lightning``.
 
-The two names are two copies of the same code, and the Trainer of one refuses the objects of the other. Adapters
-take every class of Lightning from this module, so that all of them come from the copy that the program uses. Private
-parts of Lightning and switches on versions stand here and nowhere else.
+They are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
+Lightning's classes from this one, so that they come from the copy that the program uses. Only this module and
+``strategies.lean`` use private parts of Lightning or depend on its version.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from lightning_turbo._checks import inherits
 from lightning_turbo.errors import LightningMismatchError
 
 # ruff: noqa: F401
-# The one list of Lightning's names. Type checkers read it, and ``__getattr__`` finds them in the copy that is bound;
-# the two copies are alike.
+# The list of Lightning's names, for type checkers. ``__getattr__`` finds them in the copy that is bound.
 if TYPE_CHECKING:
     from lightning.fabric.utilities.apply_func import move_data_to_device
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
@@ -67,7 +66,6 @@ __all__ = [
     "is_followed",
     "loaded_checkpoint",
     "loss_scale",
-    "lower_found_batch_size",
     "register_strategies",
     "replace_strategy",
     "takes_batch_index",
@@ -77,7 +75,7 @@ __all__ = [
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
 
-# The modules below the package that is bound in which a name of Lightning is looked for, with or without an underscore.
+# Modules of the bound package in which ``__getattr__`` looks for a name, with or without an underscore.
 _MODULES = (
     "callbacks",
     "core",
@@ -111,15 +109,15 @@ _imported_by_us: set[str] = set()
 
 
 def _loaded() -> list[str]:
-    """The names of Lightning that are imported, in the order of their import."""
+    """Return the names of Lightning that are imported, in the order of their import."""
     return [name for name in sys.modules if name in NAMES]
 
 
 def bound_name() -> str:
     """Return the import name of Lightning that the adapters use, binding it on the first call.
 
-    The choice, in this order: ``bind_lightning``; the environment variable ``LIGHTNING_TURBO_LIGHTNING``; the
-    name that the program imported first; ``lightning.pytorch``; ``pytorch_lightning`` if it alone is installed.
+    The first of these decides: ``bind_lightning``; the environment variable ``LIGHTNING_TURBO_LIGHTNING``; the name
+    that the program imported first; ``lightning.pytorch`` if it is installed; ``pytorch_lightning``.
     """
     global _bound, _reason
     if _bound is None:
@@ -156,18 +154,18 @@ def bind_lightning(name: str) -> None:
 
 def _checked(name: str) -> str:
     if name not in NAMES:
-        raise ValueError(f"{name!r} is no import name of Lightning; accepted are {NAMES[0]!r} and {NAMES[1]!r}.")
+        raise ValueError(f"expected {NAMES[0]!r} or {NAMES[1]!r}, got {name!r}.")
     return name
 
 
 def check_binding(used_by: str) -> None:
-    """Explain, in words, that an adapter would be refused by the program's Trainer.
+    """Raise an error if the program's Trainer would refuse an object of ours.
 
-    Called by the constructors of adapters. The other copy of Lightning counts as the program's own when only
+    Constructors call it. The program uses the other copy of Lightning if it imported that one, and only
     lightning_turbo imported the copy that is bound.
 
     Args:
-        used_by: The adapter's name, for the message.
+        used_by: Name of the object's class, for the message.
 
     Raises:
         LightningMismatchError: If the program uses the name of Lightning that is not bound.
@@ -180,27 +178,6 @@ def check_binding(used_by: str) -> None:
             f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo, or set the "
             f"environment variable {VARIABLE}={other}, or call lightning_turbo.bind_lightning({other!r}) first."
         )
-
-
-def lower_found_batch_size(trainer: Any, size: int) -> bool:
-    """Lower the batch size that Lightning's BatchSizeFinder has found, and load the training data anew.
-
-    Args:
-        trainer: A Trainer at the start of training.
-        size: The new batch size, per rank.
-
-    Returns:
-        Whether the Trainer has a BatchSizeFinder; without one nothing is changed.
-    """
-    parsing = importlib.import_module(f"{bound_name()}.utilities.parsing")
-    finder_class = importlib.import_module(f"{bound_name()}.callbacks").BatchSizeFinder
-    for finder in trainer.callbacks:
-        if isinstance(finder, finder_class):
-            parsing.lightning_setattr(trainer.lightning_module, finder._batch_arg_name, size)
-            trainer.fit_loop._combined_loader = None
-            trainer.fit_loop.setup_data()
-            return True
-    return False
 
 
 def __getattr__(name: str) -> Any:
@@ -219,7 +196,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back once, right after the first of Lightning's packages of strategies has been imported."""
+    """Calls a function once, right after Lightning has been imported under one of its names."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback = callback
@@ -253,7 +230,7 @@ def when_lightning_is_imported(callback: Callable[[], None]) -> None:
 
 
 def batch_limits(trainer: Any, name: str) -> list[int | float] | None:
-    """Return how many batches a Trainer will ask each of its loaders for; ``None`` before it knows.
+    """Return how many batches a Trainer will take from each of its loaders; ``None`` before it knows.
 
     Args:
         trainer: A Trainer that is running.
@@ -270,7 +247,7 @@ def batch_limits(trainer: Any, name: str) -> list[int | float] | None:
 
 
 def begin_epoch_again(trainer: Any) -> None:
-    """Have a Trainer that goes on from a checkpoint call ``iter()`` on its training loaders once more, as it starts."""
+    """Call ``iter()`` on the training loaders of a resuming Trainer once more."""
     loop = trainer.fit_loop
     if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
         iter(loop._data_fetcher)
@@ -279,7 +256,7 @@ def begin_epoch_again(trainer: Any) -> None:
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     """Return the checkpoint that a Trainer is about to restore, empty if there is none.
 
-    Lightning gives a plugin only the state under its own class's name; this is how it sees what others wrote.
+    Lightning gives a plugin only the state under its own class's name; others' states are read here.
     """
     return trainer._checkpoint_connector._loaded_checkpoint
 
@@ -315,7 +292,7 @@ def is_followed() -> bool:
 
 
 def check_lean(option: str) -> None:
-    """Refuse what follows the training loop of Lightning 2.6 line by line under any other.
+    """Refuse an option that needs the training loop of Lightning 2.6.
 
     Args:
         option: As the user wrote it, for the message.
@@ -326,17 +303,17 @@ def check_lean(option: str) -> None:
     if not is_followed():
         version = importlib.import_module(bound_name()).__version__
         raise LightningMismatchError(
-            f"{option} was passed under Lightning {version}; it needs Lightning 2.6, whose training loop it follows "
-            "line by line. Leave the option out."
+            f"{option}: expected Lightning 2.6, whose training loop it follows line by line, got {version}. Leave the "
+            "option out."
         )
 
 
 @contextmanager
 def given_hyperparameters(**values: Any) -> Iterator[None]:
-    """Have ``save_hyperparameters`` take these values where LightningCLI noted others for the object in construction.
+    """Have ``save_hyperparameters`` save these values in place of those that LightningCLI passed.
 
     Args:
-        **values: Of some of its arguments.
+        **values: Name of an argument -> value.
     """
     noted = importlib.import_module(f"{bound_name()}.core.mixins.hparams_mixin")._given_hyperparameters
     token = noted.set(noted.get() and {**noted.get(), **values})
@@ -347,22 +324,22 @@ def given_hyperparameters(**values: Any) -> Iterator[None]:
 
 
 def callbacks_named(*names: str) -> tuple[type, ...]:
-    """Return Lightning's callbacks of these names, without those that this version of it does not have."""
+    """Return Lightning's callbacks of these names, as far as this version has them."""
     callbacks = importlib.import_module(f"{bound_name()}.callbacks")
     return tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
 
 
 def takes_batch_index(training_step: Any) -> bool:
-    """Whether Lightning gives this ``training_step`` the index of the batch."""
+    """Whether Lightning passes the index of the batch to this ``training_step``."""
     signatures = importlib.import_module(f"{bound_name()}.utilities.signature_utils")
     return signatures.is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
 
 
 def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
-    """Give the Trainer's ``strategy=`` names of ours; a second time changes nothing.
+    """Register names for ``Trainer(strategy=...)``; a second call changes nothing.
 
     Args:
-        strategies: Name -> what makes the strategy; called without arguments when a Trainer is given the name.
+        strategies: Name -> function that returns the strategy.
     """
     registry = importlib.import_module(f"{bound_name()}.strategies").StrategyRegistry
     for name, make in strategies.items():

@@ -1,4 +1,4 @@
-"""Probes for packages that may be absent, without importing them."""
+"""Checks for optional packages, without importing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_turbo.errors import MissingExtraError
 
 __all__ = ["EXTRAS", "installed", "installed_version", "require"]
 
-# Import name -> (distributions that bring it, the extra of lightning-turbo that installs one of them).
+# Import name -> (distributions that provide it, the extra of lightning-turbo that installs one of them).
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "PIL": (("pillow",), "dev"),
     "jsonargparse": (("jsonargparse",), "dev"),
@@ -25,7 +25,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or ``None`` if it is absent."""
+    """Return the version of a distribution, or ``None`` if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -35,8 +35,7 @@ def installed_version(distribution: str) -> str | None:
 def installed(module: str) -> bool:
     """Tell whether ``module`` can be imported from one of its known distributions.
 
-    Both the module's spec and the distribution's metadata must be found, so that a stray folder of that
-    name does not count.
+    Both the module's spec and the distribution's metadata must be found, because a folder may have that name by chance.
 
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
@@ -51,14 +50,14 @@ def installed(module: str) -> bool:
 
 
 def require(module: str, needed_by: str) -> None:
-    """Refuse, in words, to go on without an optional package.
+    """Raise an error that names the extra if an optional package is not installed.
 
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
-        needed_by: What asked for it, as the user wrote it, for example ``"DALILoader"``.
+        needed_by: Name of what needs it, as the user wrote it, for example ``"DALILoader"``.
 
     Raises:
-        MissingExtraError: If the package is not installed; the message names the extra.
+        MissingExtraError: If the package is not installed.
     """
     if installed(module):
         return

@@ -1,4 +1,4 @@
-"""The command ``lightning-turbo``: parsing only; the work is done by the services."""
+"""The command ``lightning-turbo``: it parses arguments and calls the functions that do the work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,43 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import lightning_turbo
 from lightning_turbo import _optional
+from lightning_turbo._checks import suggest
 from lightning_turbo.errors import TurboError
 
 __all__ = ["main"]
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 REFUSED = 2  # as argparse does
 INTERRUPTED = 130  # as shells do
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that shows examples, and suggests the nearest name for an unknown command or option."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_help(self) -> str:
+        lines = "".join(f"\n  {self.prog} {example}" for example in self.examples)
+        return super().format_help() + (f"\nexamples:{lines}\n" if lines else "")
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        # argparse would have the parser of all commands refuse a command's options, which it does not know.
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown[0], self._option_string_actions)}")
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            message += suggest(choice[1], re.findall(r"[\w-]+", choice[2]))
+        super().error(f"{message}{'' if message.endswith('?') else '.'} Try: {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``None`` takes them from the command line.
 
     Returns:
-        0 for success, 1 for a result that is not good enough, 2 for input that is refused or a file that
-        cannot be read or written, 130 after Ctrl-C.
+        0 for success, 1 for a result that is not good enough, 2 for invalid input or a file that cannot be read or
+        written, 130 after Ctrl-C.
     """
-    parser = argparse.ArgumentParser(prog="lightning-turbo", description=lightning_turbo.__doc__)
+    parser = _Parser(prog="lightning-turbo", description=lightning_turbo.__doc__)
     parser.add_argument("--version", action="version", version=f"lightning-turbo {lightning_turbo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
@@ -56,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_demo(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
+        examples=("--levels O1,O2 --epochs 3", "--data mni --out runs/mni"),
         help="train a small network on real data at O0, O1, O2 and O3, and compare",
         description="Train a small network on real data at each level of apex through an ordinary Trainer. "
         "Writes results.json, demo.png, TensorBoard logs and one checkpoint a level. "
@@ -101,9 +127,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what is wrong with this machine, or what slows a training script, and what to do",
-        description="Without a script: look at what is installed and at the machine; the exit status is 1 if there is "
-        "a real fault. With a script: run it with a Doctor in each of its Trainers, and write doctor.html and "
+        examples=("--json", "train.py -- --max_epochs 1"),
+        help="check this machine, or find out what slows a training script",
+        description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
+        "fails. With a script: run it with a Doctor in each of its Trainers, and write doctor.html and "
         "doctor.json; the exit status is the script's own, or 1 if that is 0 and a report could not be written.",
         usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] "
         "[-m] SCRIPT [-- ARGUMENT ...]",
@@ -123,10 +150,10 @@ def _add_doctor(commands: Commands) -> None:
 
 
 class _Removed(argparse.Action):
-    """Refuses an option that has gone."""
+    """Refuses an option that was removed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        parser.error("--fix has gone; leave it out, and make the changes that the report names yourself")
+        parser.error("--fix was removed; leave it out, and make the changes that the report lists")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -135,14 +162,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.script is None:
         if given:
             options = ", ".join(f"--{name}" for name in given)
-            return _refused(f"without a script there is nothing for {options} to do; give one, or leave it out")
+            return _refused(
+                f"{options}: expected a script to run as well, got none. Add SCRIPT, or leave out {options}."
+            )
         from lightning_turbo.doctor import environment
 
         lines = environment.check()
         print(json.dumps(environment.as_json(lines), indent=2) if arguments.json else environment.as_text(lines))
         return 1 if environment.failed(lines) else 0
     if arguments.json:
-        return _refused("--json is for the machine alone; with a script, doctor.json is written to --out")
+        return _refused("--json: expected no script, got one. Leave --json out: doctor.json is written to --out.")
     from lightning_turbo.doctor.command import examine
 
     own = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
@@ -155,6 +184,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _add_convert(commands: Commands) -> None:
     parser = commands.add_parser(
         "convert",
+        examples=("old.ckpt new.ckpt", "apex.pt new.ckpt --prefix model. --to mixed"),
         help="turn an old apex or Lightning 1.x checkpoint into one that Lightning 2 loads",
         description="Turn a checkpoint of a plain apex script ({'model', 'optimizer', 'amp'}) or of any Lightning into "
         "one that Trainer.fit(ckpt_path=NEW) continues, with its loss scale. OLD is never changed, NEW must not exist.",
@@ -184,10 +214,10 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
+        examples=("photos packed --size 224x224", "scans packed --labels masks --size 96x96x64"),
         help="pack a folder of images or volumes into arrays that are read a whole batch at a time",
-        description="Pack the images, .npy or NIfTI volumes below FOLDER, or the arrays of an .npz file, for "
-        "PackedDataset. Subfolders are classes; hidden files are passed over. OUT appears when everything is in it, or "
-        "not at all.",
+        description="Pack the images, .npy or NIfTI volumes below FOLDER for PackedDataset. Subfolders are classes; "
+        "hidden files are passed over. OUT appears when everything is in it, or not at all.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
@@ -222,7 +252,7 @@ def _pack(arguments: argparse.Namespace) -> int:
 
 
 def _show_progress() -> Callable[[int, int], None]:
-    """Return a function that draws a bar with the time that is left, if there is somebody to see it."""
+    """Return a function that draws a progress bar with the time left on a terminal, and does nothing elsewhere."""
     begun = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -284,7 +314,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: Commands) -> None:
-    # Whatever follows is taken as it is, so that each former command line gets this answer.
+    # No prefix: every option is a plain argument, so that each former command line gets the same answer.
     parser = commands.add_parser("bench", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_bench)
@@ -292,4 +322,4 @@ def _add_bench(commands: Commands) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
     words = shlex.join(["python", "-m", "benchmarks", *arguments.arguments])
-    return _refused(f"the benchmarks are in the repository and not in the package: clone it, and run `{words}` there")
+    return _refused(f"the benchmarks are not in the package. Clone the repository, and run `{words}` there")

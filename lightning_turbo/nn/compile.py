@@ -1,4 +1,4 @@
-"""A network that is compiled in place for one run, so that no key of a checkpoint changes."""
+"""Compilation of networks in place, for one run, which changes no key of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_turbo._checks import expect
+
 __all__ = ["CompileReport", "check_compile", "compile_counts", "compiled_in_place", "repeated_blocks"]
 
 _WHAT = ("network", "blocks")
@@ -18,12 +20,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class CompileReport(NamedTuple):
-    """What torch compiled within a time.
+    """What torch compiled.
 
     Attributes:
         graphs: Number of graphs.
-        recompilations: Where torch compiled a function again, and why -> how many times.
-        breaks: Why torch left a graph, with the line where it says so -> how many times.
+        recompilations: Function and reason of each recompilation -> how many times.
+        breaks: Line and reason of each graph break -> how many times.
     """
 
     graphs: int
@@ -38,40 +40,37 @@ class CompileReport(NamedTuple):
 
 
 def check_compile(how: Any) -> None:
-    """Refuse what ``compiled_in_place`` does not take.
+    """Refuse a value that ``compiled_in_place`` does not accept.
 
     Raises:
         TypeError: If it is neither ``None``, a string nor a dict.
         ValueError: If it is another string, or a dict with another ``"what"``.
     """
-    if how is not None and not isinstance(how, (str, dict)):
-        raise TypeError(
-            f"compile={how!r}: expected None, 'network', 'blocks' or a dict of arguments for torch.compile."
-        )
-    if how is not None and _split(how)[0] not in _WHAT:
-        raise ValueError(
-            f"compile={how!r}: expected 'network' or 'blocks' as what is compiled, got {_split(how)[0]!r}."
-        )
+    if how is None:
+        return
+    options = "None, 'network', 'blocks' or a dict of arguments for torch.compile"
+    expect(isinstance(how, (str, dict)), "compile", how, options, TypeError)
+    expect(_split(how)[0] in _WHAT, "compile", how, f"{options}, which may have 'what'")
 
 
 @contextmanager
 def compiled_in_place(
     module: nn.Module, how: str | dict[str, Any], say: Callable[[str], None] | None = None
 ) -> Iterator[list[nn.Module]]:
-    """Compile the networks in a module, in place, and take it off again at the end.
+    """Compile the networks in a module in place, and undo it at the end.
 
-    Parameters, names and classes stay as they are, so checkpoints are those of a module that was never compiled.
+    Parameters, names and classes do not change, so that checkpoints equal those of a module that was not compiled.
 
     Args:
-        module: Holds the networks: a LightningModule, or any module. It is not compiled itself, because Lightning calls
-            its ``training_step`` and not its ``forward``.
-        how: ``"network"`` compiles each child with parameters; ``"blocks"`` compiles those blocks that are there more
-            than once, for example the layers of a transformer, which torch compiles once for all; it starts faster. A
-            dict has arguments for ``torch.compile``, and ``"what"`` for one of the two.
-        say: Called at the end with one text: how often torch compiled again or left a graph, where and why.
+        module: The module that holds the networks, such as a LightningModule. It is not compiled itself, because
+            Lightning calls its ``training_step`` and not its ``forward``.
+        how: ``"network"`` compiles each child with parameters; ``"blocks"`` compiles repeated blocks, such as the
+            layers of a transformer, once for all of them, which starts faster. A dict holds arguments for
+            ``torch.compile``, and may hold ``"what"`` for one of the two.
+        say: Called at the end with a text that counts the recompilations and graph breaks, with lines and reasons.
 
     Yields:
-        The modules that are compiled. One that somebody else has compiled is left alone.
+        The modules that were compiled here; those that are compiled already stay as they are.
 
     Raises:
         ValueError: If there is nothing to compile.
@@ -99,7 +98,7 @@ def compiled_in_place(
 
 
 def _split(how: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return what is compiled, and the arguments for ``torch.compile``."""
+    """Return what to compile, and the arguments for ``torch.compile``."""
     options = dict(how) if isinstance(how, dict) else {"what": how}
     return options.pop("what", "network"), options
 
@@ -107,29 +106,31 @@ def _split(how: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _find(module: nn.Module, what: str) -> list[nn.Module]:
     parts = repeated_blocks(module) if what == "blocks" else _networks(module)
     if not parts:
-        found = "no block that is there twice" if what == "blocks" else "no child with parameters"
-        raise ValueError(f"compile={what!r}: {type(module).__name__} has {found}. Leave compile out.")
+        wanted = "two blocks of one class" if what == "blocks" else "a child with parameters"
+        raise ValueError(
+            f"compile={what!r}: expected {wanted}, got none in {type(module).__name__}. Leave compile out."
+        )
     return parts
 
 
 def _compile(part: nn.Module, codes: dict[Any, CodeType], key: Any, options: dict[str, Any]) -> None:
     """Do what ``nn.Module.compile`` does, for classes of torch too.
 
-    That method compiles nothing of an ``nn.Sequential`` or another class of torch (seen with 2.13): torch leaves frames
-    of its own files out, unless they are called from one that is not.
+    That method compiles nothing of ``nn.Sequential`` and other classes of torch (seen with 2.13): torch skips frames of
+    its own files, unless a frame of another file calls them.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return part._call_impl(*args, **kwargs)
 
-    # torch keeps what it compiled with the code of a function, and no more than eight times. Blocks of a class share
-    # theirs, so that they are compiled once; networks have their own.
+    # torch stores at most eight compilations with the code object of a function. Blocks of one class share a code
+    # object, so that they are compiled once; each network has its own.
     call.__code__ = codes.setdefault(key, call.__code__.replace())
     part._compiled_call_impl = torch.compile(call, **options)
 
 
 def _networks(module: nn.Module) -> list[nn.Module]:
-    """Return the children with parameters; those of a list or dict of modules, which is not called itself."""
+    """Return the children with parameters, and in place of a ModuleList or ModuleDict its children."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -140,37 +141,39 @@ def _networks(module: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules whose class is there more than once: blocks of several modules, no containers."""
+    """Return the outermost modules, no containers, that have children and whose class occurs more than once."""
     blocks = [each for each in module.modules() if not isinstance(each, _CONTAINERS) and any(each.children())]
     often = {kind for kind, count in Counter(map(type, blocks)).items() if count > 1}
+    return list(dict.fromkeys(_outermost(module, often)))
 
-    def outermost(part: nn.Module) -> Iterator[nn.Module]:
-        for child in part.children():
-            if type(child) in often:
-                yield child
-            else:
-                yield from outermost(child)
 
-    return list(dict.fromkeys(outermost(module)))
+def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child) in kinds:
+            yield child
+        else:
+            yield from _outermost(child, kinds)
 
 
 def compile_counts() -> CompileReport:
     """Return what torch has compiled in this process so far.
 
-    Reasons of recompilations are there as far as torch keeps them: the last thousand or so.
+    torch keeps the reasons of about the last thousand recompilations.
     """
     from torch._dynamo import utils  # it takes a second to import
 
     again = Counter(_describe(each) for each in utils.get_compilation_metrics() if _is_recompilation(each))
-    breaks: Counter[str] = Counter()
-    for each in utils.graph_break_reasons:
-        line = f"{each.user_stack[-1].filename}:{each.user_stack[-1].lineno}: " if each.user_stack else ""
-        breaks[line + each.reason.partition("\n")[0]] += 1
+    breaks = Counter(_describe_break(each) for each in utils.graph_break_reasons)
     return CompileReport(utils.counters["stats"]["unique_graphs"], dict(again), dict(breaks))
 
 
+def _describe_break(reason: Any) -> str:
+    line = f"{reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}: " if reason.user_stack else ""
+    return line + reason.reason.partition("\n")[0]
+
+
 def _is_recompilation(metrics: Any) -> bool:
-    """Whether torch compiled a function again: it numbers its compilations of one as 3/0, 3/1, 3/2."""
+    """Whether this is not a function's first compilation; torch numbers them as 3/0, 3/1, 3/2."""
     _, _, number = str(metrics.compile_id).partition("/")
     return number not in ("", "0")
 

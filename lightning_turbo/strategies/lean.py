@@ -1,8 +1,7 @@
-"""The lean step: Lightning's loop over the batches of an epoch, followed line by line, with direct calls.
+"""The lean step: Lightning's training epoch loop, line by line, with direct calls of its hooks.
 
-Nothing is patched. Subclasses of Lightning's own classes are set on one Trainer when it is set up to fit, and taken off
-when it is torn down. Each shares its state with the object whose place it takes, so that counters, checkpoints and all
-who look at them see no difference.
+Nothing is patched. ``install_lean`` sets subclasses of Lightning's classes on one Trainer for the length of a fit. Each
+shares its ``__dict__`` with the object that it replaces, so that counters and checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from torch.optim import Optimizer
 from lightning_turbo._checks import inherits
 from lightning_turbo._lightning import (
     AutomaticOptimization,
-    Closure,
     ClosureResult,
     DataHooks,
     DataLoaderIterDataFetcher,
@@ -36,23 +33,11 @@ from lightning_turbo._lightning import (
     SIGTERMException,
     Strategy,
     TrainingEpochLoop,
-    is_overridden,
     move_data_to_device,
     takes_batch_index,
 )
 
-__all__ = [
-    "LeanEpochLoop",
-    "LeanLoggerConnector",
-    "LeanMetric",
-    "LeanOptimization",
-    "LeanResults",
-    "LeanSignalConnector",
-    "LeanStrategy",
-    "install_lean",
-    "is_unprofiled",
-    "replaced_loops",
-]
+__all__ = ["LeanStrategy", "find_custom_loops", "install_lean", "is_unprofiled"]
 
 _CONTEXTS = ("train_step_context", "forward_context")
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -62,50 +47,51 @@ _AROUND_STEP = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_grad
 _KEPT = (torch.float32, torch.float64)  # dtypes of logged values that Lightning does not convert
 
 
-def replaced_loops(trainer: Any) -> list[str]:
-    """Return the classes of a Trainer's training loops that are not Lightning's own."""
+def find_custom_loops(trainer: Any) -> list[str]:
+    """Return the class names of a Trainer's training loops that are not Lightning's own."""
     loop = trainer.fit_loop.epoch_loop
     own = {TrainingEpochLoop: loop, AutomaticOptimization: loop.automatic_optimization}
     return [type(part).__name__ for stock, part in own.items() if type(part) is not stock]
 
 
 def install_lean(trainer: Any, *, step: bool, logging: bool, sigterm_every: int) -> Callable[[], None]:
-    """Set the lean parts on a Trainer that is about to fit.
+    """Replace the loop, the signal connector and the logger connector of a Trainer by lean ones.
 
     Args:
-        trainer: With its strategy set up and loops of Lightning's own; no loop runs yet.
+        trainer: Its strategy is set up, its loops are Lightning's own, and none of them runs yet.
         step: Call the hooks of a training step directly.
-        logging: Keep logged values where they are until somebody reads them.
-        sigterm_every: Batches between two agreements of the ranks on signals; 1 leaves them to Lightning.
+        logging: Keep logged values as tensors until the progress bar reads them.
+        sigterm_every: Number of batches between two agreements of the ranks on signals; 1 leaves them to Lightning.
 
     Returns:
-        What puts everything back; to be called once.
+        A function that undoes all of it; call it once.
     """
-    fit_loop, connector, signals = trainer.fit_loop, trainer._logger_connector, trainer._signal_connector
-    loop = fit_loop.epoch_loop
-    results = loop._results
-    logging = logging and type(connector) is LoggerConnector and type(results) is ResultCollection
+    undo = contextlib.ExitStack()
     trainer.strategy.direct = step
+    undo.callback(setattr, trainer.strategy, "direct", False)
+    loop = trainer.fit_loop.epoch_loop
     if step or sigterm_every > 1:
-        fit_loop.epoch_loop = LeanEpochLoop(loop, step, sigterm_every)
+        _replace(undo, trainer.fit_loop, "epoch_loop", LeanEpochLoop(loop, step, sigterm_every))
     if sigterm_every > 1:
-        trainer._signal_connector = LeanSignalConnector(signals)
+        _replace(undo, trainer, "_signal_connector", LeanSignalConnector(trainer._signal_connector))
     if logging:
-        loop._results = LeanResults(results)
-        trainer._logger_connector = LeanLoggerConnector(connector)
+        _install_lean_logging(undo, trainer, loop)
+    return undo.close
 
-    def put_back() -> None:
-        trainer.strategy.direct = False
-        fit_loop.epoch_loop = loop
-        trainer._signal_connector = signals
-        if logging:
-            trainer._logger_connector.pass_on()
-            trainer._logger_connector.convert()
-            trainer._logger_connector = connector
-            results.update(loop._results)
-            loop._results = results
 
-    return put_back
+def _install_lean_logging(undo: contextlib.ExitStack, trainer: Any, loop: Any) -> None:
+    stock, connector = loop._results, trainer._logger_connector
+    if type(connector) is LoggerConnector and type(stock) is ResultCollection:
+        results, connector = LeanResults(stock), LeanLoggerConnector(connector)
+        undo.callback(stock.update, results)
+        _replace(undo, loop, "_results", results)
+        _replace(undo, trainer, "_logger_connector", connector)
+        undo.callback(connector.convert)
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 # Calls of hooks
@@ -128,10 +114,7 @@ def call_callbacks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
 
 
 def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a hook of the module or the strategy, with the module told of its name, which ``self.log`` asks for.
-
-    A hook that was set to ``None`` is not called.
-    """
+    """Call a hook of the module or the strategy, unless it is ``None``; ``self.log`` needs its name."""
     state = vars(module)
     before, state["_current_fx_name"] = state["_current_fx_name"], hook
     function = getattr(owner, hook)
@@ -141,7 +124,7 @@ def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> 
 
 
 def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
-    """Whether a precision plugin does in these methods what Lightning's base class does."""
+    """Whether a precision plugin overrides none of these methods of Lightning's base class."""
     unscaled = type(plugin) is MixedPrecision and plugin.scaler is None
     return inherits(plugin, MixedPrecision if unscaled else Precision, names)
 
@@ -150,7 +133,7 @@ def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
 
 
 class LeanStrategy(Strategy):
-    """Between Lightning's strategies and their base: the same calls, direct ones while ``direct`` is set."""
+    """Base of the turbo strategies: while ``direct`` is true, hooks are called without Lightning's wrappers."""
 
     direct = False
 
@@ -185,7 +168,7 @@ class LeanStrategy(Strategy):
         trainer = module.trainer
         call_callbacks(trainer, module, "on_before_optimizer_step", optimizer)
         call_hook(module, module, "on_before_optimizer_step", optimizer)
-        if module.automatic_optimization and not self._clips_nothing(module):
+        if module.automatic_optimization and not self._has_nothing_to_clip(module):
             clip = {
                 "gradient_clip_val": trainer.gradient_clip_val,
                 "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
@@ -193,8 +176,8 @@ class LeanStrategy(Strategy):
             call_hook(module, module, "configure_gradient_clipping", optimizer, **clip)
         return result
 
-    def _clips_nothing(self, module: Any) -> bool:
-        """Whether no clipping was asked for, and nobody overrides what Lightning calls even then."""
+    def _has_nothing_to_clip(self, module: Any) -> bool:
+        """Whether no clipping is configured, and no hook for it is overridden."""
         trainer = module.trainer
         return (
             trainer.gradient_clip_val is None
@@ -204,30 +187,11 @@ class LeanStrategy(Strategy):
         )
 
 
-class _LeanClosure(Closure):
-    """Step, clearing and backward, without a context for gradients where they are on."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
-        result = Closure.closure.__wrapped__(self, *args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
-        self._result = result
-        return result.loss
-
-
 class LeanOptimization(AutomaticOptimization):
-    """Automatic optimization with direct calls.
-
-    Args:
-        stock: Lightning's, whose state is shared.
-    """
+    """Automatic optimization with direct calls."""
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
-
-    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
-        step, backward = self._make_step_fn(kwargs), self._make_backward_fn(optimizer)
-        return _LeanClosure(step, backward, self._make_zero_grad_fn(batch_idx, optimizer))
 
     def _make_backward_fn(self, optimizer: Any) -> Callable[[Tensor], None] | None:
         if self._skip_backward:
@@ -258,13 +222,13 @@ class LeanOptimization(AutomaticOptimization):
 
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         trainer, module = self.trainer, self.trainer.lightning_module
-        if not _clears_nothing(module, optimizer):
+        if not _has_nothing_to_clear(module, optimizer):
             call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         self.optim_progress.optimizer.zero_grad.increment_completed()
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
-        owner = module if _hands_on(strategy, module) else strategy
+        owner = module if _only_calls_module(strategy, module) else strategy
         output = call_hook(owner, module, "training_step", *kwargs.values())
         strategy.post_training_step()
         if type(output) is Tensor and trainer.accumulate_grad_batches == 1:
@@ -277,8 +241,8 @@ class LeanOptimization(AutomaticOptimization):
         return self.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
 
 
-def _clears_nothing(module: Any, optimizer: Any) -> bool:
-    """Whether no gradient is there to be cleared, and nobody overrides what Lightning calls even then."""
+def _has_nothing_to_clear(module: Any, optimizer: Any) -> bool:
+    """Whether all gradients are ``None``, and no hook that clears them is overridden."""
     return (
         isinstance(optimizer, Optimizer)
         and inherits(module, LightningModule, ("optimizer_zero_grad",))
@@ -287,8 +251,8 @@ def _clears_nothing(module: Any, optimizer: Any) -> bool:
     )
 
 
-def _hands_on(strategy: Any, module: Any) -> bool:
-    """Whether the strategy's ``training_step`` does nothing but call the module's."""
+def _only_calls_module(strategy: Any, module: Any) -> bool:
+    """Whether the strategy's ``training_step`` only calls the module's."""
     return (
         strategy.model is module
         and inherits(strategy, Strategy, ("training_step",))
@@ -297,69 +261,50 @@ def _hands_on(strategy: Any, module: Any) -> bool:
 
 
 class LeanEpochLoop(TrainingEpochLoop):
-    """The loop over the batches of an epoch.
+    """The loop over the batches of an epoch."""
 
-    Args:
-        stock: Lightning's, whose state is shared.
-        direct: Whether hooks are called directly.
-        sigterm_every: Batches between two agreements of the ranks on SIGTERM; 1 is Lightning's way.
-    """
-
-    # No state of its own may stand among Lightning's, which goes into checkpoints.
-    __slots__ = ("_direct", "_optimization", "_sigterm_every", "_step", "_stock", "_takes_index", "_validates")
+    # Slots keep these attributes out of the shared __dict__, which Lightning saves in checkpoints.
+    __slots__ = ("_direct", "_optimization", "_sigterm_every", "_step", "_takes_index")
 
     def __init__(self, stock: Any, direct: bool, sigterm_every: int) -> None:
         self.__dict__ = stock.__dict__
-        self._stock = stock
         self._optimization = LeanOptimization(stock.automatic_optimization)
         self._direct = direct
         self._sigterm_every = sigterm_every
         self._step: Any = None
         self._takes_index = False
-        self._validates = True
-
-    def on_run_start(self, data_fetcher: Any) -> None:
-        """Begin an epoch."""
-        super().on_run_start(data_fetcher)
-        source, module = self.val_loop._data_source, self.trainer.lightning_module
-        self._validates = source.is_defined() and is_overridden("validation_step", module)
-        profiled = not is_unprofiled(self.trainer)
-        data_fetcher._start_profiler = self._stock._on_before_fetch if profiled else _nothing
-        data_fetcher._stop_profiler = self._stock._on_after_fetch if profiled else _nothing
 
     def advance(self, data_fetcher: Any) -> None:
-        """Run a batch; after a resume, under a profiler and with ``dataloader_iter`` Lightning's own method does."""
+        """Run a batch: Lightning's method after a resume, under a profiler and with ``dataloader_iter``, else ours."""
         trainer = self.trainer
-        rare = self._restarting or isinstance(data_fetcher, DataLoaderIterDataFetcher) or not is_unprofiled(trainer)
-        if rare or not self._direct:
+        if not self._direct or self._needs_lightnings(data_fetcher):
             super().advance(data_fetcher)
             return
         if self.val_loop._restarting:
             self.val_loop.restarting = False
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             self._broadcast_sigterm_tensor()
-        progress, strategy, module = self.batch_progress, trainer.strategy, trainer.lightning_module
         batch, _, __ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
-        progress.is_last_batch = data_fetcher.done
-        batch = self._moved(strategy.precision_plugin.convert_input(batch))
-        progress.increment_ready()
-        connector = trainer._logger_connector
-        connector.on_batch_start(batch)
-        output, ends_epoch = self._train_on(batch, batch_idx)
-        progress.increment_processed()
-        if trainer.lr_scheduler_configs:
-            self._step_schedulers()
-        if ends_epoch:
-            raise StopIteration
-        call_callbacks(trainer, module, "on_train_batch_end", output, batch, batch_idx)
-        call_hook(module, module, "on_train_batch_end", output, batch, batch_idx)
-        self._end_batch(connector)
-
-    def _step_schedulers(self) -> None:
+        self.batch_progress.is_last_batch = data_fetcher.done
+        batch = self._to_device(trainer.strategy.precision_plugin.convert_input(batch))
+        self.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        output, ends_epoch = self._train_on_batch(batch, batch_idx)
+        self.batch_progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ends_epoch:
+            raise StopIteration
+        module = trainer.lightning_module
+        call_callbacks(trainer, module, "on_train_batch_end", output, batch, batch_idx)
+        call_hook(module, module, "on_train_batch_end", output, batch, batch_idx)
+        self._end_batch(trainer._logger_connector)
+
+    def _needs_lightnings(self, data_fetcher: Any) -> bool:
+        own_batches = isinstance(data_fetcher, DataLoaderIterDataFetcher)
+        return self._restarting or own_batches or not is_unprofiled(self.trainer)
 
     def _end_batch(self, connector: Any) -> None:
         if not self._results:  # nothing was logged
@@ -370,8 +315,8 @@ class LeanEpochLoop(TrainingEpochLoop):
         self.batch_progress.increment_completed()
         connector.update_train_step_metrics()
 
-    def _train_on(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
-        """Return the output of a step, and whether a hook has ended the epoch before it."""
+    def _train_on_batch(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
+        """Return the output of the step, and whether a hook ended the epoch before it."""
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None, False
@@ -384,9 +329,9 @@ class LeanEpochLoop(TrainingEpochLoop):
             self.batch_progress.increment_by(0, is_last_batch=True)
             return None, True
         self.batch_progress.increment_started()
-        return self._optimized(batch, batch_idx), False
+        return self._optimize(batch, batch_idx), False
 
-    def _optimized(self, batch: Any, batch_idx: int) -> Any:
+    def _optimize(self, batch: Any, batch_idx: int) -> Any:
         module = self.trainer.lightning_module
         if module.training_step != self._step:
             self._step, self._takes_index = module.training_step, takes_batch_index(module.training_step)
@@ -395,16 +340,9 @@ class LeanEpochLoop(TrainingEpochLoop):
             return self._optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
         return self.manual_optimization.run(kwargs)
 
-    def _moved(self, batch: Any) -> Any:
-        """The batch on the device, through the hooks of the transfer where one of them is overridden."""
+    def _to_device(self, batch: Any) -> Any:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
-        datamodule = getattr(self.trainer, "datamodule", None)
-        plain = (
-            inherits(module, DataHooks, _TRANSFER)
-            and (datamodule is None or inherits(datamodule, DataHooks, _TRANSFER))
-            and inherits(strategy, Strategy, ("batch_to_device",))
-        )
-        if not plain:
+        if not self._transfers_as_usual():
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             return call_hook(strategy, module, "batch_to_device", batch, dataloader_idx=0)
         device = strategy.root_device
@@ -412,57 +350,61 @@ class LeanEpochLoop(TrainingEpochLoop):
             return type(batch)(batch)
         return move_data_to_device(batch, device)
 
-    def _should_check_val_epoch(self) -> bool:
-        return self._validates and super()._should_check_val_epoch()
+    def _transfers_as_usual(self) -> bool:
+        """Whether no hook of the transfer is overridden in the module, the datamodule or the strategy."""
+        datamodule = getattr(self.trainer, "datamodule", None)
+        return (
+            inherits(self.trainer.lightning_module, DataHooks, _TRANSFER)
+            and (datamodule is None or inherits(datamodule, DataHooks, _TRANSFER))
+            and inherits(self.trainer.strategy, Strategy, ("batch_to_device",))
+        )
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Step the schedulers of this interval, if there is any scheduler."""
+        """Step the schedulers of this interval."""
         if self.trainer.lr_scheduler_configs:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
-
-    # SIGTERM on several ranks
 
     def _broadcast_sigterm_tensor(self) -> None:
         if self._sigterm_every == 1:
             super()._broadcast_sigterm_tensor()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Validate where it is due; with ``sigterm_every`` above 1, all ranks heed signals after the same batch."""
+        """Validate where it is due; with ``sigterm_every`` above 1, all ranks act on signals after the same batch."""
         if self._sigterm_every == 1 or self.trainer.world_size == 1:
             super().on_advance_end(data_fetcher)
             return
-        # Lightning raises it for this rank alone, at the end of the method; here the others are asked first.
+        # Lightning raises it on this rank alone, as the last thing in the method; the other ranks have to agree first.
         with contextlib.suppress(SIGTERMException):
             super().on_advance_end(data_fetcher)
+        if self.batch_progress.total.ready % self._sigterm_every == 0 or self._num_ready_batches_reached():
+            self._agree_on_signals()
+
+    def _agree_on_signals(self) -> None:
+        signals: Any = self.trainer._signal_connector
         batches = self.batch_progress.total.ready
-        if batches % self._sigterm_every == 0 or self._num_ready_batches_reached():
-            signals: Any = self.trainer._signal_connector
-            # With the most and the fewest batches of a rank: one that ended before the others asks out of turn.
-            own = [signals.received_sigterm, signals.received_requeue, batches, -batches]
-            told = torch.tensor(own, device=self.trainer.strategy.root_device)
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-            received, requeue, *most = told.tolist()
-            if most != [batches, -batches]:
-                raise RuntimeError(
-                    f"The ranks are not at the same batch: this one is at batch {batches} of its run, and another has "
-                    "ended its epoch before or after it. Expected training loaders with the same number of batches on "
-                    "every rank. Set limit_train_batches to what the shortest of them gives, or drop the rest."
-                )
-            if requeue:
-                signals.save_and_requeue(requeue)
-            signals.received_sigterm = bool(received)
-            if signals.received_sigterm and not self._is_training_done:
-                raise SIGTERMException
+        # The maxima of batches and -batches show whether a rank ended its epoch before the others, and asks elsewhere.
+        own = [signals.received_sigterm, signals.received_requeue, batches, -batches]
+        told = torch.tensor(own, device=self.trainer.strategy.root_device)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+        received, requeue, *most = told.tolist()
+        if most != [batches, -batches]:
+            raise RuntimeError(
+                f"expected all ranks at the same batch, got this one at batch {batches} of its run and another "
+                "that ended its epoch before or after it. Give every rank a training loader with the same number "
+                "of batches: set limit_train_batches to the shortest, or drop_last=True."
+            )
+        if requeue:
+            signals.save_and_requeue(requeue)
+        signals.received_sigterm = bool(received)
+        if signals.received_sigterm and not self._is_training_done:
+            raise SIGTERMException
 
 
 class LeanSignalConnector(SignalConnector):
-    """Notes signals for the ranks to agree on; Lightning's talks to the other ranks from inside the signal's handler.
-
-    Args:
-        stock: Lightning's, whose state is shared.
+    """Records signals until the ranks agree on them; Lightning's handler itself calls collectives, which may hang.
 
     Attributes:
-        received_requeue: The number of Slurm's signal that a job is to be saved and queued again; 0 without.
+        received_requeue: Number of the signal by which Slurm asks to save and requeue the job; 0 if none came.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -479,31 +421,27 @@ class LeanSignalConnector(SignalConnector):
         self.received_requeue = int(signum)
 
     def save_and_requeue(self, signum: int) -> None:
-        """Do what Lightning does on that signal; on all ranks at once."""
+        """Save a checkpoint and requeue the job, as Lightning does; call it on all ranks."""
         self.received_requeue = 0
         super()._slurm_sigusr_handler_fn(signum, None)  # pyright: ignore[reportArgumentType] - it takes no frame
-
-
-def _nothing() -> None:
-    """Stand where Lightning calls a profiler around the fetching of a batch."""
 
 
 # Logged values
 
 
 class LeanMetric(ResultMetric):
-    """A logged value; it is not moved to where it is.
+    """A logged value that is not moved to the device that it is on.
 
     Attributes:
-        settings: The arguments of ``self.log`` that it was last described with.
-        device_of_all: Where its tensors are, once they were moved.
+        settings: The arguments of the last ``self.log`` that Lightning checked.
+        device_of_all: The device of all its tensors, once they were moved.
     """
 
     settings: dict[str, Any] | None = None
     device_of_all: torch.device | None = None
 
     def forward(self, value: Any, batch_size: int) -> None:
-        """Take a value; one that is for its step alone has nothing to be added to."""
+        """Take a value; one that is logged on steps alone is not accumulated."""
         meta = self.meta
         if meta.on_epoch or not self.is_tensor or value.requires_grad or value.dtype not in _KEPT:
             super().forward(value, batch_size)
@@ -514,19 +452,14 @@ class LeanMetric(ResultMetric):
 
     def to(self, *args: Any, **kwargs: Any) -> LeanMetric:
         """Move to a device."""
-        device = args[0] if len(args) == 1 and not kwargs else None
-        if device is None or not self.is_tensor or self.device_of_all != device:
+        if not self.is_tensor or args != (self.device_of_all,):
             super().to(*args, **kwargs)
-            self.device_of_all = device
+            self.device_of_all = args[0] if args else None
         return self
 
 
 class LeanResults(ResultCollection):
-    """The logged values of an epoch; those for the progress bar stay tensors.
-
-    Args:
-        stock: Lightning's, whose values are taken over.
-    """
+    """The logged values of an epoch; those for the progress bar stay tensors."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__(stock.training)
@@ -537,26 +470,26 @@ class LeanResults(ResultCollection):
         super().__setitem__(key, LeanMetric(metric.meta, metric.is_tensor))
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
-        """Take a value; settings that are those of the last time are not looked at again."""
-        if torch.compiler.is_compiling():  # a compiled step leaves its graph for this, as in Lightning
+        """Take a value; settings that equal those of the last call are not checked again."""
+        if torch.compiler.is_compiling():  # torch.compile breaks its graph here, as in Lightning
             self._log_uncompiled(fx, name, value, batch_size=batch_size, **settings)
             return
         key = f"{fx}.{name}"
         metric: Any = self.get(key) if self.dataloader_idx is None else None
-        if metric is None or metric.settings != settings or type(value) is not Tensor or value.requires_grad:
-            stock: Any = super()
-            stock.log(fx, name, value, batch_size=batch_size, **settings)
-            if self.dataloader_idx is None:
-                self[key].settings = settings
+        if metric is not None and metric.settings == settings and type(value) is Tensor and not value.requires_grad:
+            metric.to(value.device)
+            metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
+            metric.has_reset = False
             return
-        metric.to(value.device)
-        metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
-        metric.has_reset = False
+        stock: Any = super()
+        stock.log(fx, name, value, batch_size=batch_size, **settings)
+        if self.dataloader_idx is None:
+            self[key].settings = settings
 
     _log_uncompiled: Any = torch.compiler.disable(log)
 
     def metrics(self, on_step: bool) -> Any:
-        """Return the values by their readers: callbacks, loggers, progress bar."""
+        """Return the values for callbacks, loggers and the progress bar."""
         metrics: Any = {"callback": {}, "log": {}, "pbar": {}}
         for _, metric in self.valid_items():
             value = self._get_cache(metric, on_step)
@@ -573,93 +506,20 @@ class LeanResults(ResultCollection):
         return metrics
 
 
-def _set_values(results: Any, values: list[Any]) -> None:
-    """Set the values of a step; those that were logged for the first time since then have none."""
-    for metric, value in zip_longest(results.values(), values):
-        metric._forward_cache = value
-
-
 class LeanLoggerConnector(LoggerConnector):
-    """What stands between logged values and their readers; it passes them on when somebody reads.
-
-    Args:
-        stock: Lightning's, whose state is shared.
-    """
-
-    # No state of its own may stand among Lightning's.
-    __slots__ = ("_current", "_ended_with", "_waiting")
+    """The logger connector; values for the progress bar become numbers when somebody reads them."""
 
     def __init__(self, stock: Any) -> None:
         self.__dict__ = stock.__dict__
-        self._current: Any = None  # the values of the loop that is in a batch
-        self._waiting: Any = None  # those of a batch that nobody has read yet; the next batch's take their place
-        self._ended_with: Any = None  # what they were, once another batch has begun, which may break off
-
-    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """Begin a batch, of a validation too, whose values follow those of the training."""
-        self._first_loop_iter = self._first_loop_iter is None
-        results: Any = self.trainer._results
-        self._current = results
-        if self._waiting is results:
-            self._ended_with = [metric._forward_cache for metric in results.values()]
-        else:
-            self.pass_on()
-        results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
-
-    def on_batch_end(self) -> None:
-        """Let go of the batch."""
-        self._waiting, self._ended_with = self._current, None
-        results = self._current
-        results.batch = results.batch_size = None
-
-    def pass_on(self) -> None:
-        """Pass the values of the last batch that ended on to their readers."""
-        results, self._waiting = self._waiting, None
-        if results:
-            if self._ended_with is None:
-                metrics = results.metrics(True)
-            else:
-                under_way = [metric._forward_cache for metric in results.values()]
-                _set_values(results, self._ended_with)
-                metrics = results.metrics(True)
-                _set_values(results, under_way)
-            self._progress_bar_metrics.update(metrics["pbar"])
-            self._callback_metrics.update(metrics["callback"])
-            self._logged_metrics.update(metrics["log"])
-
-    def epoch_end_reached(self) -> None:
-        """End an epoch, of a validation too."""
-        self.pass_on()
-        super().epoch_end_reached()
-
-    def reset_results(self) -> None:
-        """Forget the values of an epoch."""
-        self.pass_on()
-        super().reset_results()
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """The values for callbacks."""
-        self.pass_on()
-        return super().callback_metrics
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """The values for loggers."""
-        self.pass_on()
-        return super().logged_metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar, as numbers."""
-        self.pass_on()
         super().progress_bar_metrics  # noqa: B018  # it brings them up to date
         return self.convert()
 
     def convert(self) -> dict[str, float]:
-        """Turn the values that are tensors still into numbers."""
+        """Convert the values that are still tensors to numbers."""
         shown = self._progress_bar_metrics
-        for name, value in shown.items():
-            if isinstance(value, Tensor):
-                shown[name] = value.item()
+        shown.update({name: value.item() for name, value in shown.items() if isinstance(value, Tensor)})
         return shown

@@ -1,17 +1,19 @@
-"""``Trainer(strategy="turbo")``: Lightning's strategy for one device with every part around the step switched on."""
+"""``Trainer(strategy="turbo")``: Lightning's strategy for one device with the techniques around the step on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from typing import Any, Literal
 from weakref import ref
 
 import torch
 
-from lightning_turbo._checks import check_switches, is_whole
+from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo._lightning import (
     CheckpointIO,
+    GradientAccumulationScheduler,
     MisconfigurationException,
     Precision,
     SingleDeviceStrategy,
@@ -24,7 +26,7 @@ from lightning_turbo._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_turbo.callbacks.exact_resume import accumulate_as_scheduled, attach_exact_resume
+from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.callbacks.grad_to_none import release_in
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.data.dali import DALILoader
@@ -33,7 +35,7 @@ from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import FORMATS
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
-from lightning_turbo.strategies.lean import LeanStrategy, install_lean, is_unprofiled, replaced_loops
+from lightning_turbo.strategies.lean import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
 
 __all__ = ["TurboParts", "TurboStrategy"]
 
@@ -41,28 +43,7 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class TurboParts(Strategy):
-    """The parts that both turbo strategies add to Lightning's; its arguments are theirs.
-
-    Args:
-        *args: For Lightning's strategy.
-        device_prefetch: Keep the next batches on the CUDA device.
-        prefetch_batches: How many of them, 1 or more.
-        memory_format: ``None`` keeps it, ``"channels_last"`` or ``"contiguous"`` sets it, ``"measure"`` times both on
-            the module's ``example_input_array`` and takes the faster one.
-        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA; ``None`` keeps it, and so does
-            ``True`` where determinism is asked for, because cuDNN would choose its algorithms by the clock.
-        matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA; ``None`` keeps it.
-        release_gradients: Set gradients to None right after each optimizer step.
-        lean_step: Run the training step with direct calls of its hooks; ``None`` does so where it can.
-        lean_logging: Keep logged values where they are until somebody reads them; ``None`` does so where it can.
-        compile: ``None``, ``"network"``, ``"blocks"``, or a dict of arguments for ``torch.compile``.
-        **kwargs: For Lightning's strategy.
-
-    Raises:
-        ValueError: If a setting is not one of those.
-        TypeError: If a switch is not a bool.
-        LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
-    """
+    """The parts that both turbo strategies add to Lightning's; for the arguments see ``TurboStrategy``."""
 
     sigterm_every = 1
     strategy_name = ""
@@ -84,7 +65,7 @@ class TurboParts(Strategy):
         check_binding(type(self).__name__)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
-        check_counts(prefetch_batches=prefetch_batches)
+        expect(is_whole(prefetch_batches, 1), "prefetch_batches", prefetch_batches, "an integer of at least 1")
         check_choice("memory_format", memory_format, (None, "measure", *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
@@ -102,11 +83,11 @@ class TurboParts(Strategy):
         self.lean_step = lean_step
         self.lean_logging = lean_logging
         self.compile = compile
-        self._borrowed = ExitStack()  # what puts back what a run changes
+        self._borrowed = ExitStack()  # undoes what a run changes
         self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, or a process that is started with it, has nothing to put back.
+        # A copy, or a process that is spawned with it, has nothing to undo.
         return {**super().__getstate__(), "_borrowed": ExitStack()}
 
     @property
@@ -116,8 +97,8 @@ class TurboParts(Strategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints; the one that was passed is wrapped in ``AmpCheckpointIO``."""
-        if self._checkpoint_io is None:  # made when it is needed: the Trainer refuses a second one beside it
+        """The checkpoint IO, wrapped in ``AmpCheckpointIO``."""
+        if self._checkpoint_io is None:  # not before it is needed: the Trainer refuses two
             self._checkpoint_io = AmpCheckpointIO()
         return self._checkpoint_io
 
@@ -126,13 +107,13 @@ class TurboParts(Strategy):
         self._checkpoint_io = io if io is None or isinstance(io, AmpCheckpointIO) else AmpCheckpointIO(io)
 
     def setup_environment(self) -> None:
-        """Set up the device and the ranks, and have the run resume exactly."""
+        """Set up the device and the ranks, and add ``ExactResume`` to the Trainer."""
         super().setup_environment()
         attach_exact_resume(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, with the parts before and after."""
-        self._borrowed.close()  # a run that an error in on_exception ended was not torn down
+        self._borrowed.close()  # after an error in on_exception Lightning calls no teardown
         self._set_switches()
         if self.memory_format is not None:
             MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
@@ -147,38 +128,36 @@ class TurboParts(Strategy):
             self._make_lean(trainer)
 
     def _before_lightning(self, trainer: Any) -> None:
-        """Do what a strategy has to do before Lightning moves and wraps the module."""
+        """Change the module before Lightning moves and wraps it."""
 
     def _set_switches(self) -> None:
-        device = self.root_device
-        if device.type != "cuda":
-            parts = {
-                "device_prefetch": self.device_prefetch,
-                "cudnn_benchmark": self.cudnn_benchmark is not None,
-                "matmul_precision": self.matmul_precision is not None,
-            }
-            if unused := [name for name, asked in parts.items() if asked]:
-                self._say(f"{', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect on {device}.")
+        if self.root_device.type != "cuda":
+            asked = (self.device_prefetch, self.cudnn_benchmark is not None, self.matmul_precision is not None)
+            names = ("device_prefetch", "cudnn_benchmark", "matmul_precision")
+            if unused := list(compress(names, asked)):
+                self._say(f"no effect on {self.root_device}: {', '.join(unused)}.")
             return
+        cudnn: Any = torch.backends.cudnn
         benchmark = self.cudnn_benchmark
-        if benchmark and (torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic):
-            benchmark = None
+        if benchmark and (torch.are_deterministic_algorithms_enabled() or cudnn.deterministic):
             self._say("cudnn_benchmark is off in a deterministic run.")
-        self._borrowed.enter_context(_cudnn_benchmark(benchmark))
-        self._borrowed.enter_context(_matmul_precision(self.matmul_precision))
+        elif benchmark is not None:
+            self._borrowed.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+            cudnn.benchmark = benchmark
+        if self.matmul_precision is not None:
+            self._borrowed.enter_context(_use_matmul_precision(self.matmul_precision))
 
     def _make_lean(self, trainer: Any) -> None:
-        """Put the lean parts in place where nothing is against it; the log says what is."""
+        """Install the lean parts where nothing prevents it; otherwise log the reason."""
         step, logging, sigterm_every = self.lean_step is not False, self.lean_logging is not False, self.sigterm_every
-        if not (step or logging or sigterm_every > 1):
+        parts = ["lean_step"] * step + ["sigterm_every"] * (sigterm_every > 1)
+        if not (parts or logging):
             return
-        if not is_followed():  # with True or sigterm_every the constructor refused it
+        if not is_followed():  # the constructor refused True and sigterm_every there
             self._say("Lightning's own training loop runs: lean_step and lean_logging need Lightning 2.6.")
             return
-        others = replaced_loops(trainer)
-        if others and (step or sigterm_every > 1):
-            parts = ["lean_step"] * step + ["sigterm_every"] * (sigterm_every > 1)
-            self._say(f"{' and '.join(parts)} off: {' and '.join(others)} replaces Lightning's training loop.")
+        if parts and (custom := find_custom_loops(trainer)):
+            self._say(f"{' and '.join(parts)} off: {' and '.join(custom)} replaces Lightning's training loop.")
             step, sigterm_every = False, 1
         if step and not is_unprofiled(trainer):
             self._say("lean_step off: a profiler names every call of Lightning's own training loop.")
@@ -186,33 +165,40 @@ class TurboParts(Strategy):
         self._borrowed.callback(install_lean(trainer, step=step, logging=logging, sigterm_every=sigterm_every))
 
     def on_train_start(self) -> None:
-        """Accumulate what a scheduler says in the rest of an epoch too."""
+        """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""
         super().on_train_start()
-        accumulate_as_scheduled(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+        trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
+        # The scheduler itself does so in on_train_epoch_start, which Lightning does not call within an epoch.
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Keep the next batches on the device, or return the loader as it is where that has no use."""
+        """Wrap the loader in a ``DevicePrefetcher`` where that helps."""
         loader: Any = super().process_dataloader(dataloader)
-        # DALI keeps batches ahead itself; its state takes a collective call, which a batch must not wait for.
-        ahead = isinstance(loader, (DevicePrefetcher, DALILoader))
-        if not self.device_prefetch or self.root_device.type != "cuda" or ahead:
+        # DALI prefetches by itself, and reads its state by a collective call, which must not delay a batch.
+        prefetched = isinstance(loader, (DevicePrefetcher, DALILoader))
+        if not self.device_prefetch or self.root_device.type != "cuda" or prefetched:
             return loader
         module: Any = self.lightning_module
         if hooks := hooks_before_transfer(module, getattr(module.trainer, "datamodule", None)):
-            if "hooks" not in self._said:
-                self._said.add("hooks")
-                rank_zero_warn(
-                    f"device_prefetch is off, because {' and '.join(hooks)} is overridden and has to see each batch in "
-                    "its turn. Use on_after_batch_transfer, or pass device_prefetch=False.",
-                    category=NoEffectWarning,
-                )
+            self._warn_of_hooks(hooks)
             return loader
         prefetcher = DevicePrefetcher(loader, self.root_device, prefetch_batches=self.prefetch_batches)
-        self._borrowed.callback(_close, ref(prefetcher))  # a loader that is replaced ends with its workers
+        self._borrowed.callback(_close, ref(prefetcher))  # weak, so that a loader that is replaced can end its workers
         return prefetcher
 
+    def _warn_of_hooks(self, hooks: list[str]) -> None:
+        if "hooks" not in self._said:
+            self._said.add("hooks")
+            rank_zero_warn(
+                f"device_prefetch is off, because {' and '.join(hooks)} is overridden and must run just before its "
+                "batch is used. Override on_after_batch_transfer instead, or pass device_prefetch=False.",
+                category=NoEffectWarning,
+            )
+
     def teardown(self) -> None:
-        """Put every switch back, end the prefetching, and take off what was set on the Trainer and the network."""
+        """Undo what ``setup`` changed in the process, the Trainer and the network, and end the prefetching."""
         self._borrowed.close()
         super().teardown()
 
@@ -225,37 +211,34 @@ class TurboParts(Strategy):
 class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
     """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
 
-    | Part | Default | What it does; off is exactly Lightning's behaviour |
-    |---|---|---|
-    | ``device_prefetch`` | ``True`` | keeps the next batches on the CUDA device, after Lightning's sampler |
-    | ``memory_format`` | ``None`` | channels last for 2D and 3D, or what a measurement finds faster |
-    | ``cudnn_benchmark`` | ``True`` | on CUDA, for the run; off in a deterministic run; put back afterwards |
-    | ``matmul_precision`` | ``None`` | ``"high"`` allows TF32 on CUDA, for the run; put back afterwards |
-    | ``release_gradients`` | ``True`` | gradients to None right after the step |
-    | ``lean_step`` | ``None`` | Lightning's loop with direct calls of its hooks; same order, same results |
-    | ``lean_logging`` | ``None`` | a logged value stays where it is until somebody reads it |
-    | ``compile`` | ``None`` | compiles the network, or its repeated blocks, in place for the run |
-    | ``ExactResume`` | always | a resumed run equals one that never stopped |
-    | checkpoint IO | always | reads the scaler state of old checkpoints |
-
-    A part that has no effect on the device is named once in the log.
+    Always on besides: ``ExactResume``, so that a resumed run equals one that never stopped, and ``AmpCheckpointIO``,
+    which reads the scaler state of old checkpoints. A part that has no effect on the device is named once in the log.
 
     Args:
-        device: The device; by default the one that the Trainer chose.
+        device: The device; default: the one that the Trainer chose.
         accelerator: As in Lightning.
-        checkpoint_io: As in Lightning, as is one in the Trainer's ``plugins``; it is wrapped so that old scaler state
-            is read.
+        checkpoint_io: As in Lightning; it is wrapped in ``AmpCheckpointIO``.
         precision_plugin: As in Lightning.
-        **parts: ``device_prefetch``, ``prefetch_batches`` (1 or more, 2), ``memory_format`` (``"channels_last"``,
-            ``"contiguous"`` or ``"measure"``, which needs the module's ``example_input_array``), ``cudnn_benchmark``,
-            ``matmul_precision`` (``"highest"``, ``"high"`` or ``"medium"``), ``release_gradients``, ``lean_step``,
-            ``lean_logging`` (``None``: on where Lightning is 2.6, its loop is its own and there is no profiler) and
-            ``compile`` (``"network"``, ``"blocks"`` or a dict for ``torch.compile``, see
-            ``lightning_turbo.nn.compiled_in_place``).
+        **parts: The parts below. Without a part, Lightning does what it does by itself.
+
+            - ``device_prefetch`` (``True``): keep the next batches on the CUDA device, after Lightning's sampler.
+            - ``prefetch_batches`` (2): number of these batches, at least 1.
+            - ``memory_format`` (``None``): ``"channels_last"`` or ``"contiguous"``; ``"measure"`` times both on the
+              module's ``example_input_array`` and takes the faster one.
+            - ``cudnn_benchmark`` (``True``): ``torch.backends.cudnn.benchmark`` during the run on CUDA; ``None`` keeps
+              it. Off in a deterministic run, because cuDNN would choose its algorithms by their times.
+            - ``matmul_precision`` (``None``): ``torch.set_float32_matmul_precision`` during the run on CUDA:
+              ``"highest"``, ``"high"`` or ``"medium"``.
+            - ``release_gradients`` (``True``): set gradients to None right after each optimizer step.
+            - ``lean_step`` (``None``): run Lightning's loop with direct calls of its hooks; same order, same results.
+              ``None``: with Lightning 2.6, its own loop and no profiler.
+            - ``lean_logging`` (``None``): keep logged values as tensors until somebody reads them; ``None`` likewise.
+            - ``compile`` (``None``): ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
+              ``lightning_turbo.nn.compiled_in_place``.
 
     Raises:
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
-        ValueError: If a setting is not one of those above.
+        ValueError: If a part has none of the values above.
         TypeError: If a switch is not a bool.
         LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
 
@@ -287,51 +270,39 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The device, in a list; the Trainer puts in the one that it chose."""
+        """The device, in a list; the Trainer sets it."""
         return self._parallel_devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) != 1:
             raise MisconfigurationException(
-                f"strategy='turbo' expected one device, got {len(devices)}. Take strategy='turbo_ddp'."
+                f"strategy='turbo' expected one device, got {len(devices)}. Pass strategy='turbo_ddp'."
             )
         self._parallel_devices = devices
         self._root_device = devices[0]
 
     @property
     def num_nodes(self) -> int:
-        """The number of machines; the Trainer puts in the one that it was given."""
+        """The number of machines; the Trainer sets it."""
         return 1
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         if num_nodes != 1:
             raise MisconfigurationException(
-                f"strategy='turbo' expected num_nodes=1, got num_nodes={num_nodes}. Take strategy='turbo_ddp'."
+                f"strategy='turbo' expected num_nodes=1, got num_nodes={num_nodes}. Pass strategy='turbo_ddp'."
             )
 
 
-def check_counts(**counts: Any) -> None:
-    """Refuse what is not a whole number from 1 on.
-
-    Raises:
-        ValueError: With the name and the value of the argument.
-    """
-    for name, count in counts.items():
-        if not is_whole(count, 1):
-            raise ValueError(f"{name}={count!r}: expected a whole number from 1 on.")
-
-
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse what is not one of the choices.
+    """Refuse a value that is not one of the choices.
 
     Raises:
-        ValueError: With the name and the value of the argument, and the choices.
+        ValueError: If it is not; the message names the argument, the choices and the value.
     """
-    if value not in choices:
-        *most, last = map(repr, choices)
-        raise ValueError(f"{name}={value!r}: expected {', '.join(most)} or {last}. Leave it out to change nothing.")
+    *most, last = map(repr, choices)
+    expect(value in choices, name, value, f"{', '.join(most)} or {last}")
 
 
 def _close(prefetcher: ref[DevicePrefetcher]) -> None:
@@ -341,23 +312,9 @@ def _close(prefetcher: ref[DevicePrefetcher]) -> None:
 
 
 @contextmanager
-def _cudnn_benchmark(value: bool | None) -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    if value is not None:
-        torch.backends.cudnn.benchmark = value
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-@contextmanager
-def _matmul_precision(value: MatmulPrecision | None) -> Iterator[None]:
-    if value is None:
-        yield
-        return
-    # From torch 2.9 on there is a second interface. What it was set to is put back as well, and has to be out of the
-    # way while the first one is read, which refuses where both were used.
+def _use_matmul_precision(value: MatmulPrecision) -> Iterator[None]:
+    # torch 2.9 added a second interface, fp32_precision, and refuses to read the first where both were used. So the
+    # second is saved and set to "ieee" before the first is read, and restored afterwards.
     backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     found = [(each, each.fp32_precision) for each in backends if hasattr(each, "fp32_precision")]
     for each, _ in found:

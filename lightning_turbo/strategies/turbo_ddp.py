@@ -1,9 +1,10 @@
-"""``Trainer(strategy="turbo_ddp")``: Lightning's DDP with every part around the step switched on."""
+"""``Trainer(strategy="turbo_ddp")``: Lightning's DDP with the techniques around the step on."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,16 +13,16 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_turbo._checks import check_switches
+from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._lightning import DDPStrategy, MisconfigurationException, check_lean, is_fitting
 from lightning_turbo.strategies.lean import LeanStrategy
-from lightning_turbo.strategies.turbo import TurboParts, check_choice, check_counts
+from lightning_turbo.strategies.turbo import TurboParts, check_choice
 
-__all__ = ["TurboDDPStrategy", "disagreements", "settings_of"]
+__all__ = ["TurboDDPStrategy", "compare_settings", "read_settings"]
 
 _COMPRESS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-# What of the Trainer and the strategy decides how many steps there are, and when ranks wait for one another.
+# Attributes of the Trainer and the strategy that decide how many steps there are, and when ranks wait for each other.
 _TRAINER = (
     "accumulate_grad_batches", "check_val_every_n_epoch", "gradient_clip_algorithm", "gradient_clip_val",
     "limit_train_batches", "limit_val_batches", "log_every_n_steps", "max_epochs", "max_steps", "min_epochs",
@@ -33,30 +34,22 @@ _STRATEGY = ("static_graph", "grad_compression", "sync_batchnorm", "sigterm_ever
 class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     """Lightning's DDP with the techniques around the step switched on: ``strategy="turbo_ddp"``.
 
-    All parts of ``TurboStrategy``, and those below. Needs torchrun or Lightning's own launcher, as ``"ddp"`` does.
-
-    | Part | Default | What it does; off is exactly Lightning's behaviour |
-    |---|---|---|
-    | ``gradient_as_bucket_view`` | ``True`` | gradients live in DDP's buckets: one copy less |
-    | ``static_graph`` | ``False`` | for models whose graph never changes; torch checks it once |
-    | ``grad_compression`` | ``None`` | ``"bf16"`` (CUDA) or ``"fp16"``: half the bytes, rounded |
-    | ``sync_batchnorm`` | ``False`` | batch norm over all ranks (CUDA) |
-    | ``sigterm_every`` | 1 | batches between two agreements of the ranks on signals, a wait for all of them |
+    Has all parts of ``TurboStrategy``, and those below. Start it with torchrun or Lightning's launcher, as ``"ddp"``.
 
     Args:
         *args: As in Lightning's ``DDPStrategy``.
-        gradient_as_bucket_view: See above.
-        static_graph: See above; right only if every step uses the same parameters in the same way. Not with
-            accumulated gradients.
-        grad_compression: See above. Not together with ``ddp_comm_hook``.
-        sync_batchnorm: See above.
-        sigterm_every: See above, 1 or more; needs Lightning 2.6. Above 1, all ranks stop at SIGTERM, or save and queue
-            the job again at Slurm's signal, after the same batch. Off where the Trainer's loop or automatic
-            optimization is not Lightning's own.
+        gradient_as_bucket_view: Keep gradients in DDP's buckets: one copy less.
+        static_graph: Every step uses the same parameters in the same way; torch checks it once. Not with accumulated
+            gradients.
+        grad_compression: ``"bf16"`` (CUDA) or ``"fp16"``: send half the bytes, rounded. Not with ``ddp_comm_hook``.
+        sync_batchnorm: Compute batch norm over all ranks (CUDA).
+        sigterm_every: Number of batches between two agreements of the ranks on signals, at least 1. Above 1 (Lightning
+            2.6), all ranks stop at SIGTERM, or save and requeue the job at Slurm's signal, after the same batch. Off
+            where the Trainer's loop or automatic optimization is not Lightning's own.
         **kwargs: As in ``TurboStrategy`` and in Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: If a setting is not one of those above.
+        ValueError: If an argument has none of the values above.
         TypeError: If a switch is not a bool.
         LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
 
@@ -82,7 +75,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         check_switches(
             gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, sync_batchnorm=sync_batchnorm
         )
-        check_counts(sigterm_every=sigterm_every)
+        expect(is_whole(sigterm_every, 1), "sigterm_every", sigterm_every, "an integer of at least 1")
         if sigterm_every > 1:
             check_lean(f"sigterm_every={sigterm_every}")
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
@@ -90,7 +83,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
             raise ValueError(
                 f"expected one of grad_compression and ddp_comm_hook, got grad_compression={grad_compression!r} and "
                 f"ddp_comm_hook={self._ddp_comm_hook!r}. Wrap the hook with "
-                "ddp_comm_wrapper=torch.distributed...default_hooks.bf16_compress_wrapper instead."
+                "ddp_comm_wrapper=default_hooks.bf16_compress_wrapper of torch.distributed instead."
             )
         self.static_graph = static_graph
         self.grad_compression = grad_compression
@@ -101,13 +94,12 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         """Set up as Lightning does, with the parts before and after.
 
         Raises:
-            MisconfigurationException: If ranks were started with different settings, or if bfloat16 compression
-                meets a device that is not CUDA, which torch cannot do.
+            MisconfigurationException: If ranks have different settings, or for bfloat16 compression without CUDA.
         """
         _check_agreement(self, trainer)
         if self.grad_compression == "bf16" and self.root_device.type != "cuda":
             raise MisconfigurationException(
-                f"grad_compression='bf16' needs NCCL on CUDA, got {self.root_device}. Take 'fp16', or leave it out."
+                f"grad_compression='bf16': expected CUDA with NCCL, got {self.root_device}. Pass 'fp16' or None."
             )
         super().setup(trainer)
 
@@ -117,10 +109,10 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         if self.root_device.type == "cuda" and isinstance(self.model, nn.Module):
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
         else:
-            self._say(f"sync_batchnorm has no effect on {self.root_device}.")
+            self._say(f"no effect on {self.root_device}: sync_batchnorm.")
 
     def configure_ddp(self) -> None:
-        """Wrap the module, and compress its gradients on their way if asked for."""
+        """Wrap the module in DDP, and register the hook for ``grad_compression``."""
         super().configure_ddp()
         if self.grad_compression is not None and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, _COMPRESS[self.grad_compression])
@@ -129,37 +121,37 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         """Refuse a static graph with accumulated gradients.
 
         Raises:
-            MisconfigurationException: If they meet, which torch cannot do.
+            MisconfigurationException: If both are set, which torch does not support.
         """
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
         if self.static_graph and trainer.accumulate_grad_batches > 1:
             raise MisconfigurationException(
                 f"expected accumulate_grad_batches=1 with static_graph=True, got {trainer.accumulate_grad_batches}: "
-                "DDP learns a static graph from a backward pass that it synchronises. Leave one out."
+                "DDP records a static graph in a backward pass that it synchronises. Leave one of them out."
             )
 
 
 def _check_agreement(strategy: Any, trainer: Any) -> None:
-    """Refuse ranks that were started with different settings. A collective call, once a run.
+    """Refuse ranks with different settings; a collective call, once a run.
 
     Raises:
-        MisconfigurationException: On every rank, if a setting is not the same on all; names each with its values.
+        MisconfigurationException: On every rank, with the name and the values of each setting that differs.
     """
     size = rank_and_size()[1]
     if size == 1:
         return
     gathered: list[Any] = [None] * size
-    torch.distributed.all_gather_object(gathered, settings_of(strategy, trainer))
-    if differing := disagreements(gathered):
+    torch.distributed.all_gather_object(gathered, read_settings(strategy, trainer))
+    if differing := compare_settings(gathered):
         raise MisconfigurationException(
-            f"The ranks were started with different settings: {'; '.join(differing)}. Expected one value on all ranks. "
-            "Start every machine with the same command, files and packages."
+            f"expected the same settings on all ranks, got different settings: {'; '.join(differing)}. Start every "
+            "machine with the same command, files and packages."
         )
 
 
-def settings_of(strategy: Any, trainer: Any) -> dict[str, str]:
-    """Return what has to be the same on all ranks, by name, each value as text, without addresses in memory."""
+def read_settings(strategy: Any, trainer: Any) -> dict[str, str]:
+    """Return the settings that must be the same on all ranks: name -> value as text, without memory addresses."""
     precision, module = strategy.precision_plugin, trainer.lightning_module
     settings: dict[str, Any] = {name: getattr(trainer, name, None) for name in _TRAINER}
     settings.update({name.strip("_"): getattr(strategy, name, None) for name in _STRATEGY})
@@ -170,20 +162,20 @@ def settings_of(strategy: Any, trainer: Any) -> dict[str, str]:
     parameters = list(module.parameters())
     settings["parameters"] = (len(parameters), sum(p.numel() for p in parameters))
     settings["parameters that train"] = sum(p.requires_grad for p in parameters)
-    # Folders may differ from machine to machine; that one of them found no checkpoint may not.
-    settings["checkpoint to go on from"] = trainer.ckpt_path and Path(trainer.ckpt_path).name
+    # Machines may have different folders, but each has to find the checkpoint.
+    settings["checkpoint to resume from"] = trainer.ckpt_path and Path(trainer.ckpt_path).name
     settings["torch"] = str(torch.__version__)
     return {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in settings.items()}
 
 
-def disagreements(gathered: Sequence[dict[str, str]]) -> list[str]:
-    """Return one text for each setting that differs: its name, and each value with the ranks that have it.
+def compare_settings(gathered: Sequence[dict[str, str]]) -> list[str]:
+    """Return a text for each setting that differs: its name, and each value with its ranks.
 
     Args:
         gathered: The settings of each rank, in the order of ranks.
     """
     texts = []
-    for name in dict.fromkeys(name for settings in gathered for name in settings):
+    for name in dict.fromkeys(chain.from_iterable(gathered)):
         ranks: dict[str, list[int]] = {}
         for rank, settings in enumerate(gathered):
             ranks.setdefault(settings.get(name, "not set"), []).append(rank)

@@ -162,15 +162,20 @@ def select(
     """
     table = list(candidates)
     names = ", ".join(each.name for each in table)
-    unknown = [pattern for pattern in (*only, *without) if not _matching(table, [pattern])]
-    if unknown:
-        raise TurboError(f"{unknown[0]!r} names no candidate; expected some of {names}.")
+    _check_patterns(table, (*only, *without), names)
     left_out = _matching(table, without)
+    if same_maths:
+        left_out += [each for each in table if each.result != "same bits"]
     chosen = [each for each in _matching(table, only or ["*"]) if each not in left_out]
-    chosen = [each for each in chosen if each.result == "same bits" or not same_maths]
     if not chosen:
         raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {names}.")
     return chosen
+
+
+def _check_patterns(table: Sequence[Candidate], patterns: Sequence[str], names: str) -> None:
+    for pattern in patterns:
+        if not _matching(table, [pattern]):
+            raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
 
 
 def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[Candidate]:

@@ -78,9 +78,7 @@ class Probe(Callback):
         self.meter.device = trainer.strategy.root_device
         self.facts = describe(trainer, pl_module)
         if self.mode == "loader":
-            while True:
-                for _ in trainer.fit_loop._combined_loader:
-                    self.step()
+            self.load(trainer.fit_loop._combined_loader)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
@@ -88,6 +86,12 @@ class Probe(Callback):
         if len(self.losses) < LOSSES and isinstance(loss, Tensor) and loss.numel() == 1:
             self.losses.append(loss.detach().clone())
         self.step()
+
+    def load(self, loader: Any) -> None:
+        """Count batches, epoch after epoch."""
+        while True:
+            for _ in loader:
+                self.step()
 
     def step(self) -> None:
         """Count a step, and end the script after the last one."""
@@ -157,7 +161,7 @@ def make_callback(name: str, arguments: Mapping[str, Any]) -> Callback:
 
 def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> list[Callback]:
     """Put the settings into a Trainer in construction, and silence it when it begins to run."""
-    from lightning_turbo import ApexAMP, TurboStrategy
+    from lightning_turbo import TurboStrategy
 
     old = trainer.strategy
     if (name := type(old).__name__) not in STRATEGIES:  # before it starts the processes of further ranks
@@ -167,10 +171,7 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
         new.precision_plugin = old.precision_plugin
         replace_strategy(trainer, new)
     strategy = trainer.strategy
-    if settings["precision"]:
-        strategy.precision_plugin = MixedPrecision(settings["precision"], strategy.root_device.type)
-    if settings["opt_level"]:
-        strategy.precision_plugin = ApexAMP(settings["opt_level"])
+    set_precision(strategy, settings["precision"], settings["opt_level"])
     set_up = strategy.setup_environment
 
     def setup_environment() -> None:  # the first thing that a run calls of what is made by now
@@ -185,11 +186,24 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
     return [make_callback(name, arguments) for name, arguments in settings["callbacks"].items()]
 
 
+def set_precision(strategy: Any, precision: Any, opt_level: str) -> None:
+    """Give a strategy another precision plugin, if one is asked for."""
+    if precision:
+        strategy.precision_plugin = MixedPrecision(precision, strategy.root_device.type)
+    if opt_level:
+        from lightning_turbo import ApexAMP
+
+        strategy.precision_plugin = ApexAMP(opt_level)
+
+
+def is_wanted(callback: Callback) -> bool:
+    """Whether a callback takes part in training, and does not write, draw, search or stop."""
+    return not UNWANTED & {kind.__name__ for kind in type(callback).__mro__}
+
+
 def silence(trainer: Any) -> None:
     """Let a run write nothing and validate nothing."""
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    trainer.callbacks = [
-        each for each in trainer.callbacks if not UNWANTED & {kind.__name__ for kind in type(each).__mro__}
-    ]
+    trainer.callbacks = list(filter(is_wanted, trainer.callbacks))
     trainer.num_sanity_val_steps = 0
     trainer.limit_val_batches = 0

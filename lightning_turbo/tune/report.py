@@ -40,15 +40,13 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
 
 def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
     """Return what was found as plain values."""
-    facts, chosen = search.facts, search.chosen
+    chosen = search.chosen
     return {
         "format": 1,
         "command": list(command),
-        "machine": describe_machine("cpu" if facts is None else facts.device),
         "interrupted": search.interrupted,
         "verdict": search.verdict,
-        "default": {"step_ms": None if facts is None else facts.step_ms},
-        "headroom": None if facts is None else _headroom(facts),
+        **_headroom(search.facts),
         "candidates": [_row(search, trial) for trial in search.trials.values()],
         "chosen": {
             "settings": list(chosen.names),
@@ -58,13 +56,16 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _headroom(facts: Facts) -> dict[str, Any]:
-    return {
+def _headroom(facts: Facts | None) -> dict[str, Any]:
+    if facts is None:
+        return {"machine": describe_machine("cpu"), "default": {"step_ms": None}, "headroom": None}
+    headroom = {
         "one_batch_ms": facts.one_batch_ms,
         "loader_ms": facts.loader_ms,
         "waiting_ms": facts.waiting * facts.step_ms,
         "sentence": describe_headroom(facts),
     }
+    return {"machine": describe_machine(facts.device), "default": {"step_ms": facts.step_ms}, "headroom": headroom}
 
 
 def _row(search: Search, trial: Trial) -> dict[str, Any]:

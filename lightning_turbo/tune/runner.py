@@ -44,16 +44,19 @@ class TuneSettings:
     device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
 
     def __post_init__(self) -> None:
-        if not self.module and not Path(self.program).is_file():
-            raise TurboError(f"{self.program!r} is not a file; give the path of a script that trains with a Trainer.")
-        if not (0 < self.minutes < math.inf):
-            raise TurboError(f"minutes={self.minutes!r}: expected a number above 0.")
-        if not 0 <= self.seed < 2**32:  # as numpy takes them
-            raise TurboError(f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise TurboError(f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'.")
-        if self.out.exists() and not self.out.is_dir():
-            raise TurboError(f"out={str(self.out)!r} is a file: expected a folder. Name another one.")
+        program, out = self.program, str(self.out)
+        script = self.module or Path(program).is_file()
+        checks = {
+            f"{program!r} is not a file; give the path of a script that trains with a Trainer.": script,
+            f"minutes={self.minutes!r}: expected a number above 0.": 0 < self.minutes < math.inf,
+            # as numpy takes them
+            f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.": 0 <= self.seed < 2**32,
+            f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'.": self.device in ("auto", "cpu", "cuda"),
+            f"out={out!r} is a file: expected a folder. Name another one.": not self.out.is_file(),
+        }
+        for text, fine in checks.items():
+            if not fine:
+                raise TurboError(text)
 
     @property
     def command(self) -> list[str]:

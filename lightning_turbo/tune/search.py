@@ -127,9 +127,10 @@ class Search:
         """Compare each candidate with the script as it is; the better half goes on, up to four processes."""
         alive = sorted((trial for trial in self.trials.values() if not trial.why), key=self._share, reverse=True)
         for count in range(1, SCREENING + 1):
-            for chunk in self._groups(alive):
-                if self._has_time(len(chunk) + 1, 0.3 * self._total):
-                    self._compare_alone(chunk)
+            queue = list(alive)
+            while chunk := queue[: min(self._group, self._affordable(0.3 * self._total) - 1)]:
+                self._compare_alone(chunk)
+                queue = queue[len(chunk) :]
             alive = _better_half([trial for trial in alive if len(trial.alone.logs) == count])
 
     def winners(self) -> list[Trial]:
@@ -137,10 +138,8 @@ class Search:
 
         Where the time was too short to decide about any, that is the best one, about which the last comparison decides.
         """
-        measured = _by_ratio(self.trials.values())
-        gaining = [each for each in measured if each.alone.gains] or [each for each in measured if each.undecided][:1]
         best: dict[str, Trial] = {}
-        for trial in filter(self._keeps_maths, gaining):
+        for trial in filter(self._keeps_maths, _gaining(_by_ratio(self.trials.values()))):
             if best.setdefault(trial.candidate.slot or trial.candidate.name, trial) is not trial:
                 trial.why = "another one of its kind is better"
         return list(best.values())
@@ -163,9 +162,7 @@ class Search:
     def confirm(self, case: Case) -> None:
         """Compare a case with the script as it is in six processes each, and choose it if it gains."""
         if case == DEFAULT:
-            late = sum(trial.untried for trial in self.trials.values())
-            short = f"nothing is recommended: no time was left to try {late} of {len(self.trials)} settings"
-            self.verdict = short if late else "nothing helps here"
+            self.verdict = self._nothing()
             return
         for _ in range(FINAL):
             rows = self._measure([DEFAULT, case])
@@ -188,6 +185,11 @@ class Search:
         same = measured == "same bits" and "other maths" not in declared
         return measured if same else max([measured, *declared], key=SEVERITY.index)
 
+    def _nothing(self) -> str:
+        late = sum(trial.untried for trial in self.trials.values())
+        short = f"nothing is recommended: no time was left to try {late} of {len(self.trials)} settings"
+        return short if late else "nothing helps here"
+
     def _objection(self, case: Case) -> str:
         """Why a case is not recommended after the last comparison."""
         if len(self.final.logs) < FINAL:
@@ -203,10 +205,10 @@ class Search:
             reason = why_not(trial.candidate, facts)
             trial.why = f"not tried: {reason}" if reason else ""
 
-    def _groups(self, trials: Sequence[Trial]) -> list[Sequence[Trial]]:
-        """Those that are measured at the same time; all of a group have to fit into the memory of a GPU."""
-        size = 1 if self.facts is not None and self.facts.device == "cuda" else GROUP
-        return [trials[start : start + size] for start in range(0, len(trials), size)]
+    @property
+    def _group(self) -> int:
+        """How many are alive beside what they are compared with; all have to fit into the memory of a GPU."""
+        return 1 if self.facts is not None and self.facts.device == "cuda" else GROUP
 
     def _share(self, trial: Trial) -> float:
         """The share of a step that a candidate can make shorter: the largest is tried first."""
@@ -217,6 +219,11 @@ class Search:
         rows = self._measure([DEFAULT, *(trial.case for trial in trials)])
         for trial in trials:
             trial.alone.add(rows[trial.case], rows[DEFAULT])
+
+    def _compare_without(self, whole: Case, trials: Sequence[Trial]) -> None:
+        rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in trials)])
+        for trial in trials:
+            trial.beside.add(rows[whole], rows[whole.without(trial.candidate.name)])
 
     def _keeps_maths(self, trial: Trial) -> bool:
         if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
@@ -231,25 +238,28 @@ class Search:
     def _leave_out(self, whole: Case, kept: Sequence[Trial]) -> list[Trial]:
         """Compare a case with itself without each of its candidates, and return those that gain nothing in it."""
         for _ in range(ELIMINATION):
-            for chunk in self._groups(kept):
-                if not self._has_time(len(chunk) + 1):
+            for start in range(0, len(kept), self._group):
+                chunk = kept[start : start + self._group]
+                if self._affordable() <= len(chunk):
                     return []  # the last comparison is of the whole, then
-                rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in chunk)])
-                for trial in chunk:
-                    trial.beside.add(rows[whole], rows[whole.without(trial.candidate.name)])
+                self._compare_without(whole, chunk)
         return [trial for trial in kept if not trial.beside.gains]
 
-    def _has_time(self, processes: int, reserve: float = 0.0) -> bool:
-        """Whether there is time for so many processes, with what the last comparison takes and a reserve."""
+    def _affordable(self, reserve: float = 0.0) -> int:
+        """How many processes there is time for, beside a reserve and what the last comparison takes."""
         # A fifth more than processes have taken so far; but on a slow machine something has to be tried, too.
         last = min(2.4 * FINAL * self.runner.cost, 0.5 * self._total)
-        return self.runner.left - processes * self.runner.cost >= max(last, reserve)
+        return max(1, int((self.runner.left - max(last, reserve)) / self.runner.cost))
 
     def _measure(self, cases: Sequence[Case]) -> Rows:
         rows = self.runner.measure(cases)
         if losses := rows.get(DEFAULT, {}).get("numbers", {}).get("losses"):
             self._defaults.append(losses)
         return rows
+
+
+def _gaining(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.alone.gains] or [trial for trial in trials if trial.undecided][:1]
 
 
 def _by_ratio(trials: Iterable[Trial]) -> list[Trial]:

@@ -94,12 +94,24 @@ def check(undisturbed, killed, kills):
     assert list(killed.rglob("*.partial")) == []  # what killed writers left was removed
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Gives the folder of an undisturbed run of a level, made once."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    def of(level):
+        if not (folder / level).exists():
+            run(folder / level, level)
+        return folder / level
+
+    return of
+
+
 @pytest.mark.distributed
-def test_five_kills_change_no_bit(tmp_path):
-    run(tmp_path / "undisturbed", "O2")
-    kills = planned((*PLACES[:4], "random"), seed=0)
-    assert run(tmp_path / "killed", "O2", kills) > 20
-    check(tmp_path / "undisturbed", tmp_path / "killed", 5)
+def test_a_kill_changes_no_bit(undisturbed, tmp_path):
+    kills = planned(("backward",), seed=0)
+    assert run(tmp_path / "killed", "O2", kills) > 0
+    check(undisturbed("O2"), tmp_path / "killed", 1)
 
 
 class Recording(pl.LightningModule):
@@ -187,19 +199,6 @@ def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, t
                 twice = fit(tmp_path / f"{path.stem}-{again.stem}", again)
                 assert steps(twice) == steps(whole)[second:], (path.stem, again.stem)
                 assert torch.equal(twice.layer.weight, whole.layer.weight), (path.stem, again.stem)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Gives the folder of an undisturbed run of a level, made once."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-
-    def of(level):
-        if not (folder / level).exists():
-            run(folder / level, level)
-        return folder / level
-
-    return of
 
 
 @pytest.mark.slow

@@ -44,9 +44,9 @@ def srun(folder, *words):
 @pytest.mark.parametrize(
     ("batch", "ranks", "every", "saved"),
     [
-        (5, "01", 1, 15),  # in the step
-        pytest.param(5, "1", 4, 16, marks=LEAN),  # after the batch at which the ranks ask one another
-        pytest.param(9, "0", 16, 20, marks=LEAN),  # after the validation of the epoch
+        pytest.param(5, "01", 1, 15, marks=pytest.mark.slow),  # in the step
+        pytest.param(5, "1", 4, 16, marks=LEAN),  # after the batch at which the ranks agree
+        pytest.param(9, "0", 16, 20, marks=[LEAN, pytest.mark.slow]),  # after the validation of the epoch
     ],
 )
 def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(batch, ranks, every, saved, tmp_path):

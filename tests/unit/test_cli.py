@@ -24,6 +24,7 @@ def refused(capsys, *argv):
 
 def test_help_is_fast_because_nothing_heavy_is_imported():
     code = "import sys; from lightning_turbo import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "import lightning_turbo.__main__\n"
     code += "print([m for m in ('torch', 'lightning', 'pytorch_lightning', 'rich', 'numpy') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert shown.splitlines()[-1] == "[]"
@@ -37,11 +38,26 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"lightning-turbo {lightning_turbo.__version__}\n"
 
 
-def test_the_module_runs_the_same_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_turbo", "--version"], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.startswith("lightning-turbo ")
+@pytest.mark.parametrize("command", ["demo", "pack", "convert", "doctor"])
+def test_help_shows_two_examples_that_parse(capsys, command, monkeypatch):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert len(examples) == 2
+    run = []
+    monkeypatch.setattr(cli, f"_{command}", lambda arguments: run.append(arguments) or 0)
+    for example in examples:
+        words = example.split()
+        assert words[:2] == ["lightning-turbo", command]
+        assert cli.main(words[1:]) == 0
+    assert len(run) == 2
+
+
+def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
+    code = "import lightning_turbo; lightning_turbo.ApexAmp"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "Did you mean: 'ApexAMP'?" in done.stderr  # Python reads __dir__
 
 
 @pytest.mark.parametrize(
@@ -49,6 +65,10 @@ def test_the_module_runs_the_same_command():
     [
         ((), "required: COMMAND"),
         (("dance",), "invalid choice: 'dance'"),
+        (("dmo",), "did you mean demo? Try: lightning-turbo --help"),
+        (("demo", "--epohcs", "3"), "arguments: --epohcs 3; did you mean --epochs? Try: lightning-turbo demo --help"),
+        (("demo", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo demo --help"),
+        (("convert", "a", "b", "--to", "mixde"), "did you mean mixed?"),
         (("demo", "--levels", "01"), "levels: expected some of O0, O1, O2, O3 (letter O, not zero)"),
         (("demo", "--levels", ","), "levels: expected some of O0, O1, O2, O3, each at most once"),
         (("demo", "--epochs", "none"), "invalid int value: 'none'"),
