@@ -391,7 +391,7 @@ class Unmeasurable(Dataset):
     ("dataset", "why"),
     [
         (Unmeasurable(0), "the loader is empty"),
-        (Unmeasurable(2, pause=2.5), "too late"),
+        pytest.param(Unmeasurable(2, pause=2.5), "too late", marks=pytest.mark.slow),
         (Unmeasurable(2, error=OSError("bad disk")), "bad disk"),
     ],
 )
