@@ -127,8 +127,7 @@ class _Session:
         local = ranks and self._is_local()
         if not local and any(o in self.local and any(p.grad is not None for p in params_of(o)) for o in optimizers):
             self._warn_of_local()
-        pass_ = self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks)
-        with pass_, self.engine.backward_region():
+        with self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks):
             yield
         if not delay_unscale:
             self.engine.share_overflow(optimizers, loss_id)  # apex skips the steps of all
@@ -357,7 +356,7 @@ def scale_loss(
         yield loss
         return
     session = _need_session("scale_loss")
-    engine, scaler = session.engine, session.engine.scaler(loss_id)
+    scaler = session.engine.scaler(loss_id)
     parts: dict[_Session, list[Optimizer]] = {}
     for optimizer in _listed("optimizers", optimizers, Optimizer):
         parts.setdefault(_session_of(optimizer), []).append(optimizer)
@@ -366,9 +365,10 @@ def scale_loss(
             part.resume_casts()
             if not scaler.is_identity:
                 stack.enter_context(part.backward(own, loss_id, delay_unscale))
-        stack.enter_context(engine.backward_region())
+            stack.enter_context(part.engine.backward_region())
         yield scaler.scale(loss)
-    engine.forget_casts()
+    for part in parts:
+        part.engine.forget_casts()
     if not scaler.is_identity and not delay_unscale:
         _settle(scaler, loss_id, session.verbosity)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -265,12 +265,12 @@ class ApexAMP(Precision):
         """Return O1's casts around the step of any stage."""
         return self._engine.region()
 
-    @contextlib.contextmanager
-    def train_step_context(self) -> Iterator[None]:
-        """O1's casts around the training step."""
-        self._go_on_in_window()
-        with self._engine.region():
-            yield
+    def train_step_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]  # no generator
+        """Return O1's casts around the training step."""
+        if self._loaded_window is not None:
+            self._restore_window(self._loaded_window)
+            self._loaded_window = None
+        return self._engine.region()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
         """Scale the loss and run the backward pass.
@@ -289,7 +289,7 @@ class ApexAMP(Precision):
                 "one trains. In a loop by hand, with Fabric too, take lightning_turbo.amp."
             )
         engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
-        trained = [o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o))]
+        trained = [optimizer for optimizer in self._optimizers if _is_trained(optimizer)]
         if not trained:
             raise MisconfigurationException(
                 f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
@@ -304,11 +304,7 @@ class ApexAMP(Precision):
             return
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
-        later = (
-            model.automatic_optimization
-            or not engine.scales
-            or (ddp is not None and not ddp.require_backward_grad_sync)
-        )
+        later = model.automatic_optimization or (ddp is not None and not ddp.require_backward_grad_sync)
         of_buckets = ddp is not None and ddp.gradient_as_bucket_view
         with (
             engine.backward(trained, loss_id, delay_unscale=later, of_buckets=of_buckets),
@@ -395,11 +391,8 @@ class ApexAMP(Precision):
         if "accumulated_gradients" in state_dict:
             self._loaded_window = state_dict
 
-    def _go_on_in_window(self) -> None:
+    def _restore_window(self, state: dict[str, Any]) -> None:
         """Put gradients back that a checkpoint holds, now that Lightning clears them no more."""
-        state, self._loaded_window = self._loaded_window, None
-        if state is None:
-            return
         sizes = [len(list(self.main_params(optimizer))) for optimizer in self._optimizers]
         gradients = pending_gradients.entry_of_this_rank(state["accumulated_gradients"], sizes)
         if gradients is None:
@@ -435,6 +428,10 @@ class ApexAMP(Precision):
             "the file with `lightning-turbo convert`.",
             category=TurboWarning,
         )
+
+
+def _is_trained(optimizer: Optimizer) -> bool:
+    return any(param.requires_grad for group in optimizer.param_groups for param in group["params"])
 
 
 def _refuse_many_closures(optimizer: Optimizer, engine: AmpEngine, *, automatic: bool) -> None:

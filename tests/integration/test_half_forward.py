@@ -155,6 +155,16 @@ class Toggling(Net):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
 
 
+class AllRepeated(Net):
+    """The whole network is called without gradients first, and again in the backward pass."""
+
+    def training_step(self, batch, index):
+        features, target = batch
+        net = lambda x: self.net(x).float()  # noqa: E731
+        out = checkpoint(net, features.clone().requires_grad_(), use_reentrant=True)
+        return (out - target).square().mean()
+
+
 class TwoLosses(Toggling):
     """Two losses, each with a scale of its own, before the step of one optimizer."""
 
@@ -290,6 +300,7 @@ ROWS = {
     "parametrizations": (with_modules(parametrized), list, {}),
     "tied weights": (with_modules(Tied), list, {}),
     "LSTM": (with_modules(Recurrent), list, {}),
+    "checkpointing of the whole network": (AllRepeated, list, {}),
     "checkpointing, reentrant": (with_modules(lambda: Repeated(True)), list, {}),
     "checkpointing": (with_modules(lambda: Repeated(False)), list, {}),
     "compiled": (with_modules(lambda: torch.compile(layers(), backend="eager")), list, {"max_epochs": 1}),
