@@ -260,9 +260,9 @@ def packed(meter: Meter) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         pairs = _volumes(meter, Path(folder))
-        file = Path(folder, "packed.npz")
-        np.savez(file, volumes=np.stack([np.load(path) for path, _ in pairs]), labels=np.array([y for _, y in pairs]))
-        data = PackedDataset(file, transform=normalise)
+        file = Path(folder, "volumes.npy")
+        np.save(file, np.stack([np.load(path) for path, _ in pairs]))
+        data = PackedDataset({"volumes": file, "labels": np.array([y for _, y in pairs])}, transform=normalise)
         loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, collate_fn=PackedDataset.collate)
         return _drain(meter, _forever(loader))
 

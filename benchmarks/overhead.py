@@ -204,7 +204,7 @@ def register(suite: Suite) -> None:
     ending = {"data": "prefetch", "epochs": True}
     add(epochs, ending, base=epochs, ours=True)
     add("PrefetchNextEpoch", {"callback": "PrefetchNextEpoch", **ending}, base=epochs, ours=True)
-    add("strategy turbo", {"turbo": {}}, stock, ours=True)
+    add("strategy turbo", {"turbo": dict.fromkeys(lean, False)}, stock, ours=True)
     logging = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
     for suffix, config in logging.items():
         add(f"strategy turbo, lean{suffix}", {"turbo": lean, **config}, f"{stock}{suffix}", ours=True)

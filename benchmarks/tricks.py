@@ -269,7 +269,7 @@ TRICKS: dict[str, dict[str, Any]] = {
     "GradToNone": {"callbacks": ("GradToNone",)},
     "cyclic_lr": {"cyclic": True},
     "fused optimizer": {"fused": True},
-    "strategy turbo": {"turbo": {}},
+    "strategy turbo": {"turbo": {"lean_step": False, "lean_logging": False}},
     "strategy turbo, lean": {"turbo": LEAN},
     "huge pages": {},
 }

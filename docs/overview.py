@@ -13,7 +13,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
 API, STABILITY = ROOT / "docs" / "api.md", ROOT / "docs" / "stability.md"
-PAGES = (CARDS / "README.md", ROOT / "README.md", API, STABILITY)
+PAGES = (CARDS / "README.md", API, STABILITY)
 KEYS = ("name", "class", "function", "maths_unchanged", "needs", "status")
 
 

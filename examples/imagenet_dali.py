@@ -1,11 +1,11 @@
-"""Train a ResNet-50 on a folder of images, ImageNet's way: DALI, apex's precision levels, DDP.
+"""Train a ResNet-50 on ImageNet with DALI, apex's precision levels and DDP.
 
     python examples/imagenet_dali.py /data/imagenet --devices 8
     torchrun --nproc-per-node 8 examples/imagenet_dali.py /data/imagenet
     python examples/imagenet_dali.py --demo
 
-The folder holds ``train`` and ``val``, and in each of them one folder a class. ``--demo`` makes a small one from
-scikit-image's photographs of textures and trains a ResNet-18 on the CPU, in under a minute.
+The folder has the subfolders ``train`` and ``val``, each with one subfolder per class. ``--demo`` trains a ResNet-18 on
+the CPU on scikit-image's photographs of textures, in under a minute.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lightning_turbo import ApexAMP, AtomicCheckpointIO, DALIDataModule
 
 
 class Classifier(LightningModule):
-    """The recipe of He et al. and Goyal et al.: SGD, label smoothing, a warm-up and a cosine."""
+    """Train as He et al. and Goyal et al. do: SGD, label smoothing, a warm-up and a cosine schedule."""
 
     def __init__(self, build, classes, learning_rate):
         super().__init__()
@@ -39,8 +39,8 @@ class Classifier(LightningModule):
 
     def validation_step(self, batch, batch_idx):
         images, labels = batch
-        right = (self.net(images).argmax(dim=1) == labels).float().mean()
-        self.log("accuracy", right, batch_size=len(labels), sync_dist=True)
+        correct = (self.net(images).argmax(dim=1) == labels).float().mean()
+        self.log("accuracy", correct, batch_size=len(labels), sync_dist=True)
 
     def configure_optimizers(self):
         decayed = [p for p in self.net.parameters() if p.ndim > 1]
@@ -56,7 +56,7 @@ class Classifier(LightningModule):
 
 
 def make_demo(root):
-    """Photographs of three textures from scikit-image: upper part for training, lower part for validation."""
+    """Cut three photographs of scikit-image: the upper part for training, the lower part for validation."""
     from PIL import Image
     from skimage import data
 
@@ -72,20 +72,22 @@ def make_demo(root):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", help="holds train and val, with one folder a class in each")
-    parser.add_argument("--demo", action="store_true", help="small data and network, on the CPU")
+    parser.add_argument("folder", nargs="?", help="folder with train and val, each with one subfolder per class")
+    parser.add_argument("--demo", action="store_true", help="use small data and a small network on the CPU")
     started = {name: int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}  # by torchrun
-    parser.add_argument("--devices", type=int, default=started["LOCAL_WORLD_SIZE"], help="of each machine")
-    parser.add_argument("--nodes", type=int, default=started["GROUP_WORLD_SIZE"], help="machines")
-    parser.add_argument("--level", default="O1", choices=("O0", "O1", "O2", "O3"), help="of ApexAMP")
-    parser.add_argument("--batch-size", type=int, default=None, help="a device; default 256, demo 16")
-    parser.add_argument("--epochs", type=int, default=None, help="default 90, demo 3")
-    parser.add_argument("--threads", type=int, default=None, help="of DALI, a device; default: its part of the cores")
+    parser.add_argument("--devices", type=int, default=started["LOCAL_WORLD_SIZE"], help="devices per machine")
+    parser.add_argument("--nodes", type=int, default=started["GROUP_WORLD_SIZE"], help="number of machines")
+    parser.add_argument("--level", default="O1", choices=("O0", "O1", "O2", "O3"), help="precision level of ApexAMP")
+    parser.add_argument("--batch-size", type=int, default=None, help="samples per device (default: 256, demo: 16)")
+    parser.add_argument("--epochs", type=int, default=None, help="number of epochs (default: 90, demo: 3)")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="DALI's threads per device (default: the cores per device)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", default=None, help="a checkpoint to continue from, of any batch")
+    parser.add_argument("--resume", default=None, help="checkpoint to resume from")
     options = parser.parse_args()
     if (options.folder is None) != options.demo:
-        parser.error("give either a folder or --demo")
+        parser.error("expected either a folder or --demo")
     options.batch_size = options.batch_size or (16 if options.demo else 256)
     options.epochs = options.epochs or (3 if options.demo else 90)
     return options
@@ -94,7 +96,7 @@ def parse():
 def main(options, folder):
     seed_everything(options.seed)
     if options.demo:
-        torch.set_num_threads(1)  # small layers gain nothing from more, and DALI has threads of its own
+        torch.set_num_threads(1)  # small layers gain nothing from more threads, and DALI has its own
     size = 32 if options.demo else 224
     try:
         data = DALIDataModule(
@@ -102,9 +104,9 @@ def main(options, folder):
             num_threads=options.threads, images={"size": size, "channels_last": True},
         )  # fmt: skip
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"{error}\nFOLDER holds train and val, with one folder a class in each; --demo makes its own.")
+        sys.exit(f"{error}\nPass a folder with train and val, each with one subfolder per class, or --demo.")
     classes = len(data.loaders["train"].pipeline.classes)
-    # Linear scaling: 0.1 for 256 images a step.
+    # Linear scaling rule: 0.1 for 256 images per step.
     ranks = options.devices * options.nodes
     learning_rate = 0.1 * ranks * options.batch_size / 256
     model = Classifier(resnet18 if options.demo else resnet50, classes, learning_rate)

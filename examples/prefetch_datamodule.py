@@ -102,7 +102,7 @@ def main():
     options = parser.parse_args()
     if options.epochs < 1 or not 1 <= options.images <= 1797 or options.latency < 0:
         given = ", ".join(f"--{name} {value}" for name, value in vars(options).items())
-        parser.error(f"{given}; accepted are --epochs from 1, --images from 1 to 1797, --latency from 0 seconds")
+        parser.error(f"got {given}; expected --epochs from 1, --images from 1 to 1797, --latency from 0 seconds")
     warnings.filterwarnings("ignore", ".*does not have many workers")
     digits = load_digits()
     with tempfile.TemporaryDirectory() as name:

@@ -12,7 +12,7 @@ import torch
 from monai.data import DataLoader, Dataset
 from monai.transforms import Compose, RandFlipd, RandGaussianNoised, RandSpatialCropd
 
-from lightning_turbo.data.sample_seeds import SeededSampler, seed_samples
+from lightning_turbo.data import SeededSampler, seed_samples
 
 SEED = 42
 

@@ -158,7 +158,7 @@ def updated(text: str, setup: Setup) -> str:
     before, found, rest = text.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not found or not closed:
-        raise ValueError(f"no place for the table; accepted is a page with {BEGIN!r} and {END!r}. Add both lines.")
+        raise ValueError(f"expected a page with the lines {BEGIN!r} and {END!r}, got one without. Add both lines.")
     return f"{before}{BEGIN}\n{table(setup)}\n{END}{after}"
 
 
@@ -168,14 +168,14 @@ def _above_zero(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted is a number above 0")
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
 
 
 def _whole(text: str) -> int:
     value = _above_zero(text)
     if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted is a whole number above 0")
+        raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text!r}")
     return int(value)
 
 
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="a page to write the table into, between its two marks")
     given = parser.parse_args(arguments)
     if given.least > given.most:
-        parser.error(f"--least {given.least} is above --most {given.most}; accepted is least <= most")
+        parser.error(f"--least {given.least} is above --most {given.most}; expected least <= most")
     setup = Setup(
         parameters=given.parameters, sample_ms=given.sample_ms, batch=given.batch, least=given.least, most=given.most,
         inside=given.inside_gb * 1e9, between=given.between_gb * 1e9, latency=given.latency_us / 1e6,

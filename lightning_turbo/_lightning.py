@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
     from lightning.pytorch.core.hooks import DataHooks
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
     from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -66,8 +67,8 @@ __all__ = [
     "is_followed",
     "loaded_checkpoint",
     "loss_scale",
-    "lower_found_batch_size",
     "register_strategies",
+    "replace_strategy",
     "takes_batch_index",
     "when_lightning_is_imported",
 ]
@@ -81,6 +82,7 @@ _MODULES = (
     "core",
     "core.hooks",
     "loggers",
+    "loggers.logger",
     "loops.fetchers",
     "loops.fit_loop",
     "loops.optimization.automatic",
@@ -177,27 +179,6 @@ def check_binding(used_by: str) -> None:
             f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo, or set the "
             f"environment variable {VARIABLE}={other}, or call lightning_turbo.bind_lightning({other!r}) first."
         )
-
-
-def lower_found_batch_size(trainer: Any, size: int) -> bool:
-    """Lower the batch size that Lightning's BatchSizeFinder has found, and load the training data anew.
-
-    Args:
-        trainer: A Trainer at the start of training.
-        size: The new batch size, per rank.
-
-    Returns:
-        Whether the Trainer has a BatchSizeFinder; without one nothing is changed.
-    """
-    parsing = importlib.import_module(f"{bound_name()}.utilities.parsing")
-    finder_class = importlib.import_module(f"{bound_name()}.callbacks").BatchSizeFinder
-    for finder in trainer.callbacks:
-        if isinstance(finder, finder_class):
-            parsing.lightning_setattr(trainer.lightning_module, finder._batch_arg_name, size)
-            trainer.fit_loop._combined_loader = None
-            trainer.fit_loop.setup_data()
-            return True
-    return False
 
 
 def __getattr__(name: str) -> Any:
@@ -364,3 +345,8 @@ def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
     registry = importlib.import_module(f"{bound_name()}.strategies").StrategyRegistry
     for name, make in strategies.items():
         registry.register(name, make, description="lightning_turbo", override=True)
+
+
+def replace_strategy(trainer: Any, strategy: Any) -> None:
+    """Give a Trainer in construction another strategy, as ``Trainer(strategy=...)`` would have."""
+    trainer._accelerator_connector.strategy = strategy

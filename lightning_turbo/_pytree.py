@@ -63,12 +63,15 @@ def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
         parts = [map_batch(value, function, method) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        twin = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            value = getattr(batch, field.name)
-            object.__setattr__(twin, field.name, map_batch(value, function, method))
-        return twin
+        return _with_fields(batch, function, method)
     return batch
+
+
+def _with_fields(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
+    twin = copy.copy(batch)
+    for field in dataclasses.fields(batch):
+        object.__setattr__(twin, field.name, map_batch(getattr(batch, field.name), function, method))
+    return twin
 
 
 def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
@@ -107,17 +110,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Do the same for a container of a class of its own, and for an object with attributes."""
-    if isinstance(value, Mapping):
-        parts = dict(value.items())
-    elif isinstance(value, (list, deque)):
-        parts = dict(enumerate(value))
-    elif dataclasses.is_dataclass(value) or callable(getattr(value, "to", None)):
-        parts = {
-            **{slot.__name__: slot.__get__(value) for slot in _filled_slots(value)},
-            **getattr(value, "__dict__", {}),
-        }
-    else:
-        return value
+    parts = _parts_of(value)
     changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change)) is not part}
     if not changed:
         return value
@@ -132,8 +125,15 @@ def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return twin
 
 
-def _filled_slots(value: Any) -> list[MemberDescriptorType]:
-    return [slot for slot in _slots(type(value)) if hasattr(value, slot.__name__)]
+def _parts_of(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, (list, deque)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) or callable(getattr(value, "to", None)):
+        slots = [slot for slot in _slots(type(value)) if hasattr(value, slot.__name__)]
+        return {**{slot.__name__: slot.__get__(value) for slot in slots}, **getattr(value, "__dict__", {})}
+    return {}
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

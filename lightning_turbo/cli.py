@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_pack(commands)
     _add_convert(commands)
     _add_doctor(commands)
+    _add_tune(commands)
     _add_bench(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -184,9 +185,8 @@ def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
         help="pack a folder of images or volumes into arrays that are read a whole batch at a time",
-        description="Pack the images, .npy or NIfTI volumes below FOLDER, or the arrays of an .npz file, for "
-        "PackedDataset. Subfolders are classes; hidden files are passed over. OUT appears when everything is in it, or "
-        "not at all.",
+        description="Pack the images, .npy or NIfTI volumes below FOLDER for PackedDataset. Subfolders are classes; "
+        "hidden files are passed over. OUT appears when everything is in it, or not at all.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
@@ -248,6 +248,38 @@ def _refused(why: str) -> int:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _add_tune(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="find by measurement what makes a training script faster, and write the settings down",
+        description="Run a script in fresh processes for some steps of fit, with one setting after the other and then "
+        "with what helps together. The script is not edited. Writes tune.json, turbo.yaml for LightningCLI, turbo.py, "
+        "and tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
+        usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...]",
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0, metavar="M", help="when the measuring ends (default: 10)")
+    add("--out", type=Path, default=Path("runs/tune"), metavar="FOLDER", help="where to write (default: runs/tune)")
+    add("--only", type=_names, default=(), metavar="NAME,...", help="settings to try, as fused,'workers-*'")
+    add("--without", type=_names, default=(), metavar="NAME,...", help="settings not to try")
+    add("--same-maths", action="store_true", help="keep only what keeps every bit of the losses")
+    add("--seed", type=int, default=0, metavar="N", help="of torch, numpy and random before the script (default: 0)")
+    add("--device", default="auto", help="auto (default) leaves it to the script; cpu hides every GPU; cuda")
+    add("-m", dest="module", action="store_true", help="run a module or package, as python -m does")
+    add("program", metavar="SCRIPT", help="a Python script that trains with a Trainer, or the name after -m")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    parser.set_defaults(run=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from lightning_turbo.tune.command import run_tune
+    from lightning_turbo.tune.runner import TuneSettings
+
+    names = ("program", "module", "minutes", "out", "only", "without", "same_maths", "seed", "device")
+    given = {name: getattr(arguments, name) for name in names}
+    return run_tune(TuneSettings(arguments=tuple(arguments.arguments), **given))
 
 
 def _add_bench(commands: Commands) -> None:

@@ -48,15 +48,14 @@ def template():
 
 
 def make_volumes(root, count=10, shape=(12, 10, 10)):
-    """``.npy`` patches of the brain template and a list file ``path label``; returns the path of the list."""
+    """``.npy`` patches of the brain template; returns pairs of a path and a label."""
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
     whole = template()
-    lines = []
+    pairs = []
     for n in range(count):
         corner = (60 + 5 * n, 80 + 3 * n, 70 + 2 * n)
         patch = whole[tuple(slice(c, c + s) for c, s in zip(corner, shape, strict=True))]
         np.save(root / f"{n:03d}.npy", patch)
-        lines.append(f"{n:03d}.npy {n % 3}\n")
-    (root / "list.txt").write_text("".join(lines))
-    return root / "list.txt"
+        pairs.append((str(root / f"{n:03d}.npy"), n % 3))
+    return pairs

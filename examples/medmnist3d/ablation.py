@@ -150,7 +150,7 @@ def _write(results: dict[str, Any], out: Path) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted is a whole number, at least 1")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
 
 

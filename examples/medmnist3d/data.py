@@ -53,24 +53,23 @@ def read_part(path: Path, part: str, positive: int | None = None) -> PackedDatas
         data = PackedDataset(path, keys=wanted, transform=_Binary(1 if positive is None else positive))
     except KeyError as error:
         raise ValueError(
-            f"{str(path)!r} lacks arrays of the part {part!r}: {error.args[0]} Accepted are MedMNIST3D files, with "
+            f"{str(path)!r} lacks arrays of the part {part!r}: {error.args[0]} Expected MedMNIST3D files, with "
             f"{wanted[0]!r} and {wanted[1]!r}. Rename the arrays, or choose another file."
         ) from error
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         raise ValueError(
-            f"{str(path)!r} cannot be read as an .npz file ({error}); accepted is a MedMNIST3D file. "
-            "Choose another one."
+            f"{str(path)!r} cannot be read as an .npz file ({error}); expected a MedMNIST3D file. Choose another one."
         ) from error
     images, labels = data.arrays.values()
     if images.ndim != 4 or images.shape[-1] == 3 or labels.reshape(len(labels), -1).shape[1:] != (1,):
         raise ValueError(
-            f"{str(path)!r}: {wanted[0]} is {images.shape} and {wanted[1]} is {labels.shape}; accepted are "
+            f"{str(path)!r}: {wanted[0]} is {images.shape} and {wanted[1]} is {labels.shape}; expected "
             "(n, x, y, z) and (n, 1) or (n,), as in the files whose names end in 3d. Choose one of these."
         )
     found = sorted({int(label) for label in labels.flat})
     if positive is None and not set(found) <= {0, 1}:
         raise ValueError(
-            f"{str(path)!r}: {wanted[1]} holds the labels {found}; accepted are 0 and 1. Set data.positive to the one "
+            f"{str(path)!r}: {wanted[1]} holds the labels {found}; expected 0 and 1. Set data.positive to the one "
             "that counts as positive, and the others become the rest."
         )
     if positive is not None and part == "train" and positive not in found:
@@ -106,7 +105,7 @@ def medmnist_file(name: str) -> Path:
     known = sorted(key for key in medmnist.INFO if key.endswith("3d"))
     if name not in known:
         raise ValueError(
-            f"--data {name!r} is neither 'mni152', nor an .npz file, nor a 3D set of medmnist; accepted are "
+            f"--data {name!r} is neither 'mni152', nor an .npz file, nor a 3D set of medmnist; expected "
             f"{', '.join(known)}. Choose one of these."
         )
     path = Path(medmnist.info.DEFAULT_ROOT, f"{name}.npz")
@@ -151,9 +150,9 @@ class Volumes(LightningDataModule):
     ) -> None:
         super().__init__()
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r}; accepted is at least 1. Give a number of samples.")
+            raise ValueError(f"batch_size={batch_size!r}; expected at least 1. Give a number of samples.")
         if thin < 1 or (thin > 1 and source != "mni152"):
-            raise ValueError(f"thin={thin!r} with {source!r}; accepted is 1, and with 'mni152' more. Leave it out.")
+            raise ValueError(f"thin={thin!r} with {source!r}; expected 1, and with 'mni152' more. Leave it out.")
         self.thin = thin
         self.source, self.batch_size, self.positive, self.packed = source, batch_size, positive, packed
         self.seed = seed
@@ -195,7 +194,7 @@ class Volumes(LightningDataModule):
         else:
             labels = data.labels.numpy()
         if not 0 < labels.sum() < len(labels):
-            raise ValueError(f"{self.source!r}: all {len(labels)} training labels are alike; accepted are two classes.")
+            raise ValueError(f"{self.source!r}: all {len(labels)} training labels are alike; expected two classes.")
         return float(len(labels) / labels.sum() - 1)
 
     def train_dataloader(self) -> DataLoader[Any]:

@@ -56,7 +56,7 @@ class VolumeClassifier(LightningModule):
         super().__init__()
         depths = sorted(int(name[6:]) for name in resnet.__all__ if name[6:].isdigit() and name.startswith("resnet"))
         if depth not in depths:
-            raise ValueError(f"depth={depth!r}; accepted are {', '.join(map(str, depths))}. Choose one of these.")
+            raise ValueError(f"depth={depth!r}; expected {', '.join(map(str, depths))}. Choose one of these.")
         self.save_hyperparameters(ignore="weights")
         self.net: nn.Module = getattr(resnet, f"resnet{depth}")(
             spatial_dims=3,

@@ -52,7 +52,7 @@ class SliceImages(Callback):
 
     def __init__(self, volumes: int = 8) -> None:
         if volumes < 1:
-            raise ValueError(f"SliceImages(volumes={volumes!r}); accepted is at least 1. Remove it to see none.")
+            raise ValueError(f"SliceImages(volumes={volumes!r}); expected at least 1. Remove it to see none.")
         self.volumes = volumes
 
     def on_validation_batch_end(

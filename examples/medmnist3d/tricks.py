@@ -21,8 +21,8 @@ class Variant:
         model: Arguments of the module.
         data: Arguments of the DataModule.
         prefetch: Whether batches are prepared in the background.
-        plugins: Makes the Trainer's plugins, anew for each run.
-        callbacks: Makes the Trainer's callbacks, anew for each run.
+        plugins: Makes the Trainer's plugins, new ones for each run.
+        callbacks: Makes the Trainer's callbacks, new ones for each run.
     """
 
     trainer: dict[str, Any] = field(default_factory=dict)

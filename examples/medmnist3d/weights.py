@@ -79,7 +79,7 @@ def _state(path: Path) -> Mapping[str, Tensor]:
     except Exception as error:  # what is no pickle ends in errors of any kind
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"weights={str(path)!r} cannot be read ({reason}); accepted is a file of torch.save that holds tensors "
+            f"weights={str(path)!r} cannot be read ({reason}); expected a file of torch.save that holds tensors "
             "only. Save network.state_dict()."
         ) from error
     for key in WRAPPERS:

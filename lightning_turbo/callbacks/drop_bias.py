@@ -1,4 +1,4 @@
-"""The callback that drops biases before batch and instance norm, before the optimizer is made."""
+"""Callback that removes the biases before batch and instance norm."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ __all__ = ["DropBiasBeforeNorm"]
 
 
 class DropBiasBeforeNorm(Callback):
-    """Remove the biases of convolutions that a following norm cancels, before the optimizer is made.
+    """Remove the bias of each convolution directly before a batch or instance norm, before the optimizer is made.
 
-    See ``lightning_turbo.drop_bias_before_norm``, which does the work. It runs in ``setup`` of every stage, so that
-    checkpoints of the smaller network fit in testing too; the report is in the attribute ``report``.
+    The callback calls ``lightning_turbo.drop_bias_before_norm`` in ``setup`` of every stage, so that testing loads the
+    checkpoints of training. The attribute ``report`` holds the result.
 
     Args:
-        network: Path of the submodule to trace, for example ``"net"``; ``None`` traces the whole module.
+        network: Path of the submodule to trace, for example ``"net"``. Default: the whole module.
 
     Raises:
         TypeError: If ``network`` is not a string.
-        ValueError: In ``setup``, if the module has no such submodule, it cannot be traced, or a callback before this
-            one averages weights.
+        ValueError: In ``setup``, if the module has no such submodule, the submodule cannot be traced, or a callback
+            before this one averages weights.
 
     Warns:
-        NoEffectWarning: If there was nothing to drop.
+        NoEffectWarning: If there is no bias to drop.
 
     Note:
         Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. A network
-        beside a copy of itself, as a momentum encoder is, keeps its biases: call the function before the copy is made.
-        Optimizer states saved before the biases were dropped count more parameters and cannot be loaded; weights can.
+        with a copy of itself in the same module, such as a momentum encoder, keeps its biases: call the function
+        before the copy is made. Checkpoints written without this callback load their weights, but not the states of
+        their optimizers, which have more parameters.
 
     Example:
         >>> from lightning_turbo import DropBiasBeforeNorm
@@ -48,24 +49,31 @@ class DropBiasBeforeNorm(Callback):
         self._done: LightningModule | None = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Drop the biases, once for each module."""
+        """Drop the biases once for each module."""
         if self._done is pl_module:
             return
+        self._check_order(trainer.callbacks)
+        self.report = drop_bias_before_norm(self._find_network(pl_module), within=pl_module)
+        self._done = pl_module
+        rank_zero_info(f"DropBiasBeforeNorm: {self.report}")
+
+    def _check_order(self, callbacks: list[Any]) -> None:
+        """Refuse a callback that has already copied the module with its biases."""
         averaging = callbacks_named("StochasticWeightAveraging", "WeightAveraging")
-        for callback in takewhile(lambda callback: callback is not self, trainer.callbacks):
+        for callback in takewhile(lambda each: each is not self, callbacks):
             if isinstance(callback, averaging):
                 name = type(callback).__name__
                 raise ValueError(
-                    f"DropBiasBeforeNorm comes after {name} in the Trainer's callbacks, which has copied the module "
-                    f"with its biases already. Put it before {name}."
+                    f"callbacks: expected DropBiasBeforeNorm before {name}, which copies the module with its biases, "
+                    "got it after. Change their order."
                 )
+
+    def _find_network(self, pl_module: LightningModule) -> Any:
         try:
-            network = pl_module.get_submodule(self.network or "")
+            return pl_module.get_submodule(self.network or "")
         except AttributeError as error:
+            children = [name for name, _ in pl_module.named_children()]
             raise ValueError(
-                f"DropBiasBeforeNorm(network={self.network!r}): {type(pl_module).__name__} has no such submodule; "
-                f"expected a path such as one of {[name for name, _ in pl_module.named_children()]}."
+                f"DropBiasBeforeNorm(network): expected a submodule of {type(pl_module).__name__}, for example one of "
+                f"{children}, got {self.network!r}."
             ) from error
-        self.report = drop_bias_before_norm(network, within=pl_module)
-        self._done = pl_module
-        rank_zero_info(f"DropBiasBeforeNorm: {self.report}")

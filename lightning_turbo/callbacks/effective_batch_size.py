@@ -1,11 +1,11 @@
-"""The callback that reaches a wanted batch size by accumulation and fits the learning rate to it."""
+"""Callback that reaches a batch size by gradient accumulation and scales the learning rate."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Literal
 
-from lightning_turbo._checks import expect
+from lightning_turbo._checks import expect, is_whole
 from lightning_turbo._lightning import (
     Callback,
     GradientAccumulationScheduler,
@@ -13,7 +13,6 @@ from lightning_turbo._lightning import (
     MisconfigurationException,
     Trainer,
     check_binding,
-    lower_found_batch_size,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -22,40 +21,38 @@ from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
 
 __all__ = ["EffectiveBatchSize"]
 
-# Where torch's schedules keep for how many steps they were made.
+# Attributes in which torch's schedules keep their number of steps.
 SCHEDULE_LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 class EffectiveBatchSize(Callback):
-    """Reach a number of samples per optimizer step by accumulation, and scale the learning rate to it.
+    """Reach a number of samples per optimizer step by gradient accumulation, and scale the learning rate.
 
-    ``accumulate_grad_batches`` becomes ``target / (batch size * ranks)``. Every optimizer step is made with learning
-    rates multiplied by ``target / base_batch_size`` or its square root, whatever schedule sets them: see
+    The callback sets ``accumulate_grad_batches`` to ``target / (batch size * ranks)``. During each optimizer step it
+    multiplies the learning rates by ``target / base_batch_size`` or its square root, for every schedule: see
     ``lightning_turbo.optim.LearningRateScaling``. Hyper-parameters, schedules and checkpoints keep the rates without
     the factor. The callback logs ``effective_batch_size`` and ``lr_factor``.
 
     Args:
         target: Samples per optimizer step, over all ranks, at least 1.
-        lr_rule: ``"linear"`` (for SGD), ``"sqrt"`` (for Adam and LAMB), or ``None``: leave the learning rate alone.
-        warmup_steps: Optimizer steps over which the factor rises from 1, at least 0.
-        base_batch_size: Samples per step for which the learning rate was chosen; ``None`` means the loader's batch
-            size.
-        batch_size: Samples in a batch of one rank, for loaders without a ``batch_size``, and for code that reads
-            ``accumulate_grad_batches`` before any loader is there.
+        lr_rule: ``"linear"`` (for SGD), ``"sqrt"`` (for Adam and LAMB), or ``None`` (do not scale).
+        warmup_steps: Optimizer steps in which the factor rises from 1, at least 0.
+        base_batch_size: Samples per step for which the learning rate was tuned. Default: the loader's batch size.
+        batch_size: Samples in a batch of one rank. Needed for loaders without a ``batch_size``, and for code that reads
+            ``accumulate_grad_batches`` before the loader exists.
 
     Raises:
         TypeError: If a number is not an int.
-        ValueError: If a number is out of range or the rule is unknown; at the start of training, if the target
-            cannot be reached with this batch size and these ranks, or the batch size is unknown.
+        ValueError: If a number is out of range or the rule is unknown; at the start of training, if the target is not
+            a multiple of batch size times ranks, or the batch size is unknown.
         MisconfigurationException: In ``setup``, if something else sets ``accumulate_grad_batches`` too.
 
     Warns:
-        TurboWarning: At the start of training, if a schedule is as long as the run would be without accumulation.
+        TurboWarning: At the start of training, if the length of a schedule is the number of batches of the run.
 
     Note:
-        ``trainer.estimated_stepping_batches`` counts the accumulation, in ``configure_optimizers`` and later.
-        With Lightning's BatchSizeFinder the target is kept: the size found is lowered to the next one that divides
-        it. Monitors of the learning rate show it without the factor.
+        ``trainer.estimated_stepping_batches`` takes the accumulation into account, in ``configure_optimizers`` and
+        later. ``LearningRateMonitor`` shows the rates without the factor.
 
     Example:
         >>> from lightning_turbo import EffectiveBatchSize
@@ -89,33 +86,31 @@ class EffectiveBatchSize(Callback):
         self._warmup_done = 0
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second owner of ``accumulate_grad_batches``, and choose it as soon as the batch size is known."""
+        """Check that nothing else sets ``accumulate_grad_batches``, and set it when the batch size is known."""
         if stage != "fit":
             return
-        self._warmup_done = 0  # of a checkpoint that was only tested, and of a run before
+        self._warmup_done = 0  # drop the state of an earlier run, or of a checkpoint that was tested
         self._refuse_other_owners(trainer, pl_module)
-        self._choose_early(trainer)
+        self._set_early(trainer)
         set_up = trainer.fit_loop.setup_data
 
         def setup_data() -> None:
             set_up()
-            self._choose_early(trainer)
+            self._set_early(trainer)
 
-        # ``estimated_stepping_batches`` sets the loaders up, and then divides by the accumulation.
+        # ``estimated_stepping_batches`` calls this, and then divides by the accumulation.
         trainer.fit_loop.setup_data = setup_data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the accumulation and scale the learning rates, once the loader and the optimizers are ready."""
+        """Set the accumulation and scale the learning rates, because the loader and the optimizers now exist."""
         self._remove(trainer)
-        size, accumulate = self._choose(trainer)
+        size, accumulate = self._compute(trainer)
         trainer.accumulate_grad_batches = self._chosen = accumulate
         self.effective_batch_size = self.target
         self.factor = lr_factor(self.lr_rule, self.target, self.base_batch_size or size)
         if self.factor != 1.0:
-            self._scalings = [
-                LearningRateScaling(optimizer, self.factor, self.warmup_steps, self._warmup_done)
-                for optimizer in trainer.optimizers
-            ]
+            settings = self.factor, self.warmup_steps, self._warmup_done
+            self._scalings = [LearningRateScaling(optimizer, *settings) for optimizer in trainer.optimizers]
         _warn_of_long_schedules(trainer)
         rank_zero_info(
             f"EffectiveBatchSize: {size} samples x {_ranks(trainer)} rank(s) x {accumulate} batches = {self.target} "
@@ -126,11 +121,11 @@ class EffectiveBatchSize(Callback):
             logger.log_metrics(metrics, step=trainer.global_step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop following the optimizers and the loop."""
+        """Remove the hooks from the optimizers and the loop."""
         self._remove(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop following the optimizers and the loop."""
+        """Remove the hooks from the optimizers and the loop."""
         self._remove(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,75 +136,67 @@ class EffectiveBatchSize(Callback):
         """Load the progress of the warm-up.
 
         Args:
-            state_dict: What ``state_dict`` returned.
+            state_dict: Result of ``state_dict``.
 
         Raises:
-            ValueError: If the learning rates in the checkpoint carry a factor.
+            ValueError: If the learning rates in the checkpoint include the factor.
         """
         if state_dict.get("factor", 1.0) != 1.0:
             raise ValueError(
-                "EffectiveBatchSize: this checkpoint is of an earlier lightning-turbo, which saved learning rates "
-                f"times {state_dict['factor']}. Start from its weights alone, with load_from_checkpoint."
+                "EffectiveBatchSize: expected a checkpoint with learning rates without the factor, got learning rates "
+                f"times {state_dict['factor']} from an earlier lightning-turbo. Load its weights only, with "
+                "load_from_checkpoint."
             )
         self._warmup_done = state_dict["warmup_done"]
 
     def _refuse_other_owners(self, trainer: Any, pl_module: LightningModule) -> None:
-        kinds = [type(callback) for callback in trainer.callbacks]
+        scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+        accumulate = trainer.accumulate_grad_batches
         reasons = {
-            "manual optimization accumulates gradients itself. Remove the callback": (
-                not pl_module.automatic_optimization
-            ),
-            "GradientAccumulationScheduler sets accumulate_grad_batches too. Keep one of the two": any(
-                issubclass(kind, GradientAccumulationScheduler) for kind in kinds
-            ),
-            "the Trainer has several of them. Keep one": kinds.count(EffectiveBatchSize) > 1,
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) sets it too. Leave that at 1": (
-                trainer.accumulate_grad_batches not in (1, self._chosen)
+            "manual optimization sets its own windows. Remove the callback": not pl_module.automatic_optimization,
+            "GradientAccumulationScheduler sets accumulate_grad_batches too. Keep one of the two": scheduled,
+            f"Trainer(accumulate_grad_batches={accumulate}) sets it too. Leave it at 1": (
+                accumulate not in (1, self._chosen)
             ),
         }
         for reason, applies in reasons.items():
             if applies:
                 raise MisconfigurationException(f"EffectiveBatchSize(target={self.target}): {reason}.")
 
-    def _choose_early(self, trainer: Any) -> None:
-        """Set the accumulation if the batch size is known and fits, except in the trials of Lightning's finders."""
+    def _set_early(self, trainer: Any) -> None:
+        """Set the accumulation if the batch size is known and divides the target.
+
+        Lightning's finders remove the callbacks during their trials, which run without accumulation.
+        """
         trainer.accumulate_grad_batches = 1
-        if self not in trainer.callbacks or (size := self._size(trainer)) is None:
+        if self not in trainer.callbacks or (size := self._find_size(trainer)) is None:
             return
         accumulate, rest = divmod(self.target, size * _ranks(trainer))
         if not rest:
             trainer.accumulate_grad_batches = self._chosen = accumulate
 
-    def _choose(self, trainer: Any) -> tuple[int, int]:
-        """Return the batch size of a rank and the accumulation."""
-        ranks, size = _ranks(trainer), self._size(trainer)
+    def _compute(self, trainer: Any) -> tuple[int, int]:
+        """Return the batch size of a rank and the number of batches to accumulate."""
+        ranks, size = _ranks(trainer), self._find_size(trainer)
         if size is None:
             raise ValueError(
-                f"EffectiveBatchSize: the training loader {type(trainer.train_dataloader).__name__} has no batch_size. "
-                "Pass batch_size=... to EffectiveBatchSize."
+                "EffectiveBatchSize: expected a training loader with a batch_size, got "
+                f"{type(trainer.train_dataloader).__name__} without. Pass batch_size=... to EffectiveBatchSize."
             )
-        if self.target % (size * ranks) and self.batch_size is None:
-            size = self._lower(trainer, size)
         accumulate, rest = divmod(self.target, size * ranks)
         if rest:
-            near = [n * size * ranks for n in (accumulate, accumulate + 1) if n]
             raise ValueError(
                 f"EffectiveBatchSize(target={self.target}): expected a multiple of {size * ranks}, with batches of "
-                f"{size} on {ranks} rank(s). The nearest: {' and '.join(map(str, near))}."
+                f"{size} on {ranks} rank(s), for example {(accumulate + 1) * size * ranks}."
             )
         return size, accumulate
 
-    def _lower(self, trainer: Any, size: int) -> int:
-        """Lower a size that BatchSizeFinder has found to the next one that divides the target; return the size."""
-        lower = max((d for d in range(1, size) if self.target % (d * _ranks(trainer)) == 0), default=0)
-        return lower if lower and lower_found_batch_size(trainer, lower) else size
-
-    def _size(self, trainer: Any) -> int | None:
-        """Return the number of samples in a batch of one rank, or None while it is unknown."""
+    def _find_size(self, trainer: Any) -> int | None:
+        """Return the number of samples in a batch of one rank, or None if it is not known yet."""
         loader = trainer.train_dataloader
-        sizes = [getattr(owner, "batch_size", None) for owner in (self, loader, getattr(loader, "batch_sampler", None))]
-        size = next((size for size in sizes if size is not None), None)
-        return size if isinstance(size, int) and size >= 1 else None
+        owners = (self, loader, getattr(loader, "batch_sampler", None))
+        sizes = (getattr(owner, "batch_size", None) for owner in owners)
+        return next((size for size in sizes if is_whole(size, 1)), None)
 
     def _remove(self, trainer: Any) -> None:
         vars(trainer.fit_loop).pop("setup_data", None)
@@ -226,25 +213,22 @@ def _check_number(name: str, value: Any, least: int) -> None:
 
 
 def _ranks(trainer: Trainer) -> int:
-    """Return over how many ranks the data is spread, which model parallelism makes fewer than all."""
+    """Return the number of ranks with different data: model parallelism has fewer than all ranks."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return int(sampler["num_replicas"]) if sampler else trainer.world_size
 
 
 def _warn_of_long_schedules(trainer: Trainer) -> None:
-    """Warn of a schedule that was made for all batches of the run, where a step takes several of them."""
-    batches, epochs, accumulate = (
-        trainer.num_training_batches,
-        trainer.max_epochs or -1,
-        trainer.accumulate_grad_batches,
-    )
+    """Warn of a schedule with one step for each batch of the run, if a step takes several batches."""
+    batches, accumulate = trainer.num_training_batches, trainer.accumulate_grad_batches
+    if accumulate == 1:
+        return
+    epochs = trainer.max_epochs or -1
     for config in trainer.lr_scheduler_configs:
-        lengths = [getattr(config.scheduler, name, None) for name in SCHEDULE_LENGTHS]
-        if accumulate > 1 and batches * epochs in lengths:
+        if batches * epochs in [getattr(config.scheduler, name, None) for name in SCHEDULE_LENGTHS]:
             rank_zero_warn(
-                f"EffectiveBatchSize: {type(config.scheduler).__name__} was made for {batches * epochs} steps, as if "
-                f"each batch were one, but with accumulate_grad_batches={accumulate} the run makes "
-                f"{math.ceil(batches / accumulate) * epochs}. Take the number from trainer.estimated_stepping_batches "
-                "in configure_optimizers.",
+                f"EffectiveBatchSize: expected {type(config.scheduler).__name__} to have "
+                f"{math.ceil(batches / accumulate) * epochs} steps with accumulate_grad_batches={accumulate}, got "
+                f"{batches * epochs}. Use trainer.estimated_stepping_batches in configure_optimizers.",
                 category=TurboWarning,
             )

@@ -1,7 +1,8 @@
-"""The callback that releases gradients right after the optimizer's step."""
+"""Callback that releases gradients right after the optimizer's step."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
@@ -25,29 +26,28 @@ __all__ = ["GradToNone", "release_in"]
 class GradToNone(Callback):
     """Release gradients right after ``optimizer.step()`` instead of just before the next backward.
 
-    Lightning clears gradients to ``None`` between forward and backward, so that they lie idle through the whole
-    forward pass and validation. Released early, their memory serves for activations. The numbers stay the same, with
+    Lightning sets gradients to ``None`` between forward and backward, so that they occupy memory during validation and
+    the next forward pass. With this callback, activations can use that memory. The results do not change, also with
     accumulation, clipping, several optimizers and manual optimization.
 
-    The first step of each optimizer is only watched: where the loop itself does not replace the gradients before the
-    second step, it may continue from the old ones on purpose, and nothing is released.
+    The first step of each optimizer is only watched. If the gradients at the second step are the same tensors, the loop
+    may reuse them on purpose, and the callback releases nothing.
 
     Args:
-        parameters: ``"optimizers"``: the parameters of the optimizers; ``"all"``: also those outside any optimizer,
-            whose gradients Lightning never clears.
+        parameters: ``"optimizers"``: parameters of the optimizers; ``"all"``: also the other parameters, whose
+            gradients Lightning never clears.
 
     Raises:
-        ValueError: If ``parameters`` is neither.
+        ValueError: If ``parameters`` is another value.
         MisconfigurationException: In ``setup``, if the strategy clears gradients itself.
 
     Warns:
-        NoEffectWarning: If there is nothing to gain: gradients are views of DDP's buckets, the loop has released them
-            before the next batch already or keeps the same ones from step to step, or ``StochasticWeightAveraging``
-            steps once more with the last ones.
+        NoEffectWarning: If the callback saves no memory: gradients are views of DDP's buckets, the loop clears them
+            before the next batch or keeps them from step to step, or ``StochasticWeightAveraging`` reads them again.
 
     Note:
-        Hooks that run after the step, such as ``on_train_batch_end`` and ``on_before_zero_grad``, see no gradients;
-        read them in ``on_before_optimizer_step``. A parameter that belongs to several optimizers is left alone.
+        Hooks after the step, such as ``on_train_batch_end`` and ``on_before_zero_grad``, see no gradients: read them in
+        ``on_before_optimizer_step``. A parameter of several optimizers keeps its gradient.
 
     Example:
         >>> from lightning_turbo import GradToNone
@@ -62,56 +62,56 @@ class GradToNone(Callback):
         self.parameters = parameters
         self._releases: list[GradientRelease] = []
         self._outside: list[Tensor] = []
-        self._told = False
+        self._warned = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy whose gradients are not the optimizer's to release."""
+        """Refuse a strategy that keeps the gradients itself."""
         if stage == "fit" and trainer.strategy.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"GradToNone: {type(trainer.strategy).__name__} keeps and clears gradients itself. Remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow the steps of every optimizer."""
+        """Observe the steps of every optimizer."""
         self._stop()
-        self._told = False
+        self._warned = False
         if getattr(trainer.model, "gradient_as_bucket_view", False):
-            self._tell("gradients are views of DDP's buckets, which live as long as DDP does")
+            self._warn("gradients are views of DDP's buckets, which stay in memory")
             return
         self._releases = release_in(trainer)
         if len(self._releases) < len(trainer.optimizers):
-            self._tell("StochasticWeightAveraging makes one more step with the last gradients")
+            self._warn("StochasticWeightAveraging makes one more step with the last gradients")
         elif self.parameters == "all":
-            self._outside = _outside(trainer, pl_module)
+            self._outside = _find_outside(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Warn if no gradients are held when a forward pass begins."""
+        """Warn if the loop itself has released the gradients before the forward pass."""
         for release in self._releases:
             if release.watched and not release.holding():
                 release.remove()
-                self._tell("the training loop has released the gradients by itself when the next batch begins")
+                self._warn("the training loop clears the gradients before the next batch")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Release the gradients outside any optimizer, once all optimizers have made their steps."""
+        """Release the gradients outside the optimizers after all optimizers made their steps."""
         if any(release.state is ReleaseState.OFF for release in self._releases):
-            self._tell("the training loop keeps the same gradients from one step to the next")
+            self._warn("the training loop keeps the same gradients from one step to the next")
         if self._releases and not any(release.holding() for release in self._releases):
             release_gradients(self._outside)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop following the optimizers."""
+        """Stop observing the optimizers."""
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop following the optimizers."""
+        """Stop observing the optimizers."""
         self._stop()
 
-    def _tell(self, reason: str) -> None:
-        if not self._told:
-            rank_zero_warn(f"GradToNone changes nothing here: {reason}. Remove it.", category=NoEffectWarning)
-        self._told = True
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            rank_zero_warn(f"GradToNone has no effect: {reason}. Remove it.", category=NoEffectWarning)
+        self._warned = True
 
     def _stop(self) -> None:
         for release in self._releases:
@@ -119,9 +119,9 @@ class GradToNone(Callback):
         self._releases, self._outside = [], []
 
 
-def _outside(trainer: Trainer, pl_module: LightningModule) -> list[Tensor]:
+def _find_outside(trainer: Trainer, pl_module: LightningModule) -> list[Tensor]:
     """Return the parameters of the module that are in no optimizer."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in trainer.optimizers)
     owned = {id(parameter) for group in groups for parameter in group["params"]}
     return [parameter for parameter in pl_module.parameters() if id(parameter) not in owned]
 
@@ -129,8 +129,7 @@ def _outside(trainer: Trainer, pl_module: LightningModule) -> list[Tensor]:
 def release_in(trainer: Any) -> list[GradientRelease]:
     """Release the gradients of a Trainer's optimizers after their steps.
 
-    Nothing is released beside ``StochasticWeightAveraging``: the epoch that it adds steps once more with the last
-    gradients.
+    Return no release with ``StochasticWeightAveraging``: its additional epoch makes a step with the last gradients.
     """
     averaging = callbacks_named("StochasticWeightAveraging")
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):

@@ -1,4 +1,4 @@
-"""Smith's range test, run by Lightning's own learning rate finder."""
+"""Smith's range test with Lightning's learning rate finder."""
 
 from __future__ import annotations
 
@@ -23,43 +23,40 @@ def lr_range(
     mode: Literal["exponential", "linear"] = "exponential",
     early_stop_threshold: float | None = 4.0,
 ) -> LRRange:
-    """Train a few steps at a rising learning rate and propose the bounds of a cycle.
+    """Train a few steps with a rising learning rate and propose the bounds of a cycle.
 
-    Lightning's finder does the steps and restores the model after them; ``propose_lr_range`` reads the bounds from
-    its curve of losses.
+    Lightning's finder makes the steps and restores the model afterwards. ``propose_lr_range`` reads the bounds from its
+    loss curve.
 
     Args:
-        trainer: A Trainer, before its fit.
-        model: The module; its learning rate is not changed.
+        trainer: A Trainer before its fit.
+        model: The module. Its learning rate does not change.
         train_dataloaders: As in ``Trainer.fit``.
         datamodule: As in ``Trainer.fit``.
-        min_lr: Where the test begins, above 0.
-        max_lr: Where it ends, above ``min_lr``.
+        min_lr: First learning rate, above 0.
+        max_lr: Last learning rate, above ``min_lr``.
         num_training: Number of optimizer steps, at least 5.
-        mode: How the rate rises: ``"exponential"``, or ``"linear"`` as in the paper.
-        early_stop_threshold: Stop where the loss is that many times the best, above 0; ``None`` goes to the end.
+        mode: Rise of the learning rate: ``"exponential"``, or ``"linear"`` as in the paper.
+        early_stop_threshold: Ratio of the loss to the best loss that ends the test, above 0; ``None`` never ends it
+            early.
 
     Returns:
-        ``base_lr`` and ``max_lr`` for ``cyclic_lr``, with the curve.
+        ``base_lr`` and ``max_lr`` for ``cyclic_lr``, and the curve.
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer.
-        ValueError: If an argument is out of range, or the loss never fell.
+        ValueError: If an argument is out of range, or the loss never falls.
 
     Note:
-        Runs the training loop and writes a temporary checkpoint into the Trainer's ``default_root_dir``.
+        The finder writes a temporary checkpoint into the Trainer's ``default_root_dir``.
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
     check_binding("lr_range")
     expect(isinstance(trainer, Trainer), "lr_range(trainer)", trainer, "a Trainer", TypeError)
-    valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
-    expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
     expect(is_whole(num_training, 5), "lr_range(num_training)", num_training, "a whole number of at least 5")
     expect(mode in ("exponential", "linear"), "lr_range(mode)", mode, "'exponential' or 'linear'")
-    endless = early_stop_threshold is None
-    valid = endless or (is_number(early_stop_threshold) and early_stop_threshold > 0)
-    expect(valid, "lr_range(early_stop_threshold)", early_stop_threshold, "a number above 0, or None")
+    _check_numbers(min_lr, max_lr, early_stop_threshold)
     before = trainer.global_step
     finder = Tuner(trainer).lr_find(
         model,
@@ -73,15 +70,23 @@ def lr_range(
         update_attr=False,
     )
     if finder is None:
-        raise ValueError("lr_range: Lightning skips its finder in a fast_dev_run. Use a Trainer without it.")
-    losses = _unbiased(finder.results["loss"], before)
+        raise ValueError("lr_range(trainer): expected a Trainer without fast_dev_run, which skips Lightning's finder.")
+    losses = _correct_bias(finder.results["loss"], before)
     return propose_lr_range(finder.results["lr"][: len(losses)], losses)
 
 
-def _unbiased(losses: list[float], steps_before: int, beta: float = 0.98) -> list[float]:
-    """Correct the running mean that Lightning's finder keeps.
+def _check_numbers(min_lr: float, max_lr: float, early_stop_threshold: float | None) -> None:
+    valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
+    expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
+    threshold = 1.0 if early_stop_threshold is None else early_stop_threshold
+    valid = is_number(threshold) and threshold > 0
+    expect(valid, "lr_range(early_stop_threshold)", early_stop_threshold, "a number above 0, or None")
 
-    It divides by ``1 - beta ** (step + 1)``, with a step that counts the present one already, so that the first
-    entries come out too small: by half, by a third, by a quarter.
+
+def _correct_bias(losses: list[float], steps_before: int, beta: float = 0.98) -> list[float]:
+    """Correct the running mean of Lightning's finder.
+
+    The finder divides by ``1 - beta ** (step + 1)``, but its step includes the current one, so that the first entries
+    are too small: by half, by a third, by a quarter.
     """
     return [loss * (1 - beta ** (steps_before + count + 1)) / (1 - beta**count) for count, loss in enumerate(losses, 1)]

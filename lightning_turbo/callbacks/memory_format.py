@@ -1,4 +1,4 @@
-"""The callback that sets or measures the memory format of a network, before it is wrapped."""
+"""Callback that sets the memory format of a network, or chooses it by a measurement."""
 
 from __future__ import annotations
 
@@ -20,32 +20,37 @@ from lightning_turbo._lightning import (
     rank_zero_warn,
 )
 from lightning_turbo.errors import NoEffectWarning
-from lightning_turbo.nn.memory_format import FORMATS, FormatTimes, measure_memory_format, set_memory_format
+from lightning_turbo.nn.memory_format import (
+    FORMATS,
+    FormatTimes,
+    has_format,
+    measure_memory_format,
+    set_memory_format,
+)
 
 __all__ = ["MemoryFormat"]
 
 
 class MemoryFormat(Callback):
-    """Put a 2D or 3D network into channels last, or into whichever format is measured to be faster.
+    """Convert a 2D or 3D network to channels last, or to the format that a measurement finds faster.
 
     Args:
-        memory_format: ``"measure"`` times forward and backward on ``example_input_array`` of the module, on the
-            Trainer's device and in its precision (by autocast where weights will be half), and takes the faster one;
-            ``"channels_last"`` or ``"contiguous"`` sets it.
-        rounds: How often the two formats take turns in the measurement, at least 1.
+        memory_format: ``"channels_last"`` or ``"contiguous"`` sets this format. ``"measure"`` measures forward and
+            backward with ``example_input_array`` of the module and sets the faster format. The measurement uses the
+            Trainer's device and precision, with autocast in place of half weights.
+        rounds: Number of turns of each format in the measurement, at least 1.
 
     Raises:
-        ValueError: If an argument is out of range; in ``setup``, if the module has no ``example_input_array`` to
-            measure with.
+        ValueError: If an argument is out of range; in ``setup``, if the module has no ``example_input_array`` for the
+            measurement.
 
     Warns:
-        NoEffectWarning: If the module has no weights of four or five dimensions, as where ``configure_model`` makes
-            the layers, after ``setup``.
+        NoEffectWarning: If the module has no weights of four or five dimensions in ``setup``, for example because
+            ``configure_model`` makes the layers later.
 
     Note:
-        The measurement runs on a copy of the module and changes nothing in it; give ``example_input_array`` the
-        batch size you train with. With several ranks, all take what rank 0 found. The choice is in the attribute
-        ``chosen``, the times in ``times``.
+        The measurement runs on a copy of the module. Give ``example_input_array`` the batch size of the training. All
+        ranks use the result of rank 0. The attribute ``chosen`` holds the format, ``times`` the measurement.
 
     Example:
         >>> from lightning_turbo import MemoryFormat
@@ -65,8 +70,8 @@ class MemoryFormat(Callback):
         self.times: FormatTimes | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the format; for training, measure before."""
-        if not any(parameter.ndim in (4, 5) for parameter in pl_module.parameters()):
+        """Measure before training if asked to, and set the format."""
+        if not has_format(pl_module):
             self._warn_of_no_effect(pl_module)
             return
         if self.memory_format != "measure":
@@ -86,27 +91,27 @@ class MemoryFormat(Callback):
             )
         else:
             why = f"{name} has no 2D or 3D layers. Remove it"
-        rank_zero_warn(f"MemoryFormat changes nothing: {why}.", category=NoEffectWarning)
+        rank_zero_warn(f"MemoryFormat has no effect: {why}.", category=NoEffectWarning)
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> str:
         inputs: Any = pl_module.example_input_array
         if inputs is None:
             raise ValueError(
-                f"MemoryFormat('measure'): {type(pl_module).__name__} has no example_input_array to measure with. Set "
-                "it to a batch of inputs of forward, or choose 'channels_last' or 'contiguous'."
+                f"MemoryFormat('measure'): expected a batch in example_input_array, got None in "
+                f"{type(pl_module).__name__}. Set it, or choose 'channels_last' or 'contiguous'."
             )
         device = trainer.strategy.root_device
         inputs = inputs if isinstance(inputs, (tuple, list, dict)) else (inputs,)
         inputs = pl_module.transfer_batch_to_device(inputs, device, 0)
-        context = _context_of(trainer.precision_plugin, device)
+        context = _make_context(trainer.precision_plugin, device)
         self.times = measure_memory_format(pl_module, inputs, device=device, context=context, rounds=self.rounds)
         return self.times.best
 
 
-def _context_of(precision: Any, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context of a forward pass that computes as training will.
+def _make_context(precision: Any, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a function that returns the context of a forward pass in the precision of the training.
 
-    Weights become half precision only when the strategy sets up, so autocast stands in for that.
+    The strategy converts weights to half precision after ``setup``: autocast replaces that here.
     """
     if hasattr(precision, "place_on"):  # ApexAMP
         precision.place_on(device.type)

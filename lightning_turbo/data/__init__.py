@@ -8,6 +8,7 @@ from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.normalize import Normalize
 from lightning_turbo.data.packed import PackedDataset, pack_folder
 from lightning_turbo.data.prefetcher import BackgroundIterator
+from lightning_turbo.data.sample_seeds import SeededSampler, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Normalize",
     "PackedDataset",
     "PrefetchLoader",
+    "SeededSampler",
     "pack_folder",
+    "seed_samples",
     "tune_workers",
 ]

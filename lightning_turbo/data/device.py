@@ -38,7 +38,8 @@ class _Sent(NamedTuple):
 class DeviceTransfer:
     """How batches get to one device: the move, a transform, and the side stream that both run on.
 
-    One object, and with it one stream, serves a whole run. See ``DevicePrefetcher`` for the arguments.
+    One object, and with it one stream, serves a whole run. See ``DevicePrefetcher`` for the arguments; without
+    ``ahead`` there is no side stream, and each batch is moved when it is handed out.
     """
 
     def __init__(
@@ -49,26 +50,27 @@ class DeviceTransfer:
         min_bytes: int = MIN_BYTES,
         transform: Callable[[Any], Any] | None = None,
         transfer: Callable[[Any, torch.device], Any] | None = None,
+        ahead: bool = True,
     ) -> None:
         self.device = _check_device(device)
+        self.ahead = ahead
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         check_functions(transform=transform, transfer=transfer)
-        if isinstance(min_bytes, bool) or not isinstance(min_bytes, int):
-            raise TypeError(f"min_bytes={min_bytes!r} is not an integer; pass a number of bytes, 0 or more.")
-        if min_bytes < 0:
-            raise ValueError(f"min_bytes={min_bytes!r} is negative; pass a number of bytes, 0 or more.")
-        self.min_bytes = min_bytes
+        self.min_bytes = check_count("min_bytes", min_bytes, 0)
         self.transform = transform
         self.transfer = transfer
         self._draws: bool | None = None if transform or transfer else False  # None: not known yet
         self._checked = False
         self._stream: Any = None
-        self._stays = False  # on the side stream, which has what a transform keeps on the device
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do for any batch."""
-        return self.device.type == "cpu" and self.transform is None and self.transfer is None
+        return self.device.type == "cpu" and self._moves_only
+
+    @property
+    def _moves_only(self) -> bool:
+        return self.transform is None and self.transfer is None
 
     @property
     def stages(self) -> list[Callable[[Any], Any]]:
@@ -77,7 +79,7 @@ class DeviceTransfer:
 
     def stream(self) -> Any:
         """The side stream, made on first use; ``None`` where the device has no streams."""
-        if self._stream is None and self.device.type == "cuda":
+        if self._stream is None and self.ahead and self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
@@ -119,22 +121,20 @@ class DeviceTransfer:
         return batch
 
     def _on_side(self, batch: Any, work: Callable[[Any], Any], before: Any = None) -> tuple[Any, Any]:
-        """Do ``work`` on the side stream if the batch is worth it, else on the current one."""
-        stream, tensors = self.stream(), list(tensors_in(batch))
-        if stream is None or (before is None and self._is_small(tensors)):
-            return work(batch), None
-        current = torch.cuda.current_stream(self.device)
-        comes = not self._stays and (self.transform is not None or self.transfer is not None)
-        self._stays = self._stays or comes
-        with torch.cuda.stream(stream):
-            there = [t for t in tensors if t.is_cuda and before is None]
-            if there or comes:
-                stream.wait_stream(current)  # the loader made them there, or small batches came before
-            _record(there, stream)  # and their memory goes back to that stream only after this one
-            return work(batch), stream.record_event()
+        """Do ``work`` on the side stream if the batch is worth it, else on the current one.
 
-    def _is_small(self, tensors: list[torch.Tensor]) -> bool:
-        return not self._stays and sum(t.nbytes for t in tensors) < self.min_bytes
+        A transform or transfer may keep something on the device, and is called on the side stream for every batch.
+        """
+        stream, tensors = self.stream(), list(tensors_in(batch))
+        if stream is None or (self._moves_only and sum(t.nbytes for t in tensors) < self.min_bytes):
+            return work(batch), None
+        there = [t for t in tensors if t.is_cuda] if before is None else []
+        if there:
+            stream.wait_stream(torch.cuda.current_stream(self.device))  # the loader made them there
+        with torch.cuda.stream(stream):
+            for tensor in there:
+                tensor.record_stream(stream)  # their memory goes back to the other stream only after this one
+            return work(batch), stream.record_event()
 
     def _move(self, batch: Any) -> Any:
         if self.transfer is not None:
@@ -161,12 +161,7 @@ class DeviceTransfer:
         return {**shared_state(), "device": torch.cuda.get_rng_state(self.device) if cuda else torch.empty(0)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stream": None, "_stays": False}
-
-
-def _record(tensors: list[torch.Tensor], stream: Any) -> None:
-    for tensor in tensors:
-        tensor.record_stream(stream)
+        return {**vars(self), "_stream": None}
 
 
 class DevicePrefetcher:
@@ -182,8 +177,8 @@ class DevicePrefetcher:
         device: ``"cpu"``, or a CUDA device.
         prefetch_batches: How many batches to keep on the device beyond the one in use, 1 or more. They take memory
             there.
-        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more; with a
-            ``transform`` or ``transfer``, which may keep something on the device, until a larger one has come.
+        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more. Not with a
+            ``transform`` or ``transfer``, which runs on the side stream for every batch.
         transform: Called on each batch on the device, on the side stream; for example ``Normalize``. On a CPU device
             it is called too.
         transfer: Called as ``transfer(batch, device)`` in place of the built-in move, on the side stream.
@@ -237,8 +232,7 @@ class DevicePrefetcher:
         source: Any = iter(self.loader)
         mine, theirs = self.transfer, source.transfer if isinstance(source, Epoch) else None
         self._live = self._position = None
-        adds = mine.transform is not None or mine.transfer is not None
-        if isinstance(source, Epoch) and (theirs is None or theirs is mine or not adds):
+        if isinstance(source, Epoch) and (theirs is None or theirs is mine or mine._moves_only):
             # The loader counts its batches as they are handed out, and knows where it is.
             if theirs is None and not mine.idle:
                 source.use(mine)

@@ -1,87 +1,70 @@
-"""Files below a folder, and the classes that its subfolders are."""
+"""Find the files of a folder, and the classes that its subfolders name."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["check_classes", "find_classes", "list_files"]
+from lightning_turbo._checks import expect
+
+__all__ = ["find_classes", "list_files"]
 
 
 def list_files(folder: str | os.PathLike[str], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files below a folder that end in one of ``suffixes``, sorted.
+    """Return the sorted files below a folder that end in one of ``suffixes``.
 
-    Hidden files and folders (``.DS_Store``, ``.ipynb_checkpoints``) are passed over. Links to folders are followed,
-    unless they lead to a folder that holds the link.
+    Hidden files and folders (``.DS_Store``, ``.ipynb_checkpoints``) are ignored. Links to folders are followed, except
+    a link to one of its own parents, which would never end.
     """
-    ends = tuple(suffixes)
-    return sorted(path for path in _walk(Path(folder)) if path.name.lower().endswith(ends))
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if _is_visible(Path(root, name))]
+        visible = (name for name in names if not name.startswith("."))
+        found += [Path(root, name) for name in visible if name.lower().endswith(tuple(suffixes))]
+    return sorted(found)
 
 
 def find_classes(
     root: Path, suffixes: Sequence[str], classes: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], list[Path], list[int]]:
-    """Return the classes of a folder with one subfolder a class, its files and the number of the class of each.
+    """Return the classes of a folder with one subfolder per class, its files and their labels.
 
     Args:
         root: The folder.
-        suffixes: How the files end, in lower case.
-        classes: Names of the classes in the order of their numbers; by default the subfolders, sorted.
+        suffixes: Suffixes of the files in lower case.
+        classes: Class names in the order of their labels. Default: the sorted subfolders.
 
     Raises:
-        ValueError: If there is a subfolder that is not in ``classes``, or, without them, one that holds no file.
+        TypeError: If ``classes`` is not a sequence of names.
+        ValueError: If a subfolder is not in ``classes``, or, without ``classes``, if a subfolder has no file.
     """
-    names = _name_classes(root, classes)
+    folders = sorted(path.name for path in root.iterdir() if path.is_dir() and _is_visible(path))
+    names = tuple(folders) if classes is None else _check_classes(classes)
+    if unknown := sorted(set(folders) - set(names)):
+        raise ValueError(
+            f"classes: expected all subfolders of {str(root)!r}, got {names!r} without {unknown!r}. Add them to "
+            "classes, also for the training set, or remove the folders."
+        )
     found = [list_files(root / name, suffixes) for name in names]
     if classes is None and [] in found:
         raise ValueError(
-            f"The class {str(root / names[found.index([])])!r} holds no file that ends in {', '.join(suffixes)}. Fill "
-            "the folder, remove it, or pass classes= with the names of all classes."
+            f"Found no file ({', '.join(suffixes)}) of the class {str(root / names[found.index([])])!r}. Remove the "
+            "folder, or pass classes= with the names of all classes."
         )
     labels = np.repeat(np.arange(len(names)), [len(files) for files in found])
     return names, [file for files in found for file in files], labels.tolist()
 
 
-def _name_classes(root: Path, classes: Sequence[str] | None) -> tuple[str, ...]:
-    """Return ``classes``, or the subfolders of a folder, sorted."""
-    folders = sorted(path.name for path in root.iterdir() if path.is_dir() and _is_wanted(path))
-    names = tuple(folders if classes is None else classes)
-    if unknown := set(folders) - set(names):
-        raise ValueError(
-            f"{str(root)!r} holds the folders {sorted(unknown)!r}, which are not in classes={names!r}. "
-            "Add them to classes, in the training set too, or remove the folders."
-        )
-    return names
-
-
-def check_classes(classes: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return ``classes`` as a tuple.
-
-    Raises:
-        TypeError: If it is neither a sequence of names nor ``None``.
-        ValueError: If it is empty or a name comes twice.
-    """
-    if classes is None:
-        return None
-    if isinstance(classes, str) or not isinstance(classes, Sequence):
-        raise TypeError(f"classes={classes!r}: expected a sequence of names, for example ('cat', 'dog'), or None.")
-    if not classes or len(set(classes)) < len(classes):
-        raise ValueError(f"classes={classes!r}: expected at least one name, and each only once.")
+def _check_classes(classes: Sequence[str]) -> tuple[str, ...]:
+    names = isinstance(classes, Sequence) and not isinstance(classes, str)
+    expect(names, "classes", classes, "a sequence of names such as ('cat', 'dog'), or None", TypeError)
+    expect(0 < len(set(classes)) == len(classes), "classes", classes, "at least one name, and each name once")
     return tuple(classes)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Give every file below a folder that is not hidden."""
-    for where, folders, names in os.walk(folder, followlinks=True):
-        here = Path(where)
-        folders[:] = [name for name in folders if _is_wanted(here / name)]
-        yield from (here / name for name in names if not name.startswith("."))
-
-
-def _is_wanted(folder: Path) -> bool:
-    """Tell whether a folder is neither hidden nor a link to a folder above it, which would never end."""
-    endless = folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
-    return not folder.name.startswith(".") and not endless
+def _is_visible(folder: Path) -> bool:
+    """Return whether a folder is not hidden, and not a link to one of its parents."""
+    return not folder.name.startswith(".") and not folder.parent.resolve().is_relative_to(folder.resolve())

@@ -30,10 +30,11 @@ from lightning_turbo.data.position import (
     wrong_kind,
 )
 from lightning_turbo.data.prefetcher import LoadProfile, check_count
+from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed
 from lightning_turbo.data.worker_guard import end_workers
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DEPTH", "PrefetchLoader", "check_threads", "lock_of", "old_name_of_threads", "prefetching"]
+__all__ = ["DEPTH", "PrefetchLoader", "lock_of", "old_name_of_threads", "prefetching"]
 
 DEPTH = 8
 T = TypeVar("T", covariant=True)
@@ -59,16 +60,21 @@ class PrefetchLoader(DataLoader[T]):
             For loads that wait, or compute outside the GIL, and a dataset whose ``__getitem__`` may be called by
             several threads at once.
         transfer: What moves the batches to a device as they are handed out; see ``DevicePrefetcher``.
+        sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
+            drawn while it is loaded; see ``seed_samples``, to which it leads. Batches are then loaded by worker
+            processes, or by the asking thread alone.
         **kwargs: As in ``DataLoader``. ``prefetch_threads`` is the old name of ``threads``.
 
     Raises:
-        TypeError: If ``prefetch_batches`` or ``threads`` is not an integer, or the dataset is a loader.
-        ValueError: If ``prefetch_batches`` or ``threads`` is below 1.
+        TypeError: If ``prefetch_batches``, ``threads`` or ``sample_seeds`` is not an integer, or the dataset is a
+            loader or, with ``sample_seeds``, an ``IterableDataset``.
+        ValueError: If ``prefetch_batches`` or ``threads`` is below 1, or ``sample_seeds`` is out of range.
 
     Warns:
         NoEffectWarning: If loading draws from the process-wide random generators; batches are then loaded in the
             asking thread, because no seed would fix the result otherwise. If ``threads`` cannot be used: with an
-            ``IterableDataset``, or a class behind this one that loads by itself; one thread then works ahead.
+            ``IterableDataset``, ``sample_seeds``, or a class behind this one that loads by itself; one thread then
+            works ahead.
         DeprecationWarning: If ``prefetch_threads`` is passed.
 
     Example:
@@ -78,7 +84,13 @@ class PrefetchLoader(DataLoader[T]):
     """
 
     def __init__(
-        self, *args: Any, prefetch_batches: int = DEPTH, threads: int = 1, transfer: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        prefetch_batches: int = DEPTH,
+        threads: int = 1,
+        transfer: Any = None,
+        sample_seeds: int | None = None,
+        **kwargs: Any,
     ) -> None:
         if "prefetch_threads" in kwargs:
             threads = old_name_of_threads(kwargs.pop("prefetch_threads"))
@@ -89,11 +101,15 @@ class PrefetchLoader(DataLoader[T]):
                 f"expected a dataset, got the loader {self.dataset!r}. Pass its dataset, or call "
                 "PrefetchLoader.of(loader) to add prefetching to it."
             )
+        self.sample_seeds = sample_seeds
+        if sample_seeds is not None:
+            add_seeds(self, check_seed(sample_seeds, "sample_seeds"))
 
     def _begin_prefetching(self, prefetch_batches: int, threads: int, transfer: Any) -> None:
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
-        self.threads = check_threads(threads)
+        self.threads = check_count("threads", threads)
         self.transfer = transfer
+        self.sample_seeds: int | None = None
         self._prefetch_profile = LoadProfile()
         self._prefetch_live: weakref.ref[Any] | None = None
         self._prefetch_loading: Any = None
@@ -230,6 +246,8 @@ class PrefetchLoader(DataLoader[T]):
     def _can_use_threads(self) -> bool:
         """Whether several threads can load samples; tells once why they cannot."""
         why = ""
+        if isinstance(self.dataset, SeededDataset):
+            why = "the generators that are seeded for each sample belong to the process, and all of its threads"
         if isinstance(self.dataset, IterableDataset):
             why = f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
         elif not self._iterates_as_torch:
@@ -258,6 +276,8 @@ class PrefetchLoader(DataLoader[T]):
 
     def _epoch(self, source: Any, position: Position, *, samples: Any = None, **more: Any) -> Epoch:
         self._prefetch_profile.workers = self.num_workers > 0
+        if isinstance(self.dataset, SeededDataset) and not self.num_workers and self._prefetch_profile.draws is None:
+            self._prefetch_profile.decide(["torch", "random", "numpy.random"])  # which are put back after each batch
         shared = self.num_workers == 0 and samples is None
         return Epoch(
             source, position,
@@ -335,7 +355,8 @@ class PrefetchLoader(DataLoader[T]):
         With a class behind this one that keeps its own state, that state as it was after the last batch handed out.
         Otherwise the count, the states of the random generators from which the order follows and, for the epoch
         after it, of those of torch that belong to the loader and its samplers, and whether the epoch is over by this
-        loader's own length. Random numbers that worker processes draw for augmentation are not part of it.
+        loader's own length. Random numbers that worker processes draw for augmentation are not part of it; with
+        ``sample_seeds`` they need not be.
         """
         sampler, position, loaded = self._prefetch_sampler, self._prefetch_position, self._state_to_load()
         if self._stateful:
@@ -433,11 +454,6 @@ class _Turn:
         return _Turn, ()
 
 
-def check_threads(value: Any) -> int:
-    """Return ``value`` if it is a number of threads, see ``check_count``."""
-    return check_count("threads", value, "threads that load at the same time")
-
-
 def old_name_of_threads(value: Any) -> Any:
     """Warn that ``threads`` was passed by the name that it had before, and return it."""
     warnings.warn(
@@ -488,7 +504,7 @@ def _signature(cls: type) -> inspect.Signature:
     theirs = list(inspect.signature(cls.__init__).parameters.values())
     kinds = inspect.Parameter
     end = len(theirs) - (bool(theirs) and theirs[-1].kind is kinds.VAR_KEYWORD)
-    added = [own[name] for name in ("prefetch_batches", "threads", "transfer")]
+    added = [own[name] for name in ("prefetch_batches", "threads", "transfer", "sample_seeds")]
     return inspect.Signature([*theirs[:end], *added, *theirs[end:]])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_turbo._checks import is_number
+from lightning_turbo._checks import expect, is_number
 
 __all__ = ["Normalize"]
 
@@ -54,14 +54,12 @@ class Normalize:
         keys: Sequence[str | int] | None = None,
     ) -> None:
         means, stds = _check_constants(mean, std, scale)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype={dtype!r} is not a floating-point dtype; pass for example torch.float16.")
-        if memory_format is not None and not isinstance(memory_format, torch.memory_format):
-            raise TypeError(
-                f"memory_format={memory_format!r} is not a memory format; pass torch.channels_last, or None."
-            )
-        if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
-            raise TypeError(f"keys={keys!r}: pass a sequence of names or positions, for example ('image',), or None.")
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        expect(floating, "dtype", dtype, "a floating-point dtype, for example torch.float16", TypeError)
+        formats = memory_format is None or isinstance(memory_format, torch.memory_format)
+        expect(formats, "memory_format", memory_format, "a memory format as torch.channels_last, or None", TypeError)
+        names = keys is None or (isinstance(keys, Iterable) and not isinstance(keys, str))
+        expect(names, "keys", keys, "a sequence of names or positions as ('image',), or None", TypeError)
         self.factor = [1 / (scale * s) for s in stds]
         self.offset = [-m / s for m, s in zip(means, stds, strict=True)]
         self.dtype = dtype
@@ -123,18 +121,15 @@ def _check_constants(mean: Any, std: Any, scale: Any) -> tuple[list[float], list
     try:
         means, stds = (torch.as_tensor(v, dtype=torch.float64).flatten().tolist() for v in (mean, std))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"mean={mean!r}, std={std!r}: pass a number for each channel, or one for all.") from error
-    if not means or len(means) != len(stds):
-        raise ValueError(
-            f"mean has {len(means)} values and std {len(stds)}; pass one of each for every channel, or one for all."
-        )
-    if not all(map(math.isfinite, (*means, *stds))) or not is_number(scale):
-        raise ValueError(f"mean={mean!r}, std={std!r}, scale={scale!r}: expected finite numbers. Pass those.")
-    if min(stds) <= 0 or scale <= 0:
-        raise ValueError(f"std={std!r} and scale={scale!r} must be above zero; the image is divided by them.")
+        raise TypeError(f"mean, std: expected a number for each channel, got {(mean, std)!r}.") from error
+    same = bool(means) and len(means) == len(stds)
+    expect(same, "mean, std", (mean, std), "one number of each for every channel, or one for all")
+    finite = all(map(math.isfinite, (*means, *stds))) and is_number(scale)
+    expect(finite, "mean, std, scale", (mean, std, scale), "finite numbers")
+    expect(min(stds) > 0 and scale > 0, "std, scale", (std, scale), "numbers above zero")
     if scale == 255 and max(*map(abs, means), *stds) > 1:
         raise ValueError(
-            f"mean={mean!r}, std={std!r} with scale={scale!r}: the image is divided by scale first, so expected are "
-            "a mean and std of at most 1. Divide both by 255, or pass scale=1.0."
+            f"mean, std: expected at most 1 with scale=255.0, which divides the image first, got {(mean, std)!r}. "
+            "Divide both by 255, or pass scale=1.0."
         )
     return means, stds

@@ -1,4 +1,4 @@
-"""``pack_folder``, which turns a folder of images or volumes into arrays for ``PackedDataset``."""
+"""``pack_folder``: pack a folder of images or volumes into arrays for ``PackedDataset``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from lightning_turbo._checks import check_functions, check_switches, is_whole
+from lightning_turbo._checks import check_functions, check_switches, expect, is_whole
 from lightning_turbo._optional import require
-from lightning_turbo.data.folders import check_classes, find_classes, list_files
+from lightning_turbo.data.folders import find_classes, list_files
 
 __all__ = ["CONTENTS", "pack_folder"]
 
@@ -25,7 +26,12 @@ NIFTI = (".nii", ".nii.gz")
 KINDS = {"images": IMAGES, ".npy files": (".npy",), "NIfTI files": NIFTI}
 GREY = ("1", "L", "LA", "La")
 
+VOLUMES = {"size", "labels", "classes"}
+OPTIONS = {"images": {"size", "mode", "classes"}, ".npy files": VOLUMES, "NIfTI files": VOLUMES}
+
 Row = dict[str, np.ndarray]
+Job = Callable[[], Row]
+Progress = Callable[[int, int], Any]
 
 
 def pack_folder(
@@ -40,44 +46,40 @@ def pack_folder(
     overwrite: bool = False,
     progress: Callable[[int, int], Any] | None = None,
 ) -> dict[str, Any]:
-    """Pack the images or volumes below ``folder`` into one array, once, so that training reads whole batches.
+    """Pack the images or volumes below ``folder`` into arrays for ``PackedDataset``.
 
-    Images (decoded with Pillow, turned as their EXIF data says) become ``images.npy``, uint8 ``(n, channels, height,
-    width)``; transparency is left out. ``.npy`` and NIfTI files become ``volumes.npy``, ``(n, ...)`` in their own
-    dtype and order of axes; a fourth axis of a NIfTI file, its channels, comes first. NIfTI files also make
-    ``affine.npy``, float64 ``(n, 4, 4)`` from index to millimetres, and ``spacing.npy``, float64 ``(n, 3)`` in
-    millimetres; ``PackedDataset`` reads them if ``keys`` names them.
+    Images become ``images.npy``, uint8 (samples, channels, height, width), rotated as their EXIF orientation says and
+    without transparency. ``.npy`` and NIfTI files become ``volumes.npy`` (samples, ...) with their dtype and order of
+    axes; the fourth axis of a NIfTI file, its channels, comes first. NIfTI files also give ``affine.npy``, float64
+    (samples, 4, 4) from voxels to millimetres, and ``spacing.npy``, float64 (samples, 3) in millimetres, which
+    ``PackedDataset`` reads if ``keys`` names them.
 
-    Subfolders, linked ones included, are classes in alphabetical order, and ``labels.npy`` holds their numbers as
-    int64. With ``labels=`` it holds a label volume for each volume instead, int16. Hidden files and folders are passed
-    over. An ``.npz`` file in place of ``folder`` has its arrays unpacked.
+    Subfolders are classes, and ``labels.npy`` holds int64 labels. With ``labels=`` it holds int16 label volumes
+    instead. Hidden files and folders are ignored.
 
     Args:
-        folder: Where the files are, or an ``.npz`` file. It is not changed.
-        out: The folder to write. It appears when everything is in it, or not at all.
-        labels: A folder with a label volume for each volume, of the same name (nnU-Net's ``_0000`` left out).
-        size: ``(height, width)`` in pixels to resize images to, or ``(depth, height, width)`` in voxels to which
-            volumes are cut or padded about their centre; without it all must have the same size. Volumes are padded
-            with their lowest value, label volumes with 0.
-        mode: ``"RGB"`` or ``"L"`` (grey) for all images; by default grey if every image is, else ``"RGB"``.
-        classes: Names of the classes in the order of their numbers; by default the subfolders, sorted. Pass those of
-            the training set where a class may be missing.
-        skip_broken: Whether files that cannot be packed are left out; ``<out>.broken.txt`` then names them.
-        overwrite: Whether an ``out`` that is there is replaced; one that holds anything but a packed dataset is not.
-        progress: Called with the number of files done and of all.
+        folder: Folder with the files.
+        out: Folder to write. It is created only if everything succeeds.
+        labels: Folder with a label volume for each volume, of the same name (nnU-Net's ``_0000`` may be left out).
+        size: (height, width) in pixels to resize images to, or (depth, height, width) in voxels to crop or pad volumes
+            to about their centre, with their minimum, and label volumes with 0. Default: all files have one size.
+        mode: ``"RGB"`` or ``"L"`` (grey) for all images. Default: grey if all images are grey, else ``"RGB"``.
+        classes: Class names in the order of their labels. Default: the sorted subfolders. Pass those of the training
+            set if a class may be missing.
+        skip_broken: Whether to skip files that cannot be packed and list them in ``<out>.broken.txt``.
+        overwrite: Whether to replace ``out`` if it holds a packed dataset and nothing else.
+        progress: Called with the number of finished files and of all files.
 
     Returns:
-        The contents, as written to ``packed.json``: ``arrays`` (their names), ``classes``, ``samples``, and
-        ``skipped``, the number of files that were left out.
+        The contents of ``packed.json``: ``arrays`` (names), ``classes``, ``samples``, and ``skipped`` (a number).
 
     Raises:
-        FileExistsError: If ``out`` is there and ``overwrite`` is not set, or it is not what this function writes.
-        FileNotFoundError: If ``folder`` or ``labels`` is not there, or holds nothing to pack.
-        MissingExtraError: If there are images and Pillow is not installed, or NIfTI files and nibabel is not.
-        TypeError: If a switch is not a bool, ``progress`` cannot be called, or ``classes`` is not a sequence of names.
+        FileExistsError: If ``out`` exists and ``overwrite`` is not set, or it holds something else.
+        FileNotFoundError: If ``folder`` is missing or has nothing to pack, or a label volume is missing.
+        MissingExtraError: If Pillow is missing for images, or nibabel for NIfTI files.
+        TypeError: If a switch is not a bool, ``progress`` is not callable, or ``classes`` is not a sequence of names.
         ValueError: If an argument does not fit the files, files differ in shape, dtype or kind, some cannot be packed
-            (the message names all), a subfolder holds nothing or is not in ``classes``, or one of ``folder`` and
-            ``out`` lies in the other.
+            (the message names all of them), or a subfolder is empty or not in ``classes``.
 
     Example:
         >>> import tempfile
@@ -91,265 +93,196 @@ def pack_folder(
     check_switches(overwrite=overwrite, skip_broken=skip_broken)
     check_functions(progress=progress)
     source, target = Path(folder), Path(out)
-    options = {"labels": labels, "size": size, "mode": mode, "classes": check_classes(classes)}
     _check_folders(source, target, overwrite)
-    with _whole_folder(target) as partial:
-        if source.suffix == ".npz":
-            _check_options(options, "an .npz file", ())
-            contents = _unpack(source, partial, progress or _ignore)
-        else:
-            pack = _Pack(source, **options)
-            broken = target.with_name(f"{target.name}.broken.txt") if skip_broken else None
-            contents = pack.write(partial, broken, progress or _ignore)
-        (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
+    kind, files = _find_files(source)
+    _check_options(kind, {"labels": labels, "size": size, "mode": mode, "classes": classes})
+    with _replace_folder(target) as unfinished:
+        masks = None if labels is None else _find_labels(files, source, Path(labels))
+        names, files, numbers = _read_classes(source, kind, files, classes) if masks is None else ((), files, None)
+        jobs = _list_jobs(kind, files, masks, mode, size)
+        rows, broken = _write_rows(unfinished, files, numbers, jobs, progress or (lambda done, total: None))
+        _report_broken(broken, len(files), target.with_name(f"{target.name}.broken.txt") if skip_broken else None)
+        arrays = [name for name in rows.first if name not in ("affine", "spacing")]
+        contents = {"arrays": arrays, "classes": list(names), "samples": rows.count, "skipped": len(broken)}
+        (unfinished / CONTENTS).write_text(json.dumps(contents, indent=1))
     return contents
 
 
-class _Pack:
-    """The files of one folder and how each becomes a row."""
-
-    def __init__(self, source: Path, labels: Any, size: Any, mode: Any, classes: tuple[str, ...] | None) -> None:
-        kind, self.files = _find_files(source)
-        self.images, self.size = kind == "images", size
-        _check_choices(kind, {"labels": labels, "size": size, "mode": mode, "classes": classes})
-        if kind != ".npy files":
-            require("PIL" if self.images else "nibabel", f"pack_folder with {kind}")
-        self.classes, self.numbers, self.labels, self.mode = (), None, None, mode
-        if labels is not None:
-            self.labels = _pair(self.files, source, Path(labels))
-        elif classes is not None or {path.parent for path in self.files} != {source}:
-            self._read_classes(source, KINDS[kind], classes)
-        if self.images and mode is None:
-            self.mode = "L" if all(map(_is_grey, self.files)) else "RGB"
-
-    def _read_classes(self, source: Path, suffixes: Sequence[str], classes: tuple[str, ...] | None) -> None:
-        parents = {path.parent: path for path in self.files}
-        if source in parents:
-            raise ValueError(
-                f"{str(source)!r} holds files beside the folders of the classes, as {parents[source].name!r}. "
-                "Move them into one."
-            )
-        self.classes, self.files, self.numbers = find_classes(source, suffixes, classes)
-
-    def write(self, partial: Path, skip: Path | None, progress: Callable[[int, int], Any]) -> dict[str, Any]:
-        """Write a row for each file, and return the contents.
-
-        Args:
-            partial: The folder to write to.
-            skip: The list to write of the files that cannot be packed; ``None`` raises.
-            progress: Called after each file.
-        """
-        broken: list[str] = []
-        with _Rows(partial) as rows:
-            for place, path in enumerate(self.files):
-                try:
-                    row = self.read(place)
-                except Exception as error:  # Pillow and nibabel raise errors of many kinds
-                    broken.append(f"{str(path)!r}: {error}")
-                else:
-                    rows.append(path, row)
-                progress(place + 1, len(self.files))
-        self._report(broken, skip)
-        arrays = [name for name in rows.names if name not in ("affine", "spacing")]
-        return {"arrays": arrays, "classes": list(self.classes), "samples": rows.count, "skipped": len(broken)}
-
-    def _report(self, broken: list[str], skip: Path | None) -> None:
-        """Raise an error that names all broken files, or write a list of them."""
-        if skip is not None and len(broken) < len(self.files):
-            skip.write_text("".join(f"{line}\n" for line in broken))
-        elif broken:
-            raise ValueError(
-                f"{len(broken)} of {len(self.files)} files cannot be packed:\n" + "\n".join(broken) + "\nRepair or "
-                "remove them, or leave them out with skip_broken=True (--skip-broken)."
-            )
-
-    def read(self, place: int) -> Row:
-        """Return the arrays of one file, by name."""
-        path = self.files[place]
-        if self.images:
-            row = {"images": _read_image(path, self.mode, self.size)}
-        else:
-            volume, affine = _read_volume(path)
-            row = {"volumes": volume}
-            if self.labels is not None:
-                row["labels"] = _read_label(self.labels[place], volume, affine)
-            row, affine = _fit(row, affine, self.size)
-            if affine is not None:
-                row |= {"affine": affine, "spacing": np.sqrt(np.square(affine[:3, :3]).sum(axis=0))}
-        return row if self.numbers is None else {**row, "labels": np.asarray(self.numbers[place], dtype=np.int64)}
-
-
-class _Rows:
-    """``.npy`` files that grow by a row at a time; memory that is mapped would end the process on a full disk."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count, self.names = folder, 0, ()
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Rows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def append(self, path: Path, row: Row) -> None:
-        """Write a row, which has to be like the first."""
-        if not self.count:
-            self.names, self._first, self._path = tuple(row), row, path
-            self._files = {name: self._stack.enter_context((self.folder / f"{name}.npy").open("wb")) for name in row}
-            self._stack.callback(self._write_headers)
-            self._write_headers()
-        for name, array in row.items():
-            first = self._first[name]
-            if (array.shape, array.dtype) != (first.shape, first.dtype):
-                raise ValueError(
-                    f"{str(path)!r} has {name} of {array.dtype} {array.shape} and {str(self._path)!r} of {first.dtype} "
-                    f"{first.shape}; all must be alike. Pass size= (--size) to make them of one size."
-                )
-            self._files[name].write(array.tobytes())
-        self.count += 1
-
-    def _write_headers(self) -> None:
-        for name, file in self._files.items():
-            first = self._first[name]
-            shape = (self.count, *first.shape)  # numpy leaves room in the header for the number to grow
-            header = {"descr": np.lib.format.dtype_to_descr(first.dtype), "fortran_order": False, "shape": shape}
-            file.seek(0)
-            np.lib.format.write_array_header_1_0(file, header)
-
-
 def _check_folders(source: Path, target: Path, overwrite: bool) -> None:
-    """Refuse a source that is not there, and a target that must not be replaced."""
-    if not source.exists():
-        raise FileNotFoundError(
-            f"{str(source)!r} is not there. Pass a folder of images, .npy or NIfTI files, or an .npz file."
-        )
+    """Refuse a missing source, and a target that must not be replaced."""
+    expect(source.is_dir(), "folder", str(source), "an existing folder", FileNotFoundError)
     here, there = source.resolve(), target.resolve()
-    if here.is_relative_to(there) or (target.exists() and there.is_relative_to(here)):  # it would be packed too
-        raise ValueError(f"One of {str(source)!r} and {str(target)!r} lies in the other. Pass a folder beside it.")
+    nested = here.is_relative_to(there) or (target.exists() and there.is_relative_to(here))
+    expect(not nested, "out", str(target), f"a folder beside {str(source)!r}")
     if target.exists():
         _check_replaceable(target, overwrite)
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    """Refuse to replace anything but a packed dataset or an empty folder."""
-    if not overwrite:
-        raise FileExistsError(
-            f"{str(target)!r} is there already. Pass another folder, or overwrite=True (--overwrite)."
-        )
-    names = {path.name for path in target.iterdir()} if target.is_dir() else {target.name}
-    arrays = {path.name for path in target.glob("*.npy") if path.is_file()}
-    if names and names != {CONTENTS, *arrays}:
-        raise FileExistsError(
-            f"{str(target)!r} holds more than a packed dataset, so that it is not replaced. Pass another folder."
-        )
-
-
-@contextlib.contextmanager
-def _whole_folder(target: Path) -> Iterator[Path]:
-    """Give a folder beside ``target`` to write to, which takes its place when the block ends well."""
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if target.exists():
-            shutil.rmtree(target)
-        partial.replace(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _ignore(done: int, total: int) -> None:
-    """Show no progress."""
+    """Refuse to delete anything but a packed dataset or an empty folder."""
+    found = list(target.glob("*"))
+    others = [path.name for path in found if path.is_dir() or path.suffix != ".npy"]
+    packed = target.is_dir() and (not found or others == [CONTENTS])
+    what = "a folder that does not exist, or with overwrite=True (--overwrite) one that holds only a packed dataset"
+    expect(overwrite and packed, "out", str(target), what, FileExistsError)
 
 
 def _find_files(source: Path) -> tuple[str, list[Path]]:
     """Return the kind of the files below a folder, and the files."""
-    found = {kind: files for kind, suffixes in KINDS.items() if (files := list_files(source, suffixes))}
-    if not found:
-        known = ", ".join(sum(KINDS.values(), ()))
-        raise FileNotFoundError(f"{str(source)!r} holds nothing to pack. Expected files that end in {known}.")
-    if len(found) > 1:
-        raise ValueError(f"{str(source)!r} holds both {' and '.join(found)}. Pack them from folders of their own.")
-    return next(iter(found.items()))
+    found = {kind: list_files(source, suffixes) for kind, suffixes in KINDS.items()}
+    found = {kind: files for kind, files in found.items() if files}
+    known = ", ".join(sum(KINDS.values(), ()))
+    expect(found, "folder", str(source), f"a folder with files that end in {known}", FileNotFoundError)
+    expect(len(found) == 1, "folder", str(source), f"one kind of files, not {' and '.join(found)}")
+    kind = next(iter(found))
+    if kind != ".npy files":
+        require("PIL" if kind == "images" else "nibabel", f"pack_folder with {kind}")
+    return kind, found[kind]
 
 
-def _check_choices(kind: str, options: dict[str, Any]) -> None:
-    """Refuse what does not go with a kind of files."""
-    if kind == "images":
-        _check_options(options, kind, ("size", "mode", "classes"))
-    elif options["labels"] is not None:
-        _check_options(options, "label volumes", ("size", "labels"))
-    else:
-        _check_options(options, kind, ("size", "classes"))
-    _check_size(options["size"], 2 if kind == "images" else 3)
-    if options["mode"] not in (None, "RGB", "L"):
-        raise ValueError(f"mode={options['mode']!r}: expected 'RGB', 'L' for grey, or None.")
-
-
-def _check_options(options: dict[str, Any], kind: str, accepted: Sequence[str]) -> None:
+def _check_options(kind: str, options: dict[str, Any]) -> None:
+    """Refuse options for other kinds of files."""
+    others = ["label volumes"] * (options["labels"] is not None)
+    accepted = OPTIONS[kind] - {"classes"} if others else OPTIONS[kind]
     for name, value in options.items():
         if value is not None and name not in accepted:
-            raise ValueError(f"{name}={value!r} does not go with {kind}. Leave it out.")
+            raise ValueError(f"{name}={value!r} does not go with {' and '.join([kind, *others])}. Leave it out.")
+    if options["size"] is not None:
+        axes = "(height, width) in pixels" if kind == "images" else "(depth, height, width) in voxels"
+        _check_size(options["size"], axes)
+    expect(options["mode"] in (None, "RGB", "L"), "mode", options["mode"], "'RGB', 'L' (grey), or None")
 
 
-def _check_size(size: Any, count: int) -> None:
-    if size is None:
-        return
-    if not isinstance(size, Sequence) or len(size) != count or not all(is_whole(n, 1) for n in size):
-        axes = "(height, width) in pixels" if count == 2 else "(depth, height, width) in voxels"
-        raise ValueError(f"size={size!r}: expected {axes}, each at least 1, or None.")
+def _check_size(size: Any, axes: str) -> None:
+    sequence = isinstance(size, Sequence) and len(size) == len(axes.split(","))
+    expect(sequence and all(is_whole(n, 1) for n in size), "size", size, f"{axes}, each at least 1, or None")
 
 
-def _unpack(source: Path, partial: Path, progress: Callable[[int, int], Any]) -> dict[str, Any]:
-    """Write each array of an ``.npz`` file, and return the contents."""
-    samples = 0
-    with np.load(source) as arrays:
-        names = sorted(arrays.files)
-        for done, name in enumerate(names, 1):
-            if Path(name).name != name:  # it would lie elsewhere, maybe outside
-                raise ValueError(f"{str(source)!r} holds an array {name!r}; expected names of files. Rename it.")
-            try:
-                array = arrays[name]
-            except ValueError as error:
-                raise ValueError(f"{str(source)!r}: {name!r} cannot be packed: {error}. Leave it out.") from error
-            np.save(partial / f"{name}.npy", array)
-            samples = max(samples, len(array) if array.ndim else 0)
-            progress(done, len(names))
-    return {"arrays": names, "classes": [], "samples": samples, "skipped": 0}
+@contextlib.contextmanager
+def _replace_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder beside ``target`` that replaces it if the block succeeds."""
+    unfinished = target.with_name(target.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if target.exists():
+            shutil.rmtree(target)
+        unfinished.replace(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _pair(files: Sequence[Path], source: Path, labels: Path) -> list[Path]:
-    """Return the label volume of each volume: the same path below ``labels``, whatever the kind of file."""
+def _read_classes(
+    source: Path, kind: str, files: list[Path], classes: Sequence[str] | None
+) -> tuple[tuple[str, ...], list[Path], list[int] | None]:
+    """Return the classes of a folder, its files and their labels, or none without subfolders."""
+    beside = [file.name for file in files if file.parent == source]
+    if classes is None and len(beside) == len(files):
+        return (), files, None
+    expect(not beside, "folder", str(source), f"all files in the folders of the classes, but found {beside[:1]}")
+    return find_classes(source, KINDS[kind], classes)
+
+
+def _list_jobs(kind: str, files: list[Path], masks: list[Path] | None, mode: Any, size: Any) -> list[Job]:
+    """Return for each file a function that reads it."""
+    if kind != "images":
+        pairs = zip(files, masks or [None] * len(files), strict=True)
+        return [partial(_read_volume, file, mask, size) for file, mask in pairs]
+    mode = mode or ("L" if all(map(_is_grey, files)) else "RGB")
+    return [partial(_read_image, file, mode, size) for file in files]
+
+
+def _find_labels(files: Sequence[Path], source: Path, labels: Path) -> list[Path]:
+    """Return the label volume of each volume: the file with the same relative path, apart from the suffix."""
     there = {_stem(path.relative_to(labels)): path for path in list_files(labels, (".npy", *NIFTI))}
     names = [_stem(path.relative_to(source)) for path in files]
     if missing := sorted(set(names) - set(there)):
         raise FileNotFoundError(
-            f"labels={str(labels)!r} holds no label volume for {missing!r}. Expected files of the same name as the "
-            "volumes; nnU-Net's _0000 may be left out."
+            f"labels: expected a label volume with the name of each volume (nnU-Net's _0000 may be left out), got none "
+            f"for {missing} in {str(labels)!r}."
         )
     return [there[name] for name in names]
 
 
 def _stem(path: Path) -> str:
-    name = re.sub(r"\.(npy|nii|nii\.gz)$", "", path.as_posix(), flags=re.IGNORECASE)
-    return name.removesuffix("_0000")
+    return re.sub(r"(_0000)?\.(npy|nii|nii\.gz)$", "", path.as_posix(), flags=re.IGNORECASE)
+
+
+class _Rows:
+    """``.npy`` files that grow row by row. Mapped memory would crash the process on a full disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        self.first: Row = {}
+        self._path: Path | None = None
+
+    def append(self, path: Path, row: Row) -> None:
+        """Write a row of the same names, shapes and dtypes as the first one."""
+        if not self.count:
+            self.first, self._path = row, path
+            self.write_headers("wb")
+        for name, array in row.items():
+            if (array.shape, array.dtype) != (self.first[name].shape, self.first[name].dtype):
+                raise ValueError(
+                    f"Expected {name} of {self.first[name].dtype} {self.first[name].shape} as in {str(self._path)!r}, "
+                    f"got {array.dtype} {array.shape} of {str(path)!r}. Pass size= (--size) for files of unequal size."
+                )
+            with (self.folder / f"{name}.npy").open("ab") as file:
+                file.write(array.tobytes())
+        self.count += 1
+
+    def write_headers(self, mode: str = "r+b") -> None:
+        """Write the number of rows into the headers, in which numpy reserves space for it."""
+        for name, first in self.first.items():
+            descr, shape = np.lib.format.dtype_to_descr(first.dtype), (self.count, *first.shape)
+            with (self.folder / f"{name}.npy").open(mode) as file:
+                header = {"descr": descr, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(cast("Any", file), header)
+
+
+def _write_rows(
+    folder: Path, files: list[Path], numbers: list[int] | None, jobs: list[Job], progress: Progress
+) -> tuple[_Rows, list[str]]:
+    """Write a row for each file that can be read, and return the errors of the others."""
+    rows, broken = _Rows(folder), []
+    for done, (path, read) in enumerate(zip(files, jobs, strict=True)):
+        label = {} if numbers is None else {"labels": np.asarray(numbers[done], dtype=np.int64)}
+        try:
+            row = read() | label
+        except Exception as error:  # Pillow and nibabel raise many kinds of errors
+            broken.append(f"{str(path)!r}: {error}")
+        else:
+            rows.append(path, row)
+        progress(done + 1, len(jobs))
+    rows.write_headers()
+    return rows, broken
+
+
+def _report_broken(broken: list[str], total: int, path: Path | None) -> None:
+    """Write the list of broken files to ``path``, or raise an error that names all of them."""
+    if path is not None and len(broken) < total:
+        path.write_text("".join(f"{line}\n" for line in broken))
+    elif broken:
+        raise ValueError(
+            f"{len(broken)} of {total} files cannot be packed:\n" + "\n".join(broken) + "\nRepair or remove them, or "
+            "skip them with skip_broken=True (--skip-broken)."
+        )
 
 
 def _is_grey(path: Path) -> bool:
-    """Tell whether an image is grey, from its header; one that cannot be read counts as grey, and is told of later."""
+    """Return whether the header of an image says grey, or cannot be read, which is reported later."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             return image.mode in GREY or image.mode[0] in "IF"
-    except Exception:  # Pillow raises errors of many kinds
+    except Exception:  # Pillow raises many kinds of errors
         return True
 
 
-def _read_image(path: Path, mode: str, size: Sequence[int] | None) -> np.ndarray:
-    """Return one image as uint8 ``(channels, height, width)``."""
+def _read_image(path: Path, mode: str, size: Sequence[int] | None) -> Row:
+    """Decode an image to uint8 (channels, height, width)."""
     from PIL import Image, ImageOps
 
     with Image.open(path) as opened:
@@ -357,63 +290,63 @@ def _read_image(path: Path, mode: str, size: Sequence[int] | None) -> np.ndarray
         image = ImageOps.exif_transpose(opened).convert(mode)
     if size is not None and (image.height, image.width) != tuple(size):
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image)
-    return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    pixels = np.atleast_3d(np.asarray(image))
+    return {"images": pixels.transpose(2, 0, 1)}
 
 
 def _check_pixels(image: Any) -> None:
-    """Refuse an image whose values Pillow would cut off, at 255 or to 8 bits, and one of several pages."""
-    stored = re.search(r"\w+;16[BLN]", str(getattr(image, "tile", "")))  # as what colours of 16 bits are decoded
-    if stored or image.mode[0] in "IF":
-        kind = stored[0] if stored else image.mode
-        raise ValueError(f"its pixels are of mode {kind!r}, expected 8 bits; .npy files may hold more")
-    if image.format == "TIFF" and (pages := getattr(image, "n_frames", 1)) > 1:
-        raise ValueError(f"it has {pages} pages, expected 1; save what is a volume as a .npy file")
+    """Refuse pixels that Pillow would clip or truncate to 8 bits, and images of several pages."""
+    stored = re.search(r"\w+;16[BLN]", str(getattr(image, "tile", "")))  # how Pillow decodes 16-bit colours
+    kind = stored[0] if stored else image.mode
+    expect(not stored and image.mode[0] not in "IF", "pixels", kind, "8 bits per channel; save more as .npy files")
+    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+    expect(pages == 1, "pages", pages, "1; save volumes as .npy files")
 
 
-def _read_volume(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return one volume and its affine; a ``.npy`` file has none."""
+def _read_volume(path: Path, label: Path | None, size: Sequence[int] | None) -> Row:
+    """Read a volume with its label volume, affine and spacing, cropped or padded to ``size`` about the centre."""
+    volume, affine = _load_volume(path)
+    row = {"volumes": volume}
+    if label is not None:
+        row["labels"] = _load_label(label, volume, affine)
+    start = np.zeros(3, dtype=int)
+    if size is not None:
+        start = np.subtract(volume.shape[-3:], size) // 2
+        row = {name: _fit(array, start, size, 0 if name == "labels" else array.min()) for name, array in row.items()}
+    if affine is not None:
+        affine[:3, 3] += affine[:3, :3] @ start
+        row |= {"affine": affine, "spacing": np.linalg.norm(affine[:3, :3], axis=0)}
+    return row
+
+
+def _load_volume(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a volume, and the affine of a NIfTI file."""
     if path.suffix.lower() == ".npy":
         return np.load(path), None
     import nibabel
 
     file: Any = nibabel.load(path)
     volume = np.asanyarray(file.dataobj)
-    if volume.dtype == np.float64 and file.get_data_dtype() != np.float64:  # scaled by nibabel
+    if volume.dtype == np.float64 and file.get_data_dtype() != np.float64:  # nibabel applied slope and intercept
         volume = volume.astype(np.float32)
-    return (np.moveaxis(volume, 3, 0) if volume.ndim == 4 else volume), np.asarray(file.affine, dtype=np.float64)
+    return (np.moveaxis(volume, 3, 0) if volume.ndim == 4 else volume), np.array(file.affine, dtype=np.float64)
 
 
-def _read_label(path: Path, volume: np.ndarray, affine: np.ndarray | None) -> np.ndarray:
-    """Return a label volume as int16, after a check that it lies on its volume."""
-    label, other = _read_volume(path)
-    if label.shape != volume.shape[-3:]:
-        raise ValueError(f"its label volume {str(path)!r} has the shape {label.shape}, expected {volume.shape[-3:]}")
-    if affine is not None and other is not None and not np.allclose(affine, other, atol=1e-3):
-        raise ValueError(f"its label volume {str(path)!r} has another affine, so that it lies elsewhere")
-    if not np.array_equal(whole := label.astype(np.int16), label):
-        raise ValueError(f"its label volume {str(path)!r} holds values that are not whole numbers of 16 bits")
+def _load_label(path: Path, volume: np.ndarray, affine: np.ndarray | None) -> np.ndarray:
+    """Return a label volume as int16 if it fits its volume."""
+    label, other = _load_volume(path)
+    name, whole = f"label volume {str(path)!r}", label.astype(np.int16)
+    expect(label.shape == volume.shape[-3:], name, label.shape, f"the shape {volume.shape[-3:]}")
+    equal = affine is None or other is None or np.allclose(affine, other, atol=1e-3)
+    expect(equal, name, other, "the affine of its volume")
+    expect(np.array_equal(whole, label), name, label.dtype, "whole numbers of 16 bits")
     return whole
 
 
-def _fit(row: Row, affine: np.ndarray | None, size: Sequence[int] | None) -> tuple[Row, np.ndarray | None]:
-    """Cut or pad volumes to a size about their centre, and move the affine's origin along."""
-    if size is None:
-        return row, affine
-    start = [(have - want) // 2 for have, want in zip(row["volumes"].shape[-3:], size, strict=True)]
-    fitted = {name: _cut(array, start, size, 0 if name == "labels" else array.min()) for name, array in row.items()}
-    if affine is not None:
-        affine = np.array(affine)
-        affine[:3, 3] += affine[:3, :3] @ start
-    return fitted, affine
-
-
-def _cut(array: np.ndarray, start: Sequence[int], size: Sequence[int], fill: Any) -> np.ndarray:
-    """Return the box of ``size`` voxels that begins at ``start``, with ``fill`` where it sticks out of the array."""
-    box = np.full((*array.shape[:-3], *size), fill, dtype=array.dtype)
-    inside, outside = [], []
-    for begin, want, have in zip(start, size, array.shape[-3:], strict=True):
-        inside.append(slice(max(0, -begin), min(want, have - begin)))
-        outside.append(slice(max(0, begin), min(have, begin + want)))
-    box[(..., *inside)] = array[(..., *outside)]
-    return box
+def _fit(array: np.ndarray, start: np.ndarray, size: Sequence[int], fill: Any) -> np.ndarray:
+    """Return the window of ``size`` voxels from ``start`` on, padded with ``fill`` outside of the array."""
+    before = np.maximum(0, -start)
+    after = np.maximum(0, start + size - array.shape[-3:])
+    margins = [(0, 0)] * (array.ndim - 3) + list(zip(before, after, strict=True))
+    padded = np.pad(array, margins, constant_values=fill)
+    return padded[(..., *(slice(first, first + length) for first, length in zip(start + before, size, strict=True)))]

@@ -117,6 +117,8 @@ class ResumableSampler:
             seeded: Whether worker processes stay for all epochs: their seed, which the loader's generator gives, was
                 drawn before that state was taken.
         """
+        if hasattr(self.sampler, "continue_after"):
+            self._count_epochs(state)
         self.began = self._late = None
         self.position = Position()  # the iterator before, if it is let go of only now, puts nothing back
         if not state.get("whole") and state["order"] is not None:
@@ -125,6 +127,14 @@ class ResumableSampler:
             self._set_own_states(state["own"])
             self._late = state["own"] if seeded else None
         self.start = self._own_states()
+
+    def _count_epochs(self, state: dict[str, Any]) -> None:
+        """Set the epoch of a sampler that counts its passes: states and passes that gave no batch are not its own."""
+        sampler: Any = self.sampler
+        if state.get("whole") and state["order"] is not None:
+            sampler.continue_after(state["order"]["epochs"], over=True)
+        elif self.began is not None and self.position.untouched and sampler.epoch == self.began["epochs"][0] + 1:
+            sampler.continue_after(self.began["epochs"], over=False)
 
     def __len__(self) -> int:
         return len(self.sampler)  # pyright: ignore[reportArgumentType] - a TypeError where the sampler has no length
@@ -187,7 +197,14 @@ class ResumableSampler:
         here = shared_state()
         set_shared_state(self.began["shared"])
         self._set_own_states(self.began["own"])
-        for sampler, epoch in zip(self._counting, self.began["epochs"], strict=True):
+        epochs = self.began["epochs"]
+        if len(epochs) != len(self._counting):
+            raise ValueError(
+                f"The state holds {len(epochs)} epochs of samplers, and the loader has {len(self._counting)} samplers "
+                "that count epochs. In the middle of an epoch, load it into a loader with the same samplers, and with "
+                "sample_seeds if it had them; or begin with the next epoch."
+            )
+        for sampler, epoch in zip(self._counting, epochs, strict=True):
             sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
         try:
             indices = iter(self.sampler)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from prefetch_generator import BackgroundGenerator
 
+from lightning_turbo._checks import expect
 from lightning_turbo._pytree import addresses_in, copy_batch
 from lightning_turbo._random import changed_generators, shared_state
 from lightning_turbo.data.pending import Pending
@@ -505,20 +506,14 @@ def _explain(record: Record, workers: bool) -> Record:
     return record
 
 
-def check_count(name: str, value: Any, what: str = "batches to keep ready") -> int:
-    """Return ``value`` if it is an integer of 1 or more.
-
-    Args:
-        name: Of the argument.
-        value: What was passed for it.
-        what: What it is the number of.
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return ``value`` if it is an integer of ``least`` or more.
 
     Raises:
         TypeError: If it is not an integer.
-        ValueError: If it is below 1.
+        ValueError: If it is below ``least``.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not an integer; pass the number of {what}, 1 or more.")
-    if value < 1:
-        raise ValueError(f"{name}={value!r} is out of range; pass the number of {what}, 1 or more.")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    expect(whole, name, value, f"an integer of {least} or more", TypeError)
+    expect(value >= least, name, value, f"an integer of {least} or more")
     return value

@@ -76,33 +76,34 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
         raise TypeError(f"seed_samples got loader={loader!r}; expected a torch.utils.data.DataLoader. Pass one.")
     seeded = copy.copy(loader)
-    # DataLoader lets none of these be set after __init__, so that they fit together; these do.
-    vars(seeded).update(seed_attributes(loader, seed), _iterator=None)
-    for name in [name for name in vars(seeded) if name.startswith("__pl_saved_")]:
-        # Lightning keeps the arguments of loaders made in its hooks and would make this one of them, without seeds.
-        del vars(seeded)[name]
+    vars(seeded)["_iterator"] = None
+    add_seeds(seeded, seed)
     return seeded
 
 
-def seed_attributes(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
-    """Return the attributes of ``loader`` that make its random numbers belong to the samples; see ``seed_samples``.
+def add_seeds(loader: DataLoader[Any], seed: int) -> None:
+    """Do to ``loader`` itself what ``seed_samples`` does to a copy; one that is seeded gets the new seed."""
+    dataset, collate_fn, name = loader.dataset, loader.collate_fn, index_sampler_name(loader)
+    changes: dict[str, Any] = {}
+    if isinstance(dataset, SeededDataset):
+        # The samplers know their epoch already, inside of what a Trainer may have put around them.
+        dataset, collate_fn = dataset.dataset, getattr(collate_fn, "collate_fn", collate_fn)
+    else:
+        changes[name] = _with_epoch(getattr(loader, name), batched=name == "batch_sampler")
+    changes.update(dataset=SeededDataset(dataset, seed), collate_fn=SeededCollate(collate_fn, seed))
+    # DataLoader lets none of these be set after __init__, so that they fit together; these do.
+    vars(loader).update(changes)
+    for saved in [saved for saved in vars(loader) if saved.startswith("__pl_saved_")]:
+        # Lightning keeps the arguments of loaders made in its hooks and would make this one of them, without seeds.
+        del vars(loader)[saved]
 
-    A loader that has them already gets the new seed in place of the old one.
-    """
-    dataset, collate_fn = loader.dataset, loader.collate_fn
-    dataset = dataset.dataset if isinstance(dataset, SeededDataset) else dataset
-    collate_fn = collate_fn.collate_fn if isinstance(collate_fn, SeededCollate) else collate_fn
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return {
-        "dataset": SeededDataset(dataset, seed),
-        "collate_fn": SeededCollate(collate_fn, seed),
-        name: _with_epoch(getattr(loader, name), batched=loader.batch_sampler is not None),
-    }
+
+def index_sampler_name(loader: DataLoader[Any]) -> str:
+    """Return which attribute of a loader yields what its dataset is asked for."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def _with_epoch(sampler: Any, batched: bool) -> Any:
-    if isinstance(sampler, (EpochSampler, EpochBatchSampler)):
-        return sampler
     if type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
         return EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
     return EpochSampler(sampler, batched)
@@ -127,6 +128,15 @@ class _Epochs:
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
+
+    def continue_after(self, epochs: list[int], over: bool) -> None:
+        """Make the next pass the one at whose beginning this sampler and those inside had ``epochs``, or the one after.
+
+        Args:
+            epochs: That of this sampler first; empty if it was not seeded then.
+            over: Whether that pass is over.
+        """
+        self.epoch = epochs[0] + over if epochs else 0
 
     def _tickets(self, batches: Iterator[Any]) -> Iterator[Ticket]:
         told = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
@@ -343,12 +353,12 @@ def _parts(item: Any) -> list[Any]:
     return list(getattr(item, "__dict__", {}).values())
 
 
-def check_seed(seed: Any) -> int:
+def check_seed(seed: Any, name: str = "seed") -> int:
     """Return ``seed`` as an int, or raise what ``seed_samples`` promises."""
     if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
-        raise TypeError(f"got seed={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
+        raise TypeError(f"got {name}={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
     if not 0 <= operator.index(seed) < LARGEST:
-        raise ValueError(f"got seed={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
+        raise ValueError(f"got {name}={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
     return operator.index(seed)
 
 

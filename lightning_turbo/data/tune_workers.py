@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import multiprocessing
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from lightning_turbo._checks import check_functions, is_number, is_whole
+from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.position import generators_of
-from lightning_turbo.data.prefetcher import BackgroundIterator
+from lightning_turbo.data.worker_guard import end_workers
 
 __all__ = ["WorkerRow", "WorkerTuning", "tune_workers"]
 
@@ -121,9 +120,9 @@ def tune_workers(
 
     Note:
         Starts and ends worker processes; none is left. The process-wide random generators, and those of torch that the
-        loader and its samplers hold, are put back; those of a dataset are not. The time of a setting begins with its
-        first batch. A batch that is not there in time is not waited for; at ``num_workers=0`` a thread then ends by
-        itself as soon as it is. A ``step`` runs in the calling thread and to its end, and an error of it is raised.
+        loader and its samplers hold, are restored; those of a dataset are not. The time of a setting begins with its
+        first batch. Worker processes that give no batch in time are ended, and the search with them; at
+        ``num_workers=0`` a batch that was begun is waited for. An error of ``step`` is raised.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -137,10 +136,10 @@ def tune_workers(
         if show is not None:
             show(str(known))
         return known
-    before = shared_state()
-    clock = _Clock(seconds)
+    before, end = shared_state(), time.monotonic() + 0.9 * seconds  # a tenth is for ending worker processes
     try:
-        rows = _search(make_loader, step, clock, _counts(max_workers), list(prefetch_factors), tolerance)
+        measure = functools.partial(_measure, make_loader, step, end)
+        rows = _search(measure, _counts(max_workers), list(prefetch_factors), tolerance)
     finally:
         set_shared_state(before)
     best = _choose(rows, tolerance)
@@ -158,196 +157,110 @@ def tune_workers(
     return tuning
 
 
-class _Clock:
-    """The time that is left; a tenth is kept back for ending worker processes."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + 0.9 * seconds
-
-    def share(self, parts: int) -> float:
-        return max(0.0, self.end - time.monotonic()) / max(1, parts)
-
-
-def _search(
-    make_loader: Any, step: Any, clock: _Clock, counts: list[int], factors: list[int], tolerance: float
-) -> list[WorkerRow]:
-    pins = [False, True] if torch.cuda.is_available() else [False]
-    later = len(factors) - 1 + len(pins) - 1
-    rows = []
-    # One worker first: should a batch take too long, its process can be ended, and 0 workers need not be tried. (Where
-    # processes do not begin as copies of this one, their start may be what took too long.)
-    for done, count in enumerate(sorted(counts, key=lambda n: (n != 1, n))):
-        if not count and rows and rows[0].note == _LATE:
-            rows.append(WorkerRow(num_workers=0, prefetch_factor=None, pin_memory=False, note="not tried"))
-            continue
-        settings = {"num_workers": count, "prefetch_factor": factors[0] if count else None, "pin_memory": False}
-        rows.append(_measure(make_loader, step, clock, len(counts) - done + later, settings))
-    rows.sort(key=lambda row: row.num_workers)
-    for kind, values in (("prefetch_factor", factors[1:]), ("pin_memory", pins[1:])):
-        best = _choose(rows, tolerance)
-        if best is None or (kind == "prefetch_factor" and not best.num_workers):
-            continue
-        for number, value in enumerate(values):
-            parts = len(values) - number + (len(pins) - 1) * (kind == "prefetch_factor")
-            rows.append(_measure(make_loader, step, clock, parts, {**_settings(best), kind: value}))
-    return rows
-
-
 _LATE = "too late"
 
 
-def _measure(make_loader: Any, step: Any, clock: _Clock, parts: int, settings: dict[str, Any]) -> WorkerRow:
+def _search(
+    measure: Callable[[int, dict[str, Any]], WorkerRow], counts: list[int], factors: list[int], tolerance: float
+) -> list[WorkerRow]:
+    """Return what ``measure`` gave for the settings that were tried.
+
+    Args:
+        measure: Called with the number of settings that share the time that is left, and the setting.
+        counts: Numbers of worker processes to try.
+        factors: Prefetch factors to try.
+        tolerance: As in ``tune_workers``.
+    """
+    pins = [True] if torch.cuda.is_available() else []
+    later, rows = len(factors) - 1 + len(pins), []
+    # One worker first: its process can be ended if a batch never comes. Where processes import torch anew, their start
+    # may be what takes too long, and 0 workers come first.
+    first = 1 if multiprocessing.get_start_method() == "fork" else 0
+    for done, count in enumerate(sorted(counts, key=lambda number: (number != first, number))):
+        settings = {"num_workers": count, "prefetch_factor": factors[0] if count else None, "pin_memory": False}
+        rows.append(measure(len(counts) - done + later, settings))
+        if rows[-1].note == _LATE:
+            break
+    for kind, values in (("prefetch_factor", factors[1:]), ("pin_memory", pins)):
+        best = _choose(rows, tolerance)
+        for value in values:
+            if best is not None and (best.num_workers or kind == "pin_memory"):
+                rows.append(measure(later, {**_settings(best), kind: value}))
+            later -= 1
+    return sorted(rows, key=lambda row: row.num_workers)
+
+
+def _measure(make_loader: Any, step: Any, end: float, parts: int, settings: dict[str, Any]) -> WorkerRow:
     """Time one setting for its share, one of so many ``parts``, of the time that is left when its first batch comes."""
-    share = clock.share(parts)
-    if share < 0.01:
+    left = end - time.monotonic()
+    if left / parts < 0.01:
         return WorkerRow(**settings, note="no time")
     loader = make_loader(**settings)
-    own = generators_of(getattr(loader, "generator", None), loader.batch_sampler or loader.sampler)
+    sampler = loader.batch_sampler or loader.sampler
+    own, epoch, timeout = generators_of(loader.generator, sampler), getattr(sampler, "epoch", None), loader.timeout
     states = [generator.get_state() for generator in own]
-    times: list[float] = []
-    error, over, loading = None, False, None
     try:
-        try:
-            loading = _Loading(loader, time.monotonic() + max(share, clock.share(1) - share), ahead=step is not None)
-            loading.start()
-        except Exception as broken:  # workers that cannot be started
-            error = broken
-        else:
-            warm_up = settings["num_workers"] * (settings["prefetch_factor"] or 0) + 1
-            error = _take(loading, step, warm_up, lambda: clock.share(parts), times)
-            over = time.monotonic() >= loading.deadline - 0.05  # an error then is the waiting that was cut short
+        if settings["num_workers"]:
+            loader.timeout = left - left / parts if parts > 1 else left
+        warm_up = settings["num_workers"] * (settings["prefetch_factor"] or 0) + 1
+        times, error = _take(loader, step, warm_up, lambda: max(0.0, end - time.monotonic()) / parts)
     finally:
-        if loading is not None:
-            loading.stop(kill=over and not times)
+        loader.timeout = timeout
         for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
-    return _row(settings, times, None if over else error, loader)
+        if hasattr(sampler, "continue_after"):  # it counts its passes
+            sampler.continue_after([epoch], over=False)
+    if times:
+        return WorkerRow(**settings, batches=len(times), seconds=sum(times) / len(times))
+    late = isinstance(error, RuntimeError) and "timed out" in str(error)
+    return WorkerRow(**settings, note=_LATE if late else f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _row(settings: dict[str, Any], times: list[float], error: BaseException | None, loader: Any) -> WorkerRow:
-    if error is not None:
-        return WorkerRow(**settings, note=f"{type(error).__name__}: {error}".splitlines()[0])
-    if not times:
-        return WorkerRow(**settings, note=_LATE if _forks(loader) else "too late to start")
-    return WorkerRow(**settings, batches=len(times), seconds=sum(times) / len(times))
-
-
-def _forks(loader: Any) -> bool:
-    """Whether worker processes begin as copies of this one, in no time."""
-    return (getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method() == "fork"
-
-
-def _take(
-    loading: _Loading, step: Any, warm_up: int, share: Callable[[], float], times: list[float]
-) -> BaseException | None:
-    """Take batches until the deadline, and call ``step`` on each, in this thread, where a training step would run.
+def _take(loader: Any, step: Any, warm_up: int, share: Callable[[], float]) -> tuple[list[float], BaseException | None]:
+    """Take batches, and call ``step`` on each.
 
     Args:
-        loading: Where they come from; its deadline is that of the first batch, and then that of this setting.
+        loader: Where they come from.
         step: Called on each batch, or ``None``.
-        warm_up: How many batches are not timed, as they hold the start of the workers.
+        warm_up: How many batches are not timed, as they hold the start of the workers; half of them at most.
         share: Tells how long to take batches, in seconds, once the first one is there.
-        times: Gets the seconds of each batch, with its step if there is one.
 
     Returns:
-        The error of the loading that ended it, if one did.
+        The seconds of each batch, with its step, and the error of the loading that ended it, if one did.
     """
-    seen, first = 0, 0.0
-    while (began := time.monotonic()) < loading.deadline:
-        loading.ask()
-        try:
-            batch, seconds, error = loading.ready.get(timeout=loading.deadline - began)
-        except queue.Empty:
-            break
-        if error is not None:
-            return error
-        if not seen:
-            loading.deadline = time.monotonic() + share()
-        if step is not None:
-            if not seen:  # memory that was shared at the fork of the workers is copied at the first writing
-                start = time.monotonic()
-                step(batch)
-                began += time.monotonic() - start
-            step(batch)
-            seconds = time.monotonic() - began
-        seen += 1
-        if seen == 1:
-            first = seconds
-        # A loader too slow or short for more than the warm-up counts anyway.
-        elif seen > warm_up or (time.monotonic() - began) * 3 > loading.deadline - time.monotonic():
-            times.append(seconds)
-    if seen and not times:
-        times.append(first)
-    return None
-
-
-class _Loading(threading.Thread):
-    """Loads a batch whenever it is asked to, in a thread because the batch may never come.
-
-    Args:
-        loader: The loader. Without the thread of a ``PrefetchLoader``, in whose place this one stands, unless it has
-            several.
-        deadline: Until when to wait for worker processes, by the monotonic clock.
-        ahead: Whether a ``PrefetchLoader`` may be ahead by as many batches as it would be by itself.
-    """
-
-    def __init__(self, loader: Any, deadline: float, ahead: bool) -> None:
-        super().__init__(daemon=True, name="lightning_turbo-tune")
-        own = isinstance(loader, PrefetchLoader) and (loader.threads == 1)
-        self.loader: Any = super(PrefetchLoader, loader) if own else loader
-        self.deadline = deadline
-        self.asked = threading.Semaphore(loader.prefetch_batches if own and ahead else 0)
-        self.ready: queue.SimpleQueue[tuple[Any, float, BaseException | None]] = queue.SimpleQueue()
-        self.stopping = False
-        self.iterator: Any = self.loader.__iter__()  # starts the workers, from the caller's thread
-
-    def ask(self) -> None:
-        """Have one more batch loaded."""
-        self.asked.release()
-
-    def run(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:
-            self.ready.put((None, 0.0, error))
-        finally:
-            if isinstance(self.iterator, BackgroundIterator):
-                self.iterator.close()
-
-    def _run(self) -> None:
-        empty = True
-        while self.asked.acquire() and not self.stopping:
+    times: list[float] = []
+    end = float("inf")
+    with contextlib.closing(_batches(loader)) as batches:
+        while not times or time.monotonic() < end:
+            try:
+                batch, seconds = next(batches)
+            except Exception as error:
+                # One that came too late for its time is none.
+                return (times if times and "timed out" in str(error) else []), error
+            if step is not None and not times:
+                step(batch)  # memory that was shared at the fork of the workers is copied at the first writing
             began = time.monotonic()
-            while True:
-                if getattr(self.iterator, "_workers", ()):  # else waiting for them would go on in steps of 5 s
-                    self.iterator._timeout = max(0.01, self.deadline - time.monotonic())
-                try:
-                    batch = next(self.iterator)
-                    break
-                except StopIteration:
-                    if empty:
-                        raise ValueError("the loader is empty") from None
-                    self.iterator, empty, began = self.loader.__iter__(), True, time.monotonic()
-            empty = False
-            self.ready.put((batch, time.monotonic() - began, None))
-            del batch
+            if step is not None:
+                step(batch)
+            end = time.monotonic() + share() if not times else end
+            times.append(seconds + time.monotonic() - began)
+    return times[min(warm_up, len(times) // 2) :], None
 
-    def stop(self, kill: bool) -> None:
-        """End the worker processes, with force if they gave nothing, and the thread."""
-        self.stopping = True
-        self.ask()
-        self.join(0.2)
-        iterator = self.iterator
-        if kill or self.is_alive():
-            if getattr(iterator, "_worker_pids_set", False):
-                iterator._worker_pids_set = False
-                _remove_worker_pids(id(iterator))  # else torch would raise in this process if one is still starting
-            for worker in getattr(iterator, "_workers", []):
-                worker.terminate()
-        end = getattr(iterator, "_shutdown_workers", None)
-        if end is not None:
-            end()
-        self.iterator = self.loader = None
+
+def _batches(loader: Any) -> Generator[tuple[Any, float], None, None]:
+    """Yield the batches of one epoch after another, each with the seconds that it was waited for."""
+    iterator: Any = None
+    try:
+        while True:
+            iterator, empty, began = iter(loader), True, time.monotonic()
+            for batch in iterator:
+                empty = False
+                yield batch, time.monotonic() - began
+                began = time.monotonic()
+            if empty:
+                raise ValueError("the loader is empty")
+    finally:
+        loader.close() if isinstance(loader, PrefetchLoader) else end_workers(iterator)
 
 
 def _choose(rows: Sequence[WorkerRow], tolerance: float) -> WorkerRow | None:
@@ -389,13 +302,9 @@ def _read(path: Path) -> WorkerTuning | None:
 
 def _check(make_loader: Any, step: Any, show: Any, seconds: Any, most: Any, factors: Any, tolerance: Any) -> None:
     check_functions(step=step, show=show)
-    if not callable(make_loader):
-        raise TypeError(f"make_loader={make_loader!r} cannot be called; pass a function.")
-    if not is_number(seconds) or seconds <= 0:
-        raise ValueError(f"seconds={seconds!r}: pass the time to spend, a finite number above zero.")
-    if most is not None and not is_whole(most, 0):
-        raise ValueError(f"max_workers={most!r}: pass a whole number, 0 or more, or None.")
-    if not isinstance(factors, Sequence) or not factors or not all(is_whole(n, 1) for n in factors):
-        raise ValueError(f"prefetch_factors={factors!r} must hold whole numbers of 1 or more.")
-    if not is_number(tolerance) or tolerance < 0:
-        raise ValueError(f"tolerance={tolerance!r}: pass a finite number, 0 or more, for example 0.05.")
+    expect(callable(make_loader), "make_loader", make_loader, "a function that returns a DataLoader", TypeError)
+    expect(is_number(seconds) and seconds > 0, "seconds", seconds, "a finite number above zero")
+    expect(most is None or is_whole(most, 0), "max_workers", most, "a whole number of 0 or more, or None")
+    whole = isinstance(factors, Sequence) and bool(factors) and all(is_whole(n, 1) for n in factors)
+    expect(whole, "prefetch_factors", factors, "whole numbers of 1 or more, as [2, 4]")
+    expect(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a finite number of 0 or more, as 0.05")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_turbo._checks import check_functions, check_switches
+from lightning_turbo._checks import check_functions, check_switches, expect
 from lightning_turbo._lightning import (
     CombinedLoader,
     LightningDataModule,
@@ -28,8 +27,9 @@ from lightning_turbo._lightning import (
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader, check_threads, lock_of, old_name_of_threads
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, lock_of, old_name_of_threads
 from lightning_turbo.data.prefetcher import check_count
+from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
 
@@ -37,7 +37,7 @@ __all__ = ["PrefetchDataModule"]
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 _SHARED = ("num_workers", "pin_memory")
-_ACCEPTED = ("prefetch_batches", "threads", "device_prefetch", "device_transform", *_SHARED)
+_ACCEPTED = ("prefetch_batches", "threads", "device_prefetch", "device_transform", "sample_seeds", *_SHARED)
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,20 @@ class _Settings:
     device_transform: Callable[[Any], Any] | None
     num_workers: int | str | None
     pin_memory: bool | None
+    sample_seeds: int | None
 
     def __post_init__(self) -> None:
         check_count("prefetch_batches", self.prefetch_batches)
-        check_threads(self.threads)
+        check_count("threads", self.threads)
         check_switches(device_prefetch=self.device_prefetch)
         check_functions(device_transform=self.device_transform)
-        pin_memory, num_workers = self.pin_memory, self.num_workers
-        if pin_memory is not None and not isinstance(pin_memory, bool):
-            raise TypeError(f"pin_memory={pin_memory!r} is not a bool; pass True, False, or None for the loaders' own.")
-        if num_workers is None or num_workers == "auto":
-            return
-        if isinstance(num_workers, str):
-            raise ValueError(f"num_workers={num_workers!r} is unknown; pass a number of processes or 'auto'.")
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-            raise TypeError(f"num_workers={num_workers!r} is not an integer; pass a number of processes or 'auto'.")
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers!r} is negative; pass 0 or more processes, or 'auto'.")
+        if self.sample_seeds is not None:
+            check_seed(self.sample_seeds, "sample_seeds")
+        expect(self.pin_memory in (None, True, False), "pin_memory", self.pin_memory, "True, False or None", TypeError)
+        if isinstance(self.num_workers, str):
+            expect(self.num_workers == "auto", "num_workers", self.num_workers, "a number of processes or 'auto'")
+        elif self.num_workers is not None:
+            check_count("num_workers", self.num_workers, 0)
 
 
 class PrefetchDataModule(LightningDataModule):
@@ -93,6 +90,8 @@ class PrefetchDataModule(LightningDataModule):
             (``tune_workers``) when a loader is first asked for, which leaves one alone that gives no batch in time, or
             whose data could be other data with worker processes; ``None`` leaves the loaders' own.
         pin_memory: Replaces the loaders' own ``pin_memory``; ``None`` leaves it.
+        sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
+            drawn while it is loaded; see ``seed_samples``. A loader that is seeded already keeps its seed.
         prefetch_threads: The old name of ``threads``.
         **kwargs: For the class behind this one. If that class has an argument ``num_workers`` or ``pin_memory``, a
             value given for it goes there (``num_workers="auto"`` does not), and its ``hparams`` hold what it got.
@@ -126,6 +125,7 @@ class PrefetchDataModule(LightningDataModule):
         device_transform: Callable[[Any], Any] | None = None,
         num_workers: int | str | None = None,
         pin_memory: bool | None = None,
+        sample_seeds: int | None = None,
         prefetch_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -137,6 +137,7 @@ class PrefetchDataModule(LightningDataModule):
         for name in _SHARED:
             if name in theirs and own[name] is not None and own[name] != "auto":
                 kwargs[name], own[name] = own[name], None
+        own["sample_seeds"] = sample_seeds
         self._prefetch = _Settings(prefetch_batches, threads, device_prefetch, device_transform, **own)
         self._prefetch_found: dict[tuple[str, int], dict[str, Any]] = {}
         self._prefetch_transfers: dict[str, DeviceTransfer] = {}
@@ -192,13 +193,18 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
     trainer = getattr(datamodule, "trainer", None)
     transfer = _choose_transfer(datamodule, trainer) if trainer is not None else None
     count = iter(range(1 << 30))
+    seeds = datamodule._prefetch.sample_seeds
 
     def convert(loader: DataLoader[Any]) -> Any:
         place = name, next(count)
+        if seeds is not None and not isinstance(loader.dataset, SeededDataset):
+            loader = seed_samples(loader, seeds)
         twin = _convert(datamodule, loader, place, transfer)
         twin._prefetch_turn = lock_of(datamodule)
         if trainer is not None:
             twin._prefetch_wanted = _Wanted(trainer, *place)
+            if isinstance(twin.dataset, SeededDataset):  # also one that is made again for each epoch begins here
+                getattr(twin, index_sampler_name(twin)).epoch = trainer.current_epoch
         return twin
 
     return _map_loaders(loaders, convert)
@@ -207,22 +213,28 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
 def _convert(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int], transfer: DeviceTransfer | None) -> Any:
     """Return a loader with prefetching, as the settings say; one that has it is kept, and its own settings too."""
     settings: _Settings = datamodule._prefetch
-    own = isinstance(loader, PrefetchLoader)
-    chosen = {"num_workers": settings.num_workers, "prefetch_factor": None, "pin_memory": settings.pin_memory}
+    changes = _changes(datamodule, loader, place)
+    if not isinstance(loader, PrefetchLoader):
+        return PrefetchLoader.of(
+            _variant(loader, **changes), prefetch_batches=settings.prefetch_batches, threads=settings.threads,
+            transfer=transfer,
+        )  # fmt: skip
+    twin: Any = _variant(loader, **changes) if changes else loader
+    twin.transfer = transfer or twin.transfer
+    return twin
+
+
+def _changes(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int]) -> dict[str, Any]:
+    """Return the settings of workers and memory in which a loader is to differ from what it is."""
+    settings: _Settings = datamodule._prefetch
+    chosen: dict[str, Any] = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
     if settings.num_workers == "auto":
         found = datamodule._prefetch_found
         if place not in found:
             found[place] = _tune(loader, place[0], getattr(loader, "threads", settings.threads))
-        chosen.update({key: value for key, value in found[place].items() if chosen[key] in (None, "auto")})
-    changes = {key: value for key, value in chosen.items() if value is not None and value != getattr(loader, key)}
-    if own:
-        twin: Any = _variant(loader, **changes) if changes else loader
-        twin.transfer = twin.transfer if transfer is None else transfer
-        return twin
-    return PrefetchLoader.of(
-        _variant(loader, **changes), prefetch_batches=settings.prefetch_batches, threads=settings.threads,
-        transfer=transfer,
-    )  # fmt: skip
+        asked = {} if settings.pin_memory is None else {"pin_memory": settings.pin_memory}
+        chosen = {**found[place], **asked}
+    return {name: value for name, value in chosen.items() if value is not None and value != getattr(loader, name)}
 
 
 def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
@@ -260,8 +272,7 @@ def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
         )
     transfers = datamodule._prefetch_transfers
     if str(device) not in transfers:  # one side stream a run
-        apart: dict[str, Any] = {} if streams else {"min_bytes": sys.maxsize}
-        transfers[str(device)] = DeviceTransfer(device, transform=transform, **apart)
+        transfers[str(device)] = DeviceTransfer(device, transform=transform, ahead=streams)
     return transfers[str(device)]
 
 
@@ -300,7 +311,11 @@ def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
     if not why:
         try:
             return tune_workers(
-                lambda **settings: PrefetchLoader.of(_variant(loader, **settings), threads=threads)
+                lambda **settings: (
+                    _variant(loader, **settings)
+                    if threads == 1
+                    else PrefetchLoader.of(_variant(loader, **settings), threads=threads)
+                )
             ).settings
         except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
             why = f"{error} Pass a number of processes in place of 'auto', for example what tune_workers finds."

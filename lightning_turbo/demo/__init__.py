@@ -1,4 +1,4 @@
-"""The demo: one small network on real data, trained at O0, O1, O2 and O3 through an ordinary Trainer."""
+"""Demo: one small network on real data, trained at O0, O1, O2 and O3 by an ordinary Trainer."""
 
 from lightning_turbo.demo.settings import DemoError, DemoSettings
 

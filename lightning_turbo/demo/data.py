@@ -1,4 +1,4 @@
-"""Real data that comes inside Python packages: nothing is downloaded, nothing is copied into this project."""
+"""Data of the demo, from installed Python packages: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_turbo import _optional
 
 __all__ = ["DemoData", "VolumePatches", "load_digits", "load_mni"]
 
-PATCH = 28  # voxels a side, as in MedMNIST3D
+PATCH = 28  # voxels per side, as in MedMNIST3D
 STRIDE = 7  # voxels between neighbouring patches
-CUT = 105  # coronal plane between validation (behind it) and training (in front of it), in voxels from the back
-GAP = 4  # voxels on either side of the cut that belong to neither
+CUT = 105  # coronal plane, in voxels from the back: validation is behind it, training in front of it
+GAP = 4  # voxels on each side of the cut that neither part uses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoData:
-    """A task: two data sets of ``(image, label)`` and what is known about them.
+    """Classification task: two data sets of ``(image, label)`` and their properties.
 
     Args:
         name: Name of the task.
@@ -30,7 +30,7 @@ class DemoData:
         val: Validation samples of the same form.
         dims: Spatial dimensions of an image, 2 or 3.
         classes: Number of classes.
-        majority: Share of the commonest class in ``val``: what a constant answer scores.
+        majority: Share of the most frequent class in ``val``: the accuracy of a constant answer.
         floor: Validation accuracy that every level has to reach.
     """
 
@@ -47,10 +47,10 @@ def load_digits(seed: int) -> DemoData:
     """Load scikit-learn's handwritten digits: 1797 images of 8 x 8, 10 classes, a quarter for validation.
 
     Args:
-        seed: Seeds the split, which keeps the classes' shares equal in both parts.
+        seed: Seed of the split, which is stratified by class.
 
     Returns:
-        The task. Images are standardised with the mean and deviation of the training part.
+        The task. Images are standardised with the mean and standard deviation of the training part.
 
     Raises:
         MissingExtraError: If scikit-learn is not installed.
@@ -75,13 +75,13 @@ def load_digits(seed: int) -> DemoData:
 
 
 class VolumePatches(Dataset[tuple[Tensor, Tensor]]):
-    """Cubes cut from one volume when they are asked for, so that overlapping ones cost no memory.
+    """Cubes of one volume, as views, so that overlapping cubes need no memory.
 
     Args:
         volume: float32 of ``(x, y, z)``.
-        corners: Integers of ``(patches, 3)``: the lowest voxel of each cube, which must lie inside ``volume``.
+        corners: Integers of ``(patches, 3)``: lowest voxel of each cube. The cubes must lie inside ``volume``.
         labels: Integers of ``(patches,)``.
-        size: Voxels a side.
+        size: Voxels per side.
     """
 
     def __init__(self, volume: Tensor, corners: npt.NDArray[np.int64], labels: Tensor, size: int = PATCH) -> None:
@@ -100,21 +100,21 @@ class VolumePatches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load_mni() -> DemoData:
-    """Load cubes of nilearn's MNI152 brain template: does a cube hold more white matter than grey?
+    """Load cubes of nilearn's MNI152 brain template, labelled by whether they have more white matter than grey.
 
-    The images are cubes of 28 voxels a side (1 mm each) of the T1-weighted template. The labels come from the
-    template's own maps of grey and white matter; cubes that are less than half brain are left out. The template
-    is exactly mirror-symmetric, so one hemisphere is dropped. Training cubes lie in front of a coronal plane,
-    validation cubes behind it, and cubes that touch the plane or the gap around it are left out.
+    The images are cubes of 28 voxels per side (1 mm each) of the T1-weighted template. The labels come from the
+    template's maps of grey and white matter. Cubes with less than half brain are excluded. The template is
+    mirror-symmetric, so that one hemisphere is excluded. Training cubes lie in front of a coronal plane, validation
+    cubes behind it; cubes that touch the plane or the gap around it are excluded.
 
     Returns:
-        The task. The volume is standardised with the brain of the training part.
+        The task. The volume is standardised with the mean and standard deviation of the training part's brain.
 
     Raises:
         MissingExtraError: If nilearn is not installed.
 
     Note:
-        It is one averaged brain: the task proves the pipeline in 3D and its speed, not that a network
+        The template is one averaged brain: the task shows the pipeline in 3D and its speed, not that a network
         generalises to people.
     """
     _optional.require("nilearn", "the demo on mni")
@@ -124,7 +124,7 @@ def load_mni() -> DemoData:
     grey = datasets.load_mni152_gm_template(resolution=1).get_fdata(dtype=np.float32)
     white = datasets.load_mni152_wm_template(resolution=1).get_fdata(dtype=np.float32)
 
-    first = volume.shape[0] // 2 + 1  # just beyond the plane of symmetry
+    first = volume.shape[0] // 2 + 1  # first voxel after the plane of symmetry
     starts = [range(low, size - PATCH + 1, STRIDE) for low, size in zip((first, 0, 0), volume.shape, strict=True)]
     corners = np.stack(np.meshgrid(*starts, indexing="ij"), axis=-1).reshape(-1, 3)
     grey_share, white_share = _cube_means(grey, corners), _cube_means(white, corners)
@@ -140,7 +140,7 @@ def load_mni() -> DemoData:
 
 
 def _cube_means(values: npt.NDArray[np.float32], corners: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The mean of ``values`` in the cube at each corner, from one table of sums."""
+    """Return the mean of ``values`` in the cube at each corner, from a summed-volume table."""
     table = np.pad(values.cumsum(0, dtype=np.float64).cumsum(1).cumsum(2), ((1, 0),) * 3)
     total = np.zeros(len(corners))
     for offset in np.ndindex(2, 2, 2):

@@ -1,4 +1,4 @@
-"""The picture of a demo run: how the loss fell, how fast each level was, how much memory it kept."""
+"""Chart of a demo run: loss curves, speed and memory of each level."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lightning_turbo._files import whole_file
 
 __all__ = ["draw_results"]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, in shades for light and dark pages.
+# Okabe and Ito's palette for colour-blind readers, in shades for light and dark pages.
 COLOURS = {"O0": "#8b949e", "O1": "#1f8fdb", "O2": "#00a37a", "O3": "#e0702a"}
 PARTS = {"weights": 1.0, "gradients": 0.82, "optimizer_state": 0.64}  # opacity of each part of a memory bar
-WIDTHS = (5.0, 3.6, 2.2, 1.2)  # each level narrower than the one before, so that curves that coincide are all seen
+WIDTHS = (5.0, 3.6, 2.2, 1.2)  # narrower for each level, so that coinciding curves stay visible
 INK = "#7d8590"  # of text and lines, legible on white and on black
-SMOOTHING = 0.96  # share of the mean so far in an exponential mean
+SMOOTHING = 0.96  # weight of the previous mean in the exponential mean
 
 
 def draw_results(results: dict[str, Any], path: Path) -> None:
-    """Draw the levels of ``results``, in the form of results.json, into an image file with a transparent ground.
+    """Draw the levels of ``results`` into an image file with a transparent background.
 
     Args:
         results: Content of results.json.
-        path: The image; its suffix chooses the format.
+        path: Image file; its suffix selects the format.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
@@ -95,7 +95,7 @@ def _draw_memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def _best(values: dict[str, float], choose: Any, word: str) -> str:
-    """Return the best level and its ratio to O0, as the end of a title, or nothing where O0 is the best or absent."""
+    """Return the best level and its ratio to O0 for a title, or nothing if O0 is the best or absent."""
     best = choose(values, key=lambda level: values[level], default="O0")
     return "" if best == "O0" or not values.get("O0") else f": {best} {values[best] / values['O0']:.2f} {word} O0"
 
@@ -117,7 +117,7 @@ def _style(axes: Any, title: str) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Average exponentially, corrected for the start, as TensorBoard does; leave out numbers that are not finite."""
+    """Return the exponential mean with bias correction, as TensorBoard does. Ignore numbers that are not finite."""
     smoothed, mean, weight = [], 0.0, 0.0
     for value in values:
         if math.isfinite(value):

@@ -1,4 +1,4 @@
-"""The record of one level: losses, accuracy, time and memory, kept in the checkpoint for a resumed run."""
+"""Record of one level: losses, accuracy, time and memory, saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ KEPT = (
     "val_accuracies",
     "val_losses",
 )
-MEASURED_STEPS = 3  # the optimizer's state exists from the second step on
+MEASURED_STEPS = 3  # the optimizer's state exists before the second step
 
 
 def training_bytes(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, int]:
     """Count the bytes of weights, gradients and optimizer state, each storage once.
 
     Args:
-        parameters: The model's parameters. Parameters that only an optimizer holds, such as float32 masters,
-            are counted as weights too.
-        optimizers: The optimizers that train them.
+        parameters: Parameters of the model. Other parameters of an optimizer, such as float32 masters, count as
+            weights too.
+        optimizers: Optimizers of the parameters.
 
     Returns:
-        Bytes under ``"weights"``, ``"gradients"`` and ``"optimizer_state"``, as they are now.
+        Current bytes under ``"weights"``, ``"gradients"`` and ``"optimizer_state"``.
     """
     optimizers = list(optimizers)
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -57,20 +57,20 @@ def training_bytes(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]
 
 
 def _bytes(values: Iterable[Any]) -> int:
-    """Count the bytes of those values that are tensors."""
+    """Count the bytes of the tensors among the values."""
     storages = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class RunHistory(Callback):
-    """Records a training run without slowing it: losses stay on the device until the epoch ends.
+    """Record a training run. Losses stay on the device until the end of the epoch, to avoid synchronisation.
 
     Args:
         samples: Training samples per epoch.
 
     Note:
-        The clock of an epoch runs from its first batch to its last; validation and checkpoints are left out.
-        On CUDA the device is synchronised at both ends. An epoch that is interrupted leaves no trace.
+        The time of an epoch is measured from its first batch to its last, without validation and checkpoints. On CUDA
+        the device is synchronised before and after. An interrupted epoch is not recorded.
     """
 
     def __init__(self, samples: int) -> None:
@@ -92,12 +92,12 @@ class RunHistory(Callback):
 
     @property
     def epochs(self) -> int:
-        """Epochs that were completed."""
+        """Number of complete epochs."""
         return len(self.epoch_seconds)
 
     @property
     def seconds_per_epoch(self) -> float | None:
-        """The median epoch; the first one, which warms everything up, counts only when it is alone."""
+        """Median time of an epoch. The first epoch is a warm-up: it counts only if it is the only one."""
         return statistics.median(self.epoch_seconds[1:] or self.epoch_seconds) if self.epoch_seconds else None
 
     @property
@@ -107,18 +107,18 @@ class RunHistory(Callback):
         return self.samples / seconds if seconds else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure the device's peak memory."""
+        """Reset the peak memory of the device."""
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the epoch's clock."""
+        """Start the clock."""
         self._pending = []
         _wait(pl_module.device)
         self._started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Count bytes where they peak: every gradient is there, masters included, and none is released yet."""
+        """Count bytes at their peak: all gradients exist, those of masters too, and none is released yet."""
         if self._steps_seen < MEASURED_STEPS:
             self._steps_seen += 1
             now = training_bytes(pl_module.parameters(), trainer.optimizers)
@@ -127,14 +127,14 @@ class RunHistory(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss, and stop the clock after the last batch."""
+        """Store the loss, and stop the clock after the last batch."""
         self._pending.append(outputs["loss"].detach())
         if trainer.is_last_batch:
             _wait(pl_module.device)
             self._seconds = time.perf_counter() - self._started
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fetch the epoch's numbers, all at once."""
+        """Read the results of the epoch from the device."""
         self.epoch_seconds.append(self._seconds)
         self.step_losses += torch.stack(self._pending).float().tolist()
         self.val_losses.append(float(trainer.callback_metrics["val_loss"]))
@@ -161,13 +161,13 @@ def past_history(checkpoint: Path) -> dict[str, Any]:
     """Read the record of a ``RunHistory`` from a checkpoint, without building a model.
 
     Raises:
-        DemoError: If the file is not a readable checkpoint of the demo.
+        DemoError: If the file cannot be read as a checkpoint of the demo.
     """
     try:
         return torch.load(checkpoint, map_location="cpu", weights_only=True)["callbacks"][RunHistory.__qualname__]
     except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
         raise DemoError(
-            f"checkpoint: expected one that the demo wrote, {str(checkpoint)!r} cannot be read "
+            f"checkpoint: expected one of the demo, got {str(checkpoint)!r}, which cannot be read "
             f"({type(error).__name__}). Delete it to train its level again."
         ) from error
 

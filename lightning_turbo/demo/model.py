@@ -1,4 +1,4 @@
-"""The network that the demo trains: an ordinary LightningModule, written for float32."""
+"""Network of the demo: an ordinary LightningModule, written for float32."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["DemoNet"]
 class DemoNet(LightningModule):
     """Three convolutions with batch norm, global average pooling, one linear layer.
 
-    It knows nothing of precision: all levels train this class, unchanged, with the same hyper-parameters.
-    Plain SGD with a rate that is warmed up over the first tenth of the steps and then falls along a cosine moves
-    weights by more than the spacing of bfloat16 values, so that it also trains weights without float32 masters.
+    The module has no code for precision: all levels train it with the same hyper-parameters. The learning rate rises in
+    the first tenth of the steps and then falls along a cosine. The steps of SGD are larger than the spacing of bfloat16
+    values, so that weights without float32 masters learn too.
 
     Args:
         dims: Spatial dimensions of the input, 2 or 3. Volumes are halved in size by each convolution.
         classes: Number of classes, 2 or more.
-        width: Channels of the first convolution; the second has twice, the third four times as many.
+        width: Channels of the first convolution. The second has twice, the third four times as many.
         learning_rate: Highest learning rate of the schedule.
-        total_steps: Optimizer steps of the schedule; ``None`` is the length of the Trainer's run.
+        total_steps: Optimizer steps of the schedule. Default: the length of the Trainer's run.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DemoNet(LightningModule):
         self.log_dict(scores, batch_size=len(labels))
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with Nesterov momentum and its schedule, one step of it per optimizer step."""
+        """Return SGD with Nesterov momentum, and its schedule, which advances every optimizer step."""
         optimizer = SGD(self.parameters(), lr=self.learning_rate, momentum=0.9, nesterov=True)
         total = self.total_steps or int(self.trainer.estimated_stepping_batches)
         warm_up = max(1, total // 10)

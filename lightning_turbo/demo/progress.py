@@ -1,4 +1,4 @@
-"""The demo's progress: one bar over the whole run in a terminal, one line an epoch elsewhere."""
+"""Progress of the demo: one bar for the whole run in a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["RunProgress"]
 
 
 class RunProgress(Callback):
-    """Shows how far the run is; one object serves the Trainers of all levels.
+    """Show the progress of the run. All Trainers of the demo share one object.
 
     Args:
-        console: Where to write. In anything but a terminal plain lines are written, so that a log stays readable.
-        steps: Training batches of the whole run, all levels together.
-        done: Batches that an earlier run has done already.
+        console: Output. Without a terminal, plain lines are written, so that logs stay readable.
+        steps: Training batches of the whole run, over all levels.
+        done: Batches of an earlier run that is resumed.
 
     Note:
-        Use it as a context manager: the bar is drawn by a thread, which ends on leaving.
+        Use it as a context manager: a thread draws the bar, and ends at the end of the context.
     """
 
     def __init__(self, console: Console, *, steps: int, done: int = 0) -> None:
@@ -52,14 +52,14 @@ class RunProgress(Callback):
         self._bar.stop()
 
     def begin(self, level: str, epoch: int, epochs: int) -> None:
-        """Name the level and the epoch, counted from 1, that come next."""
+        """Show the next level and epoch, where 1 is the first epoch."""
         self._epoch = f"{level}  epoch {epoch:>2}/{epochs}"
         self._bar.update(self._task, description=self._epoch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Advance the bar; nothing is fetched from the device."""
+        """Advance the bar, without synchronisation."""
         self._bar.advance(self._task)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""The results of the demo: a table for the reader, results.json for programs."""
+"""Results of the demo: a table for readers, results.json for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMAT = 1  # of results.json
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine of the numbers: device, versions, date."""
+    """Return device, versions and date."""
     lightning = "lightning" if bound_name().startswith("lightning.") else "pytorch-lightning"
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -47,11 +47,11 @@ def _cpu_name() -> str:
 
 
 def level_row(history: RunHistory, *, epochs: int, floor: float) -> dict[str, Any]:
-    """Condense one level's run to its row of results.
+    """Return the results of one level.
 
     Args:
-        history: The record of the run.
-        epochs: Epochs of a whole run.
+        history: Record of the run.
+        epochs: Epochs of a complete run.
         floor: Accuracy that the level has to reach in its last epoch.
     """
     accuracy = history.val_accuracies[-1] if history.val_accuracies else None
@@ -76,7 +76,7 @@ def level_row(history: RunHistory, *, epochs: int, floor: float) -> dict[str, An
 
 
 def results_table(rows: dict[str, dict[str, Any]], floor: float) -> Table:
-    """Lay out one line per level; a score below ``floor`` is marked."""
+    """Return a table with one line per level, with a mark for an accuracy below ``floor``."""
     caption = f"Accuracy has to reach {floor}. Memory: weights, gradients, state."
     table = Table("level", caption=caption, caption_justify="left")
     table.columns[0].style = "bold"
@@ -107,13 +107,13 @@ def _number(value: float | None, form: str) -> str:
 
 
 def readable_bytes(count: int) -> str:
-    """Write a number of bytes with the binary unit that fits, for example ``"290 KiB"``."""
+    """Format a number of bytes with a binary unit, for example ``"290 KiB"``."""
     power = 0 if count < 1024 else min(int(math.log2(count) // 10), 3)
     return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def write_results(results: dict[str, Any], path: Path) -> None:
-    """Write ``results`` as JSON, whole or not at all; numbers that are not finite become ``null``."""
+    """Write ``results`` as JSON in one atomic step; numbers that are not finite become ``null``."""
     text = json.dumps(_finite(results), indent=1, allow_nan=False)
     with whole_file(path) as part:
         part.write_text(text + "\n")

@@ -1,4 +1,4 @@
-"""The demo itself: train every level, epoch by epoch in turn, and report."""
+"""Run of the demo: train the levels, which take turns epoch by epoch, and report."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ PASSED, TOO_LOW, INTERRUPTED = 0, 1, 130
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
-    """Train a small network at each level, and write results.json, a picture, logs and checkpoints.
+    """Train a small network at each level, and write results.json, a chart, logs and checkpoints.
 
     Args:
-        settings: The settings. ``settings.out`` is replaced level by level unless ``settings.resume``.
-        console: Where progress and the table are shown; default standard output.
+        settings: The settings. Without ``settings.resume``, the run replaces the results in ``settings.out``.
+        console: Output of progress and table. Default: standard output.
 
     Returns:
-        Exit status: 0 if every level reached its accuracy, 1 if one did not, 130 after Ctrl-C. Speed never counts.
+        Exit status: 0 if every level reaches its accuracy, 1 if one does not, 130 after Ctrl-C. Speed has no effect.
 
     Raises:
         DemoError: If the device is absent, ``out`` cannot be written, or there is nothing to resume.
         MissingExtraError: If a package of the ``demo`` extra is not installed.
-        OSError: If a file cannot be written later on, for example because the disk is full; earlier files are kept.
+        OSError: If a file cannot be written during training, for example because the disk is full. Files from before
+            stay.
 
     Note:
-        The levels take turns epoch by epoch, so that a machine that slows down for a while slows all of them. The
-        figures are a demonstration, not a benchmark.
+        The levels take turns epoch by epoch, so that a temporary load on the machine slows all of them. The results are
+        a demonstration, not a benchmark.
     """
     console = console or Console()
     device = _device(settings.device)
@@ -71,12 +72,12 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
 def _train_levels(
     levels: tuple[str, ...], data: DemoData, results: dict[str, Any], console: Console, device: torch.device, out: Path
 ) -> bool:
-    """Train each level to its last epoch, in turns, and keep the results up to date; return False after Ctrl-C."""
+    """Train the levels in turns and update the results after each epoch; return False after Ctrl-C."""
     epochs, seed = results["settings"]["epochs"], results["settings"]["seed"]
     histories = {level: _history(data, _checkpoint(out, level)) for level in levels}
     per_epoch = math.ceil(len(data.train) / BATCH_SIZE)
     done = per_epoch * sum(min(history.epochs, epochs) for history in histories.values())
-    _say(
+    _print(
         console,
         f"{data.name}: {len(data.train)} training and {len(data.val)} validation samples, "
         f"{epochs} epochs at {', '.join(levels)} on {results['machine']['device']}",
@@ -161,7 +162,7 @@ def train_epoch(
 
 @contextlib.contextmanager
 def _interruptible(trainer: Trainer) -> Iterator[None]:
-    """Raise KeyboardInterrupt after Ctrl-C, which Lightning makes a SystemExit of, and turns off for later."""
+    """Raise KeyboardInterrupt after Ctrl-C: Lightning raises SystemExit, and ignores the signal afterwards."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -184,7 +185,7 @@ def _checkpoint(out: Path, level: str) -> Path:
 
 
 def _device(name: str) -> torch.device:
-    """Return the device of a name on this machine."""
+    """Return the device with a name, and check that this machine has it."""
     count = torch.cuda.device_count() if name != "cpu" else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -197,7 +198,7 @@ def _device(name: str) -> torch.device:
 
 
 def _start(settings: DemoSettings) -> dict[str, Any]:
-    """Return the results of a new run, and delete the files of an earlier run in its folder."""
+    """Return the results of a new run, and delete the files of an earlier run in the folder."""
     out = settings.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -218,7 +219,7 @@ def _start(settings: DemoSettings) -> dict[str, Any]:
 
 
 def _resume(settings: DemoSettings) -> dict[str, Any]:
-    """Return the results of the run that ``settings`` continue, with the new settings in place of the old."""
+    """Return the results of the earlier run, updated with the new settings."""
     path = settings.out / "results.json"
     try:
         results = json.loads(path.read_text())
@@ -227,8 +228,8 @@ def _resume(settings: DemoSettings) -> dict[str, Any]:
         version = results["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DemoError(
-            f"resume: {str(path)!r} is missing or not readable ({error!r}). Pass the folder of an earlier demo as out, "
-            "or leave --resume out to start again."
+            f"resume: expected the results of an earlier demo, got {str(path)!r}, which is missing or not readable "
+            f"({error!r}). Pass the folder of an earlier demo as out, or leave --resume out."
         ) from error
     expect(version == FORMAT, f"resume: the format of {str(path)!r}", version, f"{FORMAT}", DemoError)
     for name in ("data", "seed"):
@@ -241,7 +242,7 @@ def _resume(settings: DemoSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's greetings and the warnings that say nothing to a user of the demo."""
+    """Suppress messages of Lightning that do not concern a user of the demo."""
     logger = logging.getLogger(bound_name())
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -257,7 +258,7 @@ def _quiet_lightning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads(data: DemoData) -> Iterator[None]:
-    """Use one thread for digits, whose layers are too small to share: waiting for a busy core costs more."""
+    """Use one thread for digits: the layers are so small that threads wait longer than they compute."""
     before = torch.get_num_threads()
     if data.name == "digits":
         torch.set_num_threads(1)
@@ -271,17 +272,19 @@ def _conclude(console: Console, results: dict[str, Any], out: Path, stopped: boo
     """Print the table and the next commands."""
     rows, floor = results["levels"], results["floor"]
     console.print(results_table(rows, floor))
-    _say(console, f"{out / 'results.json'}  {out / 'demo.png'}")
-    _say(console, f"tensorboard --logdir {out / 'tensorboard'}")
+    _print(console, f"{out / 'results.json'}  {out / 'demo.png'}")
+    _print(console, f"tensorboard --logdir {out / 'tensorboard'}")
     if stopped:
-        _say(console, f"Stopped; every whole epoch is kept. Continue with: lightning-turbo demo --resume --out {out}")
+        _print(
+            console, f"Stopped after the last complete epoch. Continue with: lightning-turbo demo --resume --out {out}"
+        )
         return
     for level, row in rows.items():
         if not row["passed"]:
-            advice = "more epochs may help: --resume --epochs N continues."
-            _say(console, f"{level} stayed at {row['val_accuracy']}, below {floor}; {advice}")
+            advice = "More epochs may help: --resume --epochs N."
+            _print(console, f"{level}: expected an accuracy of {floor}, got {row['val_accuracy']}. {advice}")
 
 
-def _say(console: Console, line: str) -> None:
-    """Print a line as it is: a folder may look like markup."""
+def _print(console: Console, line: str) -> None:
+    """Print a line without markup, because a folder may look like markup."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)

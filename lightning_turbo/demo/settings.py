@@ -1,4 +1,4 @@
-"""The demo's settings, checked before anything heavy is imported."""
+"""Settings of the demo, checked before slow imports."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ __all__ = ["DemoError", "DemoSettings"]
 
 LEVELS = ("O0", "O1", "O2", "O3")
 DATA = ("digits", "mni")
-EPOCHS = {"digits": 10, "mni": 8}  # enough for every level to clear its accuracy floor, with a margin
+EPOCHS = {"digits": 10, "mni": 8}  # every level reaches its accuracy with a margin
 MAX_SEED = 2**32 - 1  # the largest seed of numpy
 
 
 class DemoError(TurboError, ValueError):
-    """The demo cannot run as asked; the message names the settings that it accepts."""
+    """Error of a setting that the demo cannot use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSettings:
-    """One run of the demo.
+    """Settings of one run of the demo.
 
-    ``None`` means "not asked for": the value of the run that is resumed, else the default.
+    ``None`` is the value of the resumed run, or the default for a new run.
 
     Args:
-        levels: Levels to train, without repetition; default all of ``LEVELS``.
-        epochs: Passes over the training data per level, 1 or more; default ``EPOCHS[data]``.
+        levels: Levels to train, each at most once. Default: all of ``LEVELS``.
+        epochs: Epochs per level, at least 1. Default: ``EPOCHS[data]``.
         data: ``"digits"`` (default) or ``"mni"``.
-        device: ``"auto"`` (CUDA if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
-        seed: Seeds the split, the initial weights and the order of the samples, 0 to 2**32 - 1; default 0.
-        out: Folder for everything that is written; made when missing.
+        device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
+        seed: Seed of the split, the initial weights and the order of the samples, from 0 to 2**32 - 1. Default: 0.
+        out: Folder for all files; created if missing.
         resume: Continue from the checkpoints in ``out`` instead of starting again.
 
     Raises:
         TypeError: If ``epochs`` or ``seed`` is not an integer.
-        DemoError: If a value is outside the range above.
+        DemoError: If a value is out of range.
     """
 
     levels: tuple[str, ...] | None = None
@@ -50,7 +50,7 @@ class DemoSettings:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse settings that the demo does not know."""
+        """Check the settings."""
         if self.levels is not None:
             known = self.levels and set(self.levels) <= set(LEVELS) and len(set(self.levels)) == len(self.levels)
             hint = " (letter O, not zero)" if any(level.startswith("0") for level in self.levels) else ""

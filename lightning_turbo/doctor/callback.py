@@ -31,8 +31,8 @@ class Doctor(Callback):
         json: A file for the report as JSON; ``None`` writes none.
 
     Attributes:
-        report: The report, once it is made; ``None`` before.
-        superseded: Whether it left because an earlier doctor in the Trainer's list is at work.
+        report: The report; ``None`` until it is made.
+        superseded: Whether it left because the Trainer has an earlier doctor.
 
     Raises:
         TypeError: If a count of steps is not an integer, ``html`` or ``json`` is not a path, or ``fix`` is passed.
@@ -45,7 +45,8 @@ class Doctor(Callback):
         Only the rank with number zero watches. A compiled model, any model in a process that has compiled something
         before, and strategies that split single tensors, are timed but not watched from inside, and the report says so.
         Where another profile function is set (by a debugger; before Python 3.12 by cProfile), calls of Python functions
-        are not watched.
+        are not watched. Where worker processes load the data, one sample is loaded in two more of them, to see whether
+        it draws random numbers; the training process draws nothing for it.
 
     Example:
         >>> from lightning_turbo import Doctor
@@ -66,7 +67,7 @@ class Doctor(Callback):
         check_binding("Doctor")
         if removed:
             name, value = next(iter(removed.items()))
-            gone = " It has gone: make the change that the report names yourself." if name == "fix" else ""
+            gone = " It was removed: make the change that the report names yourself." if name == "fix" else ""
             raise TypeError(f"Doctor({name}={value!r}): there is no such argument.{gone}")
         check_steps(warmup=warmup, timed=timed, watched=watched)
         for name, path in (("html", html), ("json", json)):
@@ -80,14 +81,14 @@ class Doctor(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begin, on the first rank, if no other doctor is at work."""
-        doctors = [each for each in trainer.callbacks if isinstance(each, Doctor)]
-        if trainer.is_global_zero and doctors[0] is self:
-            others = [each for each in trainer.callbacks if each is not self]
-            self._session = Session(*self.steps, trainer, pl_module, others, lambda: self._finish(trainer))
-            self._session.sources.add_callers(sys._getframe(1))
-        else:
-            self.superseded = doctors[0] is not self
+        self.superseded = next(each for each in trainer.callbacks if isinstance(each, Doctor)) is not self
+        if self.superseded or not trainer.is_global_zero:
             self._leave(trainer)
+        else:
+            others = [each for each in trainer.callbacks if each is not self]
+            self._session = Session(
+                self.steps, trainer, pl_module, others, sys._getframe(1), lambda: self._finish(trainer)
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the batch."""
@@ -106,14 +107,6 @@ class Doctor(Callback):
         if self._session is not None:
             self._session.done += 1
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        """See whether validation builds graphs."""
-        if self._session is not None:
-            self._session.look_at_validation(outputs)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report what was seen if the run ended early."""
         self._finish(trainer)
@@ -121,10 +114,6 @@ class Doctor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop watching, report what was seen, and let the exception pass."""
         self._finish(trainer, interrupted=type(exception).__name__)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop, should the run have ended in yet another way."""
-        self._finish(trainer)
 
     def _leave(self, trainer: Any) -> None:
         """Take this callback out of the Trainer; the list under iteration is left as it is."""

@@ -59,14 +59,13 @@ def examine(
     _clear(folder, out)
     run = run_module(str(program), argv, make_doctors) if module else run_script(Path(program), argv, make_doctors)
     sys.stdout.flush()
-    unwritten = [each for each in made if each.report and not (each.html.is_file() and each.json.is_file())]
-    told = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "html")]
-    if unwritten:
-        told.append(f"a report could not be written to {folder}; the warning above says why.")
-    if not told:
-        told.append(f"{Path(program).name} was not examined: {_reason(made, run.error)}.")
-    sys.stderr.write("".join(f"lightning-turbo doctor: {line}\n" for line in told))
-    return run.status or int(bool(unwritten))
+    written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "html")]
+    missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
+    failure = [f"a report could not be written to {folder}; the warning above says why."] * missing
+    nothing = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
+    for line in [*written, *failure] or [nothing]:
+        sys.stderr.write(f"lightning-turbo doctor: {line}\n")
+    return run.status or int(missing)
 
 
 def _clear(folder: Path, name: str | Path) -> None:
@@ -76,8 +75,9 @@ def _clear(folder: Path, name: str | Path) -> None:
         for old in _reports(folder, "html") + _reports(folder, "json"):
             old.unlink()
     except OSError as error:
-        why = error.strerror or error
-        raise TurboError(f"{str(name)!r} cannot be the folder of the report ({why}); name another one.") from error
+        raise TurboError(
+            f"out={str(name)!r}: expected a folder to write reports to ({error}); name another."
+        ) from error
 
 
 def _reports(folder: Path, suffix: str) -> list[Path]:
@@ -85,12 +85,8 @@ def _reports(folder: Path, suffix: str) -> list[Path]:
 
 
 def _reason(made: list[Doctor], error: BaseException | None) -> str:
-    """Why there is no report."""
+    """Return why there is no report."""
     if any(doctor.superseded for doctor in made):
         return "its Trainer has a Doctor of its own, which reports by itself"
-    if error is not None:
-        until = "its Trainer began to train" if made else "it made a Trainer"
-        return f"it ended in {type(error).__name__} before {until}"
-    if made:
-        return "its Trainer never began to train. Give a script that calls Trainer.fit"
-    return "it made no Trainer. Give a script that makes a Trainer and calls fit"
+    end = f"it ended in {type(error).__name__} before" if error is not None else "it ended before"
+    return f"{end} a Trainer began to train. Give a script that makes a Trainer and calls fit"

@@ -20,8 +20,6 @@ _COLOURS = {
 
 _STYLE = """
 :root { --ink: #1d2733; --soft: #5b6876; --line: #dde3ea; --paper: #ffffff; --ground: #f4f6f9; --info: #33658a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf1; --soft: #9fabb8; --line: #333d49; --paper: #1c232c;
-  --ground: #12171d; --info: #8fc1e3; } }
 body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 60rem; margin: 0 auto; padding: 2rem 1rem 4rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
@@ -48,10 +46,7 @@ def as_html(report: Mapping[str, Any]) -> str:
 
     Everything that comes from the user's program is escaped.
     """
-    findings = "".join(_finding(each) for each in report["findings"])
-    if not findings:
-        nothing = "Nothing to change was found." if report["watched"] else "No step was watched."
-        findings = f'<p class="card">{nothing}</p>'
+    nothing = "Nothing to change was found." if report["watched"] else "No step was watched."
     notices = [report["short"], *(f"{note[:1].upper()}{note[1:]}." for note in report["notes"])]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -59,14 +54,16 @@ def as_html(report: Mapping[str, Any]) -> str:
         f"<title>lightning-turbo doctor</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>lightning-turbo doctor</h1>\n<p class="verdict">{escape(report["verdict"])}</p>\n'
         f'<p class="soft">{escape(report["summary"])}, precision {escape(report["precision"])}</p>\n'
-        + "".join(f'<p class="card">{escape(notice)}</p>\n' for notice in notices if notice)
-        + (_step(report) if report["timeline"] else "")
-        + f"<h2>Findings</h2>\n{findings}\n</main>\n</body>\n</html>\n"
+        + "".join(f'<p class="card">{escape(notice)}</p>\n' for notice in filter(None, notices))
+        + _step(report) * bool(report["timeline"])
+        + "<h2>Findings</h2>\n"
+        + ("".join(map(_finding, report["findings"])) or f'<p class="card">{nothing}</p>')
+        + "\n</main>\n</body>\n</html>\n"
     )
 
 
 def _step(report: Mapping[str, Any]) -> str:
-    """The picture of the mean step, and the table of its phases: both add up to the same total."""
+    """Return the picture of the mean step, and the table of its phases: both add up to the same total."""
     total = report["step_seconds"] or 1.0
     bars = "".join(
         f'<rect x="{1000 * each["start"] / total:.2f}" y="0" width="{1000 * each["seconds"] / total:.2f}" height="100" '
@@ -89,10 +86,9 @@ def _step(report: Mapping[str, Any]) -> str:
 
 
 def _finding(each: Mapping[str, Any]) -> str:
-    rows = [("Cost", each["cost"]), ("Remedy", each["remedy"]), ("Card", each["card"])]
-    lines = "".join(f"<dt>{label}</dt><dd>{escape(text)}</dd>" for label, text in rows if text)
-    where = "; ".join(each["places"])
-    where = f"{each['count']} places: {where}" if each["count"] > 1 else where
+    rows = {"Cost": each["cost"], "Remedy": each["remedy"], "Card": each["card"]}
+    lines = "".join(f"<dt>{label}</dt><dd>{escape(text)}</dd>" for label, text in rows.items())
+    where = f"{each['count']} places: " * (each["count"] > 1) + "; ".join(each["places"])
     return (
         f'<article class="card"><h3><span class="level {each["level"]}">{each["level"]}</span>'
         f'{escape(each["what"])}</h3><p class="place">{escape(where)}</p><dl>{lines}</dl></article>\n'

@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ LITTLE = 0.03
 """Share of the step up to which waiting for data is as good as none; a choice, not a measurement."""
 SHOWN = 3
 """Names of layers or parameters that are shown of each line."""
+_BOUNDS = {
+    "Compute-bound": ("forward", "backward", "optimizer"),
+    "Bound by copies to the device": ("copy",),
+    "Bound by the loop": ("hooks", "logging"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +56,9 @@ class Report:
     def save(self, html: str | os.PathLike[str] | None = None, json: str | os.PathLike[str] | None = None) -> None:
         """Write the report to files; ``None`` writes none."""
         if html is not None:
-            _write(Path(html), as_html(as_json(self)))
+            _write(html, as_html(as_json(self)))
         if json is not None:
-            _write(Path(json), json_format.dumps(as_json(self), indent=2) + "\n")
+            _write(json, json_format.dumps(as_json(self), indent=2) + "\n")
 
 
 def verdict(facts: Facts) -> str:
@@ -61,25 +67,17 @@ def verdict(facts: Facts) -> str:
         return "No step was timed."
     waits = f"waits {facts.waiting:.0%} of its {facts.step * 1e3:.2f} ms for data"
     if facts.waiting > WAITING:
-        return f"Your step {waits}{': loading ahead helps' if facts.phases['data'] > NOTICEABLE else ''}."
-    shares = {
-        "Compute-bound": ("forward", "backward", "optimizer"),
-        "Bound by copies to the device": ("copy",),
-        "Bound by the loop": ("hooks", "logging"),
-    }
-    totals = {name: sum(facts.phases.get(phase, 0.0) for phase in phases) for name, phases in shares.items()}
-    bound = max(totals, key=lambda name: totals[name])
-    parts = ", ".join(PHASE_NAMES[phase] for phase in shares[bound])
+        return f"Your step {waits}" + (": loading ahead helps." if facts.phases["data"] > NOTICEABLE else ".")
+    bound = max(_BOUNDS, key=lambda name: facts.seconds_in(_BOUNDS[name]))
+    parts = ", ".join(PHASE_NAMES[phase] for phase in _BOUNDS[bound])
     helps = "not" if facts.waiting < LITTLE else "hardly"
-    share = f"{totals[bound] / facts.step:.0%} of it is {parts}"
+    share = f"{facts.seconds_in(_BOUNDS[bound]) / facts.step:.0%} of it is {parts}"
     return f"{bound}: your step {waits}, so prefetching will {helps} help; {share}."
 
 
 def place(site: Site) -> str:
     """Return a site as ``file:line``, relative to the working directory if it lies within."""
-    same_drive = os.path.splitdrive(site.file)[0] == os.path.splitdrive(os.getcwd())[0]
-    relative = os.path.relpath(site.file) if same_drive else site.file
-    return f"{site.file if relative.startswith(os.pardir) else relative}:{site.line}"
+    return f"{site.file.removeprefix(os.getcwd() + os.sep)}:{site.line}"
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -110,15 +108,12 @@ def as_text(report: Report, width: int | None = None) -> str:
         width: Columns; ``None`` asks the terminal.
     """
     width = max(60, min(width or shutil.get_terminal_size().columns, 120))
-    notes = [f"Note: {note}." for note in report.facts.notes]
-    lines = [f"lightning-turbo doctor: {verdict(report.facts)}", f"{_summarize(report)}.", report.short, *notes]
-    rows = [row for line in lines for row in textwrap.wrap(line, width)]
-    rows += ["", *_phase_table(report.facts, width)] if report.facts.timed else []
-    for each in report.findings:
-        rows += ["", f"{each.level.upper():8}{each.rule}", *_finding_rows(each, width)]
-    if not report.findings and report.facts.watched:
-        rows += ["", "Nothing to change was found."]
-    return "\n".join(rows)
+    lines = [f"lightning-turbo doctor: {verdict(report.facts)}", f"{_summarize(report)}.", report.short]
+    lines += [f"Note: {note}." for note in report.facts.notes]
+    nothing = ["", "Nothing to change was found."] if report.facts.watched else []
+    findings = chain.from_iterable(_finding_rows(each, width) for each in report.findings)
+    parts = (*(textwrap.wrap(line, width) for line in lines), _phase_rows(report.facts, width), findings)
+    return "\n".join([*chain.from_iterable(parts), *nothing * (not report.findings)])
 
 
 def _summarize(report: Report) -> str:
@@ -128,16 +123,16 @@ def _summarize(report: Report) -> str:
 
 
 def _places(finding: Finding) -> list[str]:
-    return [_place(each, finding.count > 1) for each in finding.places]
+    """Return the places in words; the names of one thing at one line are in the finding's own sentence."""
+    return [_place(each, with_names=finding.count > 1 or each.site is None) for each in finding.places]
 
 
 def _place(each: Place, with_names: bool) -> str:
-    if each.site is not None and not with_names:
-        return place(each.site)
-    more = f" and {len(each.names) - SHOWN} more" if len(each.names) > SHOWN else ""
-    names = ", ".join(each.names[:SHOWN]) + more
-    where = place(each.site) if each.site else ""
-    return f"{where} ({names})" if where and names else where or names
+    more = [f"and {len(each.names) - SHOWN} more"] if len(each.names) > SHOWN else []
+    names = " ".join([", ".join(each.names[:SHOWN]), *more]) if with_names else ""
+    if each.site is None:
+        return names
+    return f"{place(each.site)} ({names})" if names else place(each.site)
 
 
 def _finding_as_json(each: Finding) -> dict[str, Any]:
@@ -153,24 +148,25 @@ def _finding_as_json(each: Finding) -> dict[str, Any]:
 
 
 def _finding_rows(each: Finding, width: int) -> Iterator[str]:
-    places = _places(each)
-    where = f"{each.count} places: {'; '.join(places)}" if each.count > 1 else "".join(places)
+    where = f"{each.count} places: " * (each.count > 1) + "; ".join(_places(each))
     card = f"see {each.card!r} in the cards of the documentation"
+    yield from ("", f"{each.level.upper():8}{each.rule}")
     for label, text in (("", where), ("", each.what), ("cost", each.cost), ("remedy", each.remedy), ("card", card)):
         head = f"        {label:8}" if label else " " * 8
         yield from textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head))
 
 
-def _phase_table(facts: Facts, width: int) -> list[str]:
-    rows = [f"The mean step takes {facts.step * 1e3:.3f} ms:"]
+def _phase_rows(facts: Facts, width: int) -> Iterator[str]:
+    if facts.timed:
+        yield from ("", f"The mean step takes {facts.step * 1e3:.3f} ms:")
     for phase, seconds in facts.phases.items():
-        share = seconds / facts.step if facts.step else 0.0
+        share = seconds / (facts.step or 1.0)
         bar = "#" * round((width - 50) * share)
-        rows.append(f"  {PHASE_NAMES[phase]:22}{seconds * 1e3:10.3f} ms {share:6.1%}  {bar}".rstrip())
-    return rows
+        yield f"  {PHASE_NAMES[phase]:22}{seconds * 1e3:10.3f} ms {share:6.1%}  {bar}".rstrip()
 
 
-def _write(path: Path, text: str) -> None:
+def _write(file: str | os.PathLike[str], text: str) -> None:
+    path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,57 +30,59 @@ def measure_graphs(module: nn.Module, others: Iterable[object] = ()) -> dict[tup
         Graph nodes by the owner's path (or class name, for ``others``) and the attribute's name; only those that
         hold any.
     """
-    return {(path, name): size for path, owner in _owners(module, others) for name, size in _sizes(owner)}
+    sizes = {}
+    for path, owner in _owners(module, others).items():
+        for name, value in _attributes(owner).items():
+            sizes[path, name] = _count_nodes(value)
+    return {key: size for key, size in sizes.items() if size}
 
 
 def find_retained(
     history: list[dict[tuple[str, str], int]], module: nn.Module, others: Iterable[object], sources: Sources
 ) -> tuple[Part, ...]:
     """Return what was held with its graph after each of the last two steps or more."""
-    owners = dict(_owners(module, others))
-    found = []
-    for path, name in history[-1] if len(history) > 1 else ():
-        before, now = history[-2].get((path, name), 0), history[-1][path, name]
-        if before:
-            site = sources.change(type(owners[path]), name)
-            found.append(Part(name=f"{path or 'self'}.{name}", growing=now > before or now >= LIMIT, site=site))
-    return tuple(found)
+    owners = _owners(module, others)
+    before, now = history[-2:] if len(history) > 1 else ({}, {})
+    return tuple(
+        Part(
+            name=f"{path or 'self'}.{name}",
+            growing=now[path, name] >= min(before[path, name] + 1, LIMIT),
+            site=sources.change(type(owners[path]), name),
+        )
+        for path, name in filter(before.__contains__, now)
+    )
+
+
+def _owners(module: nn.Module, others: Iterable[object]) -> dict[str, object]:
+    parts = {path: each for path, each in module.named_modules() if not type(each).__module__.startswith("torch.")}
+    return {**parts, **{type(each).__name__: each for each in others}}
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    own = dict(vars(owner))
+    own.pop("_modules", None)
+    own |= own.pop("_buffers", {})
+    for name in own.pop("_parameters", {}):
+        # Old-style weight and spectral norm make the weight from these in each forward.
+        own.pop(re.sub("_(orig|g)$", "", name), None)
+    return own
 
 
 def _count_nodes(value: Any, depth: int = 0) -> int:
     """Count the nodes of the graphs that ``value`` holds, up to a limit, in itself and in containers within it."""
     if isinstance(value, torch.Tensor):
-        return _walk(value.grad_fn) if value.grad_fn is not None else 0
+        return _count_from(value.grad_fn)
     items = list(value.values()) if isinstance(value, dict) else value
-    if depth < 3 and isinstance(items, (list, tuple, set, deque)):
-        return sum(_count_nodes(each, depth + 1) for each in list(items)[-LIMIT:])
-    return 0
+    if depth == 3 or not isinstance(items, (list, tuple, set, deque)):
+        return 0
+    return sum(_count_nodes(each, depth + 1) for each in list(items)[-LIMIT:])
 
 
-def _walk(root: Any) -> int:
-    seen, waiting = {root}, [root]
+def _count_from(root: Any) -> int:
+    seen: set[Any] = set()
+    waiting = {root} - {None}
     while waiting and len(seen) < LIMIT:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
+        node = waiting.pop()
+        seen.add(node)
+        waiting |= {each for each, _ in node.next_functions} - seen - {None}
     return len(seen)
-
-
-def _owners(module: nn.Module, others: Iterable[object]) -> Iterator[tuple[str, object]]:
-    for path, each in module.named_modules():
-        if not type(each).__module__.startswith("torch."):
-            yield path, each
-    for other in others:
-        yield type(other).__name__, other
-
-
-def _sizes(owner: object) -> Iterator[tuple[str, int]]:
-    own = dict(vars(owner))
-    buffers, parameters = own.pop("_buffers", {}), own.pop("_parameters", {})
-    for name, value in {**own, **buffers}.items():
-        if name == "_modules" or f"{name}_orig" in parameters or f"{name}_g" in parameters:
-            continue  # weights made in each forward by old-style weight or spectral norm
-        size = _count_nodes(value)
-        if size:
-            yield name, size

@@ -1,15 +1,17 @@
-"""The user's own source: which frames are theirs, and which line sets what."""
+"""The user's own source: which frames are theirs, and which line makes or changes what."""
 
 from __future__ import annotations
 
 import inspect
-import linecache
 import os
 import re
 import site
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +32,16 @@ _LIBRARIES = tuple(
     }
 )
 # What these do for themselves is no habit of the user's.
-_MACHINERY = tuple(_TORCH + part + os.sep for part in ("optim", "amp", "utils" + os.sep + "data"))
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_MACHINERY = (
+    *(_TORCH + part + os.sep for part in ("optim", "amp", os.path.join("utils", "data"))),
+    *(path + name + os.sep for path in _LIBRARIES for name in ("lightning", "pytorch_lightning", "lightning_fabric")),
+)
+_PARTS_OF_TORCH = {
+    "torch.distributions": "torch.distributions",
+    "torch.utils.tensorboard": "torch.utils.tensorboard",
+    "torch.nn.modules.module": "",
+    "torch.nn.modules.": "a layer of torch",
+}
 _SHRINKING = "clear|pop|popleft|popitem|remove|discard|detach|item"
 _BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__, *Callback.__mro__}
 
@@ -44,26 +54,11 @@ class Sources:
 
     Args:
         objects: The LightningModule, the DataModule and the user's callbacks.
-        parts: Further objects whose own files belong to the run, such as submodules.
     """
 
-    def __init__(self, objects: Iterable[object], parts: Iterable[object] = ()) -> None:
-        self._adopted: set[str] = set()
-        self.files: list[str] = []
-        for each in objects:
-            files = {_file_of(cls) for cls in type(each).__mro__ if cls not in _BASES}
-            self._adopted.update(file for file in files if file and not file.startswith((_TORCH, _HERE)))
-        for each in (*objects, *parts):
-            self._add_files(_file_of(cls) for cls in type(each).__mro__)
-
-    def add_callers(self, frame: FrameType | None) -> None:
-        """Count the own files on the stack, such as the script that calls ``fit``, among the run's."""
-        self._add_files(each.f_code.co_filename for each in _stack(frame))
-
-    def _add_files(self, files: Iterable[str | None]) -> None:
-        for file in files:
-            if file and file not in self.files and (file in self._adopted or kind_of(file) == "own"):
-                self.files.append(file)
+    def __init__(self, objects: Iterable[object]) -> None:
+        files = {_file_of(cls) for each in objects for cls in set(type(each).__mro__) - _BASES}
+        self._adopted = {file for file in files if not file.startswith(("<", _TORCH, _HERE))}
 
     def site(self, frame: FrameType | None, *, through: bool = False) -> Site | None:
         """Return the innermost own line on the stack from ``frame`` outward, else the innermost adopted one.
@@ -73,11 +68,10 @@ class Sources:
         """
         adopted = None
         for each in _stack(frame):
-            file = each.f_code.co_filename
-            kind = kind_of(file)
+            kind = self._kind_of(each.f_code.co_filename)
             if kind == "own":
                 return _site_of(each)
-            if file in self._adopted:
+            if kind == "adopted":
                 adopted = adopted or _site_of(each)
             elif kind == "machinery" and not through:
                 break
@@ -87,27 +81,20 @@ class Sources:
         """Return the library between ``frame`` and the user's line; empty if the line itself is the caller."""
         found = ""
         for each in _stack(frame):
-            file = each.f_code.co_filename
-            if kind_of(file) != "library" or file in self._adopted:
+            if self._kind_of(each.f_code.co_filename) != "library":
                 break
-            found = _library_of(file, str(each.f_globals.get("__name__"))) or found
+            found = _library_of(each) or found
         return found
 
     def owns(self, cls: type) -> bool:
-        """Whether a class is the user's."""
-        file = _file_of(cls)
-        return file is not None and (file in self._adopted or kind_of(file) == "own")
-
-    def is_readable(self, cls: type) -> bool:
-        """Whether the methods of a class are in a file that can be read."""
-        methods = [each for each in vars(cls).values() if inspect.isfunction(each)]
-        return not methods or any(_source_of(inspect.unwrap(each).__code__)[0] for each in methods)
+        """Return whether a class is the user's."""
+        return self._kind_of(_file_of(cls)) in ("own", "adopted")
 
     def layer(self, root: nn.Module, path: str) -> Site | None:
         """Return the line that makes the submodule or parameter at ``path``, as in ``named_modules``."""
         owner, _, name = path.rpartition(".")
-        site = self._find(type(root.get_submodule(owner)), rf"SELF\.{re.escape(name)}\b[^=(]*=[^=]")
-        return site or (self.layer(root, owner) if owner else None)
+        found = self._find(type(root.get_submodule(owner)), rf"SELF\.{re.escape(name)}\b[^=(]*=[^=]")
+        return found or (self.layer(root, owner) if owner else None)
 
     def change(self, cls: type, name: str) -> Site | None:
         """Return the line that changes ``self.name`` outside of ``__init__``: an append, an assignment, a call."""
@@ -116,51 +103,30 @@ class Sources:
 
     def call(self, cls: type, method: str, *names: str) -> Site | None:
         """Return the line in an own method that calls one of ``names``, else the line of the method itself."""
-        return self._find(cls, _called(names), only=method) or self._find(cls, rf"def {method}\b", only=method)
+        patterns = (rf"\b({'|'.join(names)})\(", rf"def {method}\b")
+        found = (self._find(cls, pattern, only=method) for pattern in patterns)
+        return next(filter(None, found), None)
 
-    def setting(self, *names: str, off: bool = False) -> Site | None:
-        """Return the first own line that gives one of ``names`` as a keyword, calls it or assigns it.
-
-        What is switched off, by ``False`` or ``None``, does not count; with ``off``, nothing else does.
-        """
-        switch = r"\s*(False|None)\b" if off else r"(?!\s*(False\b|None\b|\)))"
-        found = self._search(rf"\b({'|'.join(names)})[\"']?\s*[=:(]{switch}")
-        return found[0] if found else None
-
-    def call_anywhere(self, *names: str) -> Site | None:
-        """Return the only own line that calls one of ``names``; ``None`` if there are none or several."""
-        found = self._search(_called(names))
-        return found[0] if len(found) == 1 else None
-
-    def _search(self, pattern: str) -> list[Site]:
-        files = ((file, linecache.getlines(file)) for file in self.files)
-        return [Site(file=file, line=n) for file, lines in files for n in _matches(pattern, lines)]
+    def _kind_of(self, file: str) -> str:
+        kind = kind_of(file)
+        return "adopted" if kind != "own" and file in self._adopted else kind
 
     def _find(self, cls: type, pattern: str, only: str = "", skip: str = "") -> Site | None:
         """Return the first line of the methods of an own class and its own bases that matches.
 
         SELF in ``pattern`` is what the method calls its object.
         """
-        for base in filter(self.owns, cls.__mro__):
-            for name, method in vars(base).items():
-                if inspect.isfunction(method) and only in ("", name) and name != skip:
-                    code = inspect.unwrap(method).__code__
-                    lines, start = _source_of(code)
-                    own = code.co_varnames[0] if code.co_argcount else "self"
-                    for n in _matches(pattern.replace("SELF", rf"\b{own}"), lines):
-                        return Site(file=code.co_filename, line=start + n - 1, function=name)
-        return None
+        methods = chain.from_iterable(map(_methods, filter(self.owns, cls.__mro__)))
+        codes = (each.__code__ for each in methods)
+        found = (_search(code, pattern) for code in codes if only in ("", code.co_name) and code.co_name != skip)
+        return next(filter(None, found), None)
 
 
 def kind_of(file: str) -> str:
     """Return ``"own"``, ``"machinery"`` (whose doings are not the user's) or ``"library"``."""
-    if file.startswith(("<", _HERE)):
-        return "library"
-    if file.startswith(_TORCH):
-        return "machinery" if file.startswith(_MACHINERY) else "library"
-    if file.startswith(_LIBRARIES):
-        return "machinery" if any(f"{os.sep}{name}{os.sep}" in file for name in _LIGHTNING) else "library"
-    return "own"
+    if file.startswith(_MACHINERY):
+        return "machinery"
+    return "library" if file.startswith(("<", _HERE, _TORCH, *_LIBRARIES)) else "own"
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -173,43 +139,35 @@ def _site_of(frame: FrameType) -> Site:
     return Site(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_name)
 
 
-def _library_of(file: str, module: str) -> str:
-    """The name by which a user knows a library's file; empty for torch's own calls of functions and modules."""
+def _library_of(frame: FrameType) -> str:
+    """Return the name by which a user knows the library of a frame; empty for torch's own plumbing."""
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
     if file.startswith(_TORCH):
-        layer = "nn.modules." in module and not module.endswith("modules.module")
-        parts = [part for part in ("torch.distributions", "torch.utils.tensorboard") if module.startswith(part)]
-        return parts[0] if parts else "a layer of torch" if layer else ""
-    return module.partition(".")[0] if "site-packages" in file and not file.startswith(_HERE) else ""
+        found = (name for start, name in _PARTS_OF_TORCH.items() if module.startswith(start))
+        return next(found, "")
+    return module.partition(".")[0] if file.startswith(_LIBRARIES) else ""
 
 
-def _file_of(cls: type) -> str | None:
-    """The file of a class's own methods; classes made by exec have no other."""
-    for value in vars(cls).values():
-        function = inspect.unwrap(value) if inspect.isfunction(value) else None
-        if (
-            function is not None
-            and not function.__code__.co_filename.startswith("<")
-            and (function.__module__ == cls.__module__)
-        ):
-            return function.__code__.co_filename
+def _methods(cls: type) -> Iterator[Any]:
+    return map(inspect.unwrap, filter(inspect.isfunction, vars(cls).values()))
+
+
+def _file_of(cls: type) -> str:
+    """Return the file of a class's own methods, else of its module; "<unknown>" of classes that are in no file."""
+    files = (each.__code__.co_filename for each in _methods(cls) if each.__module__ == cls.__module__)
+    module = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return next((file for file in files if not file.startswith("<")), module or "<unknown>")
+
+
+def _search(code: CodeType, pattern: str) -> Site | None:
+    """Return the first line of a function that matches outside of comments; none of code that is in no file."""
     try:
-        return inspect.getsourcefile(cls)
-    except (TypeError, OSError):
-        return None
-
-
-def _source_of(code: CodeType) -> tuple[list[str], int]:
-    """The lines of a function and the number of the first; none of code that is in no file."""
-    try:
-        return inspect.getsourcelines(code)
+        lines, start = inspect.getsourcelines(code)
     except (OSError, TypeError, IndexError):
-        return [], 0
-
-
-def _called(names: Iterable[str]) -> str:
-    return rf"\b({'|'.join(names)})\("
-
-
-def _matches(pattern: str, lines: list[str]) -> Iterator[int]:
-    """The numbers, from 1, of lines that match outside of comments."""
-    return (n for n, line in enumerate(lines, 1) if re.search(pattern, line.partition("#")[0]))
+        return None
+    own = code.co_varnames[0] if code.co_argcount else "self"
+    pattern = pattern.replace("SELF", rf"\b{own}")
+    for number, line in enumerate(lines, start):
+        if re.search(pattern, line.partition("#")[0]):
+            return Site(file=code.co_filename, line=number, function=code.co_name)
+    return None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ PHASE_NAMES = {
 }
 PHASES = tuple(PHASE_NAMES)
 
-NEXT = ".train_dataloader_next"
+NEXT = "train_dataloader_next"
 EPOCH = "run_training_epoch"
 """Encloses all steps, so that it tells nothing."""
-MANUAL_BACKWARD = ("manual_backward", "backward")
-"""The action that Lightning does not report: what runs between the hooks before and after it."""
+BACKWARD = ("backward", "backward")
+"""What runs between the hooks before and after it, which in manual optimization is no action of Lightning's."""
 
 _HOOKS = {
+    "data": (NEXT,),
     "copy": ("batch_to_device", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
     "forward": ("training_step",),
     "backward": ("backward",),
@@ -43,14 +44,10 @@ _PHASE_OF_HOOK = {hook: phase for phase, hooks in _HOOKS.items() for hook in hoo
 
 def phase_of(action: str) -> str | None:
     """Return the phase of one of Lightning's profiler actions, ``None`` if it only encloses others."""
-    hook = action.rpartition(".")[2]
-    if action.endswith(NEXT):
-        return "data"
-    if hook in _PHASE_OF_HOOK:
-        return _PHASE_OF_HOOK[hook]
-    if action.startswith("[Callback]") and "Progress" in action:
-        return "logging"
-    return "hooks" if action.startswith("[") else None
+    phase = _PHASE_OF_HOOK.get(action.rpartition(".")[2])
+    if phase is None and action.startswith("["):
+        return "logging" if action.startswith("[Callback]") and "Progress" in action else "hooks"
+    return phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,10 @@ class _Mark:
     action: str
     phase: str
     host: float
-    device: torch.cuda.Event | None
+    device: Any  # a CUDA event, None on the CPU
+
+    def seconds_to(self, after: _Mark) -> float:
+        return self.device.elapsed_time(after.device) / 1e3 if self.device else after.host - self.host
 
 
 class Timeline:
@@ -96,10 +96,9 @@ class Timeline:
     def mark(self, action: str, phase: str) -> None:
         """Note that ``action`` begins, or continues after an inner one; nothing happens outside of a step."""
         if self._open is not None:
-            event = None
-            if self.cuda:
-                event = torch.cuda.Event(enable_timing=True)
-                event.record()
+            event = (
+                torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if self.cuda else None
+            )
             self._open.append(_Mark(action, phase, time.perf_counter(), event))
 
     def end(self) -> None:
@@ -122,11 +121,8 @@ class Timeline:
         if self.cuda:
             torch.cuda.synchronize()
         sums: dict[tuple[str, str], float] = {}
-        for mark, after in (pair for marks in self.steps for pair in pairwise(marks)):
-            seconds = after.host - mark.host
-            if mark.device is not None and after.device is not None:
-                seconds = mark.device.elapsed_time(after.device) / 1e3
-            sums[mark.action, mark.phase] = sums.get((mark.action, mark.phase), 0.0) + seconds
+        for mark, after in chain.from_iterable(map(pairwise, self.steps)):
+            sums[mark.action, mark.phase] = sums.get((mark.action, mark.phase), 0.0) + mark.seconds_to(after)
         segments, start = [], 0.0
         for (action, phase), total in sorted(sums.items(), key=lambda item: PHASES.index(item[0][1])):
             segments.append(Segment(action, phase, start, total / len(self.steps)))
@@ -136,7 +132,10 @@ class Timeline:
 
 def sum_phases(segments: list[Segment]) -> dict[str, float]:
     """Return the seconds of each phase; empty without segments."""
-    return {phase: sum(each.seconds for each in segments if each.phase == phase) for phase in PHASES if segments}
+    sums = dict.fromkeys(PHASES if segments else (), 0.0)
+    for each in segments:
+        sums[each.phase] += each.seconds
+    return sums
 
 
 class Recorder:
@@ -151,8 +150,6 @@ class Recorder:
         on_batch: Called when a batch has been fetched.
         on_pause: Called when something begins that is no part of a step: validation, the end of an epoch.
     """
-
-    __slots__ = ("_rest", "_stack", "inner", "on_batch", "on_pause", "on_step", "timeline")
 
     def __init__(
         self,
@@ -181,12 +178,6 @@ class Recorder:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in Recorder.__slots__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
     def start(self, action_name: str) -> None:
         """Begin an action."""
         self.inner.start(action_name)
@@ -208,44 +199,42 @@ class Recorder:
                 self._end(action_name)
 
     def _begin(self, action: str) -> None:
-        if action == EPOCH:
-            return
-        if action.endswith(NEXT) and not self._stack:
+        hook = action.rpartition(".")[2]
+        if hook == NEXT and not self._stack:
             self.timeline.end()
             self.on_step()
             self._rest = "hooks"
             self.timeline.begin()
-        elif "validation" in action or action.endswith("epoch_end"):
-            self._leave_step(action.endswith("epoch_end"))
-        elif action.endswith(".on_after_backward") and self._stack[-1:] == [MANUAL_BACKWARD]:
+        elif "validation" in hook or hook.endswith("epoch_end"):
+            self._leave_step(hook)
+        elif hook == "on_after_backward" and self._stack[-1:] == [BACKWARD]:
             self._stack.pop()
-        self._stack.append((action, phase_of(action) or (self._stack[-1][1] if self._stack else self._rest)))
-        self.timeline.mark(*self._stack[-1])
+        if action != EPOCH:
+            self._stack.append((action, phase_of(action) or self._current()[1]))
+            self.timeline.mark(*self._current())
 
-    def _leave_step(self, epoch_ends: bool) -> None:
+    def _current(self) -> tuple[str, str]:
+        return self._stack[-1] if self._stack else ("", self._rest)
+
+    def _leave_step(self, hook: str) -> None:
         self.on_pause()
-        if epoch_ends and self._rest == "logging":
+        if hook.endswith("epoch_end") and self._rest == "logging":
             self.timeline.end()  # the last step of an epoch is over
         else:
             self.timeline.drop()
 
     def _end(self, action: str) -> None:
-        if any(name == action for name, _ in self._stack):
-            while self._stack.pop()[0] != action:
-                pass
-        if action.endswith("on_train_batch_end"):
+        names, hook = [name for name, _ in self._stack], action.rpartition(".")[2]
+        if action in names:
+            del self._stack[names.index(action) :]
+        if hook == "on_train_batch_end":
             self._rest = "logging"
-        elif _is_manual(action) and all(phase != "backward" for _, phase in self._stack):
-            self._stack.append(MANUAL_BACKWARD)
-        self.timeline.mark(*(self._stack[-1] if self._stack else ("", self._rest)))
-        if action.endswith(NEXT):
+        elif hook == "on_before_backward" and action.startswith("[LightningModule]"):
+            self._stack.append(BACKWARD)
+        self.timeline.mark(*self._current())
+        if hook == NEXT:
             self.on_batch()
 
 
-def _is_manual(action: str) -> bool:
-    """Whether an action is the last one before a backward pass, which Lightning reports only in its own loop."""
-    return action.startswith("[LightningModule]") and action.endswith(".on_before_backward")
-
-
 def _nothing() -> None:
-    """What an action tells once nobody listens."""
+    """Do nothing: what is called once nobody listens."""

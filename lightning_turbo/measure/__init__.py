@@ -1,14 +1,22 @@
 """Measuring in fresh processes that take turns: what the benchmarks and ``lightning-turbo tune`` share."""
 
 from lightning_turbo.measure.interrupt import Interrupt, InterruptedRunError
-from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machine, huge_pages
+from lightning_turbo.measure.machine import computes_in_bfloat16, count_cores, describe_machine, huge_pages
 from lightning_turbo.measure.memory import current_bytes, peak_bytes
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars
 from lightning_turbo.measure.process import Process, ProcessError
 from lightning_turbo.measure.progress import Progress, Work
 from lightning_turbo.measure.report import console_for, markdown_table, print_table, three_digits, write_json
-from lightning_turbo.measure.statistics import Summary, interval, ratio, step_seconds, summarise
+from lightning_turbo.measure.statistics import (
+    Summary,
+    interval,
+    interval_of,
+    log_quotients,
+    ratio,
+    step_seconds,
+    summarise,
+)
 from lightning_turbo.measure.turns import LATE, Turns, new_row
 from lightning_turbo.measure.worker import Channel, SkippedError, open_channel, serve
 
@@ -28,11 +36,14 @@ __all__ = [
     "Work",
     "computes_in_bfloat16",
     "console_for",
+    "count_cores",
     "current_bytes",
     "describe_machine",
     "draw_bars",
     "huge_pages",
     "interval",
+    "interval_of",
+    "log_quotients",
     "markdown_table",
     "new_row",
     "open_channel",

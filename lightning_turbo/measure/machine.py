@@ -13,7 +13,7 @@ import torch
 import lightning_turbo
 from lightning_turbo._optional import installed_version
 
-__all__ = ["computes_in_bfloat16", "describe_machine", "huge_pages"]
+__all__ = ["computes_in_bfloat16", "count_cores", "describe_machine", "huge_pages"]
 
 DISTRIBUTIONS = (
     *("torch", "lightning", "pytorch-lightning", "prefetch_generator", "numpy", "nvidia-dali-cuda120"),
@@ -53,6 +53,11 @@ def huge_pages() -> str | None:
     return rules.partition("[")[2].partition("]")[0] or None
 
 
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _system(name: str) -> int | None:
     """What the system says of itself, or ``None`` where it does not."""
     try:
@@ -80,19 +85,12 @@ def _commit() -> str | None:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return what a reader must know of the machine and the software to judge a number.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-
-    Returns:
-        Plain values, ready for JSON.
-    """
+    """Return what a reader must know of the machine and the software to judge a number, in plain values."""
     facts: dict[str, Any] = {
         "system": platform.platform(),
         "python": platform.python_version(),
         "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": count_cores(),
         "memory_bytes": (_system("SC_PAGE_SIZE") or 0) * (_system("SC_PHYS_PAGES") or 0) or None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_instructions": computes_in_bfloat16(),
@@ -102,10 +100,14 @@ def describe_machine(device: str) -> dict[str, Any]:
         "commit": _commit(),
         "versions": {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None},
     }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        facts["gpu"] = properties.name
-        facts["gpu_memory_bytes"] = properties.total_memory
-        facts["cuda"] = torch.version.cuda
-        facts["cudnn"] = torch.backends.cudnn.version()
-    return facts
+    return facts | (_describe_gpu() if device == "cuda" else {})
+
+
+def _describe_gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }

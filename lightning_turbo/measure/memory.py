@@ -22,11 +22,7 @@ def _status(field: str) -> int | None:
 
 
 def current_bytes(device: torch.device) -> int | None:
-    """Return the bytes in use now: allocated by torch on CUDA, resident on the CPU.
-
-    Returns:
-        Bytes, or ``None`` on a CPU whose system has no ``/proc``.
-    """
+    """Return the bytes in use now: allocated by torch on CUDA, resident on the CPU; ``None`` without ``/proc``."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
 
 

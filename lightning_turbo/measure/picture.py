@@ -13,28 +13,26 @@ __all__ = ["Bar", "draw_bars"]
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar.
+    """One bar."""
 
-    Args:
-        name: At its left.
-        value: Where it ends.
-        low: The lower end of its spread.
-        high: The upper end.
-        text: Behind it.
-        kind: A key of the colours.
-        start: Where it begins.
-    """
-
-    name: str
-    value: float
-    low: float
+    name: str  # at its left
+    value: float  # where it ends
+    low: float  # the lower end of its spread
     high: float
-    text: str
-    kind: str
-    start: float = 0.0
+    text: str  # behind it
+    kind: str  # a key of the colours
+    start: float = 0.0  # where it begins
 
 
-def draw_bars(bars: Sequence[Bar], path: Path, *, title: str, label: str, colours: Mapping[str, str]) -> None:
+def draw_bars(
+    bars: Sequence[Bar],
+    path: Path,
+    *,
+    title: str,
+    label: str,
+    colours: Mapping[str, str],
+    curves: Mapping[str, Sequence[float]] | None = None,
+) -> None:
     """Draw bars from top to bottom and write the picture.
 
     Args:
@@ -42,15 +40,22 @@ def draw_bars(bars: Sequence[Bar], path: Path, *, title: str, label: str, colour
         path: A PNG file to write.
         title: Above the picture.
         label: Of the axis.
-        colours: Kind of a bar, as the legend names it, and its colour.
+        colours: Kind of a bar, or name of a curve, as the legend names it, and its colour.
+        curves: Losses of each step, drawn below the bars.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    picture = Figure(figsize=(9.0, 1.6 + 0.34 * len(bars)), layout="constrained")
+    height = 1.6 + 0.34 * len(bars)
+    picture = Figure(figsize=(9.0, height + (2.5 if curves else 0.0)), layout="constrained")
     FigureCanvasAgg(picture)
-    axes = picture.add_subplot()
+    axes = picture.add_subplot(2, 1, 1) if curves else picture.add_subplot()
+    if curves:
+        below = picture.add_subplot(2, 1, 2)
+        for name, values in curves.items():
+            below.plot(values, label=name, color=colours[name], linewidth=1)
+        below.set(xlabel="step", ylabel="loss")
     for position, bar in enumerate(bars):
         axes.barh(position, bar.value - bar.start, left=bar.start, color=colours[bar.kind])
         axes.hlines(position, bar.low, bar.high, color="black", linewidth=1, alpha=0.7)

@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FEWEST_PROCESSES", "Summary", "interval", "ratio", "step_seconds", "summarise"]
+__all__ = [
+    "FEWEST_PROCESSES",
+    "Summary",
+    "interval",
+    "interval_of",
+    "log_quotients",
+    "ratio",
+    "step_seconds",
+    "summarise",
+]
 
 FEWEST_PROCESSES = 6  # from which on an interval is shown and decides
 FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # the 97.5 % quantile of Student's t for few degrees of freedom
@@ -16,19 +25,12 @@ FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # the 97.5 % quantile of Studen
 
 @dataclass(frozen=True)
 class Summary:
-    """The middle of some values and their spread.
-
-    Args:
-        median: The median.
-        low: The lower quartile.
-        high: The upper quartile.
-        count: How many values there were.
-    """
+    """The middle of some values and their spread."""
 
     median: float
-    low: float
-    high: float
-    count: int
+    low: float  # the lower quartile
+    high: float  # the upper quartile
+    count: int  # of the values
 
 
 def summarise(values: Sequence[float]) -> Summary | None:
@@ -51,11 +53,7 @@ def _by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
 
 
 def step_seconds(row: Mapping[str, Any]) -> Summary | None:
-    """Return the seconds of a step, over the rounds of a row.
-
-    Args:
-        row: As ``Turns`` fills it.
-    """
+    """Return the seconds of a step, over the rounds of a row as ``Turns`` fills it."""
     return summarise(list(_by_sweep(row).values()))
 
 
@@ -65,12 +63,7 @@ def ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> Summary | None:
     Each round is divided by the other's round of the same sweep, so that a drift of the machine cancels; the summary
     is that of the quotients.
 
-    Args:
-        row: Above the line.
-        other: Below the line.
-
-    Returns:
-        ``None`` if no round of both belongs to the same sweep.
+    It is ``None`` if no round of both belongs to the same sweep.
     """
     upper, lower = _by_sweep(row), _by_sweep(other)
     return summarise([upper[sweep] / lower[sweep] for sweep in upper if lower.get(sweep)])
@@ -89,21 +82,10 @@ def _student(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def interval(
-    row: Mapping[str, Any], other: Mapping[str, Any], *, fewest: int = FEWEST_PROCESSES
-) -> tuple[float, float] | None:
-    """Return the 95 % interval of the ratio of two rows' times.
+def log_quotients(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
+    """Return the mean logarithm of the ratio of two rows' times in each process that measured both.
 
-    Rounds of one process share its luck, such as where its memory lies, so that only processes count as independent:
-    each gives the geometric mean of its quotients, and Student's t over their logarithms gives the interval.
-
-    Args:
-        row: Above the line.
-        other: Below the line.
-        fewest: Processes below which there is no interval, 2 or more.
-
-    Returns:
-        Its two ends, or ``None`` of fewer processes.
+    Rounds of one process share its luck, such as where its memory lies, so that only processes count as independent.
     """
     lower = _by_sweep(other)
     logs: dict[int, list[float]] = {}
@@ -111,9 +93,18 @@ def interval(
         if lower.get(part["sweep"]):
             quotient = part["seconds"] / part["steps"] / lower[part["sweep"]]
             logs.setdefault(part.get("process", 0), []).append(math.log(quotient))
-    means = [statistics.fmean(values) for values in logs.values()]
-    if len(means) < fewest:
+    return [statistics.fmean(values) for values in logs.values()]
+
+
+def interval_of(logs: Sequence[float], fewest: int = FEWEST_PROCESSES) -> tuple[float, float] | None:
+    """Return the 95 % interval of a ratio from its logarithm in each process, by Student's t; ``None`` of too few."""
+    if len(logs) < fewest:
         return None
-    middle = statistics.fmean(means)
-    reach = _student(len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
+    middle = statistics.fmean(logs)
+    reach = _student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(middle - reach), math.exp(middle + reach)
+
+
+def interval(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the ratio of two rows' times, or ``None`` of fewer than six processes."""
+    return interval_of(log_quotients(row, other))

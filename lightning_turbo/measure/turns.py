@@ -110,13 +110,7 @@ class Turns:
             self.alive.clear()
 
     def lose(self, name: str, status: str, reason: str) -> None:
-        """Take something out of the run and say why in its row.
-
-        Args:
-            name: Of the row.
-            status: ``"failed"`` or ``"skipped"``.
-            reason: In words.
-        """
+        """Take something out of the run, as ``"failed"`` or ``"skipped"``, and say why in its row."""
         self.rows[name].update(status=status, reason=reason)
         if name in self.alive:
             self.alive.pop(name).close()

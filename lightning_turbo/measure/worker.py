@@ -58,11 +58,7 @@ class Channel:
 
 
 def open_channel() -> Channel:
-    """Take over standard input and output of this process as the pipe.
-
-    Returns:
-        The channel; from now on, reading standard input gives nothing, and what is printed goes to standard error.
-    """
+    """Take over standard input and output of this process as the pipe; what is printed goes to standard error."""
     orders = os.fdopen(os.dup(0), "r")
     events = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -73,9 +69,13 @@ def open_channel() -> Channel:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as JSON knows them: NaN and infinity become ``None``."""
+    """A value as JSON knows it: numbers that are not finite become ``None``."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
     number = float(value)
     return number if math.isfinite(number) else None
 
@@ -86,12 +86,12 @@ def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) 
     Args:
         channel: To the program that measures.
         meter: Whose ``step`` is called by ``run``.
-        run: Returns numbers, or lists of them, by name; a ``SkippedError`` or ``MissingExtraError`` says that it cannot
-            run here, any other error that it failed.
+        run: Returns numbers by name, or lists and dicts of them. A ``SkippedError`` or ``MissingExtraError`` says that
+            it cannot run here, any other error that it failed.
     """
     at_start = current_bytes(meter.device)
     try:
-        numbers = {name: _plain(value) for name, value in run().items()}
+        numbers = _plain(run())
         channel.tell(
             {
                 "event": "done",

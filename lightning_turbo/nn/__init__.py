@@ -1,4 +1,4 @@
-"""Changes to a network that leave its numbers alone."""
+"""Changes to a network that do not change its results."""
 
 from __future__ import annotations
 

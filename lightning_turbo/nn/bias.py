@@ -1,4 +1,4 @@
-"""Biases that a following norm cancels: found in the traced graph and removed."""
+"""Removal of the biases that a following norm cancels, found in the traced graph."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -30,12 +31,12 @@ NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class BiasReport:
-    """The result of ``drop_bias_before_norm``."""
+    """Result of ``drop_bias_before_norm``."""
 
     dropped: dict[str, str] = field(default_factory=dict)
-    """Convolution that lost its bias -> the norm that cancelled it."""
+    """Convolution without its bias now -> the norm that cancels it."""
     kept: dict[str, str] = field(default_factory=dict)
-    """Convolution directly before a norm that kept its bias -> the reason."""
+    """Convolution directly before a norm that keeps its bias -> the reason."""
     parameters: int = 0
     """Number of parameters removed."""
 
@@ -47,34 +48,34 @@ class BiasReport:
 
 
 def drop_bias_before_norm(module: nn.Module, *, within: nn.Module | None = None) -> BiasReport:
-    """Remove the biases of convolutions that a batch or instance norm directly behind them cancels.
+    """Remove the bias of each convolution directly before a batch or instance norm that cancels it.
 
-    Such a norm subtracts the mean of each channel, and with it any bias: in training the bias does nothing but cost
-    memory, time and bytes between ranks. A running mean is lowered by the bias, so that evaluation gives the same
-    numbers. The module is changed in place; call this before the optimizer is made.
+    The norm subtracts the mean of each channel, and with it any bias. In training such a bias only costs memory, time
+    and bytes between ranks. This function subtracts the bias from the running mean of the norm, so that evaluation
+    gives the same results. It changes the module in place: call it before the optimizer is made.
 
     Args:
-        module: The network, in training mode. A copy that shares its parameters is traced with ``torch.fx``, with
-            optional arguments of ``forward`` at their defaults; submodules that cannot be traced keep their biases.
-        within: A module that holds ``module``, for example beside an average of it; ``None`` is ``module`` itself.
-            Parts of it with the same class and parameters stay alike: if one keeps a bias, so do the others.
+        module: The network, in training mode. ``torch.fx`` traces a copy that shares its parameters, with the optional
+            arguments of ``forward`` at their defaults. Submodules that cannot be traced keep their biases.
+        within: A module that contains ``module``, for example together with an average of it. Default: ``module``.
+            Parts of it with the same class and parameters stay alike: if one keeps a bias, the others keep theirs.
 
     Returns:
-        The biases that were dropped, and those that were kept, with the reason.
+        The dropped biases, and the biases that stay with the reason.
 
     Raises:
         TypeError: If ``module`` or ``within`` is not a module.
-        ValueError: If the module's own ``forward`` cannot be traced, or ``within`` does not hold it.
+        ValueError: If the ``forward`` of ``module`` itself cannot be traced, or ``within`` does not contain it.
 
     Warns:
-        NoEffectWarning: If there was nothing to drop.
+        NoEffectWarning: If there is no bias to drop.
 
     Note:
-        Training losses are the same to rounding, and so is evaluation with plain SGD. With weight decay or Adam,
-        evaluation after training differs: these move the useless bias, which the running mean follows late.
+        Training losses are the same up to rounding, and so is evaluation with plain SGD. With weight decay or Adam,
+        evaluation after training differs: these move the useless bias, and the running mean follows it with a lag.
 
-        Checkpoints with the biases can be loaded: a running mean takes them over. A checkpoint without them holds
-        zeros in their place, so that the network as it was written can load it.
+        Checkpoints with the biases can be loaded: the running mean takes them over. Checkpoints of the changed network
+        hold zeros in place of the biases, so that the original network can load them.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -84,25 +85,31 @@ def drop_bias_before_norm(module: nn.Module, *, within: nn.Module | None = None)
     Source: Ioffe and Szegedy, Batch Normalization, 2015, section 3.2.
     """
     within = module if within is None else within
-    _check_modules(module, within)
+    path = _find_path(module, within)
     tracer = _trace(module)
-    pairs, kept = _sort(module, tracer)
-    kept |= _unlike_their_copies(within, module, pairs)
+    pairs, kept = _find_pairs(module, tracer)
+    kept |= _find_unlike_copies(within, path, pairs)
     dropped = {layer: norm for layer, norm in pairs.items() if layer not in kept}
     if not dropped:
         _warn_of_no_effect(module, kept, tracer.opaque)
     return BiasReport(dropped, kept, sum(_drop(module, layer, norm) for layer, norm in dropped.items()))
 
 
-def _check_modules(module: Any, within: Any) -> None:
+def _find_path(module: Any, within: Any) -> str:
+    """Return the path of a module within another, with a dot at its end unless both are the same."""
     expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
     expect(isinstance(within, nn.Module), "within", within, "a torch.nn.Module", TypeError)
-    holds = any(part is module for part in within.modules())
-    expect(holds, "within", type(within).__name__, f"a module that holds module={type(module).__name__}")
+    names = [name for name, part in within.named_modules() if part is module]
+    expect(names, "within", type(within).__name__, f"a module that contains module={type(module).__name__}")
+    return _add_dot(names[0])
+
+
+def _add_dot(name: str) -> str:
+    return f"{name}." if name else ""
 
 
 class _Tracer(fx.Tracer):
-    """Traces through modules where it can and takes the others as one node."""
+    """Trace through each module that can be traced, and record the others as one node each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +121,7 @@ class _Tracer(fx.Tracer):
         before = len(self.graph.nodes)
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception:  # any error that a forward raises which needs values
+        except Exception:  # a forward that reads values can raise any error
             for node in list(self.graph.nodes)[: before - 1 : -1]:
                 self.graph.erase_node(node)
             self.opaque.append(self.path_of_module(m))
@@ -122,7 +129,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(module: nn.Module) -> _Tracer:
-    """Trace a copy that shares the parameters, because tracing runs what ``forward`` stores and draws."""
+    """Trace a copy that shares the parameters, because tracing runs the side effects of ``forward``."""
     tracer = _Tracer()
     try:
         with same_random_numbers():
@@ -132,62 +139,59 @@ def _trace(module: nn.Module) -> _Tracer:
             tracer.graph = tracer.trace(twin, concrete_args=defaults)
     except Exception as error:
         raise ValueError(
-            f"The forward of {type(module).__name__} cannot be traced: {error}. Call drop_bias_before_norm on the "
-            "submodule that holds the layers, whose own forward does not branch on values."
+            f"module: expected a forward that torch.fx can trace, got that of {type(module).__name__}: {error}. Pass "
+            "the submodule with the layers, whose forward does not branch on values."
         ) from error
     return tracer
 
 
-def _sort(module: nn.Module, tracer: _Tracer) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the convolutions with the norm that cancels their bias, and those that keep it with the reason."""
+def _find_pairs(module: nn.Module, tracer: _Tracer) -> tuple[dict[str, str], dict[str, str]]:
+    """Return convolution -> norm that cancels its bias, and convolution -> reason to keep its bias."""
     shared = _shared_parts(module, tracer)
     read = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
     pairs, kept = {}, {}
-    for node, norm_node in _adjacent(module, tracer.graph):
-        layer, norm = str(node.target), str(norm_node.target)
-        reason = _reason_to_keep(module.get_submodule(layer), module.get_submodule(norm), shared)
-        if len(node.users) != 1:
-            reason = "its output is also used elsewhere"
-        if f"{layer}.bias" in read:
-            reason = "its bias is also used elsewhere"
+    for node in filter(partial(_has_bias, module), tracer.graph.nodes):
+        norms = [user for user in node.users if type(_called_module(module, user)) in NORMS]
+        if not norms:
+            continue
+        reason = _reason_to_keep(module, node, norms[0], shared, read)
         if reason is None:
-            pairs[layer] = norm
+            pairs[str(node.target)] = str(norms[0].target)
         else:
-            kept[layer] = reason
+            kept[str(node.target)] = reason
     return pairs, kept
 
 
-def _adjacent(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the calls of each convolution with a bias and of a norm that takes its output."""
-    for node in graph.nodes:
-        norms = [user for user in node.users if type(_called(module, user)) in NORMS]
-        if norms and _has_bias(_called(module, node)):
-            yield node, norms[0]
-
-
-def _has_bias(layer: Any) -> bool:
+def _has_bias(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node calls a convolution with a bias."""
+    layer: Any = _called_module(module, node)
     return type(layer) in LAYERS and layer.bias is not None
 
 
-def _called(module: nn.Module, node: fx.Node) -> nn.Module | None:
-    """Return the module that a node calls, if it calls one."""
+def _called_module(module: nn.Module, node: fx.Node) -> nn.Module | None:
+    """Return the module that a node calls, or None for another operation."""
     return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _reason_to_keep(layer: Any, norm: Any, shared: set[int]) -> str | None:
-    """Return why a norm does not cancel the bias of a convolution before it for certain, or None."""
+def _reason_to_keep(
+    module: nn.Module, node: fx.Node, norm_node: fx.Node, shared: set[int], read: set[str]
+) -> str | None:
+    """Return the reason why the norm may not cancel the bias of the convolution, or None if it does."""
+    layer: Any = _called_module(module, node)
+    norm: Any = _called_module(module, norm_node)
     reasons = {
+        "its output is also used elsewhere": len(node.users) != 1,
         "it or its norm is used more than once": not shared.isdisjoint((id(layer), id(norm))),
-        "its bias is also used elsewhere": id(layer.bias) in shared,
+        "its bias is also used elsewhere": f"{node.target}.bias" in read or id(layer.bias) in shared,
         "its norm has another number of channels": layer.out_channels != norm.num_features,
-        "its norm is in evaluation mode, where nothing is cancelled": _uses_running_mean(norm),
+        "its norm is in evaluation mode, where it cancels nothing": not norm.training and norm.running_mean is not None,
         "it or its norm has a hook, or another forward": _is_hooked(layer) or _is_hooked(norm),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _shared_parts(module: nn.Module, tracer: _Tracer) -> set[int]:
-    """Return the ids of modules and biases with two owners, and of modules called twice or where no trace leads."""
+    """Return the ids of modules and biases with two owners, and of modules called twice or by an untraced module."""
     names = dict(module.named_modules(remove_duplicate=False))
     biases = [getattr(part, "bias", None) for part in module.modules()]
     calls = [names.get(str(node.target)) for node in tracer.graph.nodes]
@@ -201,47 +205,39 @@ def _repeated(parts: Sequence[object]) -> set[int]:
     return {key for key, times in Counter(map(id, parts)).items() if times > 1}
 
 
-def _uses_running_mean(norm: Any) -> bool:
-    return not norm.training and norm.running_mean is not None
-
-
 def _is_hooked(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
 
 
-def _unlike_their_copies(within: nn.Module, module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
-    """Return the layers that keep their bias because a copy of the part that they are in keeps it.
+def _find_unlike_copies(within: nn.Module, prefix: str, pairs: dict[str, str]) -> dict[str, str]:
+    """Return the layers that keep their bias because the same layer in a copy keeps its bias.
 
-    A network and an average of it are paired parameter by parameter, which works while both have the same ones.
+    Code that updates an average of a network pairs their parameters one by one: both need the same parameters.
     """
-    parts = {_dotted(name): part for name, part in within.named_modules()}
-    prefix = next(path for path, part in parts.items() if part is module)
+    parts = {_add_dot(name): part for name, part in within.named_modules()}
     losing = {prefix + layer for layer in pairs}
     kept = {}
     for layer, norm in pairs.items():
-        holder = _holder(layer, norm)
-        inside = layer.removeprefix(holder)
-        unlike = [path for path in _copies(parts, prefix + holder) if path + inside not in losing]
+        parent = _common_parent(layer, norm)
+        inside = layer.removeprefix(parent)
+        unlike = [path for path in _find_copies(parts, prefix + parent) if path + inside not in losing]
         if unlike:
             kept[layer] = f"its copy in {unlike[0].rstrip('.')}, which has the same parameters, keeps its bias"
     return kept
 
 
-def _copies(parts: dict[str, nn.Module], path: str) -> list[str]:
-    make = _make(parts[path])
-    return [other for other, part in parts.items() if _make(part) == make]
+def _find_copies(parts: dict[str, nn.Module], path: str) -> list[str]:
+    wanted = _describe(parts[path])
+    return [other for other, part in parts.items() if _describe(part) == wanted]
 
 
-def _make(part: nn.Module) -> list[Any]:
+def _describe(part: nn.Module) -> list[Any]:
+    """Return the class of a module and the names and shapes of its parameters."""
     return [type(part), *((name, None if is_lazy(p) else p.shape) for name, p in part.named_parameters())]
 
 
-def _dotted(name: str) -> str:
-    return f"{name}." if name else ""
-
-
-def _holder(layer: str, norm: str) -> str:
-    """Return the path of the nearest module that holds both, with a dot at its end unless it is the root."""
+def _common_parent(layer: str, norm: str) -> str:
+    """Return the path of the innermost module that contains both, with a dot at its end unless it is the root."""
     above = zip(layer.split(".")[:-1], norm.split(".")[:-1], strict=False)
     shared = takewhile(lambda names: names[0] == names[1], above)
     return "".join(f"{name}." for name, _ in shared)
@@ -255,31 +251,31 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     if mean is not None:
         mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
     layer.register_parameter("bias", None)
-    # This module sees every state in which the two come together.
-    path = _holder(layer_name, norm_name)
-    holder = module.get_submodule(path.rstrip("."))
+    # The common parent takes part in every save and load of both.
+    path = _common_parent(layer_name, norm_name)
+    parent = module.get_submodule(path.rstrip("."))
     paths = layer_name.removeprefix(path), norm_name.removeprefix(path)
-    holder.register_load_state_dict_pre_hook(_TakeBias(*paths))
-    holder.register_state_dict_post_hook(_WriteZeros(*paths))
+    parent.register_load_state_dict_pre_hook(_MoveBias(*paths))
+    parent.register_state_dict_post_hook(_WriteZeros(*paths))
     return bias.numel()
 
 
 @dataclass
 class _Dropped:
-    """A layer whose bias was dropped and its norm, by their paths in the module with the hook."""
+    """A convolution without its bias and its norm, by their paths in the module with the hook."""
 
     layer: str
     norm: str
 
     def still_dropped(self, module: nn.Module) -> bool:
-        """Tell whether both are there and without a bias: either may have been replaced, or the two fused."""
+        """Return whether both exist and the bias does not: a program may replace either, or fuse the two."""
         names = dict(module.named_modules())
         layer = names.get(self.layer)
         return isinstance(layer, LAYERS) and layer.bias is None and isinstance(names.get(self.norm), NORMS)
 
 
-class _TakeBias(_Dropped):
-    """Moves the bias of a state that was saved with it into the running mean that is loaded with it."""
+class _MoveBias(_Dropped):
+    """Subtract the bias in a state from the running mean in it, before the state is loaded."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if not self.still_dropped(module):
@@ -292,7 +288,7 @@ class _TakeBias(_Dropped):
 
 
 class _WriteZeros(_Dropped):
-    """Writes zeros for the bias into a state, so that the network with the bias can load it: the mean has taken it."""
+    """Write zeros for the bias into a state, so that the network with the bias can load it."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         weight = state_dict.get(f"{prefix}{self.layer}.weight")
@@ -303,7 +299,7 @@ class _WriteZeros(_Dropped):
 
 def _warn_of_no_effect(module: nn.Module, kept: dict[str, str], opaque: list[str]) -> None:
     why = [f"{layer}: {reason}" for layer, reason in kept.items()]
-    why += [f"{name} cannot be traced: call it on the parts in there, uncompiled" for name in opaque]
+    why += [f"{name} cannot be traced: pass its submodules, not compiled" for name in opaque]
     why = why or ["no convolution with a bias is directly followed by a batch or instance norm"]
     warnings.warn(
         f"drop_bias_before_norm found no bias to drop in {type(module).__name__}: {'; '.join(why)}.",

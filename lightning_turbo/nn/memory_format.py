@@ -1,4 +1,4 @@
-"""Memory format of 2D and 3D networks: set for the whole network, or chosen by a measurement."""
+"""Memory format of 2D and 3D networks: a setter for the whole network, and a measurement."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = ["FORMATS", "FormatTimes", "MemoryFormatName", "measure_memory_format"
 
 MemoryFormatName = Literal["contiguous", "channels_last"]
 FORMATS: tuple[MemoryFormatName, ...] = ("contiguous", "channels_last")
-LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of the weights
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of the weight
 
 
 def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int:
-    """Put the weights of 2D and 3D layers into a memory format, in place.
+    """Convert the weights of 2D and 3D layers to a memory format, in place.
 
-    Weights of four dimensions take ``torch.channels_last``, of five ``torch.channels_last_3d``. Convolutions then
-    give outputs of the same format, whatever that of their input. Values, names and shapes stay as they are.
+    ``"channels_last"`` converts weights of four dimensions to ``torch.channels_last``, of five to
+    ``torch.channels_last_3d``. A convolution then returns the format of its weight for any format of its input. Values,
+    names and shapes do not change.
 
     Args:
-        module: Any module; on its device already or not. Do this before it is wrapped for several ranks.
+        module: Any module, on any device. Call this before DDP wraps it.
         memory_format: ``"contiguous"`` or ``"channels_last"``.
 
     Returns:
@@ -38,7 +39,7 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
 
     Raises:
         TypeError: If ``module`` is not a module.
-        ValueError: If the format is neither.
+        ValueError: If the format is another one.
 
     Example:
         >>> net = nn.Conv2d(3, 8, 3)
@@ -51,15 +52,23 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
     expect(memory_format in FORMATS, "memory_format", memory_format, "'contiguous' or 'channels_last'")
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.ndim in LAST]
     for tensor in tensors:
-        wanted = LAST[tensor.ndim] if memory_format == "channels_last" else torch.contiguous_format
-        tensor.data = tensor.data.contiguous(memory_format=wanted)
-        if tensor.grad is not None:
-            tensor.grad = tensor.grad.contiguous(memory_format=wanted)
+        _convert(tensor, LAST[tensor.ndim] if memory_format == "channels_last" else torch.contiguous_format)
     return len(tensors)
 
 
+def _convert(tensor: Tensor, memory_format: torch.memory_format) -> None:
+    tensor.data = tensor.data.contiguous(memory_format=memory_format)
+    if tensor.grad is not None:
+        tensor.grad = tensor.grad.contiguous(memory_format=memory_format)
+
+
+def has_format(module: nn.Module) -> bool:
+    """Return whether a module has weights of four or five dimensions."""
+    return any(parameter.ndim in LAST for parameter in module.parameters())
+
+
 class FormatTimes(NamedTuple):
-    """The faster format, and the seconds of a step in each."""
+    """Faster format, and the seconds of a step in each format."""
 
     best: MemoryFormatName
     seconds: dict[MemoryFormatName, float]
@@ -76,24 +85,25 @@ def measure_memory_format(
     steps: int = 2,
     margin: float = 0.02,
 ) -> FormatTimes:
-    """Time forward and backward of a network in both memory formats, and tell which is faster here.
+    """Measure forward and backward of a network in both memory formats, and return the faster format.
 
-    The rule of thumb, channels last for convolutions, fails in 3D and on some devices; the measurement takes a few
-    steps. It runs on a deep copy: weights, gradients, buffers and random numbers of the module stay as they are.
+    The usual advice, channels last for convolutions, fails in 3D and on some devices. The measurement takes a few steps
+    on a deep copy: weights, gradients and buffers of the module, and the global RNG, do not change.
 
     Args:
         module: The network.
-        inputs: Positional inputs of a real size, or a dictionary of named ones, on the device where it is measured.
-        step: ``(network, inputs) -> loss`` or any tensor; ``None`` runs the network on the inputs and sums what
-            floating-point tensors it returns.
-        device: Where to measure, for example ``"cpu"``; ``None`` is where the network is.
-        context: Makes the context of each forward pass, for example one of ``torch.autocast``.
-        rounds: How often the two formats take turns, at least 1; the median counts.
+        inputs: Positional inputs as a list, or named inputs as a dictionary, of the size used in training and on the
+            device of the measurement.
+        step: Function ``(network, inputs) -> tensor`` that runs the forward pass. Default: call the network and sum
+            the floating-point tensors that it returns.
+        device: Device of the measurement, for example ``"cpu"``. Default: the device of the network.
+        context: Function that returns the context of a forward pass, for example one of ``torch.autocast``.
+        rounds: Number of turns of each format, at least 1. The result is the median.
         steps: Steps of each turn, at least 1.
-        margin: By what share of its time channels last has to win to be taken, not negative.
+        margin: Share of the time that channels last has to save to be chosen, at least 0 and below 1.
 
     Returns:
-        The faster format, and the seconds per step of each.
+        The faster format, and the seconds per step in each format.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -101,7 +111,7 @@ def measure_memory_format(
             dimensions.
 
     Note:
-        Holds a second copy of the network for the time of the measurement, and synchronises the device once a turn.
+        The measurement needs memory for a second copy of the network, and synchronises the device twice per turn.
 
     Example:
         >>> found = measure_memory_format(nn.Conv2d(3, 4, 3), [torch.rand(2, 3, 8, 8)])
@@ -110,12 +120,10 @@ def measure_memory_format(
     """
     check_functions(step=step, context=context)
     _check_network(module)
-    known = step is not None or isinstance(inputs, (tuple, list, dict))
-    expect(known, "inputs", type(inputs), "a tuple of positional inputs or a dictionary of named ones", TypeError)
-    for name, value in (("rounds", rounds), ("steps", steps)):
-        expect(is_whole(value, 1), name, value, "a whole number of at least 1")
-    expect(is_number(margin) and 0 <= margin < 1, "margin", margin, "a share from 0 to below 1, for example 0.02")
-    device, step = _device(module, device), step or _sum_of_outputs
+    valid = step is not None or isinstance(inputs, (tuple, list, dict))
+    expect(valid, "inputs", type(inputs), "a tuple of positional inputs or a dictionary of named ones", TypeError)
+    _check_numbers(rounds, steps, margin)
+    device, step = _find_device(module, device), step or _sum_outputs
     with same_random_numbers([device] if device.type == "cuda" else []), torch.enable_grad():
         network = copy.deepcopy(module).to(device)
         seconds = _time_formats(network, lambda: _run(network, inputs, step, context), device, rounds, steps)
@@ -126,9 +134,9 @@ def measure_memory_format(
 def _time_formats(
     network: nn.Module, run: Callable[[], None], device: torch.device, rounds: int, steps: int
 ) -> dict[MemoryFormatName, float]:
-    """Return the median seconds of a step in each format, which take turns so that a busy machine favours neither."""
+    """Return the median seconds of a step in each format. They take turns, so that a busy machine slows both."""
     turns: dict[MemoryFormatName, list[float]] = {name: [] for name in FORMATS}
-    for _ in range(rounds + 1):  # the first turn warms up
+    for _ in range(rounds + 1):  # the first one warms up
         for name, seconds in turns.items():
             set_memory_format(network, name)
             run()
@@ -145,11 +153,18 @@ def _time(run: Callable[[], None], device: torch.device, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def _device(module: nn.Module, device: Any) -> torch.device:
+def _find_device(module: nn.Module, device: Any) -> torch.device:
     try:
         return torch.device(next(module.parameters()).device if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {device!r}.") from error
+
+
+def _check_numbers(rounds: int, steps: int, margin: float) -> None:
+    for name, value in (("rounds", rounds), ("steps", steps)):
+        expect(is_whole(value, 1), name, value, "a whole number of at least 1")
+    valid = is_number(margin) and 0 <= margin < 1
+    expect(valid, "margin", margin, "a number of at least 0 and below 1, for example 0.02")
 
 
 def _check_module(module: Any) -> None:
@@ -158,8 +173,7 @@ def _check_module(module: Any) -> None:
 
 def _check_network(module: Any) -> None:
     _check_module(module)
-    layers = any(parameter.ndim in LAST for parameter in module.parameters())
-    expect(layers, "module", type(module).__name__, "a network with 2D or 3D layers")
+    expect(has_format(module), "module", type(module).__name__, "a network with 2D or 3D layers")
 
 
 def _run(network: nn.Module, inputs: Any, step: Callable[..., Tensor], context: Callable[..., Any]) -> None:
@@ -170,10 +184,12 @@ def _run(network: nn.Module, inputs: Any, step: Callable[..., Tensor], context: 
     network.zero_grad(set_to_none=True)
 
 
-def _sum_of_outputs(network: nn.Module, inputs: Any) -> Tensor:
+def _sum_outputs(network: nn.Module, inputs: Any) -> Tensor:
     output = network(**inputs) if isinstance(inputs, dict) else network(*inputs)
-    sums = [tensor.float().sum() for tensor in tensors_in(output) if tensor.is_floating_point()]
-    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else torch.zeros(())
+    total = torch.zeros(())
+    for tensor in filter(Tensor.is_floating_point, tensors_in(output)):
+        total = total.to(tensor.device) + tensor.float().sum()
+    return total
 
 
 def _wait(device: torch.device) -> None:

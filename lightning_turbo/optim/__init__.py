@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
 from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
 from lightning_turbo.optim.gradient_release import GradientRelease, ReleaseState, release_after_steps, release_gradients
@@ -32,12 +30,3 @@ __all__ = [
     "scale_gradients",
     "split_parameters",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("LearningRateWarmup", "scale_learning_rates"):
-        raise ImportError(
-            f"lightning_turbo.optim.{name} is gone: LearningRateScaling(optimizer, factor, warmup_steps) scales the "
-            "optimizer and every schedule, and warms up. Leave the rates as they are and use it in place of both."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

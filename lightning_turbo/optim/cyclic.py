@@ -1,4 +1,4 @@
-"""Cyclical learning rates, set up right: stepped every step, sized in steps or epochs, safe to save and load."""
+"""Cyclical learning rates: sized in steps or epochs, advanced once per optimizer step, saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_turbo.optim.skipped_steps import overflow_flag, was_skipped
 __all__ = ["CyclicSchedule", "RunLength", "cyclic_lr"]
 
 Mode = Literal["triangular", "triangular2", "exp_range"]
-# What a checkpoint holds; the rest is built again from the arguments.
+# Attributes in a checkpoint; the others are built again from the arguments.
 SAVED = ("last_epoch", "base_lrs", "max_lrs", "total_size", "step_ratio", "_step_count", "_last_lr", "_begun")
 
 
 class RunLength(Protocol):
-    """An object that knows the length of a run; every Lightning Trainer does."""
+    """Length of a run, as a Lightning Trainer gives it."""
 
     num_training_batches: int | float
     accumulate_grad_batches: int
@@ -33,11 +33,11 @@ class RunLength(Protocol):
 
 
 class CyclicSchedule(LRScheduler):
-    """A learning rate that rises and falls between two bounds, one step of it for each step of the optimizer.
+    """Cycle the learning rate of each parameter group between two bounds.
 
-    ``cyclic_lr`` builds it from checked arguments. It follows the formula of torch's ``CyclicLR``, but starts at
-    ``base_lr`` whatever rate the optimizer had before, leaves momentum alone unless asked, and does not advance where
-    the optimizer made no step.
+    ``cyclic_lr`` builds this schedule and checks its arguments. The formula is that of
+    ``torch.optim.lr_scheduler.CyclicLR``. There are three differences: the cycle starts at ``base_lr`` for any earlier
+    rate of the optimizer, momentum is constant by default, and the cycle advances only after a step of the optimizer.
     """
 
     def __init__(
@@ -46,38 +46,38 @@ class CyclicSchedule(LRScheduler):
         base_lrs: list[float],
         max_lrs: list[float],
         *,
-        lengths: tuple[float, float],  # of rise and fall
-        unit: int | None,  # optimizer steps of a length of 1; None asks the trainer at the first step
-        scale: Callable[[int, int], float],  # of the number of the cycle and of the step
+        lengths: tuple[float, float],  # of the rise and the fall
+        unit: int | None,  # optimizer steps in a length of 1; None: ask the trainer at the first step
+        scale: Callable[[int, int], float],  # (cycle, step) -> scale of the height
         scale_name: str | None,
         momentum: tuple[float, float] | None,
         trainer: RunLength | None,
-        one_for_all: bool,  # groups that are added later take the bounds of the last one
+        one_for_all: bool,  # whether groups added later take the same bounds
     ) -> None:
         self.max_lrs = max_lrs
         self._lengths, self._unit, self._trainer = lengths, unit, trainer
-        self._max_steps = -1 if trainer is None else trainer.max_steps  # a finder sets another one for its trials
+        self._max_steps = (
+            -1 if trainer is None else trainer.max_steps
+        )  # Lightning's finders replace it during their trials
         self._scale, self._scale_name, self._momentum, self._one_for_all = scale, scale_name, momentum, one_for_all
         self._begun = False
         self._stepped, self._flag = False, None
-        self._size(unit or 1)
-        # torch starts from a group's `initial_lr`, which a schedule before this one or a loaded state has left there.
+        self._set_size(unit or 1)
+        # torch starts from a group's `initial_lr`, which an earlier schedule or a loaded state may have set.
         groups = optimizer.param_groups
-        found = [group.get("initial_lr", rate) for group, rate in zip(groups, base_lrs, strict=True)]
-        for group, rate in zip(groups, base_lrs, strict=True):
-            group["initial_lr"] = rate
+        earlier = [group.get("initial_lr", rate) for group, rate in zip(groups, base_lrs, strict=True)]
+        _set_initial_rates(groups, base_lrs)
         super().__init__(optimizer)
-        for group, rate in zip(groups, found, strict=True):
-            group["initial_lr"] = rate
-        self._follow()
+        _set_initial_rates(groups, earlier)
+        self._register_hooks()
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance by one step, unless the optimizer made none since the last call.
+        """Advance by one step, unless the optimizer made no step since the last call.
 
         Args:
             epoch: Deprecated by torch; leave it out.
         """
-        if self.last_epoch >= 0:  # below is torch's own first call, from a constructor
+        if self.last_epoch >= 0:  # torch's constructors make the first call, at -1
             self._begin()
             if not self._stepped or was_skipped(self._flag):
                 self._stepped = False
@@ -85,37 +85,35 @@ class CyclicSchedule(LRScheduler):
         super().step(epoch)
 
     def get_lr(self) -> list[Any]:
-        """Return the learning rate of each parameter group, and set their momentum; called by ``step``."""
+        """Return the learning rate of each parameter group and set their momentum; ``step`` calls it."""
         self._stepped = False
-        self._fit_to_groups()
+        self._extend_bounds()
         share, scale = self._share_and_scale()
         if self._momentum is not None:
             low, high = self._momentum
-            for group in self.optimizer.param_groups:
-                if group.get("momentum"):
-                    group["momentum"] = high - (high - low) * share * scale
+            for group in filter(_has_momentum, self.optimizer.param_groups):
+                group["momentum"] = high - (high - low) * share * scale
         return [low + (high - low) * share * scale for low, high in zip(self.base_lrs, self.max_lrs, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data: the position, the bounds and the size of the cycle."""
+        """Return the position, the bounds and the size of the cycle as plain data."""
         # A checkpoint may be written between the optimizer's step and the schedule's.
         stepped = self._stepped and not was_skipped(self._flag)
         return {**{name: vars(self)[name] for name in SAVED}, "_stepped": stepped, "scale_fn": self._scale_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; the dictionary stays as it is.
+        """Load the state. The dictionary is not changed.
 
         Args:
-            state_dict: What ``state_dict`` returned.
+            state_dict: Result of ``state_dict``.
 
         Raises:
             ValueError: If the saved schedule used a ``scale_fn`` of another name.
         """
         if state_dict["scale_fn"] != self._scale_name:
             raise ValueError(
-                f"The saved schedule used scale_fn={state_dict['scale_fn']}, this one uses "
-                f"scale_fn={self._scale_name}. A function cannot be saved: build the schedule with the same scale_fn "
-                "before loading."
+                f"scale_fn: expected {state_dict['scale_fn']}, which the saved schedule used, got {self._scale_name}. "
+                "Checkpoints do not hold the function: build the schedule with the same scale_fn before loading."
             )
         super().load_state_dict({name: state_dict[name] for name in (*SAVED, "_stepped")})
         self._flag = None
@@ -125,17 +123,19 @@ class CyclicSchedule(LRScheduler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._follow()  # the copy of an optimizer has no hooks
+        self._register_hooks()  # the copy of an optimizer has no hooks
 
     def _share_and_scale(self) -> tuple[float, float]:
+        """Return the position between the bounds, from 0 to 1, and the scale of the height."""
         cycles = self.last_epoch / self.total_size
         cycle = math.floor(1 + cycles)
-        at = 1.0 + cycles - cycle
-        share = at / self.step_ratio if at <= self.step_ratio else (at - 1) / (self.step_ratio - 1)
+        position = 1.0 + cycles - cycle
+        rising = position <= self.step_ratio
+        share = position / self.step_ratio if rising else (position - 1) / (self.step_ratio - 1)
         return share, self._scale(cycle, self.last_epoch)
 
-    def _fit_to_groups(self) -> None:
-        """Give bounds to groups that were added since."""
+    def _extend_bounds(self) -> None:
+        """Give bounds to the parameter groups that were added after the last step."""
         groups, known = len(self.optimizer.param_groups), len(self.base_lrs)
         if groups > known and not self._one_for_all:
             raise ValueError(
@@ -146,40 +146,49 @@ class CyclicSchedule(LRScheduler):
         for bounds in both:
             bounds.extend(bounds[-1:] * (groups - known))
 
-    def _follow(self) -> None:
-        """Note the steps of the optimizer, and of one inside it: SAM's second_step makes no step of its own."""
+    def _register_hooks(self) -> None:
+        """Observe the steps of the optimizer and of the one that it wraps: SAM's second_step calls only the latter."""
         group = self.optimizer.param_groups[0]
         inner = [o for o in vars(self.optimizer).values() if isinstance(o, Optimizer) and o.param_groups[0] is group]
         for each in (self.optimizer, *inner):
-            each.register_step_post_hook(self._note_step)
+            each.register_step_post_hook(self._record_step)
 
-    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped, self._flag = True, overflow_flag(optimizer)
 
     def _begin(self) -> None:
-        """Size the cycle once the run is known; a loaded schedule keeps the size that was saved."""
-        if self._begun:
+        """Set the size of the cycle at the first step, when the Trainer knows the length of an epoch."""
+        if self._begun:  # also true for a loaded schedule, which keeps the saved size
             return
-        self._size(self._unit or _epoch_length(self._trainer))
+        self._set_size(self._unit or _epoch_length(self._trainer))
         self._begun = True
         if self._trainer is not None:
             self._warn_if_short(self._trainer)
 
-    def _size(self, unit: float) -> None:
+    def _set_size(self, unit: float) -> None:
         up, down = (max(1, round(unit * length)) for length in self._lengths)
         self.total_size, self.step_ratio = float(up + down), up / (up + down)
 
     def _warn_if_short(self, trainer: RunLength) -> None:
         steps = _run_steps(trainer, self._max_steps)
         up = self.total_size * self.step_ratio
-        told = getattr(trainer, "is_global_zero", True) and not getattr(trainer, "fast_dev_run", False)
-        if steps < up and told:
+        silent = not getattr(trainer, "is_global_zero", True) or getattr(trainer, "fast_dev_run", False)
+        if steps < up and not silent:
             warnings.warn(
-                f"This run makes {steps:.0f} steps, fewer than the {up:.0f} steps that the learning rate takes to "
-                "rise: max_lr is never reached. Shorten steps_up or epochs_up, or train longer.",
+                f"This run makes {steps:.0f} steps, but the learning rate rises for {up:.0f}: it never reaches max_lr. "
+                "Lower steps_up or epochs_up, or train longer.",
                 TurboWarning,
                 stacklevel=4,
             )
+
+
+def _set_initial_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        group["initial_lr"] = rate
+
+
+def _has_momentum(group: dict[str, Any]) -> bool:
+    return bool(group.get("momentum"))
 
 
 def cyclic_lr(
@@ -202,46 +211,46 @@ def cyclic_lr(
 ) -> dict[str, Any]:
     """Build a Lightning scheduler configuration that cycles the learning rate between two bounds, step by step.
 
-    In step ``t`` of a rise of ``u`` steps the rate is ``base_lr + (max_lr - base_lr) * t / u * scale``; it falls the
-    same way. The configuration has ``interval="step"``, where Lightning's own default would be one step per epoch.
+    In step ``t`` of a rise of ``u`` steps the rate is ``base_lr + (max_lr - base_lr) * t / u * scale``. The fall
+    mirrors the rise. The configuration sets ``interval="step"``, because Lightning's default is one step per epoch.
 
     Args:
-        optimizer: The optimizer whose learning rate is cycled; its present rate is overwritten.
-        base_lr: Lower bound, above or equal to 0; one number, or one for each parameter group.
-        max_lr: Upper bound, not below ``base_lr``; one number, or one for each parameter group.
+        optimizer: The optimizer. Its current learning rate is overwritten.
+        base_lr: Lower bound, at least 0; one number, or one for each parameter group.
+        max_lr: Upper bound, at least ``base_lr``; one number, or one for each parameter group.
         steps_up: Optimizer steps of the rise, at least 1. Give this or ``epochs_up``.
-        steps_down: Optimizer steps of the fall; ``None`` is the same as the rise.
-        epochs_up: Epochs of the rise, above 0, fractions allowed. Smith advises 2 to 10.
-        epochs_down: Epochs of the fall; ``None`` is the same as the rise.
-        steps_per_epoch: Optimizer steps of an epoch, for cycles in epochs outside a Trainer.
+        steps_down: Optimizer steps of the fall. Default: ``steps_up``.
+        epochs_up: Epochs of the rise, above 0; may be a fraction. Smith advises 2 to 10.
+        epochs_down: Epochs of the fall. Default: ``epochs_up``.
+        steps_per_epoch: Optimizer steps of an epoch, for a cycle in epochs without a Trainer.
         trainer: The Trainer (``self.trainer``). A cycle in epochs is sized from it at the first step, when its
-            loader is ready, and a run too short for the rise is warned of.
-        mode: ``"triangular"`` keeps the height, ``"triangular2"`` halves it each cycle, ``"exp_range"`` multiplies
-            it by ``gamma`` each step.
+            loader is ready. A run that ends before the rise gives a warning.
+        mode: ``"triangular"``: constant height; ``"triangular2"``: half the height after each cycle;
+            ``"exp_range"``: the height times ``gamma`` after each step.
         gamma: Decay of ``"exp_range"``, above 0 and at most 1.
-        scale_fn: Custom scale of the height, a pure function of the number of the cycle (from 1) or of the step
-            (from 0), used instead of ``mode``.
-        scale_mode: Argument of ``scale_fn``: ``"cycle"`` or ``"iterations"``.
-        momentum: ``(lowest, highest)`` momentum, cycled against the learning rate; ``None`` leaves momentum alone.
-            Groups without momentum, and Adam's betas, are never changed.
+        scale_fn: Pure function that gives the scale of the height and replaces ``mode``.
+        scale_mode: Argument of ``scale_fn``: ``"cycle"`` (number of the cycle, from 1) or ``"iterations"`` (number of
+            the step, from 0).
+        momentum: ``(lowest, highest)`` momentum. Momentum falls while the learning rate rises. ``None`` does not
+            change it. Groups without momentum, and the betas of Adam, never change.
         name: Name of the schedule in the logs.
 
     Returns:
-        A dictionary for the key ``"lr_scheduler"`` of the result of ``configure_optimizers``.
+        The dictionary for the key ``"lr_scheduler"`` in the result of ``configure_optimizers``.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a number is out of range, the length of the cycle is missing or given twice, or, at the first
-            step, the Trainer does not know the length of an epoch.
+        ValueError: If a number is out of range or the length of the cycle is missing or given twice; at the first
+            step, if the Trainer does not know the length of an epoch.
 
     Warns:
         NoEffectWarning: If ``momentum`` is given and no parameter group has momentum.
         TurboWarning: At the first step, if the run ends before the rise does.
 
     Note:
-        Parameter groups that are added later take the same bounds; where bounds were given for each group, they are
-        refused. A custom ``scale_fn`` is not saved in checkpoints: only its name is, and a schedule with another one
-        is refused.
+        Parameter groups that are added later take the same bounds. If ``base_lr`` or ``max_lr`` has one number for
+        each group, an added group raises a ``ValueError``. Checkpoints hold the name of ``scale_fn``, not the
+        function; loading into a schedule with another ``scale_fn`` raises a ``ValueError``.
 
     Example:
         >>> import torch
@@ -291,9 +300,9 @@ def _rates(name: str, value: Any, groups: int) -> list[float]:
 
 
 def _lengths(steps_up: Any, steps_down: Any, epochs_up: Any, epochs_down: Any) -> tuple[float, float]:
-    """Check the size of the cycle and return rise and fall."""
-    given = (steps_up, epochs_up)
-    expect((steps_up is None) != (epochs_up is None), "steps_up and epochs_up", given, "exactly one of the two")
+    """Check the size of the cycle and return the lengths of the rise and the fall."""
+    passed = (steps_up, epochs_up)
+    expect((steps_up is None) != (epochs_up is None), "steps_up and epochs_up", passed, "exactly one of the two")
     if steps_up is not None:
         unit, up, down, other, valid, expected = "steps", steps_up, steps_down, epochs_down, _is_step_count, "whole "
     else:
@@ -314,19 +323,18 @@ def _is_above_zero(value: Any) -> bool:
 
 
 def _unit(steps_up: Any, steps_per_epoch: Any, trainer: Any) -> int | None:
-    """Return the optimizer steps of a unit of the cycle's lengths, or None where only the Trainer will know."""
-    given = steps_per_epoch is not None
-    expect(
-        not given or is_whole(steps_per_epoch, 1), "steps_per_epoch", steps_per_epoch, "a whole number of at least 1"
-    )
+    """Return the optimizer steps in one unit of the cycle's lengths, or None if the Trainer has to be asked later."""
+    valid = steps_per_epoch is None or is_whole(steps_per_epoch, 1)
+    expect(valid, "steps_per_epoch", steps_per_epoch, "a whole number of at least 1")
     if steps_up is not None:
         return 1
-    expect(given or trainer is not None, "trainer", trainer, "self.trainer, or steps_per_epoch=..., with epochs_up")
+    known = steps_per_epoch is not None or trainer is not None
+    expect(known, "trainer", trainer, "self.trainer, or steps_per_epoch=..., with epochs_up")
     return steps_per_epoch
 
 
 def _scale(mode: Any, gamma: Any, scale_fn: Callable[[float], float] | None, scale_mode: Any) -> Callable[..., float]:
-    """Return the height of the cycle as a function of its number and of the step, one that can be pickled."""
+    """Return the scale of the height as a function of (cycle, step) that can be pickled."""
     expect(scale_mode in ("cycle", "iterations"), "scale_mode", scale_mode, "'cycle' or 'iterations'")
     expect(is_number(gamma) and 0 < gamma <= 1, "gamma", gamma, "a number above 0 and at most 1")
     modes = {"triangular": _triangular, "triangular2": _halved, "exp_range": functools.partial(_decayed, gamma)}
@@ -358,7 +366,7 @@ def _name_of(scale_fn: Any) -> str | None:
 
 
 def _momentum(optimizer: Optimizer, momentum: Any) -> tuple[float, float] | None:
-    """Check the bounds of the momentum; warn where no group has any."""
+    """Check the bounds of the momentum; warn if no group has momentum."""
     if momentum is None:
         return None
     expect(
@@ -367,10 +375,10 @@ def _momentum(optimizer: Optimizer, momentum: Any) -> tuple[float, float] | None
         momentum,
         "(lowest, highest) with 0 < lowest <= highest < 1, for example (0.8, 0.9)",
     )
-    if not any(group.get("momentum") for group in optimizer.param_groups):
+    if not any(map(_has_momentum, optimizer.param_groups)):
         warnings.warn(
-            f"momentum={momentum!r} is not cycled: {type(optimizer).__name__} has no momentum here. Leave the argument "
-            "out, or give the optimizer momentum.",
+            f"momentum={momentum!r} has no effect: no parameter group of {type(optimizer).__name__} has momentum. "
+            "Leave the argument out, or give the optimizer momentum.",
             NoEffectWarning,
             stacklevel=3,
         )
@@ -388,7 +396,7 @@ def _steps_per_epoch(trainer: RunLength) -> float:
 
 
 def _run_steps(trainer: RunLength, max_steps: int | None) -> float:
-    """Return the optimizer steps of the run, infinity without an end."""
+    """Return the optimizer steps of the run; infinity if it has no end."""
     epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
     limits = (max_steps, epochs * _steps_per_epoch(trainer))
     return min((limit for limit in limits if limit is not None and limit >= 0), default=math.inf)
@@ -398,7 +406,7 @@ def _epoch_length(trainer: RunLength | None) -> float:
     steps = math.inf if trainer is None else _steps_per_epoch(trainer)
     if not 1 <= steps < math.inf:
         raise ValueError(
-            f"The Trainer counts {steps} training steps in an epoch, so epochs_up cannot be turned into steps. "
-            "Give steps_up, steps_per_epoch, or Trainer(limit_train_batches=...) with a whole number."
+            f"Trainer: expected a finite number of training steps in an epoch to size the cycle, got {steps}. Pass "
+            "steps_up, steps_per_epoch, or Trainer(limit_train_batches=...) with a whole number."
         )
     return steps

@@ -1,10 +1,11 @@
-"""Gradients that live no longer than needed: released right after the optimizer's step."""
+"""Release of gradients right after the optimizer's step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ __all__ = ["GradientRelease", "ReleaseState", "release_after_steps", "release_gr
 
 
 def release_gradients(parameters: Iterable[Tensor]) -> None:
-    """Set the gradient of every parameter to ``None``, so that its memory can be used again.
+    """Set the gradient of every parameter to ``None``, so that its memory is free.
 
     Args:
         parameters: Parameters of any shape and device.
@@ -35,7 +36,7 @@ def release_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 class ReleaseState(Enum):
-    """Whether a ``GradientRelease`` still watches the first steps, releases at each step, or does nothing any more."""
+    """State of a ``GradientRelease``: it watches the first two steps, releases after each step, or is off."""
 
     WATCHING = "watching"
     RELEASING = "releasing"
@@ -45,19 +46,19 @@ class ReleaseState(Enum):
 class GradientRelease:
     """Release the gradients of an optimizer right after each of its steps.
 
-    A loop that clears gradients just before backward holds them through the next forward pass, where they are of
-    no use. The first step is only watched: where the loop does not replace the gradients before its second step, it
-    may continue from the old ones on purpose, and nothing is released.
+    A loop that clears gradients just before backward keeps them in memory during the next forward pass, which does not
+    read them. The first step is only watched. If the gradients at the second step are the same tensors, the loop may
+    reuse them on purpose, and this object releases nothing.
 
     Args:
-        optimizer: The optimizer whose gradients are released, those of groups added later included.
-        leave: Parameters of the optimizer that keep their gradients.
+        optimizer: The optimizer. Groups that are added later are included.
+        leave: Parameters that keep their gradients.
 
     Raises:
         TypeError: If ``optimizer`` is not a torch optimizer.
 
     Note:
-        The step hook reads and writes references only: no device work, no synchronisation.
+        The step hook only drops references. It starts no device work and does not synchronise.
 
     Example:
         >>> import torch
@@ -88,15 +89,15 @@ class GradientRelease:
 
     @property
     def watched(self) -> bool:
-        """Whether the first step has been seen and the second has not."""
+        """Whether exactly one step was observed."""
         return bool(self._seen)
 
     def holding(self) -> bool:
-        """Tell whether any gradient is held now."""
+        """Return whether any parameter has a gradient now."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def remove(self) -> None:
-        """Stop following the optimizer."""
+        """Stop observing the optimizer."""
         self.state, self._seen = ReleaseState.OFF, []
         self._handle.remove()
 
@@ -107,29 +108,25 @@ class GradientRelease:
             release_gradients(self.parameters)
 
     def _watch(self) -> None:
-        """Decide at the second step by whether its gradients are those of the first."""
+        """Decide at the second step: release unless its gradients are the tensors of the first step."""
         if not self._seen:
-            # Weak references, so that the first step's gradients are freed when the loop lets go of them.
+            # Weak references, so that the gradients of the first step are freed when the loop drops them.
             self._seen = [(p, TensorWeakRef(p.grad)) for p in self.parameters if p.grad is not None]
             return
-        kept = any(_same(parameter.grad, seen()) for parameter, seen in self._seen)
+        kept = any(parameter.grad is not None and parameter.grad is seen() for parameter, seen in self._seen)
         self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
-
-
-def _same(gradient: Tensor | None, seen: Tensor | None) -> bool:
-    return gradient is not None and gradient is seen
 
 
 def release_after_steps(optimizers: Iterable[Optimizer]) -> list[GradientRelease]:
     """Release the gradients of several optimizers, each after its own step.
 
-    A parameter that belongs to more than one of them keeps its gradient: the others may not have made their step.
+    A parameter of several optimizers keeps its gradient, because the other optimizers may not have made their step.
 
     Args:
         optimizers: The optimizers of a run.
 
     Returns:
-        One release for each; call ``remove`` on them in the end.
+        One release for each optimizer. Call ``remove`` on each at the end.
 
     Example:
         >>> import torch
@@ -139,7 +136,7 @@ def release_after_steps(optimizers: Iterable[Optimizer]) -> list[GradientRelease
         2
     """
     optimizers = list(optimizers)
-    owned = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
+    owned = list(chain.from_iterable(map(_parameters_of, optimizers)))
     owners = Counter(map(id, owned))
     shared = [parameter for parameter in owned if owners[id(parameter)] > 1]
     return [GradientRelease(optimizer, leave=shared) for optimizer in optimizers]

@@ -1,4 +1,4 @@
-"""LARS and LAMB: optimizers for large batches, whose step follows the size of each layer's weights."""
+"""LARS and LAMB: optimizers for large batches that scale each layer's step by the norm of its weights."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ NORMS = (
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the trainable parameters into those with and those without weight decay and trust ratio.
+    """Split the trainable parameters into weights, and biases and norms.
 
-    Without are biases, the parameters of normalization layers, and every other parameter of fewer than two
-    dimensions. A shared parameter appears once.
+    Weight decay and trust ratio apply to weights only. The second list has the biases, the parameters of normalization
+    layers, and every other parameter of fewer than two dimensions. A shared parameter appears once.
 
     Args:
         module: Any module.
 
     Returns:
-        The weights, and the biases and norms.
+        The list of weights, and the list of biases and norms.
 
     Raises:
         TypeError: If ``module`` is not a module.
@@ -50,19 +50,18 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         (1, 3)
     """
     _check_module(module, "split_parameters")
-    norms = (part for part in module.modules() if isinstance(part, NORMS))
-    normed = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
-    weights: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
+    in_norms = _parameters_of_norms(module)
+    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            plain = id(parameter) in normed or _is_plain(name, parameter)
-            (rest if plain else weights).append(parameter)
-    return weights, rest
+            is_weight = parameter.ndim >= 2 and name.rpartition(".")[2] != "bias" and id(parameter) not in in_norms
+            split[0 if is_weight else 1].append(parameter)
+    return split
 
 
-def _is_plain(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim < 2 or name.rpartition(".")[2] == "bias"
+def _parameters_of_norms(module: nn.Module) -> set[int]:
+    norms = (part for part in module.modules() if isinstance(part, NORMS))
+    return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
 
 
 def lars(
@@ -74,30 +73,30 @@ def lars(
     trust_coefficient: float = 1e-3,
     nesterov: bool = False,
 ) -> Optimizer:
-    """Build LARS: SGD with momentum in which each layer's step is scaled by the size of its weights.
+    """Build LARS: SGD with momentum that scales each layer's step by the norm of its weights.
 
     A weight ``w`` with gradient ``g`` moves along ``trust_coefficient * |w| / (|g| + weight_decay * |w|)`` times
     ``g + weight_decay * w``. Biases and normalization layers get plain SGD, without weight decay and trust ratio.
 
     Args:
-        module: Whose trainable parameters are optimized.
+        module: Module with the parameters to optimize.
         lr: Learning rate, above 0.
-        momentum: From 0 to below 1.
-        weight_decay: Not negative; applied to weights only.
-        trust_coefficient: Above 0.
-        nesterov: Whether momentum looks ahead.
+        momentum: Momentum, at least 0 and below 1.
+        weight_decay: Weight decay of the weights, at least 0.
+        trust_coefficient: Factor of the trust ratio, above 0.
+        nesterov: Whether to use Nesterov momentum.
 
     Returns:
         ``pytorch_optimizer.LARS`` with one group of weights and one of biases and norms.
 
     Raises:
         MissingExtraError: If the package pytorch_optimizer is absent.
-        TypeError: If ``module`` is not a module, or ``nesterov`` not a bool.
-        ValueError: If a number is out of range, the module has nothing to train, or a normalization layer has
-            parameters of two or more dimensions, to which the package would apply the trust ratio.
+        TypeError: If ``module`` is not a module, or ``nesterov`` is not a bool.
+        ValueError: If a number is out of range, the module has no trainable parameter, or a normalization layer has
+            parameters of two or more dimensions, because the package would apply the trust ratio to them.
 
     Note:
-        The optimizer uses the gradients as its working memory: they are not the gradients any more after the step.
+        The step overwrites the gradients: read them before it.
 
     Example:
         >>> optimizer = lars(nn.Linear(4, 2), lr=1.0)
@@ -107,13 +106,14 @@ def lars(
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017.
     """
     check_switches(nesterov=nesterov)
-    _check_numbers(lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
+    _check_positive(lr=lr, trust_coefficient=trust_coefficient)
+    _check_weight_decay(weight_decay)
     _check_below_one(momentum=momentum)
     weights, rest = _split(module, "lars")
     if thick := [tuple(p.shape) for p in rest if p.ndim > 1]:
         raise ValueError(
-            f"lars: biases or normalization layers with parameters of shape {thick} would get the trust ratio; "
-            "expected one dimension. Use lamb, or normalization without elementwise weights."
+            f"lars: expected biases and normalization layers with parameters of one dimension, got the shapes {thick}. "
+            "Use lamb, or normalization without elementwise weights."
         )
     require("pytorch_optimizer", "lars")
     from pytorch_optimizer import LARS
@@ -123,7 +123,7 @@ def lars(
         [group for group in groups if group["params"]],
         lr=lr,
         momentum=momentum,
-        weight_decay=weight_decay,  # of groups that are added later
+        weight_decay=weight_decay,  # for groups that are added later
         trust_coefficient=trust_coefficient,
         nesterov=nesterov,
     )
@@ -139,19 +139,20 @@ def lamb(
     max_grad_norm: float | None = None,
     fused: bool = False,
 ) -> Optimizer:
-    """Build LAMB: Adam in which each layer's step is scaled by the size of its weights.
+    """Build LAMB: Adam that scales each layer's step by the norm of its weights.
 
     With Adam's step ``u = m / (sqrt(v) + eps) + weight_decay * w``, a weight moves by ``lr * |w| / |u| * u``. Biases
-    and normalization layers get ``u`` itself, without weight decay and trust ratio.
+    and normalization layers move by ``lr * u``, without weight decay and trust ratio.
 
     Args:
-        module: Whose trainable parameters are optimized.
+        module: Module with the parameters to optimize.
         lr: Learning rate, above 0.
-        betas: Decay of the two moments, each from 0 to below 1.
-        eps: Added to the root of the second moment, above 0.
-        weight_decay: Not negative; applied to weights only.
-        max_grad_norm: Clip the global gradient norm inside the step; ``None`` does not, as the Trainer does it.
-        fused: Use ``apex.optimizers.FusedLAMB``, which corrects the bias of the moments, on CUDA.
+        betas: Decay of the two moments, each at least 0 and below 1.
+        eps: Term added to the root of the second moment, above 0.
+        weight_decay: Weight decay of the weights, at least 0.
+        max_grad_norm: Largest global norm of the gradients, above 0; the step clips them to it. ``None`` does not
+            clip, for Trainers that do.
+        fused: Whether to use ``apex.optimizers.FusedLAMB``, for CUDA. It corrects the bias of the moments.
 
     Returns:
         ``pytorch_optimizer.Lamb``, or FusedLAMB, with one group of weights and one of biases and norms.
@@ -159,8 +160,8 @@ def lamb(
     Raises:
         MissingExtraError: If the package pytorch_optimizer, or for ``fused=True`` NVIDIA's apex, is absent.
         TypeError: If an argument has the wrong type.
-        ValueError: If a number is out of range, the module has nothing to train, or ``fused=True`` comes with
-            ``weight_decay=0``, where FusedLAMB would drop the trust ratio of every weight.
+        ValueError: If a number is out of range, the module has no trainable parameter, or ``fused=True`` comes with
+            ``weight_decay=0``, because FusedLAMB then drops the trust ratio.
 
     Example:
         >>> optimizer = lamb(nn.Linear(4, 2), lr=0.01)
@@ -170,11 +171,10 @@ def lamb(
     Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
     """
     check_switches(fused=fused)
-    _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
-    if max_grad_norm is not None:
-        _check_numbers(max_grad_norm=max_grad_norm)
+    _check_positive(lr=lr, eps=eps, max_grad_norm=1.0 if max_grad_norm is None else max_grad_norm)
+    _check_weight_decay(weight_decay)
     pair = isinstance(betas, (list, tuple)) and len(betas) == 2
-    expect(pair, "betas", betas, "two numbers from 0 to below 1, for example (0.9, 0.999)", TypeError)
+    expect(pair, "betas", betas, "two numbers of at least 0 and below 1, for example (0.9, 0.999)", TypeError)
     _check_below_one(beta1=betas[0], beta2=betas[1])
     weights, rest = _split(module, "lamb")
     groups: list[dict[str, Any]] = [
@@ -190,28 +190,28 @@ def lamb(
 
     optimizer = Lamb(
         groups,
-        weight_decouple=False,  # the decay is part of the step that the trust ratio scales, as in the paper
+        weight_decouple=False,  # as in the paper: the trust ratio scales the decay too
         pre_norm=max_grad_norm is not None,
         max_grad_norm=max_grad_norm or 0.0,
-        adam_debias=True,  # otherwise the first steps are 1 / (1 - beta1) times as long
+        adam_debias=True,  # without it the first steps are 1 / (1 - beta1) times as long
         **settings,
     )
-    optimizer.clamp = math.inf  # as in the authors' code: the norm of the weights is not cut off at 10
+    optimizer.clamp = math.inf  # as in the authors' code: no limit of 10 on the norm of the weights
     return optimizer
 
 
 def _fused_lamb(groups: list[dict[str, Any]], max_grad_norm: float | None, settings: dict[str, Any]) -> Any:
     if not settings["weight_decay"]:
         raise ValueError(
-            "lamb(fused=True, weight_decay=0): FusedLAMB drops the trust ratio of groups without weight decay. Set "
-            "weight_decay above 0, or use fused=False."
+            "weight_decay: expected a number above 0 with fused=True, got 0: FusedLAMB would drop the trust ratio. "
+            "Raise weight_decay, or use fused=False."
         )
     try:
         fused_lamb = importlib.import_module("apex.optimizers").FusedLAMB
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(
             "lamb(fused=True) needs apex.optimizers.FusedLAMB, which is not installed. Build apex from "
-            "https://github.com/NVIDIA/apex (the package of that name on PyPI is unrelated), or use fused=False.",
+            "https://github.com/NVIDIA/apex (the package apex on PyPI is unrelated), or use fused=False.",
             name="apex",
         ) from error
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
@@ -223,7 +223,8 @@ def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn
     weights, rest = split_parameters(module)
     if not weights and not rest:
         raise ValueError(
-            f"{used_by}: {type(module).__name__} has no parameter that requires a gradient. Unfreeze some."
+            f"{used_by}: expected a module with trainable parameters, got {type(module).__name__} without. Set "
+            "requires_grad=True on some."
         )
     return weights, rest
 
@@ -233,14 +234,15 @@ def _check_module(module: Any, used_by: str) -> None:
     expect(valid, f"{used_by}(module)", module, "a torch.nn.Module (self in configure_optimizers)", TypeError)
 
 
-def _check_numbers(**numbers: float) -> None:
-    """Refuse numbers that are not above 0; a weight decay may be 0."""
+def _check_positive(**numbers: float) -> None:
     for name, value in numbers.items():
-        least = "at least" if name == "weight_decay" else "above"
-        valid = is_number(value) and (value > 0 or (value == 0 and least == "at least"))
-        expect(valid, name, value, f"a finite number {least} 0")
+        expect(is_number(value) and value > 0, name, value, "a finite number above 0")
+
+
+def _check_weight_decay(value: float) -> None:
+    expect(is_number(value) and value >= 0, "weight_decay", value, "a finite number of at least 0")
 
 
 def _check_below_one(**numbers: float) -> None:
     for name, value in numbers.items():
-        expect(is_number(value) and 0 <= value < 1, name, value, "a number from 0 to below 1, for example 0.9")
+        expect(is_number(value) and 0 <= value < 1, name, value, "a number of at least 0 and below 1, for example 0.9")

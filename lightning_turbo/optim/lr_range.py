@@ -1,4 +1,4 @@
-"""Bounds for a cyclical learning rate, read from the curve of a range test."""
+"""Bounds of a cyclical learning rate from the loss curve of a range test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LRRange", "propose_lr_range"]
 
 
 class LRRange(NamedTuple):
-    """The bounds that a range test proposes, and the curve that they were read from."""
+    """Bounds that a range test proposes, and its loss curve."""
 
     base_lr: float
     max_lr: float
@@ -21,15 +21,15 @@ class LRRange(NamedTuple):
 
 
 def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: float = 0.1, end: float = 0.9) -> LRRange:
-    """Read bounds for a cyclical learning rate from the curve of a range test.
+    """Propose the bounds of a cyclical learning rate from the loss curve of a range test.
 
-    The curve falls from its highest loss to its lowest, the highest one before that. ``base_lr`` is the rate at which
-    the first ``begin`` of that fall is done, ``max_lr`` the rate at which ``end`` of it is done: before the curve
-    flattens, gets ragged or rises.
+    The fall of the curve starts at its highest loss before the minimum and ends at the minimum. ``base_lr`` is the
+    learning rate after the share ``begin`` of the fall, ``max_lr`` the learning rate after the share ``end``: before
+    the curve flattens or rises.
 
     Args:
         lrs: Learning rates in rising order, at least 5.
-        losses: The smoothed loss at each; entries that are not finite are left out.
+        losses: Smoothed loss at each learning rate. Entries that are not finite are ignored.
         begin: Share of the fall at ``base_lr``, above 0 and below ``end``.
         end: Share of the fall at ``max_lr``, at most 1.
 
@@ -37,7 +37,7 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
         The two bounds and the curve.
 
     Raises:
-        ValueError: If the shares are out of order, the curve has fewer than 5 finite points, or the loss never fell.
+        ValueError: If the shares are out of order, the curve has fewer than 5 finite points, or the loss never falls.
 
     Example:
         >>> found = propose_lr_range([1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0], [2.0, 2.0, 1.7, 1.05, 1.0, 9.0])
@@ -51,24 +51,28 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
     curve = _finite_part(lrs, losses)
     falling = _falling_part(curve)
     start, fall = falling[0][1], falling[0][1] - falling[-1][1]
-    if fall <= 1e-3 * abs(start):  # a running mean rounds
+    if fall <= 1e-3 * abs(start):  # less is rounding of the running mean
         raise ValueError(
-            f"The loss never fell below its start of {start:.4g} between lr={curve[0][0]:.3g} and "
-            f"lr={curve[-1][0]:.3g}. Begin at a lower min_lr, or check the model."
+            f"losses: expected a fall, got none below the start of {start:.4g} from lr={curve[0][0]:.3g} to "
+            f"lr={curve[-1][0]:.3g}. Lower min_lr, or check the model."
         )
-    low, high = (next(lr for lr, loss in falling if start - loss >= share * fall) for share in (begin, end))
-    return LRRange(low, high, [lr for lr, _ in curve], [loss for _, loss in curve])
+
+    def find_lr(share: float) -> float:
+        return next(lr for lr, loss in falling if start - loss >= share * fall)
+
+    tested, measured = zip(*curve, strict=True)
+    return LRRange(find_lr(begin), find_lr(end), list(tested), list(measured))
 
 
 def _finite_part(lrs: Sequence[float], losses: Sequence[float]) -> list[tuple[float, float]]:
     expect(len(lrs) == len(losses), "losses", len(losses), f"as many as the {len(lrs)} learning rates")
     curve = [(float(lr), float(loss)) for lr, loss in zip(lrs, losses, strict=True) if math.isfinite(loss)]
-    expect(len(curve) >= 5, "losses", len(curve), "at least 5 that are finite")
+    expect(len(curve) >= 5, "losses", len(curve), "at least 5 finite ones")
     return curve
 
 
 def _falling_part(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the curve from its highest loss before the lowest one down to that."""
+    """Return the part of the curve from its highest loss before the minimum to the minimum."""
     lowest = min(range(len(curve)), key=lambda index: curve[index][1])
     highest = max(range(lowest + 1), key=lambda index: curve[index][1])
     return curve[highest : lowest + 1]

@@ -1,4 +1,4 @@
-"""Learning rates for large batches: by how much larger, and how to get there gently."""
+"""Learning rates for large batches: the factor, and its warm-up."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Rule = Literal["linear", "sqrt"] | None
 
 
 def lr_factor(rule: Rule, batch_size: int, base_batch_size: int) -> float:
-    """Return by how much the learning rate grows with the batch.
+    """Return the factor of the learning rate for a larger batch.
 
     Args:
         rule: ``"linear"``: ``batch_size / base_batch_size`` (for SGD); ``"sqrt"``: its square root (for Adam and
             LAMB); ``None``: 1.
         batch_size: Samples per optimizer step, over all ranks, at least 1.
-        base_batch_size: Samples per optimizer step for which the learning rate was chosen, at least 1.
+        base_batch_size: Samples per optimizer step for which the learning rate was tuned, at least 1.
 
     Raises:
         ValueError: If the rule is unknown or a size is below 1.
@@ -42,18 +42,17 @@ def lr_factor(rule: Rule, batch_size: int, base_batch_size: int) -> float:
 
 
 class LearningRateScaling:
-    """Multiply an optimizer's learning rates by a factor, for the time of each ``optimizer.step()`` alone.
+    """Multiply an optimizer's learning rates by a factor during each ``optimizer.step()``.
 
-    Whatever sets the rates, a schedule of torch's, one of another package or the loop itself, computes from rates that
-    were never changed; only the step sees the larger ones. So every schedule is scaled, and a ``state_dict`` holds the
-    rates without the factor at any time. In the first ``warmup_steps`` steps the factor rises from 1 in a line. A step
-    that a loss scaler skipped does not count.
+    The rates change back after the step, so that every schedule, of torch or of another package, reads and writes rates
+    without the factor. A ``state_dict`` always holds the rates without the factor. In the first ``warmup_steps`` steps
+    the factor rises linearly from 1. A step that a loss scaler skipped does not count.
 
     Args:
-        optimizer: The optimizer whose steps are scaled.
-        factor: Finite and above 0.
+        optimizer: The optimizer.
+        factor: Factor of the learning rates, finite and above 0.
         warmup_steps: Optimizer steps until the whole factor is reached, at least 0.
-        done: Steps already made, for a run that is resumed; at least 0.
+        done: Optimizer steps before this object was made, for a resumed run; at least 0.
 
     Raises:
         TypeError: If ``optimizer`` is not a torch optimizer.
@@ -66,7 +65,7 @@ class LearningRateScaling:
         >>> [scaling.multiplier(step) for step in range(5)]
         [1.0, 2.0, 3.0, 4.0, 4.0]
 
-    Source: Goyal et al., Accurate, Large Minibatch SGD, 2017, gradual warm-up.
+    Source: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.2.
     """
 
     def __init__(self, optimizer: Optimizer, factor: float, warmup_steps: int = 0, done: int = 0) -> None:
@@ -75,11 +74,11 @@ class LearningRateScaling:
         for name, value in (("warmup_steps", warmup_steps), ("done", done)):
             expect(is_whole(value, 0), name, value, "a whole number of at least 0")
         self.optimizer, self.factor, self.warmup_steps, self.done = optimizer, factor, warmup_steps, done
-        self._rates: list[Any] | None = None  # of the groups, while they are scaled
-        self._follow()
+        self._rates: list[Any] | None = None  # without the factor, during a step
+        self._register_hooks()
 
     def multiplier(self, step: int) -> float:
-        """Return the factor of the learning rates in a step, counted from 0."""
+        """Return the factor of the learning rates in a step, where 0 is the first."""
         if step >= self.warmup_steps:
             return self.factor
         return 1.0 + (self.factor - 1.0) * step / self.warmup_steps
@@ -92,9 +91,9 @@ class LearningRateScaling:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._follow()  # the copy of an optimizer has no hooks
+        self._register_hooks()  # the copy of an optimizer has no hooks
 
-    def _follow(self) -> None:
+    def _register_hooks(self) -> None:
         self._handles = [
             self.optimizer.register_step_pre_hook(self._scale),
             self.optimizer.register_step_post_hook(self._count),
@@ -102,7 +101,7 @@ class LearningRateScaling:
         ]
 
     def _scale(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # a step that raised has left the rates scaled
+        self._restore()  # a step that raised an exception has left the rates scaled
         multiplier = self.multiplier(self.done)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -110,12 +109,12 @@ class LearningRateScaling:
 
     def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
-        # Past the warm-up nothing asks for the count, so that a flag on a device need not be waited for.
+        # After the warm-up the count has no effect: do not wait for the device to read the flag.
         if self.done >= self.warmup_steps or not was_skipped(overflow_flag(optimizer)):
             self.done += 1
 
     def _save_unscaled(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        # A checkpoint may be written within a step: from its closure, or by a signal.
+        # A closure or a signal handler may write a checkpoint during a step.
         for group, rate in zip(state_dict["param_groups"], self._rates or (), strict=False):
             group["lr"] = rate
 

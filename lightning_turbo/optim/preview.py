@@ -1,4 +1,4 @@
-"""A look at a learning rate cycle before any training."""
+"""Preview of a learning rate cycle without training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_turbo.optim.cyclic import cyclic_lr
 
 __all__ = ["CyclePreview", "preview"]
 
-INK = "#7d8590"  # read on light and on dark pages alike
+INK = "#7d8590"  # legible on light and on dark pages
 
 
 class CyclePreview(NamedTuple):
-    """The values of every step, for each parameter group."""
+    """Values of every step, one list for each parameter group."""
 
     lr: list[list[float]]
     momentum: list[list[float]]
@@ -33,22 +33,22 @@ def preview(
     path: str | Path | None = None,
     **cycle: Any,
 ) -> CyclePreview:
-    """Return the curve of a cycle without training, and draw it.
+    """Compute the learning rate cycle of ``cyclic_lr`` without training, and draw it.
 
     Args:
         base_lr: As in ``cyclic_lr``.
         max_lr: As in ``cyclic_lr``.
-        steps: Number of optimizer steps to look at, at least 1.
-        path: Where to write a PNG; ``None`` draws nothing. Needs matplotlib.
-        **cycle: The other arguments of ``cyclic_lr``; cycles in epochs need ``steps_per_epoch``.
+        steps: Number of optimizer steps, at least 1.
+        path: PNG file for a chart of the learning rates; ``None`` draws nothing. Needs matplotlib.
+        **cycle: Other arguments of ``cyclic_lr``. A cycle in epochs needs ``steps_per_epoch``.
 
     Returns:
-        The learning rate and, if it is cycled, the momentum of each group at every step.
+        The learning rate of each group at every step, and the momentum if ``momentum`` was passed.
 
     Raises:
         TypeError: As ``cyclic_lr``.
         ValueError: As ``cyclic_lr``, and if ``steps`` is below 1.
-        MissingExtraError: If ``path`` is given and matplotlib is absent.
+        MissingExtraError: If ``path`` is passed and matplotlib is absent.
 
     Example:
         >>> preview(0.0, 1.0, steps=5, steps_up=2).lr
@@ -57,52 +57,40 @@ def preview(
     expect(is_whole(steps, 1), "steps", steps, "a whole number of at least 1")
     if path is not None:
         require("matplotlib", "preview(path=...)")
-    groups = max(_groups(base_lr), _groups(max_lr), 1)
+    groups = max(_count_groups(base_lr), _count_groups(max_lr), 1)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.0, momentum=0.9)
     schedule = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"]
-    curves: dict[str, list[list[float]]] = {name: [[] for _ in range(groups)] for name in ("lr", "momentum")}
+    rows = []
     for _ in range(steps):
-        _note(optimizer, curves)
+        rows.append([(float(group["lr"]), float(group["momentum"])) for group in optimizer.param_groups])
         optimizer.step()
         schedule.step()
-    seen = CyclePreview(curves["lr"], curves["momentum"] if cycle.get("momentum") else [])
+    curves = [list(zip(*group, strict=True)) for group in zip(*rows, strict=True)]
+    rates = [list(lr) for lr, _ in curves]
     if path is not None:
-        _draw(seen, Path(path))
-    return seen
+        _draw(rates, Path(path))
+    return CyclePreview(rates, [list(momentum) for _, momentum in curves] if cycle.get("momentum") else [])
 
 
-def _groups(rate: float | Sequence[float]) -> int:
+def _count_groups(rate: float | Sequence[float]) -> int:
     return len(rate) if isinstance(rate, Sequence) else 1
 
 
-def _note(optimizer: torch.optim.Optimizer, curves: dict[str, list[list[float]]]) -> None:
-    for name, groups in curves.items():
-        for curve, group in zip(groups, optimizer.param_groups, strict=True):
-            curve.append(float(group[name]))
-
-
-def _draw(seen: CyclePreview, path: Path) -> None:
+def _draw(rates: list[list[float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3), layout="constrained", facecolor="none")
     axes = figure.add_subplot(facecolor="none")
-    for index, curve in enumerate(seen.lr):
+    for index, curve in enumerate(rates):
         (line,) = axes.plot(curve, label=f"learning rate, group {index}")
         for value, name in ((min(curve), "base"), (max(curve), "max")):
             axes.axhline(value, color=line.get_color(), linewidth=0.6, linestyle="--")
             axes.annotate(f"{name} {value:.3g}", (len(curve) - 1, value), ha="right", va="bottom", color=INK)
     axes.set(xlabel="optimizer step", ylabel="learning rate")
-    panels = [axes]
-    if seen.momentum:
-        panels.append(right := axes.twinx())
-        right.set_ylabel("momentum")
-        for curve in seen.momentum:
-            right.plot(curve, linestyle=":", color=INK)
-    for panel in panels:
-        panel.tick_params(colors=INK)
-        panel.xaxis.label.set_color(INK)
-        panel.yaxis.label.set_color(INK)
-        panel.spines[:].set_color(INK)
+    axes.tick_params(colors=INK)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.spines[:].set_color(INK)
     axes.legend(frameon=False, labelcolor=INK, loc="upper left")
     with whole_file(path) as part:
         figure.savefig(part, format="png", dpi=120)

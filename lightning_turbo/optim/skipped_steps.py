@@ -1,4 +1,4 @@
-"""Whether the last call of an optimizer's step was skipped for an overflow: asked by cycles and warm-ups."""
+"""Steps that a loss scaler skipped because of an overflow; cycles and warm-ups do not count them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["overflow_flag", "was_skipped"]
 
 
 def overflow_flag(optimizer: Optimizer) -> Tensor | None:
-    """Return the flag by which a loss scaler tells a fused optimizer to skip, without reading it.
+    """Return the flag by which a loss scaler makes a fused optimizer skip a step, without reading it.
 
-    Other optimizers are not called at all where a step is skipped, so that no hook of theirs runs.
+    A loss scaler does not call other optimizers for a skipped step, so that their hooks do not run.
 
     Args:
-        optimizer: Just after its step.
+        optimizer: The optimizer, right after its step.
     """
     return skip_flag(optimizer)
 
 
 def was_skipped(flag: Tensor | None) -> bool:
-    """Tell whether a step was skipped; waits for the device if the optimizer is a fused one under a loss scaler.
+    """Return whether a step was skipped. Waits for the device if there is a flag.
 
     Args:
-        flag: What ``overflow_flag`` returned.
+        flag: Result of ``overflow_flag``.
     """
     return flag is not None and bool(flag.item())

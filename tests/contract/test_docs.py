@@ -25,8 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CARDS = sorted(path for path in (DOCS / "cards").glob("*.md") if path.name != "README.md")
 SECTIONS = (
-    "In short", "Use when", "How to use", "Hyper-parameters", "Effect", "Costs and interactions", "How it works",
-    "Checked by", "Sources",
+    "What it does", "Use when", "How to use", "Arguments", "What it brings", "Limits", "Checked by", "Sources",
 )  # fmt: skip
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=fence) *$", re.M | re.S

@@ -68,7 +68,7 @@ def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
     assert got == [([float(n) for n in range(k, k + 8)], list(range(k, k + 8))) for k in range(0, 64, 8)]
 
 
-def test_large_batches_are_copied_on_the_side_stream_and_small_ones_are_not():
+def test_batches_are_transformed_on_the_side_stream():
     streams = []
 
     def transform(batch):
@@ -81,14 +81,9 @@ def test_large_batches_are_copied_on_the_side_stream_and_small_ones_are_not():
     list(prefetcher)
     assert all(stream != current for stream in streams)
     assert len(set(streams)) == 1  # one side stream for the run
-    streams.clear()
-    list(DevicePrefetcher(DataLoader(Numbered(size=4), batch_size=8), DEVICE, transform=transform))
-    assert all(stream == current for stream in streams)
 
 
 def test_what_a_transform_keeps_is_ready_for_batches_of_other_sizes():
-    """Small ones are worked on in the stream of the step, until a large one has come."""
-
     class Count:
         def __init__(self):
             self.seen = torch.zeros(1 << 22, device=DEVICE)

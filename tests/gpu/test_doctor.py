@@ -107,28 +107,14 @@ def test_the_time_line_is_the_devices():
     assert phases["forward"] > 0.5 * sum(phases.values())
 
 
-def test_memory_that_grows_is_seen():
-    class Grows(Model):
-        def training_step(self, batch, batch_idx):
-            self.kept = [*getattr(self, "kept", []), torch.zeros(2**19, device=self.device)]  # 2 MiB
-            return super().training_step(batch, batch_idx)
-
-    doctor = Doctor(**SHORT)
-    trained(Grows, doctor)
-    assert "memory-growth" in {finding.rule for finding in doctor.report.findings}
-
-
-def test_float32_on_tensor_cores_and_the_benchmark_flag_are_told():
+def test_float32_on_tensor_cores_is_told():
     doctor = Doctor(**SHORT)
     trained(Model, doctor)
     rules = {finding.rule for finding in doctor.report.findings}
-    assert "benchmark-off" in rules
-    if torch.cuda.get_device_capability() >= (8, 0):
-        assert "float32" in rules
+    assert ("float32" in rules) == (torch.cuda.get_device_capability() >= (7, 0))
 
 
 def test_the_machine_is_known():
-    env = environment.gather()
-    assert env.gpus
-    assert env.driver_cuda is not None
-    assert env.gpus[0].capability == torch.cuda.get_device_capability(0)
+    lines = {line.name: line for line in environment.check()}
+    assert lines["torch"].status == "ok"
+    assert torch.cuda.get_device_name(0) in lines["GPU 0"].what

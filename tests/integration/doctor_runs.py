@@ -1,4 +1,4 @@
-"""What the tests of the Doctor share: a network that shows every disturbance, and a quiet Trainer."""
+"""What the tests of the Doctor share: networks to train, and a quiet Trainer."""
 
 import pytest
 import torch
@@ -14,6 +14,44 @@ QUIET = [
     pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`.*"),
 ]
 SHORT = {"warmup": 1, "timed": 2, "watched": 3}
+
+
+def images(count):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(count, 1, 6, 6, generator=generator), torch.randint(0, 4, (count,), generator=generator)
+    return TensorDataset(x, y)
+
+
+def rows(count=28):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(count, 8, generator=generator), torch.randint(0, 4, (count,), generator=generator)
+    return TensorDataset(x, y)
+
+
+class Base(LightningModule):
+    """A network without any bad habit."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def loss(self, batch):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(rows(), batch_size=4)
+
+
+class ManualBase(Base):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
 
 
 class Noisy(LightningModule):
@@ -39,14 +77,12 @@ class Noisy(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def train_dataloader(self):
-        generator = torch.Generator().manual_seed(0)
-        x, y = torch.randn(48, 1, 6, 6, generator=generator), torch.randint(0, 4, (48,), generator=generator)
-        return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+        return DataLoader(images(48), batch_size=4, shuffle=True)
 
 
 def trainer(*callbacks, **more):
     settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-                "enable_model_summary": False, "accelerator": "cpu", **more}  # fmt: skip
+                "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0, **more}  # fmt: skip
     return Trainer(callbacks=list(callbacks), **settings)
 
 

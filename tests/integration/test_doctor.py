@@ -32,7 +32,7 @@ def test_losses_and_weights_are_the_same_bit_for_bit(more):
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 brought it")
-@pytest.mark.parametrize(("set_to", "told"), [("tf32", "high"), ("ieee", "highest")])
+@pytest.mark.parametrize(("set_to", "told"), [("tf32", True), ("ieee", False)])
 def test_tf32_may_be_set_by_either_interface(set_to, told):
     class Own(Noisy):
         def setup(self, stage):
@@ -43,13 +43,13 @@ def test_tf32_may_be_set_by_either_interface(set_to, told):
         trained(doctor, model=Own)
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
-    assert doctor.report.facts.matmul_precision == told
+    assert doctor.report.facts.tf32 is told
     torch.set_float32_matmul_precision("high")
     try:
         trained(doctor := Doctor(**SHORT))
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert doctor.report.facts.matmul_precision == "high"
+    assert doctor.report.facts.tf32
 
 
 class Fed(Noisy):
@@ -86,13 +86,6 @@ def test_losses_and_weights_are_the_same_at_every_level(level, workers, data):
     assert equal(run(), run(doctor))
     assert doctor.report.facts.watched == 3
     assert "host-sync" in rules(doctor)
-
-
-def test_the_state_of_the_generator_is_the_same():
-    trained()
-    plain = torch.get_rng_state()
-    trained(Doctor(**SHORT))
-    assert torch.equal(plain, torch.get_rng_state())
 
 
 class Fast(LightningModule):
@@ -138,7 +131,7 @@ def test_a_compiled_model_is_timed_only(in_place):
     doctor = Doctor(**SHORT)
     trained(doctor, model=Compiled)
     assert "compiled" in doctor.report.facts.notes[0]
-    assert doctor.report.facts.operations == 0
+    assert "host-sync" not in rules(doctor)
     assert doctor.report.facts.timed == 2
 
 
@@ -151,22 +144,11 @@ def test_a_run_with_code_that_an_earlier_one_compiled_is_timed_only():
 
     first, doctor = trained(model=Compiled), Doctor(**SHORT)
     assert equal(first, trained(doctor, model=Compiled))
-    assert doctor.report.facts.operations == 0
+    assert "host-sync" not in rules(doctor)
     assert "torch.compile has compiled code in this process" in doctor.report.facts.notes[0]
     torch._dynamo.reset()
     trained(doctor := Doctor(**SHORT))
-    assert doctor.report.facts.operations > 0
-
-
-def test_another_profiler_keeps_its_place():
-    doctor, seen = Doctor(**SHORT), set()
-    sys.setprofile(lambda frame, event, arg: seen.add(frame.f_code.co_name))
-    trained(doctor)
-    sys.setprofile(None)
-    assert "training_step" in seen
-    assert any("profile function" in note for note in doctor.report.facts.notes)
-    assert "host-sync" in rules(doctor), "the modes watch all the same"
-    assert "progress-bar-sync" not in rules(doctor)
+    assert "host-sync" in rules(doctor)
 
 
 def test_cprofile_sees_all_that_it_sees_without_the_doctor():
@@ -456,12 +438,12 @@ def test_a_standard_output_of_ones_own_gets_the_report(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"warmup": 0}, ValueError, r"Doctor\(warmup=0\): expected 1 steps or more; use warmup=1"),
-        ({"timed": -1}, ValueError, r"Doctor\(timed=-1\): expected 1 steps"),
-        ({"watched": 1}, ValueError, r"Doctor\(watched=1\): expected 2 steps"),
-        ({"warmup": 1.5}, TypeError, r"Doctor\(warmup=1.5\): expected a number of steps"),
-        ({"timed": True}, TypeError, r"Doctor\(timed=True\): expected a number of steps"),
-        ({"fix": True}, TypeError, r"Doctor\(fix=True\): there is no such argument. It has gone: make the change"),
+        ({"warmup": 0}, ValueError, "warmup: expected 1 steps or more, got 0"),
+        ({"timed": -1}, ValueError, "timed: expected 1 steps or more, got -1"),
+        ({"watched": 1}, ValueError, "watched: expected 2 steps or more, or 0, got 1"),
+        ({"warmup": 1.5}, TypeError, "warmup: expected a number of steps, got 1.5"),
+        ({"timed": True}, TypeError, "timed: expected a number of steps, got True"),
+        ({"fix": True}, TypeError, r"Doctor\(fix=True\): there is no such argument. It was removed: make the change"),
         ({"patience": 3}, TypeError, r"Doctor\(patience=3\): there is no such argument\.$"),
         ({"html": True}, TypeError, r"Doctor\(html=True\): expected the path of the file to write, or None"),
         ({"json": 3}, TypeError, r"Doctor\(json=3\): expected the path of the file to write, or None"),

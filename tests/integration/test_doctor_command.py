@@ -81,6 +81,7 @@ def test_a_script_is_examined(tmp_path, capsys):
     assert (tmp_path / "here" / "doctor.html").read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_a_script_under_lightnings_other_name_is_examined(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "lightning_turbo"]
     done = subprocess.run(
@@ -121,7 +122,7 @@ def test_ctrl_c_in_training_keeps_lightnings_status_and_what_was_found(tmp_path,
 def test_ctrl_c_outside_of_training_has_the_status_of_shells(tmp_path, capsys, interrupts):
     assert cli.main(arguments(tmp_path, "stop early")) == 130
     told = capsys.readouterr().err
-    assert "it ended in KeyboardInterrupt before its Trainer began to train." in told
+    assert "it ended in KeyboardInterrupt before a Trainer began to train." in told
 
 
 def test_a_script_that_trains_for_two_steps_is_told_so(tmp_path, capsys):
@@ -172,19 +173,19 @@ def test_each_trainer_of_a_script_has_a_report_of_its_own(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argument", "status", "words"),
-    [("none", 3, "it made no Trainer"), ("idle", 1, "its Trainer never began to train")],
+    ("argument", "status"),
+    [("none", 3), ("idle", 1)],
 )
-def test_a_script_without_training_is_told_so_and_keeps_its_status(tmp_path, argument, status, words, capsys):
+def test_a_script_without_training_is_told_so_and_keeps_its_status(tmp_path, argument, status, capsys):
     assert cli.main(arguments(tmp_path, argument)) == status
-    assert f"train.py was not examined: {words}" in capsys.readouterr().err
+    assert "train.py was not examined: it ended before a Trainer began to train." in capsys.readouterr().err
 
 
 def test_an_error_before_training_is_named(tmp_path, capsys):
     (tmp_path / "old.py").write_text("import lightning.pytorch as pl\npl.Trainer(gpus=1)")
     assert cli.main(["doctor", str(tmp_path / "old.py")]) == 1
     told = capsys.readouterr().err
-    assert "old.py was not examined: it ended in TypeError before it made a Trainer.\n" in told
+    assert "old.py was not examined: it ended in TypeError before a Trainer began to train." in told
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path, capsys):
@@ -199,7 +200,7 @@ def test_a_place_that_cannot_hold_the_report_is_refused_before_the_script_runs(p
     assert cli.main(arguments(tmp_path, options=["--out", place])) == 2
     told = capsys.readouterr()
     assert "arguments" not in told.out
-    assert told.err.startswith(f"lightning-turbo: error: '{place}' cannot be the folder of the report (")
+    assert told.err.startswith(f"lightning-turbo: error: out='{place}': expected a folder to write reports to (")
     assert len(told.err.splitlines()) == 1
     assert (tmp_path / "file").read_text() == "kept"
 
@@ -264,20 +265,17 @@ def test_only_reports_of_the_doctor_are_replaced(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["doctor.py", "doctor_notes.html", "nothing.py"]
 
 
-PACKAGE = [sys.executable, "-W", "ignore", "-m", "lightning_turbo", "doctor", "--warmup", "1", "--timed", "2", "-m"]
-
-
-def test_a_package_is_examined_as_by_python_m(tmp_path):
+def test_a_package_is_examined_as_by_python_m(tmp_path, capsys, monkeypatch):
     (tmp_path / "own").mkdir()
     source = SCRIPT.strip().format(lightning="lightning.pytorch")
     (tmp_path / "own" / "__init__.py").write_text("")
     (tmp_path / "own" / "__main__.py").write_text(f"{source}\n    print(__package__, sys.argv)")
-    done = subprocess.run(
-        [*PACKAGE, "own", "--", "--lr", "1"], capture_output=True, text=True, timeout=150, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"own ['{tmp_path / 'own' / '__main__.py'}', '--lr', '1']" in done.stdout
-    assert f"own/__main__.py:{LINE}" in done.stdout
+    monkeypatch.setitem(sys.modules, "own", None)
+    monkeypatch.delitem(sys.modules, "own")
+    assert cli.main(["doctor", "--warmup", "1", "--timed", "2", "-m", "own", "--", "--lr", "1"]) == 0
+    told = capsys.readouterr().out
+    assert f"own ['{tmp_path / 'own' / '__main__.py'}', '--lr', '1']" in told
+    assert f"own/__main__.py:{LINE}" in told
 
 
 class Counts(Callback):

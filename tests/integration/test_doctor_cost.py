@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import tracemalloc
 import weakref
 
 import torch
@@ -24,7 +23,7 @@ class Hooks(Callback):
 
     def on_before_backward(self, trainer, pl_module, loss):
         doctor = any(isinstance(each, Doctor) for each in trainer.callbacks)
-        modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+        modes = torch._C._len_torch_function_stack()
         self.seen.append((doctor, modes, sys.getprofile() is not None, type(trainer.profiler).__name__))
 
 
@@ -57,7 +56,7 @@ def test_no_memory_is_kept():
     assert [each for each in kept if each() is not None] == []
 
 
-HEAVY = {"Session", "Watch", "CallTable", "Sources", "Origins", "_Functions", "_Operations"}
+HEAVY = {"Session", "Watch", "CallTable", "Sources", "Origins", "_Functions"}
 HERE = os.path.join(os.path.dirname(lightning_turbo.__file__), "doctor") + os.sep
 
 
@@ -89,7 +88,7 @@ def test_no_function_of_the_doctor_is_called_after_its_steps():
     calls = Calls(first=8)  # with the step in which the epoch ends, to which Lightning holds the profiler it began with
     trained(calls, Doctor(**SHORT), max_epochs=2)
     assert len(calls.steps) == 16
-    last = {"profile", "_end", "mark", "<genexpr>", "_is_manual"}
+    last = {"profile", "_end", "mark", "<listcomp>", "_current"}
     assert [set(step) for step in calls.steps] == [set()] * 3 + [last] + [set()] * 12
 
 
@@ -113,22 +112,3 @@ def test_what_it_measured_with_is_gone_before_the_epoch_is_over():
     watching, gone, still = alive
     assert len(watching) >= 6
     assert gone == still == set()
-
-
-def test_its_memory_does_not_grow():
-    sizes = []
-
-    class Weighs(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step in (8, 30):
-                gc.collect()
-                kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, HERE + "*")])
-                sizes.append(sum(each.size for each in kept.statistics("filename")))
-
-    tracemalloc.start()
-    try:
-        trained(Weighs(), Doctor(**SHORT), max_epochs=3)
-    finally:
-        tracemalloc.stop()
-    assert 0 < sizes[0] < 2**20, "the report"
-    assert sizes[1] <= sizes[0]

@@ -97,6 +97,7 @@ def examined(path, *arguments):
     return [each for each in report["findings"] if each["level"] != "info"]
 
 
+@pytest.mark.slow
 def test_images_by_dali(own_time):
     pytest.importorskip("nvidia.dali")
     assert examined("imagenet_dali.py", "--demo", "--epochs", "1", "--level", "O0", "--batch-size", "8") == []

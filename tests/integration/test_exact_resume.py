@@ -164,7 +164,7 @@ def test_another_number_of_ranks_leaves_the_random_states_alone(tmp_path, monkey
     again = trainer("turbo", max_epochs=1, limit_val_batches=0)
     again.fit(Net(), DataLoader(Numbers(), 2), ckpt_path=path, **unpickling(True))
     assert said == [
-        "turbo: the checkpoint has the random states of 2 ranks, and this run has 1. They are not put back."
+        "ExactResume: the checkpoint has the RNG states of 2 ranks, but this run has 1: it does not restore them."
     ]
     torch.manual_seed(3)
     assert torch.rand(1) == expected

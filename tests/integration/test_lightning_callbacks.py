@@ -149,7 +149,7 @@ def test_a_moving_average_has_buffers_too(level, validate):
     assert not torch.allclose(expected, means[-1], rtol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:GradToNone changes nothing here. StochasticWeightAveraging")
+@pytest.mark.filterwarnings("ignore:GradToNone has no effect. StochasticWeightAveraging")
 @pytest.mark.parametrize("ours", OURS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_stochastic_weight_averaging_is_the_mean_of_what_the_optimizer_updates(level, ours):

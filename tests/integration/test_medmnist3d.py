@@ -1,6 +1,5 @@
 """The example examples/medmnist3d: runs, resumes, every trick off, bad input, weights, ablation."""
 
-import importlib.util
 import json
 import sys
 import types
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from lightning.pytorch.cli import LightningCLI
 from monai.networks.nets import resnet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +17,7 @@ import lightning_turbo
 from examples.medmnist3d import ablation
 from examples.medmnist3d.__main__ import full_names, launched, main
 from examples.medmnist3d.chart import summary
-from examples.medmnist3d.data import FastVolumes, Volumes, read_part
+from examples.medmnist3d.data import FastVolumes, Volumes
 from examples.medmnist3d.model import VolumeClassifier
 from examples.medmnist3d.slices import SliceImages, slice_image
 from examples.medmnist3d.tricks import TRICKS
@@ -81,84 +79,75 @@ def command(monkeypatch, volumes, tmp_path):
     return run
 
 
-def test_it_learns_logs_and_goes_on_from_a_checkpoint_bit_for_bit(command, tmp_path):
-    # float32: in bfloat16 a gradient of torch's 3D convolutions on the CPU depends on memory that nobody wrote.
-    settings = ("--trainer.plugins", "null", "--model.epochs_up", "1", "--trainer.max_epochs")
-    whole = command("fit", *settings, "4")
-    assert whole.trainer.callback_metrics["val/auc"] > 0.9
-    assert whole.model.loss.pos_weight == pytest.approx(1.5)
+# float32: in bfloat16 a gradient of torch's 3D convolutions on the CPU depends on memory that nobody wrote.
+SETTINGS = ("--trainer.plugins", "null", "--model.epochs_up", "1", "--trainer.max_epochs")
 
-    command("fit", *settings, "2", out="parts")
+
+def test_it_trains_and_logs(command, tmp_path):
+    done = command("fit", *SETTINGS, "1", "--trainer.log_every_n_steps", "1")
+    assert done.model.loss.pos_weight == pytest.approx(1.5)
     assert {path.name for path in Path("runs/medmnist3d/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
-    resumed = command("fit", *settings, "4", "--ckpt_path", "last", out="parts")
+    events = EventAccumulator(str(tmp_path / "whole" / done.trainer.log_dir)).Reload()
+    assert {"train/loss", "train/loss_step", "val/loss", "val/auc", "val/accuracy"} <= set(events.Tags()["scalars"])
+    assert len(events.Images("val/slices")) == 1
+
+
+@pytest.mark.slow
+def test_it_learns_and_a_resumed_run_equals_one_that_never_stopped(command):
+    whole = command("fit", *SETTINGS, "4")
+    assert whole.trainer.callback_metrics["val/auc"] > 0.9
+    command("fit", *SETTINGS, "2", out="parts")
+    resumed = command("fit", *SETTINGS, "4", "--ckpt_path", "last", out="parts")
     assert resumed.trainer.current_epoch == 4
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
-
-    events = EventAccumulator(str(tmp_path / "whole" / whole.trainer.log_dir)).Reload()
-    assert {"train/loss", "train/loss_step", "val/loss", "val/auc", "val/accuracy"} <= set(events.Tags()["scalars"])
-    assert events.Tags()["images"] == ["val/slices"]
-    assert len(events.Images("val/slices")) == 4
-
     tested = command("test", "--ckpt_path", "runs/medmnist3d/checkpoints/best.ckpt", out="parts")
     assert tested.trainer.callback_metrics["test/auc"] >= 0.5
 
 
-def parsed(*words):
-    return LightningCLI(
-        VolumeClassifier, Volumes, subclass_mode_data=True, run=False, args=["--config", str(CONFIG), *words],
-        seed_everything_default=False,
-    )  # fmt: skip
+OWN = {
+    "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat",
+    "PrefetchNextEpoch", "SliceImages",
+}  # fmt: skip
 
 
-def test_every_trick_stands_in_the_file_and_can_be_switched_off(monkeypatch, volumes):
+def test_every_trick_is_in_the_file_and_can_be_switched_off(monkeypatch):
+    def parse(*words):
+        small = ["--model.depth", "10", "--model.widen", "0.125", "--trainer.accelerator", "cpu"]
+        done = LightningCLI(
+            VolumeClassifier, Volumes, subclass_mode_data=True, run=False, seed_everything_default=False,
+            args=["--config", str(CONFIG), *small, *words],
+        )  # fmt: skip
+        parts = (*done.trainer.callbacks, done.trainer.precision_plugin, done.datamodule)
+        return done, {type(part).__name__ for part in parts} & OWN
+
     monkeypatch.setattr(sys, "argv", ["medmnist3d"])
-    small = ["--model.depth", "10", "--model.widen", "0.125", "--trainer.accelerator", "cpu"]
-    on = parsed(*small)
-    classes = {type(thing).__name__ for thing in (*on.trainer.callbacks, on.trainer.precision_plugin, on.datamodule)}
-    assert classes >= {
-        "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat",
-        "ModelCheckpoint", "PrefetchNextEpoch", "SliceImages",
-    }  # fmt: skip
+    on, parts = parse()
+    assert parts == OWN
     assert (on.trainer.gradient_clip_val, on.trainer.accumulate_grad_batches) == (1.0, 2)
     assert (on.model.schedule, on.model.pos_weight, on.datamodule.packed) == ("cyclic", None, True)
-
-    off = parsed(
-        *small, "--trainer.plugins", "null", "--trainer.callbacks", "[]", "--trainer.gradient_clip_val", "null",
+    off, parts = parse(
+        "--trainer.plugins", "null", "--trainer.callbacks", "[]", "--trainer.gradient_clip_val", "null",
         "--trainer.accumulate_grad_batches", "1", "--model.schedule", "null", "--model.pos_weight", "1.0",
         "--data", "examples.medmnist3d.data.Volumes", "--data.packed", "false", "--trainer.logger", "false",
     )  # fmt: skip
-    kinds = {type(thing).__name__ for thing in (*off.trainer.callbacks, off.trainer.precision_plugin, off.datamodule)}
-    assert not kinds & {
-        "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat",
-        "PrefetchNextEpoch", "SliceImages",
-    }  # fmt: skip
+    assert parts == set()
     assert (off.trainer.gradient_clip_val, off.trainer.accumulate_grad_batches) == (None, 1)
     assert isinstance(off.model.configure_optimizers(), torch.optim.AdamW)
+    # The file marks each trick; O1 and O2 are one line.
+    assert sum("# *" in line for line in CONFIG.read_text().splitlines()) >= len(TRICKS) - 1
 
 
-def test_the_file_marks_each_trick_with_its_way_off():
-    lines = [line for line in CONFIG.read_text().splitlines() if "# *" in line]
-    assert len(lines) >= len(TRICKS) - 1  # O1 and O2 are one line
-    yaml.safe_load(CONFIG.read_text())
-
-
-@pytest.mark.parametrize(
-    ("given", "spelled"),
-    [
-        (["--data", "vesselmnist3d"], ["--data.source", "vesselmnist3d"]),
-        (["--data=/a.b/x.npz"], ["--data.source=/a.b/x.npz"]),
-        (["--data", "data.yaml"], ["--data", "data.yaml"]),
-        (["--data", "examples.medmnist3d.data.Volumes"], ["--data", "examples.medmnist3d.data.Volumes"]),
-        (["--data", "Volumes"], ["--data", "Volumes"]),
-        (["fit", "--data"], ["fit", "--data"]),
-    ],
-)
-def test_data_is_short_for_its_source(given, spelled):
-    assert full_names(given) == spelled
-
-
-def test_devices_and_nodes_come_from_torchrun():
+@pytest.mark.parametrize(("words", "spelled"), [
+    (["--data", "vesselmnist3d"], ["--data.source", "vesselmnist3d"]),
+    (["--data=/a.b/x.npz"], ["--data.source=/a.b/x.npz"]),
+    (["--data", "data.yaml"], ["--data", "data.yaml"]),
+    (["--data", "examples.medmnist3d.data.Volumes"], ["--data", "examples.medmnist3d.data.Volumes"]),
+    (["--data", "Volumes"], ["--data", "Volumes"]),
+    (["fit", "--data"], ["fit", "--data"]),
+])  # fmt: skip
+def test_data_is_short_for_its_source_and_devices_come_from_torchrun(words, spelled):
+    assert full_names(words) == spelled
     assert launched({}) == {}
     environment = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
     assert launched(environment) == {"devices": 2, "num_nodes": 3}
@@ -180,69 +169,45 @@ def test_batches_are_the_same_packed_and_not(volumes, kind):
     assert images.max() <= 1
 
 
-def test_one_label_against_the_rest(volumes, tmp_path):
+@pytest.mark.parametrize(("name", "spoil", "positive", "message"), [
+    ("train_images", None, None, r"lacks arrays of the part 'train'.*'train_images'.*Rename the arrays"),
+    ("train_images", lambda x: x[..., :3], None, r"train_images is \(20, 12, 12, 3\).*accepted are \(n, x, y, z\)"),
+    ("train_labels", lambda y: np.repeat(y, 2, 1), None, r"train_labels is \(20, 2\)"),
+    ("train_labels", lambda y: y[:-1], None, "rows; all must have as many"),
+    ("train_labels", lambda y: 0 * y + 1, None, "all 20 training labels are alike"),
+    ("train_labels", lambda y: y + 1, None, r"holds the labels \[1, 2\]; expected 0 and 1"),
+    ("train_labels", lambda y: y + 1, 7, r"positive=7: .* has the labels \[1, 2\]"),
+    ("train_labels", lambda y: y + 1, 2, None),  # label 2 against the rest
+])  # fmt: skip
+def test_a_file_of_another_form_is_refused(volumes, tmp_path, name, spoil, positive, message):
     arrays = arrays_of(volumes)
-    arrays["train_labels"] = np.arange(20)[:, None] % 4
-    np.savez(tmp_path / "four.npz", **arrays)
-    with pytest.raises(ValueError, match=r"train_labels holds the labels \[0, 1, 2, 3\]; accepted are 0 and 1"):
-        read_part(tmp_path / "four.npz", "train")
-    with pytest.raises(ValueError, match=r"positive=7: .* has the labels \[0, 1, 2, 3\]"):
-        read_part(tmp_path / "four.npz", "train", positive=7)
-    data = Volumes(str(tmp_path / "four.npz"), positive=3)
-    data.setup("fit")
-    assert data.pos_weight == 3.0
-    assert read_part(tmp_path / "four.npz", "train", positive=3)[3][1] == 1
+    array = arrays.pop(name)
+    np.savez(tmp_path / "spoilt.npz", **arrays, **({name: spoil(array)} if spoil else {}))
+
+    def read():
+        data = Volumes(str(tmp_path / "spoilt.npz"), positive=positive)
+        data.setup("fit")
+        return data.pos_weight
+
+    if message is None:
+        assert read() == 1.5
+    else:
+        with pytest.raises(ValueError, match=message):
+            read()
 
 
-def without(name):
-    return lambda arrays: arrays.pop(name)
-
-
-def replaced(name, make):
-    return lambda arrays: arrays.update({name: make(arrays[name])})
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (without("train_images"), r"lacks arrays of the part 'train'.*'train_images'.*Rename the arrays"),
-        (without("train_labels"), r"lacks arrays of the part 'train'.*'train_labels'"),
-        (replaced("train_images", lambda x: x[:, 0]), r"train_images is \(20, 12, 12\).*accepted are \(n, x, y, z\)"),
-        (replaced("train_images", lambda x: x[..., :3]), r"train_images is \(20, 12, 12, 3\)"),
-        (replaced("train_labels", lambda y: np.repeat(y, 2, 1)), r"train_labels is \(20, 2\)"),
-        (replaced("train_labels", lambda y: y[:-1]), "rows; all must have as many"),
-        (replaced("train_labels", lambda y: y + 1), r"holds the labels \[1, 2\]; accepted are 0 and 1"),
-    ],
-)
-def test_a_file_that_is_none_of_medmnist3d_is_refused(volumes, tmp_path, spoil, message):
-    arrays = arrays_of(volumes)
-    spoil(arrays)
-    np.savez(tmp_path / "spoilt.npz", **arrays)
-    with pytest.raises(ValueError, match=message):
-        Volumes(str(tmp_path / "spoilt.npz")).setup("fit")
-
-
-def test_other_wrong_data_is_refused(volumes, tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"'nowhere.npz' is not there"):
-        Volumes("nowhere.npz").prepare_data()
-    with pytest.raises(FileNotFoundError, match=r"'nowhere.npz' is not there"):
-        Volumes("nowhere.npz").setup("fit")
-    (tmp_path / "text.npz").write_text("text")
-    with pytest.raises(ValueError, match=r"cannot be read as an .npz file"):
-        Volumes("text.npz").setup("fit")
-    with pytest.raises(ValueError, match=r"batch_size=0; accepted is at least 1"):
-        Volumes(str(volumes), batch_size=0)
-    with pytest.raises(ValueError, match=r"thin=2 with .*cubes\.npz'; accepted is 1, and with 'mni152' more"):
-        Volumes(str(volumes), thin=2)
-    with pytest.raises(ValueError, match=r"mni152 has no part 'test'"):
-        Volumes().setup("test")
-    arrays = arrays_of(volumes)
-    arrays["train_labels"][:] = 1
-    np.savez(tmp_path / "alike.npz", **arrays)
-    data = Volumes("alike.npz")
-    data.setup("fit")
-    with pytest.raises(ValueError, match="all 20 training labels are alike"):
-        _ = data.pos_weight
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: Volumes("nowhere.npz").setup("fit"), FileNotFoundError, "'nowhere.npz' is not there"),
+    (lambda: Volumes("text.npz").setup("fit"), ValueError, "cannot be read as an .npz file"),
+    (lambda: Volumes("text.npz", batch_size=0), ValueError, "batch_size=0; expected at least 1"),
+    (lambda: Volumes("text.npz", thin=2), ValueError, r"thin=2 with .*text\.npz'; expected 1, and with"),
+    (lambda: Volumes().setup("test"), ValueError, "mni152 has no part 'test'"),
+])  # fmt: skip
+def test_other_wrong_data_is_refused(make, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.npz").write_text("text")
+    with pytest.raises(error, match=message):
+        make()
 
 
 def fake_medmnist(root, download):
@@ -297,34 +262,28 @@ def test_pretrained_weights_load_with_a_report(tmp_path):
     assert torch.equal(net.layer4[0].conv1.weight, donor.layer4[0].conv1.weight)
     assert torch.equal(net.fc.weight, before)
     assert "2 missing: fc.weight, fc.bias" in str(report)
-
-
-def test_a_checkpoint_of_the_example_is_a_file_of_weights(tmp_path):
     model = VolumeClassifier(depth=10, widen=0.125)
-    torch.save({"state_dict": model.state_dict()}, tmp_path / "own.ckpt")
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "own.ckpt")  # a checkpoint of the example
     other = VolumeClassifier(depth=10, widen=0.125, weights=str(tmp_path / "own.ckpt"))
     assert all(torch.equal(a, b) for a, b in zip(model.net.parameters(), other.net.parameters(), strict=True))
 
 
-def test_wrong_weights_are_refused(tmp_path):
-    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "linear.pth")
-    with pytest.raises(ValueError, match=r"match nothing in ResNet: the file has weight, bias, the network has conv1"):
-        VolumeClassifier(depth=10, widen=0.125, weights=str(tmp_path / "linear.pth"))
-    torch.save(small_net(0.25).state_dict(), tmp_path / "wide.pth")
-    torch.save(nn.Linear(2, 2), tmp_path / "pickled.pth")
+@pytest.mark.parametrize(("content", "message"), [
+    (lambda: nn.Linear(2, 2).state_dict(), r"match nothing in ResNet: the file has weight, bias, the network has"),
+    (lambda: small_net(0.25).state_dict(), "match nothing"),
+    (lambda: nn.Linear(2, 2), "cannot be read .* holds tensors only"),
+    (lambda: {"epoch": 3}, "holds no state_dict"),
+])  # fmt: skip
+def test_wrong_weights_are_refused(tmp_path, content, message):
+    torch.save(content(), tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=message):
+        VolumeClassifier(depth=10, widen=0.125, weights=str(tmp_path / "weights.pth"))
     (tmp_path / "text.pth").write_text("text")
-    torch.save({"epoch": 3}, tmp_path / "empty.pth")
-    for name, message in {
-        "wide.pth": "match nothing",
-        "pickled.pth": "cannot be read .* holds tensors only",
-        "text.pth": "cannot be read",
-        "empty.pth": "holds no state_dict",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            load_weights(small_net(), tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_weights(small_net(), tmp_path / "text.pth")
     with pytest.raises(FileNotFoundError, match=r"weights='nowhere.pth' is not there"):
         load_weights(small_net(), "nowhere.pth")
-    with pytest.raises(ValueError, match=r"depth=11; accepted are 10, 18, 34, 50, 101, 152, 200"):
+    with pytest.raises(ValueError, match=r"depth=11; expected 10, 18, 34, 50, 101, 152, 200"):
         VolumeClassifier(depth=11)
 
 
@@ -332,12 +291,10 @@ def test_slices_are_framed_by_right_and_wrong():
     volume = torch.zeros(2, 1, 4, 6, 5)
     volume[:, :, 2, 3, 2] = 7.0
     image = slice_image(volume, torch.tensor([1, 1]), torch.tensor([0.9, 0.1]))
-    assert image.shape == (3, 2 * (6 + 4), 3 * 6 + 4)
-    assert image.min() >= 0
-    assert image.max() == 1
+    assert (image.shape, image.min() >= 0, image.max()) == ((3, 2 * (6 + 4), 3 * 6 + 4), True, 1)
     assert image[1, 0, 0] > image[0, 0, 0]  # green: right
     assert image[0, 10, 0] > image[1, 10, 0]  # red: wrong
-    assert (image[:, 2:8, 2:-2] == 1).sum() == 9  # the bright voxel lies in all three planes, in three colours
+    assert (image[:, 2:8, 2:-2] == 1).sum() == 9  # the bright voxel is in all three planes, in three colours
     with pytest.raises(ValueError, match=r"volumes=0"):
         SliceImages(0)
 
@@ -379,20 +336,6 @@ def test_the_ablation_refuses_before_it_trains(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="give a folder that can be written"):
         ablation.main(["--out", str(tmp_path / "file" / "a")])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(importlib.util.find_spec("nilearn") is None, reason="needs nilearn")
-def test_it_learns_the_brain_template(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        sys, "argv",
-        ["medmnist3d", "fit", "--config", str(CONFIG), "--model.depth", "10", "--model.widen", "0.25",
-         "--trainer.accelerator", "cpu", "--trainer.plugins", "null", "--trainer.max_epochs", "3",
-         "--trainer.enable_progress_bar", "false"],
-    )  # fmt: skip
-    done = main()
-    assert done.trainer.callback_metrics["val/auc"] > 0.85
 
 
 @pytest.mark.slow

@@ -98,13 +98,6 @@ def test_loaders_of_unequal_length(mode, batches, strategy, tmp_path):
     assert [batch["b"] is None for batch in seen[:4]] == [False, False, *[mode == "max_size"] * 2]
 
 
-def test_a_loader_that_has_ended_without_the_datamodule(tmp_path):
-    def make():
-        return CombinedLoader({"a": loader(8, 1, PrefetchLoader), "b": loader(4, 2, PrefetchLoader)}, "max_size")
-
-    check(make, LightningDataModule, tmp_path / "c", 3, strategy="turbo")
-
-
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", pytest.param("on_train_epoch_end", marks=BEGINS_ONCE)])
 def test_an_order_from_a_generator_goes_on_after_an_epoch(limit, hook, tmp_path):
@@ -157,14 +150,6 @@ def test_a_loader_with_a_state_that_is_set_up_early(batches, limit, tmp_path):
     )  # fmt: skip
 
 
-def test_a_stateful_dataloader_that_is_set_up_early(tmp_path):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    check(
-        lambda: torchdata.StatefulDataLoader(range(8), 2, shuffle=True), LightningDataModule, tmp_path / "c", 2,
-        strategy="turbo", model=early("configure_optimizers"), max_epochs=3,
-    )  # fmt: skip
-
-
 def test_a_sampler_with_an_epoch_whose_loader_is_set_up_early(tmp_path):
     def make():
         return DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1)
@@ -184,6 +169,7 @@ IN_A_STEP = {
     "two": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
     "unequal": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size"),
     "without length": lambda cls: cls(Stream(), 2),
+    "distributed": lambda cls: cls(range(16), 2, sampler=DistributedSampler(range(16), 2, 1), num_workers=1),
 }
 
 
@@ -263,6 +249,7 @@ MARKS = {"own": BEGINS_ONCE, "single": BEGINS_ONCE}
     [(5, "on_after_backward"), (6, "on_train_batch_start")],
     [(4, "on_train_batch_end"), (4, "on_train_batch_start"), (5, "on_before_backward")],
     pytest.param([(4, "on_train_epoch_end"), (8, "on_train_epoch_start")], marks=BEGINS_ONCE),
+    pytest.param([(4, "on_train_epoch_end"), (4, "on_train_start")], marks=BEGINS_ONCE),
 ], ids=lambda stops: "-".join(f"{hook[9:]}{batches}" for batches, hook in stops))  # fmt: skip
 @pytest.mark.parametrize(
     "make", [pytest.param(make, id=name, marks=MARKS.get(name, ())) for name, make in WITH_STATES.items()]
@@ -291,17 +278,6 @@ def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
         made = IN_A_STEP["one" if name == "shuffled" else name]
         check_stops(lambda: made(DataLoader), PrefetchDataModule, stops, tmp_path, **settings)
         check_stops(lambda: made(PrefetchLoader), LightningDataModule, stops, tmp_path, strategy="turbo", **settings)
-
-
-@BEGINS_ONCE
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("stops", [
-    [(0, "on_train_start")],
-    [(4, "on_train_epoch_end"), (4, "on_train_start")],
-], ids=["first", "second"])  # fmt: skip
-@pytest.mark.parametrize("name", ["shuffled", "counting", "two", "stream"])
-def test_a_run_that_ends_as_it_starts(name, stops, strategy, tmp_path):
-    test_loaders_with_a_state_of_their_own(WITH_STATES[name], stops, strategy, tmp_path)
 
 
 def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):

@@ -71,15 +71,15 @@ def test_the_command(capsys, tmp_path):
     assert [line.split("|")[1].strip() for line in lines[2:4]] == ["2", "4"]
     page = tmp_path / "page.md"
     page.write_text("no marks")
-    with pytest.raises(SystemExit, match="no place for the table; accepted is a page with"):
+    with pytest.raises(SystemExit, match="expected a page with the lines"):
         main(["--write", str(page)])
     with pytest.raises(SystemExit, match="No such file"):
         main(["--write", str(tmp_path / "nowhere.md")])
     for words, message in (
-        (["--batch", "0"], "accepted is a number above 0"),
-        (["--batch", "1.5"], "accepted is a whole number above 0"),
-        (["--sample-ms", "fast"], "accepted is a number above 0"),
-        (["--least", "512", "--most", "256"], "accepted is least <= most"),
+        (["--batch", "0"], "expected a number above 0"),
+        (["--batch", "1.5"], "expected an integer above 0"),
+        (["--sample-ms", "fast"], "expected a number above 0"),
+        (["--least", "512", "--most", "256"], "expected least <= most"),
     ):
         with pytest.raises(SystemExit):
             main(words)

@@ -1,9 +1,9 @@
-"""``DALILoader``: a DALI pipeline, with DALI's iterator and checkpoints, as the loader of any training loop."""
+"""``DALILoader``: iterate over a DALI pipeline in any training loop."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,58 +11,54 @@ import torch
 from torch import Tensor
 
 from lightning_turbo import _optional
-from lightning_turbo._checks import is_whole
+from lightning_turbo._checks import expect, is_whole
 from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
 from lightning_turbo.data.dali.files import FilePipeline
 from lightning_turbo.data.dali.pipeline import BuiltPipeline, Placement
 
 __all__ = ["DALILoader"]
 
-# What has to be the same in the run that saved in mid-epoch and in the run that loads.
+# A state from mid-epoch can only be loaded where these are equal.
 COMMON = ("world_size", "batch_size", "last_batch", "samples", "batches")
 
 
 class DALILoader:
-    """Iterate over the batches of a DALI pipeline, sharded by rank, with a true length and a state.
+    """Iterate over the batches of a DALI pipeline, sharded by rank, with an exact length and a resumable state.
 
-    Every ``iter`` is an epoch from its beginning, whatever was left of the one before. A batch is a tuple in the
-    order of the pipeline's outputs, a dictionary if ``outputs`` names them, or the tensor itself if there is one
-    output without a name. An output with one integer a sample, a label, has the shape (batch,) and dtype int64.
+    Each ``iter`` starts an epoch. A batch is a tuple in the order of the pipeline's outputs, or the tensor itself for
+    one output. An output with one integer per sample, such as a label, has shape (batch,) and dtype int64.
 
-    The pipeline is built at the first use, on each rank for itself, and released by ``close``.
+    Each rank builds the pipeline at its first use; ``close`` releases it.
 
     Args:
-        pipeline: A ready pipeline (``ImageFolder``, ``VolumeFiles``), or a function made by DALI's ``pipeline_def``.
-            Of the arguments of such a function, ``shard_id``, ``num_shards``, ``device`` (``"cpu"`` or ``"gpu"``) and
-            ``order_seed`` (the same on every rank) are filled in; its reader needs ``pad_last_batch=True``.
-        batch_size: Samples a batch and rank, at least 1.
-        outputs: Names of the outputs, for dictionaries.
-        last_batch: What becomes of the samples that do not fill a batch on every rank: ``"partial"`` gives a smaller
-            batch, each sample once; ``"fill"`` repeats samples; ``"drop"`` leaves them out. The number of batches
-            is the same on every rank.
-        device: Where the batches shall lie: ``"cpu"``, ``"cuda"`` (torch's current device) or ``"cuda:<number>"``.
-        num_threads: CPU threads of the pipeline; by default this rank's part of the cores, 8 at most. The ranks of
-            this machine are counted by the Trainer, and outside of one by torchrun (``LOCAL_WORLD_SIZE``).
+        pipeline: A ready pipeline (``ImageFolder``, ``VolumeFiles``), or a function decorated with DALI's
+            ``pipeline_def``. If such a function has the arguments ``shard_id``, ``num_shards``, ``device`` (``"cpu"``
+            or ``"gpu"``) or ``order_seed`` (the same on every rank), the loader passes them. Its reader needs
+            ``pad_last_batch=True``.
+        batch_size: Samples per batch and rank, at least 1.
+        last_batch: What to do with the samples that do not fill a batch on every rank: ``"partial"`` returns a smaller
+            batch, ``"fill"`` repeats samples, ``"drop"`` omits them. All ranks have the same number of batches.
+        device: Device of the batches: ``"cpu"``, ``"cuda"`` (the current device) or ``"cuda:<index>"``.
+        num_threads: CPU threads of the pipeline. Default: the cores divided by the ranks of this machine, at most 8.
+            The Trainer or torchrun (``LOCAL_WORLD_SIZE``) tells the number of ranks.
         prefetch: Batches that DALI prepares ahead, at least 1.
-        seed: Seed of order and augmentation, at least 0, the same on every rank; by default the seed of Lightning's
-            ``seed_everything``, or 0 without it.
-        rank: This rank; by default that of ``torch.distributed``, or 0.
-        world_size: Number of ranks; by default that of ``torch.distributed``, or 1.
-        arguments: Further arguments of a pipeline function.
-        reader: Of a pipeline function with several readers, the name of the one that counts the samples.
-        batches: Of a pipeline function without a reader, the batches of an epoch.
+        seed: Seed of order and augmentation, at least 0, the same on every rank. Default: the seed of Lightning's
+            ``seed_everything``, or 0.
+        rank: Rank of this process. Default: that of ``torch.distributed``, or 0.
+        world_size: Number of ranks. Default: that of ``torch.distributed``, or 1.
+        arguments: Further arguments of the pipeline function.
+        reader: Name of the reader that counts the samples, for a pipeline function with several readers.
 
     Attributes:
-        epoch: Number of the epoch that the last batch came from.
+        epoch: Epoch of the last batch.
 
     Raises:
         MissingExtraError: If DALI is not installed.
-        TypeError: If ``pipeline`` is neither of the two, or an argument has a wrong type.
-        ValueError: If an argument is out of its range, or contradicts another one.
+        TypeError: If ``pipeline`` is neither of the two.
+        ValueError: If an argument is out of range or contradicts another one.
 
     Note:
-        One iteration at a time: a second ``iter`` ends the first. ``state_dict`` on several ranks gathers the state of
-        all of them, so call it on every rank at once, as Lightning does.
+        Only one iteration at a time is possible. ``state_dict`` is a collective call, which every rank has to make.
 
     Example:
         >>> loader = DALILoader(ImageFolder("images/train", train=True), batch_size=32)  # doctest: +SKIP
@@ -76,7 +72,6 @@ class DALILoader:
         pipeline: FilePipeline | Callable[..., Any],
         batch_size: int,
         *,
-        outputs: Sequence[str] | None = None,
         last_batch: str = "partial",
         device: torch.device | str | int | None = None,
         num_threads: int | None = None,
@@ -86,161 +81,123 @@ class DALILoader:
         world_size: int | None = None,
         arguments: Mapping[str, Any] | None = None,
         reader: str | None = None,
-        batches: int | None = None,
     ) -> None:
         _optional.require("nvidia.dali", "DALILoader")
         _check_whole(1, batch_size=batch_size, prefetch=prefetch)
-        _check_whole(1, optional=True, num_threads=num_threads, world_size=world_size, batches=batches)
-        _check_whole(0, optional=True, seed=seed, rank=rank)
-        _check_ranks(rank, world_size)
-        self.arguments, self.reader, self.batches = dict(arguments or {}), reader, batches
-        _check_pipeline(pipeline, any((arguments, reader, batches)))
-        self.pipeline, self.batch_size = pipeline, batch_size
-        self.last_batch, self.outputs = _check_last_batch(last_batch), _check_names(outputs)
-        self.device = check_device(device)
-        self._threads, self.prefetch = num_threads, prefetch
-        self.num_threads = num_threads or count_cores()
+        for least, name, value in ((1, "num_threads", num_threads), (0, "seed", seed), (0, "rank", rank)):
+            _check_whole(least, **({} if value is None else {name: value}))
+        if rank is not None or world_size is not None:
+            ranks = is_whole(rank, 0) and is_whole(world_size, rank + 1)
+            expect(ranks, "rank, world_size", (rank, world_size), "both or neither, and rank below world_size")
+        expect(last_batch in ("fill", "drop", "partial"), "last_batch", last_batch, "'fill', 'drop' or 'partial'")
+        _check_pipeline(pipeline, arguments=arguments, reader=reader)
+        self.pipeline, self.batch_size, self.last_batch = pipeline, batch_size, last_batch
+        self.arguments, self.reader = dict(arguments or {}), reader
+        self.prefetch, self._threads = prefetch, num_threads
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
-        self._rank, self._world_size = rank, world_size
-        self._built: BuiltPipeline | None = None
-        self.epoch = self._batch = 0
-        self._begun = False
-        self._asked: int | None = None
+        self.epoch = self._batch = self._next = 0
         self._loaded: dict[str, Any] | None = None
-        self._turn: object = None
+        self.place("cpu" if device is None else device, rank, world_size)
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
-        """What Lightning looks for: it announces each epoch to ``loader.batch_sampler.sampler.set_epoch``."""
+        """The attribute through which Lightning calls ``loader.batch_sampler.sampler.set_epoch``."""
         return SimpleNamespace(sampler=self, batch_size=self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next epoch, or the one that a loaded state belongs to.
+        """Set the number of the next epoch. Without it, epochs are counted.
 
-        Without it epochs are counted. A state that was loaded is used up at the next epoch: if that has the state's
-        number it continues where the state was saved, else it starts at its beginning.
+        A loaded state continues if ``epoch`` is its epoch; otherwise ``epoch`` starts at its first batch.
         """
-        self._asked = epoch
+        self._next = epoch
+
+    def place(
+        self, device: torch.device | str | int, rank: int | None, world_size: int | None, ranks_here: int | None = None
+    ) -> None:
+        """Move the loader to another device, rank and number of ranks, and release its pipeline.
+
+        The arguments are those of the constructor, and the number of ranks that share the cores of this machine.
+        """
+        self.close()
+        self.device, self._rank, self._world_size = torch.device(device), rank, world_size
+        there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        expect(self.device.type in there, "device", device, f"a device of type {' or '.join(there)}")
+        self.num_threads = self._threads or _share_cores(ranks_here or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @property
     def built(self) -> bool:
-        """Whether the loader holds a pipeline."""
+        """Whether the pipeline is built; ``len`` builds it."""
         return self._built is not None
 
-    def place(
-        self, device: torch.device | str | int, rank: int, world_size: int, ranks_here: int | None = None
-    ) -> None:
-        """Move the loader to another device, rank and number of ranks; a built pipeline is released.
-
-        Args:
-            device: As in the constructor.
-            rank: As in the constructor.
-            world_size: As in the constructor.
-            ranks_here: How many ranks share this machine's cores, 1 or more; by default what torchrun says, or 1. A
-                ``num_threads`` that was passed stays.
-        """
-        self.close()
-        self.device, self._rank, self._world_size = check_device(device), rank, world_size
-        self.num_threads = self._threads or count_cores(ranks_here)
-
-    def build(self) -> None:
-        """Build the pipeline now, on this rank, instead of at the first use."""
-        self._current(self.epoch)
-
     def close(self) -> None:
-        """Release the pipeline, its threads and its memory; the next epoch builds it again."""
-        self._built = self._turn = None
+        """Release the pipeline, its threads and its memory. The next epoch builds it again."""
+        self._built: BuiltPipeline | None = None
 
     def __len__(self) -> int:
-        """Batches in an epoch, the same on every rank."""
+        """Number of batches in an epoch, the same on every rank."""
         return len(self._current(self.epoch))
 
     def __iter__(self) -> Iterator[Any]:
-        self._turn = turn = object()
-        return self._iterate(turn)
-
-    def _iterate(self, turn: object) -> Iterator[Any]:
-        # Nothing happens before the first batch: Lightning calls iter() first and set_epoch() after it.
-        self._check_turn(turn)
+        # The body runs at the first batch: Lightning calls set_epoch after iter.
         built = self._start()
+        epoch = self.epoch
         while self._batch < len(built):
             tensors = self._take(built)
             self._batch += 1
-            yield self._name(tensors)
-            self._check_turn(turn)
-
-    def _check_turn(self, turn: object) -> None:
-        if self._turn is not turn:
-            raise RuntimeError(
-                "This iteration of the DALILoader ended when another one began, or when it was closed. "
-                "Use a loader of its own for each iteration that runs at the same time."
-            )
+            yield tuple(tensors) if len(tensors) > 1 else tensors[0]
+            if (self._built, self.epoch) != (built, epoch):
+                raise RuntimeError(
+                    "Expected one iteration of the DALILoader at a time, but another one has started, or the loader "
+                    "was closed. Use one loader per iteration."
+                )
 
     def _take(self, built: BuiltPipeline) -> list[Tensor]:
+        ready = self.pipeline if isinstance(self.pipeline, FilePipeline) else None
         try:
             tensors = built.take()
-        except RuntimeError as error:  # the pipeline has ended: the next epoch needs another one
-            self._built = None
-            if isinstance(self.pipeline, FilePipeline) and (broken := self.pipeline.explain(error)):
-                raise broken from error
-            raise
-        return self.pipeline.finish(tensors) if isinstance(self.pipeline, FilePipeline) else tensors
-
-    def _name(self, tensors: list[Tensor]) -> Any:
-        if self.outputs is not None:
-            return dict(zip(self.outputs, tensors, strict=True))
-        return tuple(tensors) if len(tensors) > 1 else tensors[0]
+        except RuntimeError as error:
+            self.close()  # a failed pipeline cannot run again
+            broken = ready.explain(error) if ready else None
+            if broken is None:
+                raise
+            raise broken from error
+        return ready.finish(tensors) if ready else tensors
 
     def _start(self) -> BuiltPipeline:
-        """Choose epoch and batch to begin with, and bring the pipeline there."""
-        asked, self._asked = self._asked, None
+        """Bring the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
         loaded, self._loaded = self._loaded, None
+        epoch, self._next = self._next, self._next + 1
         if loaded is not None:
-            return self._resume(loaded, asked)
-        self.epoch, self._batch = (self.epoch + self._begun if asked is None else asked), 0
-        self._begun = True
-        return self._begin(self.epoch)
+            self._restore(loaded, epoch)
+            if loaded["batch"] and epoch == loaded["epoch"]:
+                return self._current(epoch)
+        self.epoch, self._batch = epoch, 0
+        return self._begin(epoch)
 
-    def _resume(self, loaded: dict[str, Any], asked: int | None) -> BuiltPipeline:
-        """Continue where a state was saved, or begin the epoch after it."""
-        ended = loaded["batch"] == loaded["batches"]
-        epoch = loaded["epoch"] + ended if asked is None else asked
-        inside = epoch == loaded["epoch"] and loaded["batch"] > 0
-        if inside or ended:
-            self._restore(loaded, ended)
-        built = self._current(epoch) if inside else self._begin(epoch)
-        self.epoch, self._batch, self._begun = epoch, loaded["batch"] * inside, True
-        if inside and ended:
-            self._batch = len(built)  # of another size, maybe: nothing is left
-        return built
-
-    def _restore(self, loaded: dict[str, Any], ended: bool) -> None:
-        """Build the pipeline at this rank's checkpoint."""
-        saved = loaded["pipelines"].get(self._placement().rank)
-        if saved is not None:
-            self._built = None  # the old one goes before the new one takes memory
+    def _restore(self, loaded: dict[str, Any], epoch: int) -> None:
+        """Build the pipeline from the checkpoint of this rank."""
+        self.close()  # release the old pipeline before the new one allocates memory
+        saved = loaded["pipelines"].get(self._placement()[0])
+        inside = epoch == loaded["epoch"] and 0 < loaded["batch"] < loaded["batches"]
+        what = "with a checkpoint of the pipeline: it was saved after close(), or by fewer ranks"
+        expect(saved or not inside, "state_dict", f"batch {loaded['batch']} of epoch {epoch}", what)
+        if saved:
             self._built = BuiltPipeline(self, self._placement(), saved["epoch"], saved)
-        elif not ended:
-            raise ValueError(
-                f"The state of the DALILoader has no checkpoint of the pipeline at batch {loaded['batch']} of epoch "
-                f"{loaded['epoch']}: it was saved after close(), or by fewer ranks. Resume from another checkpoint."
-            )
 
     def _begin(self, epoch: int) -> BuiltPipeline:
-        """Bring the pipeline to the beginning of an epoch; DALI resets none in mid-epoch, so it is built again."""
         built = self._current(epoch)
         if built.taken == len(built):
             built.rewind()
         elif built.taken or built.epoch != epoch:
-            self._built = None
+            self.close()  # DALI cannot reset a pipeline in mid-epoch
             built = self._current(epoch)
         return built
 
     def _current(self, epoch: int) -> BuiltPipeline:
-        """Return the pipeline for this rank; build one if there is none, or if rank, device or seed have changed."""
+        """Return the pipeline, built again if rank, number of ranks or device have changed."""
         placement = self._placement()
         if self._built is None or self._built.placement != placement:
-            self._built = None
+            self.close()
             self._built = BuiltPipeline(self, placement, epoch)
         return self._built
 
@@ -251,110 +208,67 @@ class DALILoader:
         device_id = self.device.index
         if self.device.type == "cuda" and device_id is None:
             device_id = torch.cuda.current_device()
-        return Placement(rank, world_size, device_id, self.seed)
+        return rank, world_size, device_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was handed out.
-
-        Returns:
-            Epoch, batch, seed, the sizes that have to agree on loading, and DALI's own checkpoint of every rank.
-        """
-        if self._loaded is not None:  # nothing was taken since
+        """Return the position after the last returned batch, with DALI's checkpoint of every rank."""
+        if self._loaded is not None:
             return dict(self._loaded)
         built = self._current(self.epoch)
-        own = built.snapshot() if built.taken == self._batch else None  # a closed pipeline has no checkpoint
-        pipelines = {built.placement.rank: own}
-        if rank_and_size()[1] == built.placement.world_size > 1:
+        own = built.snapshot() if built.taken == self._batch else None  # the position was lost in close()
+        pipelines = {built.placement[0]: own}
+        if rank_and_size()[1] == built.placement[1] > 1:
             ranks = gather_for_checkpoint(own, "DALI pipelines' states", self._batch, to_all=True)
             pipelines = dict(enumerate(ranks)) if len(ranks) > 1 else pipelines
         position = {"epoch": self.epoch, "batch": self._batch, "seed": self.seed}
         return {**position, **self._sizes(built), "pipelines": pipelines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue, at the next ``iter``, where ``state_dict`` was called.
+        """Continue at the saved position at the next ``iter``.
 
-        A state from the end of an epoch is good for another number of ranks, another batch size and so on, too: the
-        next epoch then begins with a new order.
+        A state from the end of an epoch also fits another number of ranks, batch size and so on: the next epoch then
+        has a new order.
 
         Raises:
-            ValueError: If the state is of mid-epoch and was saved with another number of samples, batches or ranks,
-                another batch size or another treatment of the last batch.
+            ValueError: If the state is from mid-epoch and was saved with another number of samples, batches or ranks,
+                another ``batch_size`` or another ``last_batch``.
         """
-        state = dict(state_dict)
-        sizes = self._sizes(self._current(self.epoch))
-        changed = [name for name in COMMON if state[name] != sizes[name]]
+        state, sizes = dict(state_dict), self._sizes(self._current(self.epoch))
+        changed = {name: state[name] for name in COMMON if state[name] != sizes[name]}
         if changed and 0 < state["batch"] < state["batches"]:
-            before = f"{changed[0]}={state[changed[0]]!r}"
+            now = {name: sizes[name] for name in changed}
             raise ValueError(
-                f"The state of the DALILoader is of batch {state['batch']} of {state['batches']} and was saved with "
-                f"{before}, now it is {sizes[changed[0]]!r}. Resume with {before}, or from a checkpoint of an epoch's "
-                "end."
+                f"Expected {changed}, with which the DALILoader's state was saved at batch {state['batch']} of "
+                f"{state['batches']}, got {now}. Resume with these, or from a checkpoint of the end of an epoch."
             )
         if changed:
-            state["pipelines"] = {}
+            state |= {**sizes, "pipelines": {}, "batch": sizes["batches"] if state["batch"] else 0}
         self.seed, self.epoch, self._batch = state["seed"], state["epoch"], state["batch"]
-        self._loaded, self._asked, self._begun = state, None, False
+        self._loaded, self._next = state, state["epoch"] + (state["batch"] == state["batches"])
 
     def _sizes(self, built: BuiltPipeline) -> dict[str, Any]:
-        return {
-            "samples": built.samples, "batches": len(built), "batch_size": self.batch_size,
-            "world_size": built.placement.world_size, "last_batch": self.last_batch,
-        }  # fmt: skip
+        own = {name: getattr(self, name) for name in ("batch_size", "last_batch")}
+        return {**own, "samples": built.samples, "batches": len(built), "world_size": built.placement[1]}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the built pipeline, which another process builds for itself."""
-        return {**self.__dict__, "_built": None, "_turn": None}
+        """Omit the pipeline, which another process builds itself."""
+        return {**self.__dict__, "_built": None}
 
 
-def count_cores(ranks_here: int | None = None) -> int:
-    """Return this process's part of the cores, 8 at most."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, there // (ranks_here or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+def _share_cores(ranks: int) -> int:
+    """Return the cores of one of several ranks on this machine, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores // ranks))
 
 
-def check_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device that a pipeline shall fill: the CPU or a CUDA device that is there."""
-    chosen = torch.device("cpu" if device is None else device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: DALI fills the memory of 'cpu' and 'cuda' only.")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but torch sees no CUDA device. Use device='cpu' or repair the driver.")
-    return chosen
-
-
-def _check_whole(least: int, optional: bool = False, **values: Any) -> None:
+def _check_whole(least: int, **values: Any) -> None:
     for name, value in values.items():
-        if not is_whole(value, least) and not (optional and value is None):
-            kind = ValueError if is_whole(value, -(2**63)) else TypeError
-            raise kind(f"{name}={value!r}: expected a whole number, at least {least}.")
+        expect(is_whole(value, least), name, value, f"a whole number of at least {least}")
 
 
-def _check_ranks(rank: int | None, world_size: int | None) -> None:
-    if (rank is None) != (world_size is None) or (rank or 0) >= (world_size or 1):
-        raise ValueError(f"rank={rank!r}, world_size={world_size!r}: pass both or none, and rank below world_size.")
-
-
-def _check_pipeline(pipeline: Any, options: bool) -> None:
+def _check_pipeline(pipeline: Any, **options: Any) -> None:
     ready = isinstance(pipeline, FilePipeline)
-    if not ready and not getattr(pipeline, "_is_pipeline_def", False):
-        raise TypeError(
-            f"pipeline={pipeline!r}: expected a ready pipeline such as ImageFolder(...), or a function decorated "
-            "with nvidia.dali.pipeline_def, not called. Of a class of Pipeline its define_graph becomes that "
-            "function; iterators of nvidia.dali.plugin.pytorch are not needed."
-        )
-    if ready and options:
-        raise ValueError("arguments, reader and batches are for a pipeline function; a ready pipeline has its own.")
-
-
-def _check_last_batch(last_batch: str) -> str:
-    if str(last_batch).lower() not in ("fill", "drop", "partial"):
-        raise ValueError(f"last_batch={last_batch!r}: expected 'fill', 'drop' or 'partial'.")
-    return last_batch.lower()
-
-
-def _check_names(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
-    if outputs is None:
-        return None
-    if isinstance(outputs, str) or not outputs or len(set(outputs)) < len(outputs):
-        raise ValueError(f"outputs={outputs!r}: expected a sequence with a name of its own for each output.")
-    return tuple(outputs)
+    kind = "a ready pipeline such as ImageFolder(...), or an uncalled function decorated with nvidia.dali.pipeline_def"
+    expect(ready or getattr(pipeline, "_is_pipeline_def", False), "pipeline", pipeline, kind, TypeError)
+    for name, value in options.items():
+        expect(not (ready and value), name, value, "None, because a ready pipeline has its own")

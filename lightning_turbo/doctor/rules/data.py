@@ -11,7 +11,7 @@ __all__ = ["NOTICEABLE", "WAITING"]
 
 WAITING = 0.10  # share of the step; a choice, not a measurement
 NOTICEABLE = 5e-3  # seconds of waiting a step below which nobody would notice
-LARGE = 8 * 2**20  # bytes of a batch above which its size matters for copying
+LARGE = 8 * 2**20  # bytes of a batch above which its copy takes a visible time
 
 
 def _is_slow(facts: Facts) -> bool:
@@ -37,23 +37,17 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     "to split itself among workers, by torch.utils.data.get_worker_info().",
 )
 def _workers(facts: Facts) -> Iterator[Hit]:
-    loader, slow = facts.loader, _is_slow(facts)
-    count = f"num_workers={loader.workers} on {facts.cores} cores"
-    cost = f"part of {facts.phases.get('data', 0.0) * 1e3:.2f} ms of waiting a step (measured)"
-    if loader.workers > facts.cores:
-        yield Hit(count, loader.site, "memory and switches for each worker", "warning" if slow else "info")
-    found = {
-        "num_workers=0: batches are loaded between the steps": loader.workers == 0,
-        count: 0 < 2 * loader.workers < facts.cores,
-        "prefetch_factor=1: one slow sample stalls the step": loader.prefetch_factor == 1,
-    }
-    for what in (each for each, holds in found.items() if holds and slow and loader.standard):
-        yield Hit(what, loader.site, cost)
+    workers, slow = facts.loader.workers, _is_slow(facts)
+    what, cost = f"num_workers={workers} on {facts.cores} cores", "part of what the step waits for data"
+    if workers > facts.cores:
+        yield Hit(what, facts.loader.site, "memory and switches for each worker", "warning" if slow else "info")
+    elif slow and facts.loader.standard and 2 * workers < facts.cores:
+        yield Hit(what + ": batches are loaded between the steps" * (workers == 0), facts.loader.site, cost)
 
 
 @rule("pin-memory", "device-prefetch", "DataLoader(pin_memory=True).")
 def _pin_memory(facts: Facts) -> Iterator[Hit]:
-    loader, size = facts.loader, sum(tensor.bytes for tensor in facts.batch)
+    loader, size = facts.loader, facts.batch
     if facts.cuda and loader.standard and not loader.pin_memory:
         what = f"pin_memory=False with batches of {size / 2**20:.1f} MiB"
         cost = f"part of {facts.phases.get('copy', 0.0) * 1e3:.2f} ms of copying a step (measured)"
@@ -68,10 +62,10 @@ def _pin_memory(facts: Facts) -> Iterator[Hit]:
 )
 def _persistent_workers(facts: Facts) -> Iterator[Hit]:
     loader = facts.loader
-    if loader.workers and facts.epochs != 1 and not (loader.persistent_workers or loader.dataset_set_epoch):
+    if loader.workers and facts.epochs != 1 and not loader.persistent_workers:
         what = f"persistent_workers=False: each epoch starts {loader.workers} new workers"
         cost = "the start of the processes and the import of the program, once an epoch"
-        yield Hit(what, loader.site, cost, "warning" if facts.batches is not None and facts.batches < 50 else "info")
+        yield Hit(what, loader.site, cost, "warning" if facts.batches < 50 else "info")
 
 
 @rule(
@@ -87,30 +81,35 @@ def _lost_sampler(facts: Facts) -> Iterator[Hit]:
         yield Hit(what, loader.site, f"{ranks - 1} of {ranks} ranks do no new work", "error")
 
 
-@rule(
-    "frozen-set-epoch",
-    "worker-tuning",
-    "persistent_workers=False, or let the workers read the epoch from shared memory.",
-)
-def _frozen_set_epoch(facts: Facts) -> Iterator[Hit]:
-    loader = facts.loader
-    if loader.workers and loader.persistent_workers and loader.dataset_set_epoch:
-        what = "persistent workers keep the dataset's first copy, so that its set_epoch does not reach them"
-        yield Hit(what, loader.site, "wrong order, not time")
-
-
-@rule(
-    "wide-batch",
-    "packed-dataset",
-    "Load float32, or keep bytes as uint8 to the end and scale them on the device.",
-)
+@rule("wide-batch", "packed-dataset", "Load float32, or uint8 that Normalize scales on the device.")
 def _wide_batch(facts: Facts) -> Iterator[Hit]:
-    site = facts.loader.site
-    for tensor in facts.batch:
-        kind, size, narrow = tensor.dtype.removeprefix("torch."), tensor.bytes / 2**20, tensor.bytes_as_uint8
-        if kind in ("float64", "complex128"):
-            cost = f"{size:.2f} MiB a batch where half would do"
-            yield Hit(f"{tensor.name} is {kind}", site, cost, name=tensor.name, cause=kind)
-        elif narrow is not None and tensor.bytes >= LARGE:
-            cost = f"{size:.1f} MiB a batch where {narrow / 2**20:.1f} would do"
-            yield Hit(f"{tensor.name} holds bytes as {kind}", site, cost, "info", tensor.name, cause=kind)
+    for name in facts.wide:
+        cost = "twice the bytes to load, to pin and to copy"
+        yield Hit(f"{name} has double precision", facts.loader.site, cost, name=name, cause="wide")
+
+
+@rule(
+    "worker-draws",
+    "sample-seeds",
+    "PrefetchLoader(sample_seeds=SEED), PrefetchDataModule(sample_seeds=SEED), or seed_samples for any DataLoader.",
+)
+def _worker_draws(facts: Facts) -> Iterator[Hit]:
+    loader = facts.loader
+    if loader.draws:
+        what = (
+            f"the dataset draws random numbers ({', '.join(loader.draws)}) in worker processes: the same script with "
+            "another num_workers is another run"
+        )
+        yield Hit(what, loader.site, "no time; results that depend on num_workers", "info")
+
+
+@rule(
+    "repeated-draws",
+    "sample-seeds",
+    "Draw from the generators of torch, NumPy or Python, which differ between workers, or seed this one in "
+    "worker_init_fn. sample_seeds= seeds it if its owner has set_random_state.",
+)
+def _repeated_draws(facts: Facts) -> Iterator[Hit]:
+    for name in facts.loader.repeated:
+        what = f"each worker draws the same numbers from its copy of {name}"
+        yield Hit(what, facts.loader.site, "no time; augmentation that repeats itself", "info")

@@ -1,4 +1,4 @@
-"""Rules on the model, its validation, its compilation, and switches that are left on or off."""
+"""Rules on the model, what it keeps, its compilation, and a switch that is left on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 __all__: list[str] = []
 
 LIGHTNING = "what-lightning-does-already"
+
+
+@rule(
+    "retained-graph",
+    LIGHTNING,
+    "Keep loss.detach(), which has no graph, or let self.log(..., on_epoch=True) average it.",
+)
+def _retained_graph(facts: Facts) -> Iterator[Hit]:
+    for kept in facts.retained:
+        what = f"{kept.name} keeps tensors with their graph after the step{', more with every step' * kept.growing}"
+        cost = "the memory of a graph for each step" if kept.growing else "the memory of one graph"
+        yield Hit(what, kept.site, cost, "warning" if kept.growing else "info", kept.name, str(kept.growing))
 
 
 @rule(
@@ -33,21 +45,6 @@ def _unused_parameters(facts: Facts) -> Iterator[Hit]:
 
 
 @rule(
-    "validation-graph",
-    LIGHTNING,
-    "Take out torch.enable_grad and set_grad_enabled(True), and leave inference_mode at its default. Where validation "
-    "needs gradients, keep them and return loss.detach().",
-)
-def _validation_graph(facts: Facts) -> Iterator[Hit]:
-    if facts.validation_graph:
-        cost = "memory and time for graphs, unless gradients are needed"
-        yield Hit("validation_step returns tensors with a graph", facts.sites.get("validation"), cost, "info")
-    elif facts.validates and not facts.inference_mode:
-        cost = "version counting and view tracking for each operation"
-        yield Hit("validation runs with inference_mode=False", facts.sites.get("inference_mode"), cost, "info")
-
-
-@rule(
     "graph-breaks",
     LIGHTNING,
     "TORCH_LOGS=graph_breaks shows the lines. Move what breaks the graph out of the compiled function.",
@@ -55,7 +52,7 @@ def _validation_graph(facts: Facts) -> Iterator[Hit]:
 def _graph_breaks(facts: Facts) -> Iterator[Hit]:
     for reason, count in facts.graph_breaks.items():
         what = f"torch.compile broke the graph, {count} times: {reason}"
-        yield Hit(what, facts.sites.get("compile"), "a return to Python at each break", "info")
+        yield Hit(what, None, "a return to Python at each break", "info")
 
 
 @rule(
@@ -67,7 +64,7 @@ def _graph_breaks(facts: Facts) -> Iterator[Hit]:
 def _recompiles(facts: Facts) -> Iterator[Hit]:
     if facts.recompiled:
         what = f"torch.compile made {facts.recompiled} new graphs after the warmup"
-        yield Hit(what, facts.sites.get("compile"), "seconds for each (estimated)")
+        yield Hit(what, None, "seconds for each (estimated)")
 
 
 @rule(
@@ -79,36 +76,5 @@ def _recompiles(facts: Facts) -> Iterator[Hit]:
 def _anomaly_mode(facts: Facts) -> Iterator[Hit]:
     cost = "each operation records a stack trace and each gradient is checked for NaN, with a host sync"
     if facts.anomaly:
-        yield Hit("autograd's anomaly detection is on", facts.sites.get("anomaly"), cost)
+        yield Hit("autograd's anomaly detection is on", None, cost)
     yield from hits_of_calls(facts, "anomaly", "{name} is entered in the step", cost, "warning")
-
-
-@rule("profiler", LIGHTNING, "Take the profiler out once you have seen its report.")
-def _profiler(facts: Facts) -> Iterator[Hit]:
-    name = facts.profiler or ("torch.profiler" if facts.autograd_profiler else None)
-    cost = "a record for each operation or function call"
-    if name is not None:
-        level = "info" if name == "SimpleProfiler" else "warning"
-        yield Hit(f"{name} is on", facts.sites.get("profiler"), cost, level)
-    yield from hits_of_calls(facts, "profiler", "{name} is started in the step", cost, "warning")
-
-
-@rule(
-    "benchmark-off",
-    LIGHTNING,
-    "Trainer(benchmark=True) lets cuDNN measure its algorithms once and keep the fastest.",
-)
-def _benchmark_off(facts: Facts) -> Iterator[Hit]:
-    constant = facts.shapes == 1 and facts.seen >= 4
-    if facts.cuda and facts.convolutions and constant and not (facts.benchmark or facts.deterministic):
-        what = f"cudnn.benchmark is off, and all {facts.seen} steps had the same input shapes"
-        cost = "depends on the convolutions: nothing to tens of per cent of the step"
-        yield Hit(what, facts.sites.get("benchmark"), cost, "info")
-
-
-@rule("benchmark-thrashes", LIGHTNING, "Trainer(benchmark=False), or pad or bucket the inputs to a few shapes.")
-def _benchmark_thrashes(facts: Facts) -> Iterator[Hit]:
-    changing = facts.shapes > 2 and 2 * facts.shapes >= facts.seen
-    if facts.cuda and facts.convolutions and facts.benchmark and changing:
-        what = f"cudnn.benchmark is on, and {facts.seen} steps had {facts.shapes} different input shapes"
-        yield Hit(what, facts.sites.get("benchmark"), "cuDNN measures each new shape once more")

@@ -57,11 +57,6 @@ class Finding:
         """The first place."""
         return self.places[0].site if self.places else None
 
-    @property
-    def diff(self) -> str:
-        """Empty: suggested diffs have gone, because some were wrong; this attribute goes with the next version."""
-        return ""
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -77,22 +72,23 @@ class Rule:
         groups: dict[tuple[str, str, str], list[Hit]] = {}
         for hit in self.check(facts):
             groups.setdefault((hit.level, hit.cause or hit.what, hit.remedy or self.remedy), []).append(hit)
-        return [self._finding(level, remedy, hits) for (level, _, remedy), hits in groups.items()]
+        return [self._join(hits) for hits in groups.values()]
 
-    def _finding(self, level: str, remedy: str, hits: list[Hit]) -> Finding:
-        seconds = sum(hit.seconds for hit in hits)
-        sites = dict.fromkeys(hit.site for hit in hits)
-        places = [Place(site, tuple(hit.name for hit in hits if hit.site == site and hit.name)) for site in sites]
+    def _join(self, hits: list[Hit]) -> Finding:
+        seconds, first = sum(hit.seconds for hit in hits), hits[0]
+        names: dict[Site | None, tuple[str, ...]] = {}
+        for hit in hits:
+            names[hit.site] = names.get(hit.site, ()) + (hit.name,) * bool(hit.name)
         return Finding(
             rule=self.name,
-            level=level,
-            what=hits[0].what + (f" (and {len(hits) - 1} more)" if len(hits) > 1 else ""),
-            remedy=remedy,
+            level=first.level,
+            what=first.what + f" (and {len(hits) - 1} more)" * (len(hits) > 1),
+            remedy=first.remedy or self.remedy,
             card=self.card,
-            cost=hits[0].cost.replace("{ms}", f"{seconds * 1e3:.2f}"),
+            cost=first.cost.replace("{ms}", f"{seconds * 1e3:.2f}"),
             seconds=seconds,
             count=len(hits),
-            places=tuple(place for place in places if place.site is not None or place.names),
+            places=tuple(Place(site, names[site]) for site in names if site or names[site]),
         )
 
 
@@ -128,22 +124,24 @@ def hits_of_calls(
         level: The level, whatever the rate.
         remedies: What to do, by the library that does it.
     """
+    steps = max(facts.watched, 1)
     for call in (each for each in facts.calls if each.kind == kind):
-        within = f" within {call.within}" if call.within else ""
-        frequent = 2 * call.steps >= facts.watched > 0 and call.within != LAYER
         yield Hit(
-            what.format(name=call.name, rate=_rate(facts, call), within=within),
+            what.format(name=call.name, rate=_rate(call, steps), within=f" within {call.within}" * bool(call.within)),
             call.site,
             cost,
-            level or ("warning" if frequent else "info"),
+            level or _level(call, steps),
             cause=call.within or call.name,
-            seconds=call.seconds / max(facts.watched, 1),
+            seconds=call.seconds / steps,
             remedy=remedies.get(call.within, ""),
         )
 
 
-def _rate(facts: Facts, call: Call) -> str:
-    rate = call.count / max(facts.watched, 1)
-    if rate < 1:
-        return f"in {call.steps} of {facts.watched} steps"
-    return "once a step" if rate == 1 else f"{rate:g} times a step"
+def _level(call: Call, steps: int) -> str:
+    return "warning" if 2 * call.steps >= steps and call.within != LAYER else "info"
+
+
+def _rate(call: Call, steps: int) -> str:
+    if call.count < steps:
+        return f"in {call.steps} of {steps} steps"
+    return "once a step" if call.count == steps else f"{call.count / steps:g} times a step"

@@ -19,7 +19,7 @@ REMEDIES = {
     "torchmetrics": "The metric checks its input: make an aggregator (MeanMetric and its like) with "
     "nan_strategy='disable', any other metric with validate_args=False.",
     "torch.utils.tensorboard": "Write to the log every so many steps only.",
-    LAYER: "The layer does it for itself: nothing to change here, unless another layer serves.",
+    LAYER: "The layer does it by itself: nothing to change here, unless another layer can take its place.",
 }
 
 
@@ -54,36 +54,20 @@ def _progress_bar_sync(facts: Facts) -> Iterator[Hit]:
 
 
 @rule(
-    "array-copy",
-    "device-prefetch",
-    "Use torch.as_tensor or torch.from_numpy, which share the memory; where a copy is meant, tensor.detach().clone().",
-)
-def _array_copy(facts: Facts) -> Iterator[Hit]:
-    return hits_of_calls(facts, "copy", "{name} copies it, {rate}")
-
-
-@rule(
     "made-on-host",
     "device-prefetch",
-    "Make it where it is used: torch.zeros(..., device=self.device) in place of .to(...), .cuda() or .type_as(...), "
-    "torch.zeros_like and its kin, or once, as a buffer.",
+    "Make the tensor where it is used: torch.zeros(..., device=self.device), torch.zeros_like, or a buffer. Do not "
+    "fetch what the device needs again.",
 )
 def _made_on_host(facts: Facts) -> Iterator[Hit]:
-    return _price(facts, hits_of_calls(facts, "moved", "a tensor is made on the CPU and moved by {name}, {rate}"))
-
-
-@rule("round-trip", "device-prefetch", "Leave it on the device.")
-def _round_trip(facts: Facts) -> Iterator[Hit]:
-    return _price(
-        facts, hits_of_calls(facts, "round trip", "a tensor fetched to the host is sent back by {name}, {rate}")
-    )
+    return _price(facts, hits_of_calls(facts, "moved", "a tensor on the CPU is moved to the device by {name}, {rate}"))
 
 
 @rule(
     "housekeeping",
     "what-lightning-does-already",
-    "Take the call out of the step; torch reuses its memory by itself, and emptying the cache makes every step "
-    "allocate again.",
+    "Remove the call from the step: torch reuses its memory by itself, and after the cache is emptied every step "
+    "allocates again.",
 )
 def _housekeeping(facts: Facts) -> Iterator[Hit]:
-    return hits_of_calls(facts, "housekeeping", "{name} is called, {rate}")
+    return hits_of_calls(facts, "housekeeping", "{name} is called, {rate}", "the host or the device waits for it")

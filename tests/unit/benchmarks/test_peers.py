@@ -2,13 +2,10 @@
 
 import gc
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import Dataset, SequentialSampler
 
-from benchmarks import loaders
-from benchmarks.peers import timm_loader, torchdata_loader
+from benchmarks.peers import torchdata_loader
 from benchmarks.runner import run_suites
 from benchmarks.settings import BenchSettings
 from lightning_turbo._optional import installed_version
@@ -20,14 +17,6 @@ class Squares(Dataset):
 
     def __getitem__(self, index):
         return index**2
-
-
-class Pixels(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return np.full((3, 2, 2), 60 * index, dtype=np.uint8), index
 
 
 @pytest.mark.slow
@@ -61,33 +50,3 @@ def test_nodes_of_torchdata_give_whole_batches_in_order(method):
         assert [batch.tolist() for batch in loader] == expected
     del loader
     gc.collect()  # ends its threads and processes
-
-
-@pytest.mark.slow
-def test_timm_normalises_what_its_workers_give():
-    if installed_version("timm") is None:
-        pytest.skip("timm not installed")
-    mean, std = [0.5, 0.4, 0.3], [0.1, 0.2, 0.3]
-    loader = timm_loader(Pixels(), SequentialSampler(Pixels()), 2, 0, torch.device("cpu"), mean, std)
-    batches = list(loader)
-    assert [labels.tolist() for _, labels in batches] == [[0, 1], [2, 3]]
-    for images, labels in batches:
-        for image, label in zip(images, labels, strict=True):
-            channels = (60 * label / 255 - torch.tensor(mean)) / torch.tensor(std)
-            torch.testing.assert_close(image, channels[:, None, None].expand(3, 2, 2))
-
-
-def test_raw_photographs_are_those_that_the_data_set_normalises(tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    (tmp_path / "class").mkdir()
-    pixels = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    image.fromarray(pixels).save(tmp_path / "class" / "0.jpg")
-    found = []
-    for raw in (False, True):
-        torch.manual_seed(3)
-        found.append(loaders._Pillow(tmp_path, 32, raw=raw)[0])
-    (normalised, label), (pixels, same) = found
-    assert label == same
-    assert pixels.dtype == np.uint8
-    expected = (pixels.transpose(1, 2, 0).astype(np.float32) / 255 - loaders.MEAN) / loaders.STD
-    torch.testing.assert_close(normalised, torch.from_numpy(expected.transpose(2, 0, 1)))

@@ -101,21 +101,17 @@ def test_an_interval_over_processes_decides_where_there_is_one(results):
 def test_markdown_holds_circumstances_and_tables(results):
     results["settings"] = {**SETTINGS, "only": ["toy: *", "*fast"]}
     text = markdown(results, ["toy"])
-    assert "| setting only | `['toy: *', '*fast']` |" in text
-    assert "# Benchmark on a CPU" in text
-    assert "| torch | 2.13 |" in text
-    assert "| memory | 16.0 GiB |" in text
-    assert "`python -m benchmarks`" in text
-    assert "a\\|b not installed" in text
-    assert "Left out by the settings: peer." in text
-    assert "![toy](toy.png)" in text
-    assert "interrupted" not in text
-    assert "| environment |" not in text
+    for part in (
+        "| setting only | `['toy: *', '*fast']` |", "# Benchmark on a CPU", "| torch | 2.13 |", "| memory | 16.0 GiB |",
+        "`python -m benchmarks`", "a\\|b not installed", "Left out by the settings: peer.", "![toy](toy.png)",
+        " to warm up. Baseline: slow.\n",
+    ):  # fmt: skip
+        assert part in text
+    assert not any(part in text for part in ("interrupted", "| environment |"))
     told = markdown({**results, "machine": {**MACHINE, "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}})
     assert "| environment | `['THP_MEM_ALLOC_ENABLE=1']` |" in told
     assert "Not run, because no time was left: tricks." in markdown({**results, "not_run": ["tricks"]})
     assert "**interrupted**" in markdown({**results, "interrupted": True})
-    assert " to warm up. Baseline: slow.\n" in text
     for number in range(6):
         results["suites"][0]["rows"].append({**row(f"own {number}", [0.1]), "base": f"own {number}"})
     named = "Baselines, each for the cases of its kind: slow; own 0; own 1; own 2; and 3 more."

@@ -57,7 +57,7 @@ def test_evaluation_equals_pillow(photos):
         assert difference.mean() < 0.3, file
 
 
-def test_windows_have_the_area_and_ratio_that_were_asked_for(tmp_path):
+def test_windows_have_the_area_and_ratio_of_the_arguments(tmp_path):
     """On an image whose pixels are their own coordinates, the corners of a crop tell its window."""
     folder = tmp_path / "one"
     folder.mkdir()
@@ -80,37 +80,20 @@ def test_windows_have_the_area_and_ratio_that_were_asked_for(tmp_path):
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_layout_and_dtype(photos, train, channels_last, dtype):
-    recipe = ImageFolder(photos, train=train, size=32, channels_last=channels_last, dtype=dtype)
-    images, labels = batches(recipe)[0]
-    assert images.shape == (5, 3, 32, 32)
-    assert images.dtype == dtype
+def test_layout_dtype_and_uint8_normalised_later(photos, train, channels_last, dtype):
+    settings = {"train": train, "size": 32, "channels_last": channels_last}
+    images, labels = batches(ImageFolder(photos, dtype=dtype, **settings))[0]
+    assert (images.shape, images.dtype, labels.shape, labels.dtype) == ((5, 3, 32, 32), dtype, (5,), torch.int64)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert images.is_contiguous(memory_format=layout)
-    assert labels.shape == (5,)
-    assert labels.dtype == torch.int64
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_uint8_normalised_later_equals_float(photos, train):
-    whole = batches(ImageFolder(photos, train=train, size=32))
-    small = ImageFolder(photos, train=train, size=32, dtype="uint8")
-    for (images, labels), (pixels, same) in zip(whole, batches(small), strict=True):
-        assert pixels.dtype == torch.uint8
-        assert pixels.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(labels, same)
-        # The float pipeline normalises the same rounded pixels; only the order of float32 operations differs.
-        torch.testing.assert_close(small.normalizer()(pixels), images, atol=2e-5, rtol=0)
-
-
-def test_grey_and_transparent_images_become_rgb(tmp_path):
-    folder = tmp_path / "all" / "x"
-    folder.mkdir(parents=True)
-    Image.new("L", (40, 40), 100).save(folder / "grey.jpg")
-    Image.new("RGBA", (40, 40), (100, 100, 100, 255)).save(folder / "transparent.png")
-    recipe = ImageFolder(tmp_path / "all", train=False, size=32, resize=32, dtype=torch.uint8)
-    images, _ = batches(recipe)[0]
-    assert (images == 100).all()
+    small = ImageFolder(photos, dtype="uint8", **settings)
+    pixels, same = batches(small)[0]
+    assert pixels.dtype == torch.uint8
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(labels, same)
+    # The float pipeline normalises the same rounded pixels; only the rounding of the operations differs.
+    atol = 2e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(small.normalizer(dtype)(pixels), images, atol=atol, rtol=0, check_stride=False)
 
 
 def grow(root, *names):
@@ -120,8 +103,8 @@ def grow(root, *names):
     return root
 
 
-@pytest.mark.parametrize("classes", [None, ("cat", "dog", "fox"), ["fox", "dog", "cat", "owl"]])
-@pytest.mark.parametrize("missing", [(), ("dog",), ("cat", "fox")])
+@pytest.mark.parametrize("classes", [None, ["fox", "dog", "cat", "owl"]])
+@pytest.mark.parametrize("missing", [(), ("cat", "fox")])
 def test_a_label_means_the_same_class_whatever_is_missing(tmp_path, classes, missing):
     grow(tmp_path, *(f"{name}/deeper/{n}.png" for name in ("cat", "dog", "fox") if name not in missing for n in "ab"))
     (tmp_path / ".ipynb_checkpoints").mkdir()
@@ -131,55 +114,49 @@ def test_a_label_means_the_same_class_whatever_is_missing(tmp_path, classes, mis
 
 
 def test_what_a_folder_may_hold(tmp_path):
-    with pytest.raises(FileNotFoundError, match="root='nowhere' is not a folder"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         ImageFolder("nowhere", train=True)
     grow(tmp_path, "a.png", ".hidden.png", ".thumbs/b.png")
-    with pytest.raises(ValueError, match="holds no folder: pass the folder above those of the classes"):
+    with pytest.raises(
+        ValueError, match=r"root: expected a folder with images \(.jpg, .jpeg, .png\), in one subfolder"
+    ):
         ImageFolder(tmp_path, train=True)
     assert len(ImageFolder(tmp_path, train=False, labelled=False).files) == 1
     (tmp_path / "hollow").mkdir()
-    for labelled, message in (
-        (True, r"The class '.*hollow' holds no file that ends in .jpg"),
-        (False, "holds no image"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ImageFolder(tmp_path if labelled else tmp_path / "hollow", train=True, labelled=labelled)
+    with pytest.raises(ValueError, match=r"Found no file \(.jpg.*\) of the class '.*hollow'"):
+        ImageFolder(tmp_path, train=True)
     grow(tmp_path, "full/a.png")
     assert ImageFolder(tmp_path, train=True, classes=["full", "hollow"]).labels.tolist() == [0]
-    with pytest.raises(ValueError, match=r"holds the folders \['hollow'\], which are not in classes=\('full',\)"):
+    with pytest.raises(ValueError, match=r"expected all subfolders of .*, got \('full',\) without \['hollow'\]"):
         ImageFolder(tmp_path, train=True, classes=["full"])
-    for wrong, error in (("full", TypeError), (3, TypeError), ([], ValueError), ("aa", TypeError)):
-        with pytest.raises(error, match="expected"):
-            ImageFolder(tmp_path, train=True, classes=wrong)
-
-
-@pytest.mark.parametrize("switch", ["train", "channels_last", "mirror", "shuffle", "labelled", "index"])
-def test_a_switch_is_a_bool(photos, switch):
-    with pytest.raises(TypeError, match=f"{switch}='no'"):
-        ImageFolder(photos, **{"train": True, switch: "no"})
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "error", "message"),
     [
-        ({"size": 0}, "size must be at least 1"),
-        ({"size": 64, "resize": 32}, "resize at least size"),
-        ({"dtype": torch.bfloat16}, r"dtype=torch.bfloat16: expected one of torch.float32, torch.float16, torch.uint8"),
-        ({"mean": (0.5,)}, "expected three numbers each"),
-        ({"std": (0.1, 0.0, 0.1)}, "std above zero"),
-        ({"area": (0.5, 0.1)}, "area=.*: expected two rising numbers above 0 and up to 1"),
-        ({"ratio": (0, 1)}, "ratio=.*: expected two rising numbers above 0"),
-        ({"size": None}, "size=None, resize=None: size must be at least 1"),
-        ({"size": 8, "resize": math.nan}, "size=8, resize=nan: .* resize at least size"),
-        ({"mean": (0.5, 0.5, math.nan)}, "expected three numbers each"),
-        ({"std": 0.2}, "expected three numbers each"),
-        ({"area": None}, "area=.*: expected two rising numbers above 0 and up to 1"),
-        ({"ratio": (1, math.inf)}, "ratio=.*: expected two rising numbers above 0"),
+        *(({switch: "no"}, TypeError, f"{switch}='no'") for switch in ("train", "channels_last", "mirror", "shuffle")),
+        ({"labelled": 1}, TypeError, "labelled=1"),
+        ({"index": None}, TypeError, "index=None"),
+        ({"classes": "full"}, TypeError, "classes: expected a sequence of names"),
+        ({"classes": 3}, TypeError, "classes: expected a sequence of names"),
+        ({"classes": []}, ValueError, "classes: expected at least one name, and each name once"),
+        ({"classes": ["a", "a"]}, ValueError, "classes: expected at least one name, and each name once"),
+        ({"size": 0}, ValueError, "size: expected a whole number of at least 1, got 0"),
+        ({"size": 64, "resize": 32}, ValueError, "resize: expected a whole number of at least size=64, got 32"),
+        ({"dtype": torch.bfloat16}, ValueError, "dtype: expected one of torch.float32, torch.float16, torch.uint8"),
+        ({"mean": (0.5,)}, ValueError, r"mean: expected three numbers, got \(0.5,\)"),
+        ({"mean": (0.5, 0.5, math.nan)}, ValueError, "mean: expected three numbers"),
+        ({"std": (0.1, 0.0, 0.1)}, ValueError, "std: expected three numbers above 0"),
+        ({"std": 0.2}, ValueError, "std: expected three numbers above 0"),
+        ({"area": (0.5, 0.1)}, ValueError, "area: expected two rising numbers above 0, at most 1"),
+        ({"area": (0.5, 1.1)}, ValueError, "area: expected two rising numbers above 0, at most 1"),
+        ({"ratio": (0, 1)}, ValueError, "ratio: expected two rising numbers above 0"),
+        ({"ratio": (1, math.inf)}, ValueError, "ratio: expected two rising numbers above 0"),
     ],
 )
-def test_wrong_arguments_are_refused(photos, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        ImageFolder(photos, train=True, **wrong)
+def test_wrong_arguments_are_refused(photos, wrong, error, message):
+    with pytest.raises(error, match=message):
+        ImageFolder(photos, **{"train": True, **wrong})
 
 
 def encode(image, kind):
@@ -208,7 +185,7 @@ def test_a_file_that_cannot_be_decoded_is_named(tmp_path, spoil, train):
     good.load()
     bad.unlink() if spoil == "gone" else bad.write_bytes(SPOILED[spoil](good))
     loader = DALILoader(recipe, 4, num_threads=1)
-    with pytest.raises(ValueError, match=rf"{bad}.* could not be made a sample \(.+\)\. Repair the file or remove it"):
+    with pytest.raises(ValueError, match=rf"Cannot decode '{bad}': .+ Repair the file or remove it"):
         list(loader)
     good.save(bad)
     assert torch.cat([labels for _, labels in loader]).tolist() == [0] * 4 + [1] * 4 + [2] * 4

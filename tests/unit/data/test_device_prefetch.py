@@ -163,21 +163,16 @@ def test_objects_that_tell_the_allocator_themselves_are_found_too():
 
 def test_the_search_behind_an_object_ends_and_takes_what_is_near_first():
     tensor, chain = one(), Plain()
-    for _ in range(2 * MOST_PARTS):
+    for _ in range(MOST_PARTS + 10):
         chain = Plain(chain)
     assert list(tensors_in(Plain(chain, tensor))) == [tensor]
 
 
-def test_objects_are_asked_to_move_without_waiting_if_they_can():
-    batch = Encoding(a=one())
-    move_batch(batch, META)
-    assert batch.seen is True
-
-
 def test_a_copy_to_the_cpu_is_waited_for():
     batch = Encoding(a=one())
-    move_batch(batch, torch.device("cpu"))
-    assert batch.seen is False
+    for device in (META, torch.device("cpu")):
+        move_batch(batch, device)
+        assert batch.seen is (device is META)
     asked = []
 
     class Tensor(torch.Tensor):
@@ -218,16 +213,6 @@ def test_it_has_the_loaders_face():
         prefetcher.nonsense
     with pytest.raises(TypeError):
         len(DevicePrefetcher(iter([]), "cpu"))
-
-
-def test_set_epoch_reaches_loader_dataset_and_samplers():
-    class Told(list):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-    dataset, batches = Told(range(4)), Told([[0, 1], [2, 3]])
-    DevicePrefetcher(DataLoader(dataset, batch_sampler=batches), "cpu").set_epoch(3)
-    assert (dataset.epoch, batches.epoch) == (3, 3)
 
 
 def test_transform_and_transfer():
@@ -344,13 +329,13 @@ def test_an_error_comes_at_its_batch():
         ({"device": None}, ValueError, r"device=None is not a device"),
         ({"device": "meta"}, ValueError, r"device='meta' has no streams that are used here"),
         ({"device": "cuda:99"}, ValueError, r"device='cuda:99' is not there: torch sees \d+ CUDA devices. Pass one"),
-        ({"prefetch_batches": 0}, ValueError, r"prefetch_batches=0 is out of range"),
-        ({"prefetch_batches": -1}, ValueError, r"prefetch_batches=-1 is out of range"),
-        ({"prefetch_batches": 1.0}, TypeError, r"prefetch_batches=1.0 is not an integer"),
-        ({"min_bytes": -1}, ValueError, r"min_bytes=-1 is negative; pass a number of bytes"),
-        ({"min_bytes": "1M"}, TypeError, r"min_bytes='1M' is not an integer"),
-        ({"transform": 3}, TypeError, r"transform=3 cannot be called; accepted is a function"),
-        ({"transfer": "x"}, TypeError, r"transfer='x' cannot be called"),
+        ({"prefetch_batches": 0}, ValueError, r"prefetch_batches: expected an integer of 1 or more, got 0"),
+        ({"prefetch_batches": -1}, ValueError, r"prefetch_batches: expected an integer of 1 or more, got -1"),
+        ({"prefetch_batches": 1.0}, TypeError, r"prefetch_batches: expected an integer of 1 or more, got 1.0"),
+        ({"min_bytes": -1}, ValueError, r"min_bytes: expected an integer of 0 or more, got -1"),
+        ({"min_bytes": "1M"}, TypeError, r"min_bytes: expected an integer of 0 or more, got '1M'"),
+        ({"transform": 3}, TypeError, r"transform=3: expected a function or None"),
+        ({"transfer": "x"}, TypeError, r"transfer='x': expected a function or None"),
     ],
 )
 def test_bad_settings_are_refused(arguments, error, message):
@@ -366,11 +351,6 @@ def test_batches_that_cannot_move_are_said_once():
         entry = transfer.send(BATCHES["nothing to move"]())
     assert transfer.receive(entry) == {"a": 1, "b": ["x"]}
     transfer.send(["x"])  # a second warning would be an error
-
-
-def test_batches_that_cannot_move_are_nothing_to_speak_of_on_the_cpu():
-    batches = [["x"], ["y"]]
-    assert list(DevicePrefetcher(batches, "cpu", transform=lambda batch: batch)) == batches
 
 
 def test_normalize_equals_the_naive_formula():
@@ -408,26 +388,19 @@ def test_normalize_touches_images_alone():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (((0.1, 0.2), 0.3), ValueError, "mean has 2 values and std 1; pass one of each for every channel"),
-        ((0.1, 0.0), ValueError, "must be above zero"),
-        ((0.1, 1.0, {"scale": 0}), ValueError, "scale=0 must be above zero"),
-        (
-            ([0.485 * 255] * 3, [0.229 * 255] * 3),
-            ValueError,
-            r"with scale=255.0: .* Divide both by 255, or pass scale=1.0",
-        ),
-        ((0.5, 64), ValueError, r"mean=0.5, std=64 with scale=255.0"),
-        ((-1.5, 1.0), ValueError, r"mean=-1.5, std=1.0 with scale=255.0"),
-        ((math.nan, 1.0), ValueError, r"mean=nan, std=1.0, scale=255.0: expected finite numbers"),
-        (([0.1, math.inf], [1.0, 1.0]), ValueError, r"mean=\[0.1, inf\].*: expected finite numbers"),
-        ((0.1, torch.tensor([math.nan])), ValueError, r"std=tensor\(\[nan\]\).*: expected finite numbers"),
-        ((0.1, 1.0, {"scale": math.nan}), ValueError, r"scale=nan: expected finite numbers"),
-        ((0.1, 1.0, {"scale": None}), ValueError, r"scale=None: expected finite numbers"),
-        (([], []), ValueError, "mean has 0 values and std 0; pass one of each for every channel"),
-        ((None, 1.0), TypeError, "mean=None, std=1.0: pass a number for each channel, or one for all"),
-        ((0.1, 1.0, {"memory_format": "nhwc"}), TypeError, "memory_format='nhwc' is not a memory format; pass"),
-        ((0.1, 1.0, {"keys": "image"}), TypeError, "keys='image': pass a sequence of names or positions"),
-        ((0.1, 1.0, {"dtype": torch.int8}), TypeError, "torch.int8 is not a floating-point dtype"),
+        (((0.1, 0.2), 0.3), ValueError, r"mean, std: expected one number of each .*, got \(\(0.1, 0.2\), 0.3\)"),
+        (([], []), ValueError, r"mean, std: expected one number of each for every channel, or one for all"),
+        ((0.1, 0.0), ValueError, r"std, scale: expected numbers above zero, got \(0.0, 255.0\)"),
+        ((0.1, 1.0, {"scale": 0}), ValueError, "std, scale: expected numbers above zero"),
+        (([0.485 * 255] * 3, [0.229 * 255] * 3), ValueError, r"at most 1 .* Divide both by 255, or pass scale=1.0"),
+        ((-1.5, 1.0), ValueError, r"at most 1 with scale=255.0, .* got \(-1.5, 1.0\)"),
+        ((math.nan, 1.0), ValueError, r"mean, std, scale: expected finite numbers, got \(nan, 1.0, 255.0\)"),
+        ((0.1, torch.tensor([math.inf])), ValueError, "mean, std, scale: expected finite numbers"),
+        ((0.1, 1.0, {"scale": None}), ValueError, "mean, std, scale: expected finite numbers"),
+        ((None, 1.0), TypeError, r"mean, std: expected a number for each channel, got \(None, 1.0\)"),
+        ((0.1, 1.0, {"memory_format": "nhwc"}), TypeError, "memory_format: expected a memory format .*, got 'nhwc'"),
+        ((0.1, 1.0, {"keys": "image"}), TypeError, "keys: expected a sequence of names .*, got 'image'"),
+        ((0.1, 1.0, {"dtype": torch.int8}), TypeError, "dtype: expected a floating-point dtype.*, got torch.int8"),
     ],
 )
 def test_bad_normalize(arguments, error, message):

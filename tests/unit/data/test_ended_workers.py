@@ -1,9 +1,6 @@
 """Worker processes that end while the thread waits for them: nothing hangs, and no epoch is short without a word."""
 
-import gc
 import itertools
-import multiprocessing
-import threading
 import time
 
 import pytest
@@ -15,6 +12,7 @@ from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
 from lightning_turbo.data.prefetcher import PATIENCE
 from lightning_turbo.data.worker_guard import guard_workers
 from tests.collecting import collect_in_its_thread
+from tests.leftovers import nothing_is_left
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -48,14 +46,6 @@ class SlowStream(IterableDataset):
 def as_a_trainer_does(loader):
     loader._iterator._shutdown_workers()
     loader._iterator = None
-
-
-def nothing_is_left():
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while multiprocessing.active_children() or [t for t in threading.enumerate() if "prefetch" in t.name]:
-        assert time.monotonic() < deadline, (multiprocessing.active_children(), threading.enumerate())
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("dataset", [Slow, SlowStream])

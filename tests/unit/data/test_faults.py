@@ -1,7 +1,6 @@
 """Everything that goes wrong around a loader; a hang fails by its time limit."""
 
 import contextlib
-import copy
 import ctypes
 import gc
 import multiprocessing
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, PrefetchLoader
 from lightning_turbo.data.prefetcher import LoadProfile
+from tests.leftovers import nothing_is_left
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -48,19 +48,6 @@ class Endless(IterableDataset):
             n += 1
 
 
-def prefetch_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("lightning_turbo-prefetch")]
-
-
-def nothing_is_left():
-    """No thread and no process after a moment."""
-    deadline = time.monotonic() + 10
-    while prefetch_threads() or multiprocessing.active_children():
-        gc.collect()
-        assert time.monotonic() < deadline, (threading.enumerate(), multiprocessing.active_children())
-        time.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def _all_ends():
     yield
@@ -86,25 +73,22 @@ def test_base_exceptions_in_the_dataset_are_no_short_epoch(error, several):
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
+def cannot_collate(samples):
+    if 9 in samples:
+        raise LookupError("cannot collate")
+    return samples
+
+
+def no_order():
+    yield from range(9)
+    raise LookupError("no order")
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_error_in_collate(workers):
-    def collate(samples):
-        if 9 in samples:
-            raise LookupError("cannot collate")
-        return samples
-
-    with pytest.raises(LookupError, match="cannot collate"):
-        list(PrefetchLoader(range(20), 2, collate_fn=collate, num_workers=workers))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_error_in_the_sampler(workers):
-    def sampler():
-        yield from range(9)
-        raise ArithmeticError("no order")
-
-    with pytest.raises(ArithmeticError, match="no order"):
-        list(PrefetchLoader(range(20), 2, sampler=sampler(), num_workers=workers))
+@pytest.mark.parametrize("broken", [lambda: {"collate_fn": cannot_collate}, lambda: {"sampler": no_order()}])
+def test_error_in_collate_and_sampler(broken, workers):
+    with pytest.raises(LookupError, match=r"cannot collate|no order"):
+        list(PrefetchLoader(range(20), 2, num_workers=workers, **broken()))
 
 
 class KillsItsWorker(Dataset):
@@ -122,16 +106,7 @@ def test_a_worker_that_is_killed_is_an_error():
         list(PrefetchLoader(KillsItsWorker(), 2, num_workers=1))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_endless_dataset_ends_with_its_consumer(workers):
-    iterator = iter(PrefetchLoader(Endless(), 2, num_workers=workers))
-    assert [next(iterator).tolist() for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    del iterator
-    nothing_is_left()
-
-
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(("workers", "persistent", "after"), [(0, False, 0), (1, False, 0), (1, True, 3)])
 def test_break(workers, persistent, after):
     loader = PrefetchLoader(Broken(), 2, num_workers=workers, persistent_workers=persistent)
     for _ in range(3):
@@ -167,8 +142,8 @@ def broken_off(loader, epochs):
 @pytest.mark.parametrize(
     ("workers", "persistent", "several", "epochs"),
     [
-        (0, False, 1, 200),
-        (0, False, 3, 200),
+        (0, False, 1, 40),
+        (0, False, 3, 40),
         (1, False, 1, 8),
         (2, True, 1, 12),
         pytest.param(2, False, 1, 200, marks=pytest.mark.slow),
@@ -178,7 +153,7 @@ def broken_off(loader, epochs):
 def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epochs):
     dataset = torch.zeros(40, 64, 1024)  # 1 MiB a batch of 4: a leak of batches would show
     loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent, threads=several)
-    broken_off(loader, 5 if workers else 50)  # until the allocator has what it takes
+    broken_off(loader, 5 if workers else 20)  # until the allocator has what it takes
     gc.collect()
     if not persistent:
         nothing_is_left()
@@ -195,35 +170,9 @@ def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epo
         time.sleep(0.01)
     left = in_use()
     assert all(now <= limit for now, limit in zip(left, most, strict=True)), (before, left)
-    # 200 epochs would leak 200 times the batches in flight; 30 MiB is noise.
+    # 40 epochs would leak 40 times the batches in flight, which are 8 MiB; 30 MiB is noise.
     assert resident() - memory < 30 * 2**20
     loader.close()
-
-
-def test_an_iterator_abandoned_in_a_cycle_is_collected():
-    class Holder:
-        pass
-
-    holder = Holder()
-    holder.self = holder
-    holder.iterator = iter(PrefetchLoader(Endless(), 2))
-    next(holder.iterator), next(holder.iterator)
-    assert prefetch_threads()
-    del holder
-    gc.collect()
-    nothing_is_left()
-
-
-@pytest.mark.parametrize(("dataset", "several"), [(Endless(), 1), (range(10**6), 3)])
-def test_an_error_in_the_loop_releases_the_iterator(dataset, several):
-    def loop():
-        for number, _ in enumerate(PrefetchLoader(dataset, 2, threads=several)):
-            if number == 3:
-                raise ValueError("in the step")
-
-    with contextlib.suppress(ValueError):
-        loop()
-    nothing_is_left()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -272,23 +221,6 @@ def test_nested_loaders():
     assert [b.tolist() for b in twice] == [[n, n + 1] for n in range(0, 40, 2)]
     moved = DevicePrefetcher(DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu"), "cpu", transform=lambda b: b + 1)
     assert [b.tolist() for b in moved] == [[1, 2], [3, 4], [5, 6]]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_next_after_the_end(workers):
-    iterator = iter(PrefetchLoader(range(4), 2, num_workers=workers))
-    assert len(list(iterator)) == 2
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(iterator)
-
-
-def test_deepcopy_of_a_running_loader():
-    loader = PrefetchLoader(Broken(), 2)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    assert len(list(copy.deepcopy(loader))) == 20
-    assert len(list(iterator)) == 18
 
 
 def leave(code):
@@ -384,25 +316,6 @@ def test_ctrl_c_while_waiting_for_a_batch(several):
         """
     )
     assert (status, said) == (0, "")
-
-
-def test_the_published_fault_is_still_there():
-    """The reason for all this: BackgroundGenerator alone leaks a thread at every break."""
-    from prefetch_generator import BackgroundGenerator
-
-    class AsPublished(DataLoader):
-        def __iter__(self):
-            return BackgroundGenerator(super().__iter__())
-
-    before = threading.active_count()
-    made = []
-    for _ in range(3):
-        made.append(iter(AsPublished(Broken(), 2)))
-        next(made[-1])
-    assert threading.active_count() == before + 3
-    for iterator in made:  # end what it cannot end itself
-        list(iterator)
-        iterator.join()
 
 
 class FullTable(Dataset):

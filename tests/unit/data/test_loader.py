@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
+from tests.leftovers import prefetch_threads
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
 
@@ -212,33 +213,6 @@ def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread(make):
     assert ours == epochs(DataLoader, Jittered(seeded), settings)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_runs_with_one_seed_give_one_result(workers):
-    """Random augmentation, dropout in the model, and an early break: the loss is the same to the last bit."""
-
-    def run():
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoEffectWarning)
-            loader = PrefetchLoader(Augmented(), 2, shuffle=True, num_workers=workers)
-            for _ in range(2):
-                for number, (batch, a, b) in enumerate(loader):
-                    loss = (model(batch).squeeze(1) + a + b).square().mean()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    if number == 3:
-                        break
-        loader.close()
-        return loss.item()
-
-    assert len({run() for _ in range(2 if workers else 20)}) == 1
-
-
 class Together(Numbers):
     """Samples of three batches are loaded at once, or the wait is in vain."""
 
@@ -360,7 +334,8 @@ def test_the_old_name_of_threads_works_and_is_told():
 
 def test_it_is_a_dataloader_with_its_constructor():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (PrefetchLoader, DataLoader))
-    assert [name for name in ours if name not in ("prefetch_batches", "threads", "transfer")] == list(theirs)
+    added = {"prefetch_batches", "threads", "transfer", "sample_seeds"}
+    assert [name for name in ours if name not in added] == list(theirs)
     assert all(ours[name] == theirs[name] for name in theirs)
     loader = PrefetchLoader(Numbers(), 4, True, num_workers=0)
     assert isinstance(loader, DataLoader)
@@ -371,9 +346,17 @@ def test_it_is_a_dataloader_with_its_constructor():
 
 
 REFUSED = [
-    (lambda: PrefetchLoader(Numbers(), prefetch_batches=0), ValueError, "prefetch_batches=0 is out of range"),
-    (lambda: PrefetchLoader(Numbers(), threads=-1), ValueError, "threads=-1 is out of range; pass the number of"),
-    (lambda: PrefetchLoader.of(DataLoader(Numbers()), threads="2"), TypeError, "threads='2' is not an integer"),
+    (
+        lambda: PrefetchLoader(Numbers(), prefetch_batches=0),
+        ValueError,
+        "prefetch_batches: expected an integer",
+    ),
+    (lambda: PrefetchLoader(Numbers(), threads=-1), ValueError, "threads: expected an integer of 1 or more, got -1"),
+    (
+        lambda: PrefetchLoader.of(DataLoader(Numbers()), threads="2"),
+        TypeError,
+        "an integer of 1 or more, got '2'",
+    ),
     (lambda: PrefetchLoader.of([1]), TypeError, r"PrefetchLoader.of expected a torch.utils.data.DataLoader, got \[1\]"),
     (lambda: PrefetchLoader(DataLoader(Numbers())), TypeError, r"got the loader .*PrefetchLoader.of\(loader\)"),
     (lambda: PrefetchLoader(PrefetchLoader(Stream())), TypeError, r"expected a dataset, got the loader"),
@@ -384,10 +367,6 @@ REFUSED = [
 def test_what_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def prefetch_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("lightning_turbo-prefetch")]
 
 
 def test_two_iterators_of_one_loader_both_see_everything():
@@ -445,7 +424,7 @@ def test_other_classes_of_loader_can_be_converted():
     assert type(loader) is Custom
     assert type(PrefetchLoader.of(loader)) is type(twin)
     assert list(inspect.signature(type(twin).__init__).parameters) == [
-        "self", "path", "scale", "prefetch_batches", "threads", "transfer", "kwargs",
+        "self", "path", "scale", "prefetch_batches", "threads", "transfer", "sample_seeds", "kwargs",
     ]  # fmt: skip
     again = type(twin)(path="there", batch_size=3, prefetch_batches=2)
     assert [b.tolist() for b in again] == [[0, 1, 2], [3, 4, 5]]

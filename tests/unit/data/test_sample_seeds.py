@@ -1,7 +1,9 @@
 """Random numbers belong to the sample: the same in every process that loads it, in every epoch and batch."""
 
+import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import random
 
@@ -9,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods, _set_sampler_epoch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     BatchSampler,
@@ -23,8 +28,11 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_turbo import PrefetchDataModule
 from lightning_turbo._random import shared_state
-from lightning_turbo.data.sample_seeds import SeededDataset, SeededSampler, seed_samples
+from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
+from lightning_turbo.data.sample_seeds import SeededDataset
+from lightning_turbo.errors import NoEffectWarning
 
 SEED, LENGTH = 7, 12
 GOLDEN = [3.0, 0.5156496, 0.6637135, 0.4652026, 0.4095555]
@@ -221,26 +229,32 @@ def test_a_seeded_loader_can_be_copied(copied):
     assert torch.equal(torch.cat([first, rows_of(copied(loader), 1)]), expected())
 
 
-class Hooks:
-    @staticmethod
-    def inside():
-        with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
-            return Hooks.outside()
-
-    @staticmethod
-    def outside():
-        return seed_samples(DataLoader(Augmented(), batch_size=5, collate_fn=collate, drop_last=True), SEED)
+def make_for_lightning(kind):
+    settings = {"batch_size": 5, "collate_fn": collate, "drop_last": True}
+    if kind == "prefetch":
+        return PrefetchLoader(Augmented(), sample_seeds=SEED, **settings)
+    loader = seed_samples(DataLoader(Augmented(), **settings), SEED)
+    return PrefetchLoader.of(loader) if kind == "of" else loader
 
 
-@pytest.mark.parametrize("make", [Hooks.inside, Hooks.outside])
-def test_seeds_stay_when_lightning_replaces_the_sampler(make):
+@pytest.mark.filterwarnings("ignore:Loading a batch draws")
+@pytest.mark.parametrize("kind", ["plain", "prefetch", "of"])
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_seeds_stay_when_lightning_replaces_the_sampler(kind, in_hook):
     """Lightning builds a loader again from its arguments, or from its attributes, with a sampler for the ranks."""
-    sampler = DistributedSampler(range(LENGTH), num_replicas=2, rank=1, shuffle=False)
-    loader = _update_dataloader(make(), sampler)
+    with contextlib.ExitStack() as stack:
+        if in_hook:
+            stack.enter_context(_replace_dunder_methods(DataLoader, "dataset"))
+            stack.enter_context(_replace_dunder_methods(BatchSampler))
+        made = make_for_lightning(kind)
+    loader = _update_dataloader(made, DistributedSampler(range(LENGTH), num_replicas=2, rank=1, shuffle=False))
     _set_sampler_epoch(loader, 1)
     (rows, _), *rest = loader
     assert not rest  # drop_last
     assert torch.equal(rows, expected()[1][1:11:2])
+    predicting = _update_dataloader(made, SequentialSampler(range(LENGTH)), RunningStage.PREDICTING)
+    assert torch.equal(torch.cat([rows for rows, _ in predicting]), expected()[0])
+    assert predicting.batch_sampler.seen_batch_indices[-1] == [10, 11]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -317,3 +331,170 @@ def test_a_sampler_put_in_later_is_refused():
         next(iter(DataLoader(seeded.dataset)))
     with pytest.raises(TypeError, match="got index 0 without an epoch"):
         SeededDataset(Augmented(), SEED)[0]
+
+
+# ---- With prefetching.
+
+QUIET = pytest.mark.filterwarnings("ignore:Loading a batch draws")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_workers": 0}, "Loading a batch draws from the process-wide generator of torch.*Use num_workers=1"),
+        ({"num_workers": 1, "threads": 3}, "threads=3 has no effect here: the generators that are seeded"),
+        ({"num_workers": 2, "persistent_workers": True, "shuffle": True}, None),
+        ({"num_workers": 1, "sampler": SeededSampler(range(LENGTH), SEED)}, None),
+    ],
+)
+def test_prefetching_changes_no_number_and_says_what_it_cannot_do(settings, said):
+    def load():
+        loader = PrefetchLoader(Augmented(), batch_size=2, sample_seeds=SEED, **settings)
+        if isinstance(loader.sampler, SeededSampler):
+            loader.sampler.set_epoch(0)
+        rows = rows_of(loader, 1)
+        loader.close()
+        return rows
+
+    if said is None:
+        assert torch.equal(load(), expected(1))
+        return
+    with pytest.warns(NoEffectWarning, match=said):
+        assert torch.equal(load(), expected(1))
+
+
+def run_on(loader, epochs):
+    """The rows of these epochs, and the state before each batch."""
+    rows, states = [], []
+    for epoch in epochs:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        states.append((epoch, loader.state_dict()))
+        for batch, drawn in loader:
+            rows.append(torch.cat([batch, drawn.expand(len(batch), 1)], 1))
+            states.append((epoch, loader.state_dict()))
+        states.pop()
+    loader.close()
+    return rows, states
+
+
+@QUIET
+@pytest.mark.parametrize("order", [{"shuffle": True}, {"sampler": SeededSampler(range(LENGTH), SEED)}])
+def test_a_run_with_augmentation_in_worker_processes_resumes_at_every_batch(order):
+    def make(num_workers):
+        settings = {"batch_size": 5, "collate_fn": collate, "num_workers": num_workers, **order}
+        return PrefetchLoader(Augmented(), sample_seeds=SEED, generator=torch.Generator().manual_seed(5), **settings)
+
+    whole, states = run_on(make(1), range(3))
+    assert len(states) == len(whole) == 9
+    for number, (epoch, state) in enumerate(states):
+        torch.manual_seed(number)
+        loader = make(number % 3)
+        loader.load_state_dict(state)
+        rows, _ = run_on(loader, range(epoch, epoch + 1))
+        left = whole[number : 3 * (epoch + 1)]
+        assert len(rows) == len(left)
+        assert all(map(torch.equal, rows, left))
+
+
+@QUIET
+def test_a_run_resumes_at_every_batch_after_an_epoch_with_another_number_of_ranks():
+    def make(ranks, rank=0):
+        sampler = SeededSampler(range(LENGTH), SEED, num_replicas=ranks, rank=rank)
+        return PrefetchLoader(Augmented(), batch_size=2, sample_seeds=SEED, sampler=sampler)
+
+    def load(loader, epoch):
+        loader.sampler.set_epoch(epoch)
+        return list(loader)
+
+    first, second = make(2), make(2, 1)
+    dealt = torch.stack([torch.cat(load(first, 0)), torch.cat(load(second, 0))], 1).flatten(0, 1)
+    assert torch.equal(dealt, torch.cat(load(make(1), 0)))
+    loader = make(1)
+    loader.load_state_dict(first.state_dict())
+    whole = load(loader, 1)
+    assert torch.equal(rows_of([torch.cat(whole)], 1)[0], expected()[1])
+    for number in range(1, len(whole)):
+        begun, resumed = make(1), make(1)
+        begun.load_state_dict(first.state_dict())
+        begun.sampler.set_epoch(1)
+        assert all(map(torch.equal, itertools.islice(begun, number), whole))
+        resumed.load_state_dict(begun.state_dict())
+        left = load(resumed, 1)
+        assert len(left) == len(whole) - number
+        assert all(map(torch.equal, left, whole[number:]))
+
+
+def test_a_state_from_before_there_were_seeds_is_refused_in_the_middle_of_an_epoch():
+    begun = PrefetchLoader(range(4), batch_size=2)
+    next(iter(begun))
+    loader = PrefetchLoader(Augmented(4), batch_size=2, sample_seeds=SEED, num_workers=1)
+    loader.load_state_dict(begun.state_dict())
+    with pytest.raises(ValueError, match="with sample_seeds if it had them"):
+        list(loader)
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rows = torch.nn.Linear(5, 1), []
+
+    def training_step(self, batch, batch_idx):
+        self.rows.append(batch)
+        return self.layer(batch.float()).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Module(PrefetchDataModule):
+    num_workers = 1
+
+    def train_dataloader(self):
+        return DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=self.num_workers)
+
+
+def fit(num_workers, ckpt_path=None, **settings):
+    """The rows of a fit that writes a checkpoint after each step."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    keep = ModelCheckpoint(".", "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer, net = Trainer(accelerator="cpu", callbacks=[keep], max_epochs=2, **quiet, **settings), Net()
+    datamodule = Module(sample_seeds=SEED)
+    datamodule.num_workers = num_workers
+    trainer.fit(net, datamodule=datamodule, ckpt_path=ckpt_path)
+    return net.rows
+
+
+@QUIET
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Checkpoint directory")
+@pytest.mark.parametrize("reload", [0, 1])
+def test_a_fit_resumes_at_each_step_with_other_workers_and_is_the_same_run(reload):
+    settings = {"reload_dataloaders_every_n_epochs": reload}
+    whole = fit(1, **settings)
+    rows = torch.cat(whole)
+    assert torch.equal(rows_of([rows[:LENGTH]], 1)[0], expected()[0])
+    assert torch.equal(rows_of([rows[LENGTH:]], 1)[0], expected()[1])
+    for step in (1, 3, 5):
+        left = fit(step // 2, f"step={step}.ckpt", **settings)
+        assert len(left) == 6 - step
+        drawn, epoch = torch.cat(left)[-LENGTH if step <= 3 else 0 :], expected()[1]
+        assert torch.equal(drawn, epoch[drawn[:, 0].long()])
+        assert step % 3 == 0 or all(map(torch.equal, left[: 3 - step % 3], whole[step:]))
+
+
+def test_measuring_workers_counts_no_epoch():
+    loader = seed_samples(DataLoader(Augmented()), SEED)
+    tune_workers(lambda **settings: loader, seconds=0.2, max_workers=0, show=None)
+    assert torch.equal(rows_of(loader), expected())
+
+
+@pytest.mark.parametrize(("seed", "error"), [("1", TypeError), (1.5, TypeError), (-1, ValueError)])
+def test_seeds_of_loaders_and_datamodules_that_are_refused(seed, error):
+    for make in (functools.partial(PrefetchLoader, range(3)), Module):
+        with pytest.raises(error, match=r"got sample_seeds=.*; expected an integer"):
+            make(sample_seeds=seed)
+
+
+def test_a_stream_is_refused_by_a_loader_with_sample_seeds():
+    with pytest.raises(TypeError, match="Stream is an IterableDataset"):
+        PrefetchLoader(Stream(), sample_seeds=SEED)

@@ -6,7 +6,7 @@ import sklearn  # noqa: F401  (sets variables of the environment when it is firs
 import torch
 
 from lightning_turbo.demo import data as demo_data
-from lightning_turbo.demo.data import VolumePatches, load_digits, load_mni
+from lightning_turbo.demo.data import load_digits, load_mni
 from lightning_turbo.errors import MissingExtraError
 
 
@@ -22,9 +22,9 @@ def test_digits_are_split_without_a_shared_image():
 
 
 def test_the_seed_decides_the_split_of_digits():
-    first, again, other = load_digits(seed=0), load_digits(seed=0), load_digits(seed=1)
-    assert torch.equal(first.val.tensors[1], again.val.tensors[1])
-    assert not torch.equal(first.val.tensors[1], other.val.tensors[1])
+    labels = [load_digits(seed).val.tensors[1] for seed in (0, 0, 1)]
+    assert torch.equal(labels[0], labels[1])
+    assert not torch.equal(labels[0], labels[2])
 
 
 def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
@@ -32,6 +32,13 @@ def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
     train, val = data.train, data.val
     assert train.volume is val.volume
     assert train.volume.shape == (197, 233, 189)
+    image, label = train[5]
+    x, y, z = train.corners[5]
+    assert torch.equal(image[0], train.volume[x : x + 28, y : y + 28, z : z + 28])
+    assert image.untyped_storage().data_ptr() == train.volume.untyped_storage().data_ptr()  # a view
+    assert label in (0, 1)
+    assert (len(train) > 700, len(val) > 400) == (True, True)
+    assert 0.5 <= data.majority < data.floor - 0.08
     seen = np.zeros(train.volume.shape, dtype=np.int8)
     for part, mark in ((train, 1), (val, 2)):
         for x, y, z in part.corners:
@@ -43,27 +50,6 @@ def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
     lowest_of_train = train.corners[:, 1].min()
     highest_of_val = val.corners[:, 1].max() + 27
     assert lowest_of_train - highest_of_val > 2 * demo_data.GAP
-
-
-def test_mni_is_a_task_that_a_constant_answer_does_not_solve():
-    data = load_mni()
-    image, label = data.train[0]
-    assert image.shape == (1, 28, 28, 28)
-    assert image.dtype == torch.float32
-    assert label.item() in (0, 1)
-    assert len(data.train) > 700
-    assert len(data.val) > 400
-    assert 0.5 <= data.majority < data.floor - 0.08
-
-
-def test_patches_are_views_of_the_volume():
-    volume = torch.arange(4 * 5 * 6, dtype=torch.float32).reshape(4, 5, 6)
-    patches = VolumePatches(volume, np.array([[0, 0, 0], [1, 2, 3]]), torch.tensor([0, 1]), size=3)
-    image, label = patches[1]
-    assert len(patches) == 2
-    assert torch.equal(image, volume[1:4, 2:5, 3:6][None])
-    assert label == 1
-    assert image.untyped_storage().data_ptr() == volume.untyped_storage().data_ptr()
 
 
 def test_cube_means_equal_a_plain_loop():

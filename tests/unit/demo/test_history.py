@@ -1,11 +1,14 @@
 """What is recorded of a level, and how bytes are counted."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_turbo.demo.history import RunHistory, past_history, training_bytes
 from lightning_turbo.demo.settings import DemoError
+from lightning_turbo.plugins.apex_amp import ApexAMP
 
 
 def test_bytes_of_a_plain_model():
@@ -48,14 +51,16 @@ def test_state_is_plain_and_comes_back(tmp_path):
     assert again.state_dict() == history.state_dict()
     again.epoch_seconds.append(2.0)
     assert history.epoch_seconds == [1.5]
+    again._pending = [torch.ones(())]
+    metrics = {"val_loss": 0.5, "val_accuracy": 0.9}
+    trainer = SimpleNamespace(callback_metrics=metrics, precision_plugin=ApexAMP("O1"))
+    again.on_train_epoch_end(trainer, SimpleNamespace(device=torch.device("cpu")))
+    assert again.skipped_steps == 7  # those of the run before are counted
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
-def test_an_unreadable_checkpoint_is_refused_in_words(tmp_path, content):
+def test_an_unreadable_checkpoint_is_refused(tmp_path, content):
     path = tmp_path / "O2.ckpt"
-    if content is None:
-        torch.save({"state_dict": {}}, path)
-    else:
-        path.write_bytes(content)
-    with pytest.raises(DemoError, match=r"O2\.ckpt' cannot be read .*Delete it to train its level again"):
+    path.write_bytes(content) if content is not None else torch.save({"state_dict": {}}, path)
+    with pytest.raises(DemoError, match=r"O2\.ckpt', which cannot be read .*Delete it to train its level again"):
         past_history(path)

@@ -1,5 +1,6 @@
 """What is read off the Trainer: whether ranks share the data, and how long the run and its schedules are."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -38,23 +39,14 @@ class Wrapper:
         return iter(self.loader)
 
 
-class Uncut(torch.Tensor):
-    """Refuses to be cut, as MONAI's does where the metadata of a batch's samples differ."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__getitem__:
-            raise ValueError("not to be cut")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(8))
 
 
 def facts(loader):
-    trainer = SimpleNamespace(train_dataloader=loader, datamodule=None, lightning_module=torch.nn.Module())
+    source = SimpleNamespace(instance=loader)
+    trainer = SimpleNamespace(train_dataloader=loader, fit_loop=SimpleNamespace(_data_source=source))
     return collect.loader_facts(trainer, Sources([]))
 
 
@@ -80,13 +72,10 @@ def test_only_torchs_own_samplers_tell_whether_ranks_share_the_data(loader, shar
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_tensors_of_other_kinds_are_described_or_passed_over():
-    image = (torch.arange(8.0) / 255).view(1, 2, 2, 2)
+def test_the_tensors_of_a_batch_are_weighed_and_other_kinds_passed_over():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    batch = {"image": image.as_subclass(Uncut), "words": nested, "label": torch.ones(3)}
-    plain = {"image": image, "label": torch.ones(3)}
-    assert collect.batch_tensors(batch) == collect.batch_tensors(plain)
-    assert collect.shapes_of(batch) == collect.shapes_of(plain) == ((1, 2, 2, 2), (3,))
+    batch = {"image": [torch.ones(2, 2), torch.ones(3, dtype=torch.float64)], "words": nested, "name": "x"}
+    assert collect.batch_facts(batch) == {"batch": 16 + 24, "wide": ("batch['image'][1]",)}
 
 
 def test_a_stream_within_a_wrapper_is_one():
@@ -99,71 +88,35 @@ def test_a_dali_loader_is_left_to_itself(tmp_path):
     assert not loader.built, "to ask builds nothing"
 
 
-def schedulers(make, **more):
-    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
-    given = {"interval": "step", "frequency": 1, "automatic": True, "max_epochs": 5, "max_steps": -1, "accumulate": 1}
-    given = SimpleNamespace(**{**given, **more})
-    module = torch.nn.Module()
-    module.automatic_optimization = given.automatic
-    config = SimpleNamespace(scheduler=make(optimizer), interval=given.interval, frequency=given.frequency)
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10), 9),
+        (lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=4), 4),
+        (lambda optimizer: StepLR(optimizer, 3), 0),
+    ],
+)
+def test_lengths_of_schedules(make, length):
+    schedule = make(SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9))
+    config = SimpleNamespace(scheduler=schedule, interval="step")
+    trainer = SimpleNamespace(lr_scheduler_configs=[config], lightning_module=torch.nn.Module())
+    (found,) = collect.scheduler_facts(trainer, Sources([]))
+    assert (found.length, bool(found.aim)) == (length, length > 0)
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "max_steps", "batches", "epochs"),
+    [
+        (5, -1, 10, 5),
+        (-1, 9, 10, 2),
+        (5, 9, 10, 2),
+        (1, 9, 10, 1),
+        (None, 9, math.inf, math.inf),
+        (-1, -1, 10, math.inf),
+    ],
+)
+def test_the_end_of_a_run_in_epochs(max_epochs, max_steps, batches, epochs):
     trainer = SimpleNamespace(
-        lr_scheduler_configs=[config],
-        lightning_module=module, accumulate_grad_batches=given.accumulate, max_epochs=given.max_epochs,
-        max_steps=given.max_steps,
-    )  # fmt: skip
-    (found,) = collect.scheduler_facts(trainer, Sources([]), 10)
-    return found
-
-
-def cycle(optimizer):
-    return CyclicLR(optimizer, 0.01, 0.1, step_size_up=4)
-
-
-@pytest.mark.parametrize(
-    ("make", "length", "turn"),
-    [
-        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10), 9, None),
-        (cycle, 4, 4),
-        (lambda optimizer: StepLR(optimizer, 3), None, None),
-    ],
-)
-def test_lengths_of_schedules(make, length, turn):
-    found = schedulers(make)
-    assert (found.length, found.turn) == (length, turn)
-
-
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
-        ({}, 50),
-        ({"frequency": 2}, 25),
-        ({"accumulate": 2, "frequency": 2}, 25),
-        ({"accumulate": 2, "frequency": 4}, 13),
-        ({"max_epochs": -1, "max_steps": 30}, 30),
-        ({"max_epochs": -1}, None),
-        ({"interval": "epoch"}, None),
-        ({"automatic": False}, None),
-    ],
-)
-def test_the_steps_of_a_schedule_in_the_run(settings, steps):
-    assert schedulers(cycle, **settings).steps == steps
-
-
-@pytest.mark.parametrize(
-    ("max_epochs", "max_steps", "batches", "automatic", "epochs"),
-    [
-        (5, -1, 10, True, 5),
-        (-1, 9, 10, True, 2),
-        (5, 9, 10, True, 2),
-        (1, 9, 10, True, 1),
-        (None, 9, 10, False, None),
-        (-1, 9, None, True, None),
-        (-1, -1, 10, True, None),
-    ],
-)
-def test_the_end_of_a_run_in_epochs(max_epochs, max_steps, batches, automatic, epochs):
-    module = SimpleNamespace(automatic_optimization=automatic)
-    trainer = SimpleNamespace(
-        max_epochs=max_epochs, max_steps=max_steps, accumulate_grad_batches=2, lightning_module=module
+        max_epochs=max_epochs, max_steps=max_steps, accumulate_grad_batches=2, num_training_batches=batches
     )
-    assert collect.count_epochs(trainer, batches) == epochs
+    assert collect.count_epochs(trainer) == epochs

@@ -137,11 +137,6 @@ def test_places_are_relative_to_the_working_directory(tmp_path):
     assert place(Site(file="/elsewhere/train.py", line=3)) == "/elsewhere/train.py:3"
 
 
-def test_graver_findings_are_picked(report):
-    assert [each.level for each in report.above("info")] == ["warning", "error"]
-    assert [each.level for each in report.above("warning")] == ["error"]
-
-
 def test_files_are_written_with_their_folder(report, tmp_path):
     report.save(html=tmp_path / "new" / "r.html", json=tmp_path / "new" / "r.json")
     assert (tmp_path / "new" / "r.html").read_text(encoding="utf-8") == as_html(as_json(report))

@@ -144,14 +144,6 @@ def test_an_exception_in_a_manual_backward_leaves_the_phases_right(clock):
     assert phases(watched)["backward"] == 7
 
 
-def test_everything_is_passed_on_to_the_trainers_own_profiler(clock):
-    watched = recorder()
-    one_step(watched, clock)
-    names = [name for kind, name in watched.inner.actions if kind == "start"]
-    assert names[:2] == [NEXT, "[Strategy]SingleDeviceStrategy.batch_to_device"]
-    assert sorted(names) == sorted(name for kind, name in watched.inner.actions if kind == "stop")
-
-
 def test_a_step_with_validation_is_dropped(clock):
     paused = []
     watched = recorder(on_pause=lambda: paused.append(True))
@@ -163,14 +155,6 @@ def test_a_step_with_validation_is_dropped(clock):
     assert len(watched.timeline.steps) == 1
     assert sum(phases(watched).values()) == sum(range(1, 12))
     assert paused
-
-
-def test_the_hooks_come_between_the_steps(clock):
-    seen = []
-    watched = recorder(on_step=lambda: seen.append("step"), on_batch=lambda: seen.append("batch"))
-    one_step(watched, clock)
-    one_step(watched, clock)
-    assert seen == ["step", "batch", "step", "batch"]
 
 
 def test_a_stop_without_its_start_does_no_harm(clock):
@@ -215,11 +199,8 @@ def test_the_stand_in_is_the_profiler_to_everybody_else(tmp_path):
         assert given == "mine"
     assert inner.seen == 1
     assert "my part" in stand_in.summary()
-    stand_in.seen += 1
-    stand_in.filename = "other"
-    assert (inner.seen, inner.filename) == (2, "other")
     stand_in.describe()
-    assert "my part" in (tmp_path / "other.txt").read_text()
+    assert "my part" in (tmp_path / "times.txt").read_text()
     assert isinstance(copy.copy(stand_in), Own)
     with pytest.raises(StopIteration), stand_in.profile("the end of the data"):
         next(iter(()))

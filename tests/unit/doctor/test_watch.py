@@ -4,7 +4,6 @@ import contextlib
 import gc
 import sys
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -48,8 +47,8 @@ def seen(watch, function, *args):
         (lambda x: x[x > 0], "tensor[mask]"),
         (lambda x: x[(x > 0,)], "tensor[mask]"),
         (lambda x: torch.where(x > 0), "torch.where with one argument"),
-        (lambda x: torch.nonzero(x), "nonzero"),
-        (lambda x: F.one_hot(x.long().abs()), "one_hot (by _local_scalar_dense)"),
+        (lambda x: torch.nonzero(x), "torch.nonzero"),
+        (lambda x: F.one_hot(x.long().abs()), "one_hot without num_classes"),
         (lambda x: torch.allclose(x, x), "torch.allclose"),
         (lambda x: [0, 1, 2][x.argmax()], "a tensor as an index of a list"),
         (lambda x: torch.equal(x, x), "torch.equal"),
@@ -58,8 +57,8 @@ def seen(watch, function, *args):
         (lambda x: x.tolist(), ".tolist()"),
         (lambda x: int(x.max()), "int(tensor)"),
         (lambda x: torch.isfinite(x[0]) and 1, "`if tensor`"),
-        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave (by repeat_interleave)"),
-        (lambda x: x.masked_select(x > 0), "masked_select"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave without output_size"),
+        (lambda x: x.masked_select(x > 0), "torch.masked_select"),
         (lambda x: x.__setitem__(x > -1, x * 2), "tensor[mask] = values"),
     ],
 )
@@ -71,18 +70,6 @@ def with_gradient(x):
     weight = torch.nn.Parameter(x)
     weight.grad = torch.ones_like(x)
     return weight
-
-
-@pytest.mark.parametrize("given", [list, iter])
-def test_clipping_of_nothing(watch, given):
-    clip = torch.nn.utils.clip_grad_norm_
-    # One parameter with a gradient is enough.
-    assert seen(watch, lambda x: clip(given([torch.nn.Parameter(x), with_gradient(x)]), 1.0), torch.rand(3)) == []
-    found = seen(watch, lambda x: clip(given([torch.nn.Parameter(x)]), 1.0), torch.rand(3))
-    assert found == [("empty clip", "clip_grad_norm_", 1)]
-    # Frozen ones have none to clip.
-    frozen = [torch.nn.Parameter(torch.rand(3), requires_grad=False)]
-    assert seen(watch, lambda: clip(given(frozen), 1.0)) == found
 
 
 @pytest.mark.parametrize(
@@ -100,7 +87,9 @@ def test_clipping_of_nothing(watch, given):
         lambda x: x.to(torch.float64),
         lambda x: torch.rand(1).item() + float(torch.randn(3).sum()),
         lambda x: (x.shape, x.device, x.dtype, x.is_cuda, len(x)),
-        lambda x: torch.nn.utils.clip_grad_norm_([with_gradient(x)], 1.0),
+        lambda x: F.one_hot(x.long().abs(), 9),
+        lambda x: x.repeat_interleave(x.long(), output_size=0),
+        lambda x: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(x)], 1.0),
     ],
 )
 def test_what_fetches_nothing_is_not_noted(watch, function):
@@ -127,9 +116,16 @@ def test_tensors_of_the_cpu_are_followed(watch):
     def moves(x):
         noise = torch.randn(3) * 2
         moved = x + noise.to(x.device) + torch.zeros(3).to(x) + torch.ones(3).type_as(x)
+        moved += x.detach().cpu().add(1).to(x.device)
         return moved + torch.ones(3).type_as(torch.ones(3))
 
-    assert seen(watch, moves, torch.rand(3)) == [("moved", ".to(...)", 2), ("moved", ".type_as(...)", 1)]
+    expected = [
+        ("moved", ".to(...)", 1),
+        ("moved", ".to(...)", 2),
+        ("moved", ".type_as(...)", 1),
+        ("sync", ".cpu()", 1),
+    ]
+    assert seen(watch, moves, torch.rand(3)) == expected
 
 
 class Loss(torchmetrics.MeanMetric):
@@ -185,67 +181,12 @@ def test_an_exception_goes_its_way_and_leaves_no_mode(watch):
     with pytest.raises(RuntimeError, match="shape"):
         seen(watch, lambda x: x.view(2, 2), torch.rand(3))
     assert torch._C._len_torch_function_stack() == 0
-    assert torch._C._len_torch_dispatch_stack() == 0
     assert sys.getprofile() is None
-
-
-def test_pausing_twice_and_resuming_twice_do_no_harm(watch):
-    watch.resume()
-    watch.resume()
-    watch.pause()
-    watch.pause()
-    assert torch._C._len_torch_function_stack() == 0
-
-
-def functions():
-    x, y = torch.randn(4, 6), torch.randint(0, 6, (4,))
-    picture, kernel = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    return {
-        "linear": (F.linear, x, torch.randn(5, 6), torch.randn(5)),
-        "conv": (F.conv2d, picture, kernel, torch.randn(4)),
-        "batch norm": (lambda p: F.batch_norm(p, None, None, training=True), picture),
-        "layer norm": (lambda p: F.layer_norm(p, (6,)), x),
-        "dropout": (lambda p: F.dropout(p, 0.5), x),
-        "cross entropy": (lambda p: F.cross_entropy(p, y, label_smoothing=0.1), x),
-        "bce": (lambda p: F.binary_cross_entropy_with_logits(p, torch.ones_like(p), pos_weight=torch.ones(6)), x),
-        "attention": (lambda p: F.scaled_dot_product_attention(p[None], p[None], p[None]), x),
-        "products": (lambda p: p.cumprod(1) * p.prod(1, keepdim=True), x),
-        "norms": (lambda p: p.norm() + torch.linalg.vector_norm(p, 3) + p.std() + p.var(), x),
-        "masks": (lambda p: p[p > 0].sum() + p.masked_fill(p > 1, 0.0).sum() + p.where(p > 0, p * 2).sum(), x),
-        "gathers": (lambda p: p.gather(1, y[:, None]).sum() + p[:, y].sum() + p.index_select(0, y % 4).sum(), x),
-        "svd": (lambda p: torch.linalg.svdvals(p).sum() + torch.linalg.det(p[:4, :4]), x),
-        "pool": (lambda p: F.max_pool2d(p, 2).sum() + F.adaptive_avg_pool2d(p, 2).sum(), picture),
-    }
-
-
-@pytest.mark.parametrize("name", list(functions()))
-def test_results_and_gradients_are_the_same_bit_for_bit(watch, name):
-    torch.manual_seed(3)
-    function, *inputs = functions()[name]
-
-    def run():
-        torch.manual_seed(5)
-        leaves = [each.clone().requires_grad_() for each in inputs]
-        out = function(*leaves)
-        out.square().sum().backward()
-        return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-    plain = run()
-    watched = []
-    seen(watch, lambda: watched.extend(run()))
-    assert len(plain) == len(watched)
-    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-    assert watch.operations > 0
-
-
-def test_warnings_pass_through(watch):
-    with pytest.warns(UserWarning, match="mine"):
-        seen(watch, lambda: warnings.warn("mine", stacklevel=1))
 
 
 def test_a_watch_that_cannot_begin_leaves_nothing_behind(watch, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(type(watch._functions), "__enter__", lambda self: 1 / 0)
+        patch.setattr(type(watch._mode), "__enter__", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             watch.resume()
     watch.pause()

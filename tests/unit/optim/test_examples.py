@@ -5,12 +5,12 @@ import importlib
 
 import pytest
 
+OPTIM = ("accumulation", "cyclic", "gradient_release", "layerwise", "lr_range", "lr_scaling", "preview")
+CALLBACKS = ("drop_bias", "effective_batch_size", "exact_accumulation", "grad_to_none", "memory_format")
 MODULES = [
-    *(f"optim.{name}" for name in ("accumulation", "cyclic", "gradient_release", "layerwise", "lr_range")),
-    *("optim.lr_scaling", "optim.preview", "nn.bias", "nn.memory_format"),
-    *(f"callbacks.{name}" for name in ("drop_bias", "effective_batch_size", "exact_accumulation")),
-    *("callbacks.grad_to_none", "callbacks.memory_format"),
-]
+    *(f"optim.{name}" for name in OPTIM), *(f"callbacks.{name}" for name in CALLBACKS),
+    *("nn.bias", "nn.compile", "nn.memory_format"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)

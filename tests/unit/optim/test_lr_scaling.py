@@ -3,14 +3,12 @@
 import copy
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as s
 
-import lightning_turbo.optim
 from lightning_turbo.optim import LearningRateScaling, cyclic_lr, lr_factor
 
 
@@ -32,28 +30,18 @@ def test_the_rules():
     assert [lr_factor(rule, 1024, 256) for rule in ("linear", "sqrt", None)] == [4.0, 2.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "error", "message"),
-    [
-        (lr_factor, ("cubic", 1, 1), ValueError, "lr_rule: expected 'linear', 'sqrt' or None, got 'cubic'"),
-        (
-            lr_factor,
-            ("linear", 0, 1),
-            ValueError,
-            "^batch_size: expected a whole number .* got 0",
-        ),
-        (lr_factor, ("linear", 1, 2.5), ValueError, "base_batch_size: .* got 2.5"),
-        (LearningRateScaling, (None, 2.0), TypeError, "optimizer: expected a torch.optim.Optimizer, got None"),
-        (LearningRateScaling, (sgd(), 2.0, math.nan), ValueError, "warmup_steps: expected a whole number .* got nan"),
-        (LearningRateScaling, (sgd(), 2.0, 1, -1), ValueError, "done: expected a whole number of at least 0, got -1"),
-        *(
-            (LearningRateScaling, (sgd(), factor), ValueError, "factor: expected a finite number above 0, got")
-            for factor in (0.0, -1.0, math.inf, math.nan, None, "2")
-        ),
-    ],
-)
-def test_impossible_values_are_refused(function, arguments, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("function", "arguments", "message"), [
+    (lr_factor, ("cubic", 1, 1), "lr_rule: expected 'linear', 'sqrt' or None, got 'cubic'"),
+    (lr_factor, ("linear", 0, 1), "^batch_size: expected a whole number .* got 0"),
+    (lr_factor, ("linear", 1, 2.5), "base_batch_size: .* got 2.5"),
+    (LearningRateScaling, (None, 2.0), "optimizer: expected a torch.optim.Optimizer, got None"),
+    (LearningRateScaling, (sgd(), 0.0), "factor: expected a finite number above 0, got 0.0"),
+    (LearningRateScaling, (sgd(), math.inf), "factor: .* got inf"),
+    (LearningRateScaling, (sgd(), 2.0, math.nan), "warmup_steps: expected a whole number .* got nan"),
+    (LearningRateScaling, (sgd(), 2.0, 1, -1), "done: expected a whole number of at least 0, got -1"),
+])  # fmt: skip
+def test_impossible_values_are_refused(function, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         function(*arguments)
 
 
@@ -70,30 +58,14 @@ class OwnRates:
             group["lr"] = base * 0.9**self.made
 
 
-class AbsoluteRates(s.LRScheduler):
-    """One that computes from nothing but constants, and begins at 0."""
-
-    def __init__(self, optimizer, k):
-        self.k = k
-        super().__init__(optimizer)
-
-    def get_lr(self):
-        return [self.k * 0.01 * self.last_epoch for _ in self.optimizer.param_groups]
-
-
 # Each builds a schedule whose rates are all `k` times as large.
 SCHEDULES = {
-    "none": lambda o, k: None,
-    "step": lambda o, k: s.StepLR(o, 2, 0.5),
     "lambda": lambda o, k: s.LambdaLR(o, lambda t: 1 / (1 + t)),
-    "exponential": lambda o, k: s.ExponentialLR(o, 0.9),
     "cosine": lambda o, k: s.CosineAnnealingLR(o, 5, eta_min=0.001 * k),
     "one cycle": lambda o, k: s.OneCycleLR(o, 0.5 * k, total_steps=12, cycle_momentum=False),
     "ours": lambda o, k: cyclic_lr(o, 0.01 * k, 0.5 * k, steps_up=3)["scheduler"],
     "sequence": lambda o, k: s.SequentialLR(o, [s.LinearLR(o, 0.1), s.CosineAnnealingLR(o, 4, 0.001 * k)], [3]),
-    "chain": lambda o, k: s.ChainedScheduler([s.LinearLR(o, 0.1), s.ExponentialLR(o, 0.9)]),
     "own rates": lambda o, k: OwnRates(o),
-    "absolute rates": AbsoluteRates,
 }
 
 
@@ -108,21 +80,11 @@ def test_a_scaled_run_equals_one_built_with_scaled_rates(name):
         seen = []
         for _ in range(10):
             seen.append(step(optimizer))
-            if schedule is not None:
-                schedule.step()
+            schedule.step()
         return seen
 
     for got, expected in zip(rates(1.0, 4.0), rates(4.0, 1.0), strict=True):
         assert got == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_plateau_keeps_its_lowest_rate_in_proportion():
-    optimizer = sgd()
-    schedule = s.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, min_lr=0.05)
-    LearningRateScaling(optimizer, 4.0)
-    for _ in range(5):
-        schedule.step(1.0)
-    assert step(optimizer) == pytest.approx([0.2])
 
 
 def test_the_warm_up_rises_from_the_unscaled_rate_and_changes_no_rate_that_others_see():
@@ -142,9 +104,7 @@ def test_the_warm_up_rises_from_the_unscaled_rate_and_changes_no_rate_that_other
     assert step(optimizer) == pytest.approx([0.2 * 0.5**5], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_scales_the_copy_of_the_optimizer(copied):
     optimizer = sgd()
     scaling = LearningRateScaling(optimizer, 4.0)
@@ -198,11 +158,3 @@ def test_a_step_that_the_scaler_skipped_is_not_a_step_of_the_warm_up(fused):
         scaler.update()
         done.append(scaling.done)
     assert done == [0, 1, 1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["LearningRateWarmup", "scale_learning_rates"])
-def test_a_former_name_leads_to_its_successor(name):
-    with warnings.catch_warnings(), pytest.raises(ImportError, match=rf"{name} is gone: LearningRateScaling"):
-        getattr(lightning_turbo.optim, name)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = lightning_turbo.optim.nothing

@@ -1,0 +1,40 @@
+"""A step that torch does in one large multiplication after the other: nothing of the pack makes it faster."""
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+
+class Square(LightningModule):
+    """Three large matrices and a plain optimizer step.
+
+    Args:
+        width: Of each matrix.
+    """
+
+    def __init__(self, width: int = 700) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(width, width) / width**0.5 for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        """Return a loss."""
+        for weight in self.weights:
+            batch = batch @ weight
+        return F.mse_loss(batch, torch.zeros_like(batch))
+
+    def configure_optimizers(self):
+        """Return the plainest optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3, fused=True)
+
+
+def main() -> None:
+    """Train on one batch that is in memory."""
+    torch.manual_seed(0)
+    batches = [torch.randn(700, 700)] * 64
+    loader = DataLoader(batches, batch_size=None)
+    Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Square(), loader)
+
+
+if __name__ == "__main__":
+    main()

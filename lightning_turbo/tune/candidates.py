@@ -1,0 +1,216 @@
+"""What is tried, as a table: what each candidate needs, what it changes, and how it is applied and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from lightning_turbo.errors import TurboError
+
+__all__ = ["Candidate", "Facts", "Settings", "combine", "list_candidates", "select", "why_not"]
+
+Result = Literal["same bits", "rounding", "other maths"]
+SMALL_SHARE = 0.03  # of a step; what cannot save more than this is not tried
+LIGHTNING_MS = 0.6  # what Lightning's own loop can cost in a step, with logged values
+SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as some steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the first runs found out about the script and the machine; ``probe.describe`` says how."""
+
+    step_ms: float
+    one_batch_ms: float  # of a step that is given one batch again and again
+    loader_ms: float  # of a batch from the loader alone
+    device: str = "cpu"
+    cores: int = 1
+    strategy: str = "SingleDeviceStrategy"
+    precision: str = "32-true"
+    automatic: bool = True  # whether Lightning steps the optimizers
+    can_fuse: bool = False
+    convolutions: bool = False
+    norms: bool = False  # norm layers, and convolutions with a bias
+    dataloader: bool = True
+    num_workers: int = 0
+    prefetches: bool = False
+    batches: int | None = None  # of an epoch
+    followed: bool = True  # whether Lightning is one that the lean step follows
+    compiler: bool = True
+    huge_pages: str | None = None
+
+    @property
+    def waiting(self) -> float:
+        """The share of a step that waits for data."""
+        return max(0.0, 1.0 - self.one_batch_ms / self.step_ms)
+
+
+# What a candidate needs: whether it is there, and what is said if it is not.
+NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
+    "waiting": (lambda f: f.waiting >= SMALL_SHARE, "a step waits for data less than 3 % of its time"),
+    "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, "a step computes less than 3 % of its time"),
+    "dataloader": (lambda f: f.dataloader, "the training loader is not a DataLoader"),
+    "no thread": (lambda f: not f.prefetches, "the loader prepares batches in a thread already"),
+    "epochs": (lambda f: (f.batches or 1e9) * SMALL_SHARE <= 1, "epochs are long, so that their starts hardly count"),
+    "short epochs": (lambda f: (f.batches or 1e9) <= SHORT_EPOCH, "epochs are long, so that their starts hardly count"),
+    "own strategy": (lambda f: f.strategy == "SingleDeviceStrategy", "the script sets a strategy"),
+    "own precision": (lambda f: f.precision == "32-true", "the script sets a precision"),
+    "short step": (lambda f: f.one_batch_ms * SMALL_SHARE < LIGHTNING_MS, "a step is long beside Lightning's loop"),
+    "Lightning 2.6": (lambda f: f.followed, "it needs Lightning 2.6"),
+    "compiler": (lambda f: f.compiler, "torch finds no C++ compiler"),
+    "optimizer": (lambda f: f.can_fuse, "no optimizer can be fused, or each is already"),
+    "convolutions": (lambda f: f.convolutions, "there is no 2D or 3D convolution"),
+    "norms": (lambda f: f.norms, "there is no bias before a norm layer"),
+    "automatic": (lambda f: f.automatic, "the script steps its optimizers"),
+    "cuda": (lambda f: f.device == "cuda", "it needs a CUDA device"),
+    "cpu": (lambda f: f.device == "cpu", "it is for a CPU"),
+    "huge pages": (lambda f: f.huge_pages == "madvise", "the kernel gives large pages to every program, or to none"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One setting."""
+
+    name: str
+    needs: tuple[str, ...]  # keys of NEEDS
+    slot: str = ""  # of the candidates of a slot at most one is chosen; by default the name
+    result: Result = "same bits"  # what it may do to the result
+    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of a TurboStrategy
+    precision: str = ""  # the Trainer's
+    opt_level: str = ""  # of an ApexAMP
+    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the process
+
+
+def why_not(candidate: Candidate, facts: Facts) -> str:
+    """Return why a candidate is not tried, or an empty text."""
+    if facts.num_workers and candidate.callbacks.get("LoaderSettings", {}).get("num_workers") == facts.num_workers:
+        return "the loader has as many"
+    return next((NEEDS[need][1] for need in candidate.needs if not NEEDS[need][0](facts)), "")
+
+
+LOADING = ("waiting", "dataloader")
+THREAD = (*LOADING, "no thread")
+COMPILE = ("computing", "own strategy", "compiler")
+CUDA = ("cuda", "own strategy")
+
+
+def _loader(name: str, needs: tuple[str, ...], result: Result = "same bits", **settings: Any) -> Candidate:
+    return Candidate(name=name, slot="loading", needs=needs, result=result, callbacks={"LoaderSettings": settings})
+
+
+def _workers(count: int) -> list[Candidate]:
+    # Where they stay, the samples of the second epoch come in another order.
+    short = (*LOADING, "short epochs")
+    return [
+        _loader(f"workers-{count}", LOADING, num_workers=count),
+        _loader(f"workers-{count}-persistent", short, "other maths", num_workers=count, persistent_workers=True),
+    ]
+
+
+def list_candidates(cores: int) -> list[Candidate]:
+    """Return the table, for a machine with so many cores."""
+    counts = [count for count in (1, 2, 4, 8) if count <= cores]
+    half = str(max(1, cores // 2))
+    threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
+    ahead = {"LoaderSettings": {"prefetch": True}, "PrefetchNextEpoch": {}}
+    channels_last = {"MemoryFormat": {"memory_format": "channels_last"}}
+    graphs = {"compile": {"what": "network", "mode": "reduce-overhead"}}
+    lean = ("computing", "own strategy", "Lightning 2.6", "short step")
+    precision: dict[str, Any] = {
+        "slot": "precision", "needs": ("computing", "own precision"), "result": "other maths",
+    }  # fmt: skip
+    c = Candidate
+    return [
+        _loader("prefetch", THREAD, prefetch=True),
+        _loader("prefetch-threads", THREAD, prefetch=True, prefetch_threads=max(2, min(cores, 4))),
+        c(name="next-epoch", slot="loading", needs=(*THREAD, "epochs"), callbacks=ahead),
+        *(candidate for count in counts for candidate in _workers(count)),
+        c(name="lean", needs=lean, strategy={"lean_step": True, "lean_logging": True}),
+        c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),
+        c(name="channels-last", needs=("computing", "convolutions"), result="rounding", callbacks=channels_last),
+        c(name="fused", needs=("computing", "optimizer"), result="rounding", callbacks={"FusedOptimizers": {}}),
+        c(name="bf16-mixed", **precision, precision="bf16-mixed"),
+        c(name="O1", **precision, opt_level="O1"),
+        c(name="O2", **precision, opt_level="O2"),
+        c(name="release-gradients", needs=("computing", "automatic"), callbacks={"GradToNone": {}}),
+        c(name="huge-pages", needs=("cpu", "computing", "huge pages"), environment={"THP_MEM_ALLOC_ENABLE": "1"}),
+        c(name=f"threads-{half}", needs=("cpu", "computing"), result="rounding", environment=threads),
+        c(name="compile", needs=COMPILE, result="rounding", strategy={"compile": "network"}),
+        c(name="compile-graphs", slot="compile", needs=("cuda", *COMPILE), result="rounding", strategy=graphs),
+        c(name="device-prefetch", needs=CUDA, strategy={"device_prefetch": True}),
+        c(name="cudnn-benchmark", needs=CUDA, result="rounding", strategy={"cudnn_benchmark": True}),
+        c(name="tf32", needs=CUDA, result="other maths", strategy={"matmul_precision": "high"}),
+    ]
+
+
+def select(
+    candidates: Iterable[Candidate], only: Sequence[str] = (), without: Sequence[str] = (), same_maths: bool = False
+) -> list[Candidate]:
+    """Return those candidates that the command line asks for.
+
+    Args:
+        candidates: The table.
+        only: Patterns of names as in a shell; empty for all.
+        without: Patterns of names that are left out.
+        same_maths: Whether to leave out what may change a bit of the result.
+
+    Raises:
+        TurboError: If a pattern matches no name, or nothing is left.
+    """
+    table = list(candidates)
+    names = ", ".join(each.name for each in table)
+    _check_patterns(table, (*only, *without), names)
+    left_out = _matching(table, without)
+    if same_maths:
+        left_out += [each for each in table if each.result != "same bits"]
+    chosen = [each for each in _matching(table, only or ["*"]) if each not in left_out]
+    if not chosen:
+        raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {names}.")
+    return chosen
+
+
+def _check_patterns(table: Sequence[Candidate], patterns: Sequence[str], names: str) -> None:
+    for pattern in patterns:
+        if not _matching(table, [pattern]):
+            raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
+
+
+def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[Candidate]:
+    return [each for each in candidates if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Candidates put together: what a Trainer and its process are given."""
+
+    strategy: dict[str, Any] = field(default_factory=dict)
+    precision: str = ""
+    opt_level: str = ""
+    callbacks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+# Of a TurboStrategy: what is not chosen stays as Lightning has it.
+OFF: dict[str, Any] = {
+    "device_prefetch": False,
+    "cudnn_benchmark": None,
+    "release_gradients": False,
+    "lean_step": False,
+    "lean_logging": False,
+}
+
+
+def combine(candidates: Iterable[Candidate]) -> Settings:
+    """Return the settings of some candidates together."""
+    settings = Settings()
+    for each in candidates:
+        if each.strategy:
+            settings.strategy = {**OFF, **settings.strategy, **each.strategy}
+        settings.precision = each.precision or settings.precision
+        settings.opt_level = each.opt_level or settings.opt_level
+        settings.callbacks.update(each.callbacks)
+        settings.environment.update(each.environment)
+    return settings

@@ -1,0 +1,60 @@
+"""What ``lightning-turbo tune`` does, from settings to exit status."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning_turbo._optional import require
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import Interrupt, Progress, Work, console_for, count_cores
+from lightning_turbo.tune.candidates import list_candidates, select
+from lightning_turbo.tune.report import describe_headroom, make_results, print_results, write_results
+from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
+from lightning_turbo.tune.search import Search
+
+__all__ = ["run_tune"]
+
+
+def run_tune(settings: TuneSettings, console: Any = None) -> int:
+    """Search, write the results, and show them.
+
+    Args:
+        settings: What to tune, and how.
+        console: A rich console for the table; ``None`` writes to standard output.
+
+    Returns:
+        Exit status: 0, also if nothing helps; 130 after Ctrl-C.
+
+    Raises:
+        MissingExtraError: If rich or matplotlib is not installed.
+        TurboError: If the script cannot be measured, or the settings leave nothing to try.
+    """
+    for module in ("rich", "matplotlib"):
+        require(module, "lightning-turbo tune")
+    candidates = select(list_candidates(count_cores()), settings.only, settings.without, settings.same_maths)
+    _check(settings)
+    interrupt = Interrupt(60 * settings.minutes)
+    with interrupt.caught(), Progress(interrupt.deadline) as progress:
+        progress.expect([Work(10**6, 0, math.inf)])  # until the budget is spent
+        runner = ScriptRunner(settings, {each.name: each for each in candidates}, interrupt, progress)
+        search = Search(candidates, runner, same_maths=settings.same_maths)
+        search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
+        search.run()
+    results = make_results(search, settings.command)
+    print_results(results, write_results(search, results, settings.out), console_for(console))
+    return 130 if interrupt.pressed else 0
+
+
+def _check(settings: TuneSettings) -> None:
+    """Make the folder, and refuse a device that is not there."""
+    import torch
+
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise TurboError("device='cuda', but torch sees no CUDA device: expected 'cpu' or 'auto' here.")
+    try:
+        (settings.out / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TurboError(
+            f"out={str(settings.out)!r}: {error.strerror or error}; expected a folder that can be made and written."
+        ) from error

@@ -1,0 +1,209 @@
+"""What is put into the first Trainer of a script: the settings, and a probe that counts its steps and ends it.
+
+The script is not edited and nothing of Lightning is patched. Lightning asks the entry point of ``doctor.script`` for
+callbacks while it constructs a Trainer; at that moment the settings are put into it, as its arguments would be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_turbo._lightning import (
+    Callback,
+    DummyLogger,
+    MixedPrecision,
+    Trainer,
+    is_followed,
+    replace_strategy,
+)
+from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.measure import Meter, count_cores, huge_pages
+from lightning_turbo.tune.units import FusedOptimizers, LoaderSettings, can_fuse
+
+__all__ = ["Probe", "prepare_trainer", "trainer_in_construction"]
+
+LOSSES = 400  # of the first steps, to compare
+# Callbacks, by the name of their class or of one that it inherits, that write, draw, search or stop.
+UNWANTED = {
+    *("BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "EarlyStopping", "LearningRateFinder"),
+    *("LearningRateMonitor", "ModelSummary", "ProgressBar", "SaveConfigCallback", "Timer"),
+}
+STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy")
+
+
+class Repeat:
+    """The first batch of a loader again and again, in epochs of the same length."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.batches: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.batches = self.batches or [next(iter(self.loader))]
+        return itertools.cycle(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class Probe(Callback):
+    """Counts the steps of ``fit``, with one batch again and again, or of the loader alone; and ends the script."""
+
+    def __init__(self, meter: Meter, mode: str) -> None:
+        self.meter = meter
+        self.mode = mode
+        self.losses: list[Tensor] = []
+        self.facts: dict[str, Any] = {}
+        self.refusal = ""
+
+    def refuse(self, reason: str) -> None:
+        """End the script, because it cannot be measured."""
+        self.refusal = reason
+        sys.exit(0)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let ``fit`` go on for as long as is measured; schedules have an end, and wait."""
+        trainer.fit_loop.max_epochs = -1
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        if pl_module.automatic_optimization:
+            trainer.strategy.lr_scheduler_configs = []
+        self.meter.device = trainer.strategy.root_device
+        self.facts = describe(trainer, pl_module)
+        if self.mode == "loader":
+            self.load(trainer.fit_loop._combined_loader)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if len(self.losses) < LOSSES and isinstance(loss, Tensor) and loss.numel() == 1:
+            self.losses.append(loss.detach().clone())
+        self.step()
+
+    def load(self, loader: Any) -> None:
+        """Count batches, epoch after epoch."""
+        while True:
+            for _ in loader:
+                self.step()
+
+    def step(self) -> None:
+        """Count a step, and end the script after the last one."""
+        if not self.meter.step():
+            sys.exit(0)  # the Trainer tears down, and nothing of the script behind fit runs
+
+
+def describe(trainer: Any, module: Any) -> dict[str, Any]:
+    """Return the fields of ``Facts`` that need no measurement, and how many batches make a step."""
+    device = trainer.strategy.root_device.type
+    return {
+        "device": device,
+        "cores": count_cores(),
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "automatic": bool(module.automatic_optimization),
+        "accumulate": int(trainer.accumulate_grad_batches),
+        "can_fuse": any(can_fuse(optimizer) for optimizer in trainer.optimizers),
+        "followed": is_followed(),
+        "compiler": device == "cuda" or bool(shutil.which(os.environ.get("CXX", "c++"))),
+        "huge_pages": huge_pages(),
+        **describe_network(module),
+        **describe_loader(trainer),
+    }
+
+
+def describe_network(module: nn.Module) -> dict[str, Any]:
+    """Return what the network has that a candidate changes."""
+    norms = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+    biased = any(isinstance(part, nn.modules.conv._ConvNd) and part.bias is not None for part in module.modules())
+    return {
+        "convolutions": any(parameter.ndim in (4, 5) for parameter in module.parameters()),
+        "norms": biased and any(isinstance(part, norms) for part in module.modules()),
+    }
+
+
+def describe_loader(trainer: Any) -> dict[str, Any]:
+    """Return how the first training loader loads."""
+    loader = trainer.fit_loop._combined_loader.flattened[0]
+    loader = loader.loader if isinstance(loader, Repeat) else loader
+    batches = trainer.num_training_batches
+    return {
+        "dataloader": isinstance(loader, DataLoader),
+        "num_workers": getattr(loader, "num_workers", 0),
+        "prefetches": isinstance(loader, PrefetchLoader),
+        "batches": int(batches) if batches != float("inf") else None,
+    }
+
+
+def trainer_in_construction() -> Any:
+    """Return the Trainer whose constructor is running; Lightning calls its entry points without it."""
+    frame = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    raise RuntimeError("no Trainer is constructed here; Lightning calls its entry points elsewhere now.")
+
+
+def make_callback(name: str, arguments: Mapping[str, Any]) -> Callback:
+    """Return a callback of the pack by its name."""
+    import lightning_turbo
+
+    own = {"LoaderSettings": LoaderSettings, "FusedOptimizers": FusedOptimizers}
+    return (own.get(name) or getattr(lightning_turbo, name))(**arguments)
+
+
+def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> list[Callback]:
+    """Put the settings into a Trainer in construction, and silence it when it begins to run."""
+    from lightning_turbo import TurboStrategy
+
+    old = trainer.strategy
+    if (name := type(old).__name__) not in STRATEGIES:  # before it starts the processes of further ranks
+        probe.refuse(f"its Trainer has strategy {name}; expected one device and the default strategy, or 'turbo'.")
+    if settings["strategy"]:
+        new = TurboStrategy(device=old.root_device, accelerator=old.accelerator, **settings["strategy"])
+        new.precision_plugin = old.precision_plugin
+        replace_strategy(trainer, new)
+    strategy = trainer.strategy
+    set_precision(strategy, settings["precision"], settings["opt_level"])
+    set_up = strategy.setup_environment
+
+    def setup_environment() -> None:  # the first thing that a run calls of what is made by now
+        vars(strategy).pop("setup_environment", None)
+        silence(trainer)
+        set_up()
+
+    strategy.setup_environment = setup_environment
+    if probe.mode == "one batch":
+        process = strategy.process_dataloader
+        strategy.process_dataloader = lambda loader: Repeat(process(loader))
+    return [make_callback(name, arguments) for name, arguments in settings["callbacks"].items()]
+
+
+def set_precision(strategy: Any, precision: Any, opt_level: str) -> None:
+    """Give a strategy another precision plugin, if one is asked for."""
+    if precision:
+        strategy.precision_plugin = MixedPrecision(precision, strategy.root_device.type)
+    if opt_level:
+        from lightning_turbo import ApexAMP
+
+        strategy.precision_plugin = ApexAMP(opt_level)
+
+
+def is_wanted(callback: Callback) -> bool:
+    """Whether a callback takes part in training, and does not write, draw, search or stop."""
+    return not UNWANTED & {kind.__name__ for kind in type(callback).__mro__}
+
+
+def silence(trainer: Any) -> None:
+    """Let a run write nothing and validate nothing."""
+    trainer.loggers = [DummyLogger()] if trainer.loggers else []
+    trainer.callbacks = list(filter(is_wanted, trainer.callbacks))
+    trainer.num_sanity_val_steps = 0
+    trainer.limit_val_batches = 0

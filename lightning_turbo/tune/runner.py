@@ -1,0 +1,131 @@
+"""Runs a script in fresh processes, for the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import Interrupt, Process, Progress, Turns, new_row
+from lightning_turbo.tune.candidates import Candidate, combine
+from lightning_turbo.tune.evidence import Case
+
+__all__ = ["ScriptRunner", "TuneSettings"]
+
+ROUNDS = 4  # of each process
+ROUND_SECONDS = 0.2
+MOST_STEPS = 500  # of a round
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings:
+    """What ``lightning-turbo tune`` is asked for.
+
+    Raises:
+        TurboError: If a value is impossible, or the script is not there.
+    """
+
+    program: str  # path of the script, or name of the module
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    minutes: float = 10.0
+    out: Path = Path("runs/tune")
+    only: tuple[str, ...] = ()  # patterns of candidates; empty for all
+    without: tuple[str, ...] = ()
+    same_maths: bool = False  # only what keeps every bit is kept
+    seed: int = 0
+    device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
+
+    def __post_init__(self) -> None:
+        program, out = self.program, str(self.out)
+        script = self.module or Path(program).is_file()
+        checks = {
+            f"{program!r} is not a file; give the path of a script that trains with a Trainer.": script,
+            f"minutes={self.minutes!r}: expected a number above 0.": 0 < self.minutes < math.inf,
+            # as numpy takes them
+            f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.": 0 <= self.seed < 2**32,
+            f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'.": self.device in ("auto", "cpu", "cuda"),
+            f"out={out!r} is a file: expected a folder. Name another one.": not self.out.is_file(),
+        }
+        for text, fine in checks.items():
+            if not fine:
+                raise TurboError(text)
+
+    @property
+    def command(self) -> list[str]:
+        """The script as it is started without tune."""
+        return ["python", *(["-m"] if self.module else []), self.program, *self.arguments]
+
+
+class ScriptRunner:
+    """Measures cases of a script: each in a fresh process, in turns.
+
+    Args:
+        settings: Names the script.
+        candidates: The table.
+        interrupt: Holds the budget.
+        progress: Shows how far it is.
+    """
+
+    def __init__(
+        self, settings: TuneSettings, candidates: Mapping[str, Candidate], interrupt: Interrupt, progress: Progress
+    ) -> None:
+        self.settings = settings
+        self.candidates = candidates
+        self.interrupt = interrupt
+        self.progress = progress
+        self.cost = 5.0
+        self.order = {"steps": 3, "lead": 1}
+        self.warmup = 3
+        self._numbers = itertools.count()
+        self._took: list[float] = []
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.interrupt.left
+
+    def set_pace(self, step_seconds: float, accumulate: int) -> None:
+        """Choose rounds of about a fifth of a second, whole windows of accumulated batches each."""
+        windows = ROUND_SECONDS / max(step_seconds, 1e-9) / accumulate
+        steps = accumulate * max(1, min(round(windows), MOST_STEPS // accumulate or 1))
+        self.order = {"steps": steps, "lead": max(accumulate, math.ceil(steps / 8))}
+        self.warmup = max(2 * accumulate, 3, steps // 2)
+
+    def measure(self, cases: Sequence[Case]) -> dict[Case, dict[str, Any]]:
+        """Measure one fresh process of each case."""
+        by_name = {str(case): case for case in cases}
+        rows = {name: new_row() for name in by_name}
+        turns = Turns(lambda name: self._spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
+        begun = time.monotonic()
+        turns.run(list(by_name), self.order, rounds=ROUNDS)
+        self._took.append((time.monotonic() - begun) / len(by_name))
+        self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
+        return {case: rows[name] for name, case in by_name.items()}
+
+    def _spawn(self, case: Case) -> Process:
+        put_together = combine(self.candidates[name] for name in case.names)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
+        task = {
+            "program": self.settings.program,
+            "arguments": list(self.settings.arguments),
+            "module": self.settings.module,
+            "mode": case.mode,
+            "settings": dataclasses.asdict(put_together),
+            "seed": self.settings.seed,
+            "warmup": self.warmup,
+        }
+        return Process(
+            ["-m", "lightning_turbo.tune.worker"],
+            task,
+            log=self.settings.out.absolute() / "logs" / f"{next(self._numbers):03d} {case}.log",
+            folder=Path.cwd(),
+            environment={**put_together.environment, **hidden, "WANDB_MODE": "disabled"},
+        )

@@ -1,9 +1,0 @@
-import torch
-from corpus_base import Base
-
-
-class Model(Base):
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters())
-        schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2, cycle_momentum=False)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

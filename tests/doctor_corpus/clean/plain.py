@@ -1,5 +1,0 @@
-from corpus_base import Base
-
-
-class Model(Base):
-    pass

@@ -1,0 +1,317 @@
+"""Small programs with one bad habit each, whose line is marked, and programs with none.
+
+The step's own lines are written between ``loss = self.loss(batch)`` and ``return loss``; other programs are whole.
+"""
+
+HEADER = """
+import gc, random, time
+import numpy as np
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from lightning_turbo import ApexAMP, ExactAccumulation
+from tests.integration.doctor_runs import Base, ManualBase, images, rows
+"""
+STEP = """
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        {}
+        return loss
+"""
+SCHEDULE = """
+class Model(Base):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        {}
+"""
+
+# The last line of each is what the finding is about.
+SICK_STEPS = [
+    ("housekeeping", ["gc.collect(0)"]),
+    ("housekeeping", ["torch.cuda.empty_cache()"]),
+    ("host-sync", ["self.last = np.asarray(batch[0]).mean()"]),
+    ("host-sync", ["self.log('loss', loss.item())"]),
+    ("host-sync", ["self.kept = batch[0][batch[0] > 0].sum()"]),
+    ("made-on-host", ["loss = loss + torch.zeros(3).to(self.device).sum()"]),
+    ("made-on-host", ["loss = loss + torch.tensor([1.0, 2.0]).to(device=self.device).mean()"]),
+    ("made-on-host", ["noise = 0.1 * torch.randn(4, 8)", "loss = loss + noise.to(batch[0].device).mean()"]),
+    ("made-on-host", ["order = batch[1].cpu()", "order = order.to(self.device)"]),
+    ("progress-bar-sync", ["self.log('loss', loss, prog_bar=True)"]),
+    ("progress-bar-sync", ["self.log_dict({'loss': loss, 'half': loss / 2}, prog_bar=True)"]),
+    ("retained-graph", ["self.last_loss = loss"]),
+    ("retained-graph", ["self.total = getattr(self, 'total', 0.0) + loss"]),
+    ("retained-graph", ["self.seen = {**getattr(self, 'seen', {}), batch_idx: {'loss': loss}}"]),
+    ("anomaly-mode", ["with torch.autograd.detect_anomaly(): self.loss(batch)"]),
+]
+SICK_SCHEDULES = [
+    ("stepped-per-epoch", "return [optimizer], [CyclicLR(optimizer, 0.01, 0.1, 2)]"),
+    ("stepped-per-epoch", "return [optimizer], [OneCycleLR(optimizer, 0.1, 12)]"),
+    ("loop-optimizer", "return torch.optim.Adam(self.parameters(), foreach=False)"),
+]
+SICK = """
+class Remember(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.last = outputs["loss"].item()  # <- host-sync
+
+Model = Base
+TRAINER = {"callbacks": [Remember()]}
+---
+def accuracy(logits, y):
+    return (logits.argmax(-1) == y).float().mean().item()  # <- host-sync
+
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        self.log("accuracy", accuracy(self.net(batch[0]), batch[1]))
+        return self.loss(batch)
+---
+class Gate(nn.Module):
+    def forward(self, x):
+        return x if x.sum().item() > -1e9 else -x  # <- host-sync
+
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(Gate(), nn.Linear(8, 4))
+---
+class Keep(Callback):
+    def __init__(self):
+        self.kept = []
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.kept.append(loss)  # <- retained-graph
+
+Model = Base
+TRAINER = {"callbacks": [Keep()]}
+---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.average = 0.9 * self.average + 0.1 * loss  # <- retained-graph
+        return loss
+---
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.all = []
+    def update(self, logits):
+        self.all.append(logits)  # <- retained-graph
+
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.scores = Scores()
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        self.scores.update(logits)
+        return F.cross_entropy(logits, batch[1])
+---
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(1, 4, 3)  # <- bias-before-norm
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu()
+
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(Block(), nn.Flatten(), nn.Linear(64, 4))
+    def train_dataloader(self):
+        return DataLoader(images(28), batch_size=4)
+---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(2, 2)  # <- unused-parameters
+---
+class Model(ManualBase):
+    def on_fit_start(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.scaler.scale(self.loss(batch)))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # <- clip-before-unscale
+        self.scaler.step(optimizer)
+        self.scaler.update()
+---
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        return self.loss((batch[0].float(), batch[1]))
+    def train_dataloader(self):
+        data = TensorDataset(torch.ones(28, 8, dtype=torch.float64), torch.zeros(28, dtype=torch.long))
+        return DataLoader(data, batch_size=4)  # <- wide-batch
+---
+class Slow(Dataset):
+    def __len__(self):
+        return 28
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return torch.ones(8), i % 4
+
+class Model(Base):
+    def train_dataloader(self):
+        return DataLoader(Slow(), batch_size=4)  # <- waits-for-data, workers
+---
+class Model(Base):
+    def train_dataloader(self):
+        return DataLoader(rows(), batch_size=4, num_workers=1)  # <- persistent-workers
+
+TRAINER = {"max_epochs": 2}
+---
+Model = Base
+TRAINER = {"accumulate_grad_batches": 4}  # without a line: short-window
+---
+Model = Base
+TRAINER = {"detect_anomaly": True}  # without a line: anomaly-mode
+"""
+
+CLEAN_STEPS = [
+    ["if random.random() < 0.5: loss = loss * 1.0", "if torch.rand(1) < 0.5: loss = loss + 0.0",
+     "self.last = torch.randint(0, 4, (1,)).item()"],
+    ["if batch_idx % 50 == 0: self.last = loss.item()"],
+    ["self.losses = [*getattr(self, 'losses', []), loss.detach()]"],
+    ["self.log('loss', loss)", "self.log_dict({'twice': 2 * loss}, on_epoch=True)"],
+    ["x = batch[0]", "if x.shape[0] > 2 and len(x) and x.numel() and not x.requires_grad: loss = loss / x.size(0)",
+     "for row in x.split(2): loss = loss + row.mean() * 0"],
+    ["loss = loss + torch.randn(4, device=self.device).mean() + torch.arange(4, device=batch[0].device).sum()"],
+    ["x = torch.where(batch[0] > 0, batch[0], torch.zeros_like(batch[0]))", "x[x > 1] = 1.0",
+     "loss = loss + x.mean() + F.one_hot(batch[1], 4).sum() * 0"],
+    ["loss = loss + torch.as_tensor(np.ones(3), dtype=torch.float32).sum() * 0"],
+]  # fmt: skip
+CLEAN_SCHEDULES = [
+    "return [optimizer], [{'scheduler': CyclicLR(optimizer, 0.01, 0.1, 2), 'interval': 'step'}]",
+    "return [optimizer], [{'scheduler': OneCycleLR(optimizer, 0.1, 12), 'interval': 'step'}]",
+    "return [optimizer], [StepLR(optimizer, 5)]",
+]
+CLEAN = """
+Model = Base
+TRAINER = {"accumulate_grad_batches": 4, "callbacks": [ExactAccumulation()]}
+---
+Model = Base
+TRAINER = {"accumulate_grad_batches": 7, "gradient_clip_val": 1.0}
+---
+Model = Base
+TRAINER = {"plugins": [ApexAMP("O1", dtype=torch.bfloat16)]}
+---
+Model = Base
+TRAINER = {"plugins": [ApexAMP("O2", dtype=torch.bfloat16)]}
+---
+Model = Base
+TRAINER = {"precision": "bf16-mixed"}
+---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(self.encoder(batch[0].unsqueeze(1)).squeeze(1)), batch[1])
+---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        first, second = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 4, 1)
+        self.net = nn.Sequential(first, nn.BatchNorm2d(4), second, nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 4))
+    def train_dataloader(self):
+        return DataLoader(images(28), batch_size=4)
+---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.net = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            x = self.frozen(batch[0])
+        return self.loss((x, batch[1]))
+---
+class Model(ManualBase):
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch) + self.critic(self.net(batch[0])).mean()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(2 * loss)
+        for stepped in (*self.optimizers(), *self.lr_schedulers()):
+            stepped.step()
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.net.parameters())
+        second = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+        return [first, second], [StepLR(each, 5) for each in (first, second)]
+---
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        logits = torch.utils.checkpoint.checkpoint(self.net, batch[0], use_reentrant=False)
+        return F.cross_entropy(logits, batch[1])
+---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.state = nn.LSTM(8, 8, batch_first=True), None
+    def training_step(self, batch, batch_idx):
+        out, state = self.rnn(batch[0].unsqueeze(1), self.state)
+        self.state = tuple(each.detach() for each in state)
+        return F.cross_entropy(self.net(out[:, -1]), batch[1])
+---
+class Model(ManualBase):
+    def on_fit_start(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.scaler.scale(self.loss(batch)))
+        self.scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+---
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(28):
+            yield {"x": torch.ones(8), "y": i % 4}
+
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        return self.loss((batch["x"], batch["y"]))
+    def train_dataloader(self):
+        return DataLoader(Stream(), batch_size=4)
+---
+class Model(Base):
+    def loss(self, batch):
+        positions = batch[0].requires_grad_()
+        (forces,) = torch.autograd.grad(self.net(positions).square().sum(), positions, create_graph=True)
+        return forces.square().mean()
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.log("val_loss", self.loss(batch), prog_bar=True)
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+TRAINER = {"val_check_interval": 2, "limit_val_batches": 2, "inference_mode": False}
+"""
+
+
+def marked(lines, rule):
+    return "\n        ".join([*lines[:-1], f"{lines[-1]}  # <- {rule}"])
+
+
+SICK_PROGRAMS = [
+    *(STEP.format(marked(lines, rule)) for rule, lines in SICK_STEPS),
+    *(SCHEDULE.format(marked([line], rule)) for rule, line in SICK_SCHEDULES),
+    *SICK.split("---"),
+]
+CLEAN_PROGRAMS = [
+    *(STEP.format("\n        ".join(lines)) for lines in CLEAN_STEPS),
+    *(SCHEDULE.format(line) for line in CLEAN_SCHEDULES),
+    *CLEAN.split("---"),
+]

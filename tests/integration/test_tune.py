@@ -1,0 +1,293 @@
+"""``lightning-turbo tune`` on real scripts: each candidate in this process, and the whole command once."""
+
+import dataclasses
+import json
+import runpy
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_turbo.cli import main
+from lightning_turbo.measure import Meter, SkippedError, computes_in_bfloat16
+from lightning_turbo.tune.candidates import combine, list_candidates
+from lightning_turbo.tune.report import script_text, yaml_text
+from lightning_turbo.tune.worker import run_program
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+SCRIPT = """
+import sys
+import torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+        self.example_input_array = torch.ones(1, 1, 8, 8)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        self.logger.experiment.whatever("a value", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        Path("validated").touch()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters())
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+assert sys.argv[1:] == ["--rate", "1"]
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 1, 8, 8), torch.arange(32) % 2)
+loader = DataLoader(data, 4, shuffle=True)
+callbacks = [EarlyStopping("val_loss"), LearningRateMonitor(), ModelCheckpoint("kept")]
+trainer = Trainer(accelerator="cpu", max_epochs=1, logger=CSVLogger("logged"), callbacks=callbacks, ARGUMENTS)
+trainer.fit(Module(), loader, loader)
+Path("behind").touch()
+"""
+TABLE = {each.name: each for each in list_candidates(2)}
+ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch", "cudnn-benchmark", "tf32")]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text=SCRIPT, **arguments):
+        named = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        (tmp_path / "train.py").write_text(textwrap.dedent(text).replace("ARGUMENTS", named))
+        return tmp_path / "train.py"
+
+    return write
+
+
+def run(program, *names, mode="step", steps=20, warmup=4, module=False, arguments=("--rate", "1")):
+    """Run a script in this process for so many steps."""
+    asked = []
+    orders = iter([{"order": "round", "lead": 0, "steps": steps - warmup}, {"order": "end"}])
+    meter = Meter(lambda event: asked.append(event) or next(orders), warmup=warmup)
+    settings = dataclasses.asdict(combine(TABLE[name] for name in names))
+    task = {"program": str(program), "module": module, "arguments": list(arguments), "mode": mode}
+    return run_program({**task, "settings": settings}, meter), asked
+
+
+@pytest.mark.parametrize("mode", ["step", "one batch", "loader"])
+def test_a_script_runs_for_some_steps_and_leaves_nothing_behind(script, mode, tmp_path):
+    found, asked = run(script(), mode=mode)
+    assert [event["event"] for event in asked] == ["ready", "round"]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "no validation, checkpoint, log, or end"
+    assert len(found["losses"]) == {"step": 20, "one batch": 20, "loader": 0}[mode], "beyond the epoch of eight"
+    facts = found["facts"]
+    assert (facts["device"], facts["strategy"], facts["precision"]) == ("cpu", "SingleDeviceStrategy", "32-true")
+    assert all(facts[name] for name in ("convolutions", "norms", "can_fuse", "dataloader", "automatic"))
+    assert (facts["num_workers"], facts["batches"], facts["prefetches"]) == (0, 8, False)
+
+
+def test_one_batch_comes_again_and_again(script):
+    losses = run(script(), mode="one batch")[0]["losses"]
+    assert losses[-1] < 0.8 * losses[0], "it is learned by heart"
+
+
+@pytest.mark.parametrize("name", [name for name in ON_CPU if name != "compile"])
+def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
+    plain = run(script())[0]["losses"]
+    found, _ = run(script(), name)
+    tolerance = {"same bits": 0.0, "rounding": 1e-4, "other maths": 0.1}[TABLE[name].result]
+    epoch = 8 if name.endswith("persistent") else 20  # the second one has another order of samples
+    assert found["losses"][:epoch] == pytest.approx(plain[:epoch], rel=tolerance, abs=tolerance)
+    if TABLE[name].result == "other maths":
+        assert found["losses"] != plain
+    facts = found["facts"]
+    assert facts["prefetches"] == (name in ("prefetch", "prefetch-threads", "next-epoch"))
+    assert facts["num_workers"] == (int(name.split("-")[1]) if name.startswith("workers-") else 0)
+    assert facts["strategy"] == ("TurboStrategy" if TABLE[name].strategy else "SingleDeviceStrategy")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "reason"),
+    [
+        (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy; expected one device"),
+        ("print('no training')", {}, "it made no Trainer; expected a script that makes a Trainer and calls fit"),
+        ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
+        ("raise OSError('no data')", {}, "OSError: no data"),
+    ],
+)
+def test_a_script_that_cannot_be_run_so_says_why(script, text, arguments, reason):
+    with pytest.raises((SkippedError, RuntimeError), match=reason):
+        run(script(text, **arguments))
+
+
+PROGRAM = """
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(8, 4), 2)
+
+LightningCLI(Module, seed_everything_default=0)
+"""
+
+
+def test_a_package_with_a_command_line_runs_and_its_configuration_is_not_saved(tmp_path, monkeypatch):
+    pytest.importorskip("jsonargparse")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("trainer: {accelerator: cpu, max_steps: 2}")
+    (tmp_path / "program_of_mine.py").write_text(PROGRAM)
+    found, _ = run("program_of_mine", "lean", module=True, arguments=["fit", "--config", "own.yaml"])
+    assert len(found["losses"]) == 20
+    assert found["facts"]["strategy"] == "TurboStrategy"
+    assert {path.name for path in tmp_path.iterdir()} <= {"own.yaml", "program_of_mine.py", "__pycache__"}
+
+
+class Line(LightningModule):
+    """The smallest module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten())
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(8, 1, 4, 4), 2)
+
+
+COMBINATIONS = [
+    (),
+    ("lean", "fused", "workers-1"),
+    ("O1", "channels-last", "no-bias"),
+    ("bf16-mixed", "next-epoch", "huge-pages"),
+]
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids=" ".join)
+def test_the_script_that_is_written_runs(names, tmp_path):
+    settings = combine(TABLE[name] for name in names)
+    text = script_text(settings, "0.5 of the time", ["python", "train.py"])
+    (tmp_path / "turbo.py").write_text(text)
+    assert text.count("\n") <= 24
+    assert ("THP_MEM_ALLOC_ENABLE=1 python train.py" in text) == ("huge-pages" in names)
+    turbo = runpy.run_path(str(tmp_path / "turbo.py"))["turbo"]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **quiet, **turbo())
+    trainer.fit(Line())
+    assert trainer.global_step == 3
+    assert (type(trainer.strategy).__name__ == "TurboStrategy") == bool(settings.strategy)
+    assert (type(trainer.precision_plugin).__name__ == "ApexAMP") == ("O1" in names)
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids=" ".join)
+def test_the_configuration_that_is_written_runs(names, tmp_path, monkeypatch):
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    monkeypatch.chdir(tmp_path)
+    settings = combine(TABLE[name] for name in names)
+    (tmp_path / "turbo.yaml").write_text(yaml_text(settings, "0.5 of the time", ["python", "-m", "pkg"]))
+    own = {
+        "accelerator": "cpu", "max_steps": 3, "logger": False, "enable_checkpointing": False,
+        "callbacks": [{"class_path": "lightning_turbo.GradToNone"}],
+    }  # fmt: skip
+    (tmp_path / "own.yaml").write_text(
+        json.dumps({"trainer": {**own, "enable_progress_bar": False, "enable_model_summary": False}})
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", "own.yaml", "--config", "turbo.yaml"])
+    made = cli.LightningCLI(Line, save_config_callback=None, seed_everything_default=0)
+    assert made.trainer.global_step == 3
+    kinds = [type(callback).__name__ for callback in made.trainer.callbacks]
+    assert set(kinds) >= {"GradToNone", *settings.callbacks}
+    assert (type(made.trainer.precision_plugin).__name__ == "ApexAMP") == ("O1" in names)
+
+
+def test_the_command_finds_and_writes(script, tmp_path, capsys):
+    script()
+    options = ["--minutes", "0.05", "--only", "release-gradients", "--out", "out", "train.py", "--rate", "1"]
+    assert main(["tune", *options]) == 0
+    results = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert results["command"] == ["python", "train.py", "--rate", "1"]
+    assert results["chosen"]["settings"] == []
+    (row,) = results["candidates"]
+    assert row["name"] == "release-gradients"
+    assert set(row) >= {"name", "ratio", "interval", "kept", "why", "result"}
+    assert set(results) >= {"default", "headroom", "candidates", "chosen"}
+    assert {"tune.json", "turbo.yaml", "turbo.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert "nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.py"], "'absent.py' is not a file; give the path of a script that trains with a Trainer"),
+        (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
+        (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
+        (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
+        (["--out", "train.py", "train.py"], "out='train.py' is a file: expected a folder"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(script, arguments, message, capsys):
+    script()
+    assert main(["tune", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tune"
+PRECISIONS = {"bf16-mixed", "O1", "O2"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("example", "wanted"),
+    [
+        ("disk", {"prefetch-threads", "workers-2", "workers-2-persistent"}),
+        ("jpegs", {name for name in TABLE if TABLE[name].slot == "loading"}),
+        ("toy", {"lean"}),
+        ("volumes", {*(PRECISIONS if computes_in_bfloat16() else ()), "compile", "channels-last"}),
+        ("biased", {"no-bias"}),
+        ("nothing", set()),
+    ],
+)
+def test_each_example_finds_its_answer_in_three_minutes(example, wanted, tmp_path):
+    assert main(["tune", "--minutes", "3", "--out", str(tmp_path), str(EXAMPLES / f"{example}.py")]) == 0
+    results = json.loads((tmp_path / "tune.json").read_text())
+    chosen = set(results["chosen"]["settings"])
+    assert bool(chosen & wanted) == bool(wanted), results["candidates"]
+    if not wanted:
+        assert not chosen
+    if example == "volumes" and not computes_in_bfloat16():
+        assert not chosen & PRECISIONS

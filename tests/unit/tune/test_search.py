@@ -1,0 +1,285 @@
+"""The search on a machine of the test's own: times come from a table, with noise, and a clock that is told."""
+
+import math
+import random
+
+import pytest
+
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import InterruptedRunError, new_row
+from lightning_turbo.tune.candidates import Facts, list_candidates, select
+from lightning_turbo.tune.evidence import Case, compare_losses
+from lightning_turbo.tune.search import Search
+
+FACTS = {"cores": 2, "convolutions": True, "norms": True, "can_fuse": True, "accumulate": 1}
+
+
+PRECISION = ("bf16-mixed", "O1", "O2")
+PARTS = ("channels-last", "no-bias", "fused", "threads-1")
+
+
+class Machine:
+    """Measures cases without running anything.
+
+    Args:
+        factors: What each setting multiplies a step's time with; a pair, what both together do besides.
+        step: Seconds of a step as it is, and with one batch.
+        noise: Standard deviation of the luck of a process.
+        seconds: Budget.
+        fails: Settings whose process fails, with the reason.
+        losses: Settings that change the losses, and by how much.
+        cost: Seconds that a process takes.
+        stop: After so many calls, Ctrl-C is pressed.
+    """
+
+    def __init__(
+        self, factors, *, step=(0.010, 0.010), noise=0.0, seconds=600.0, fails=(), losses=(), cost=2.0, stop=math.inf,
+        facts=(),
+    ):  # fmt: skip
+        self.factors, self.times, self.noise, self.left = factors, step, noise, seconds
+        self.fails, self.changed, self.cost, self.stop = dict(fails), dict(losses), cost, stop
+        self.facts = {**FACTS, **dict(facts)}
+        self.draw = random.Random(0)
+        self.calls = []
+
+    def set_pace(self, step_seconds, accumulate):
+        self.pace = (step_seconds, accumulate)
+
+    def seconds(self, case):
+        if case.mode != "step":
+            return self.times[1]
+        seconds = self.times[0]
+        for name in case.names:
+            seconds *= self.factors.get(name, 1.0)
+        for pair, factor in self.factors.items():
+            if isinstance(pair, tuple) and set(pair) <= set(case.names):
+                seconds *= factor
+        return seconds * math.exp(self.draw.gauss(0.0, self.noise))
+
+    def measure(self, cases):
+        assert len(set(cases)) == len(cases)
+        self.calls.append(list(cases))
+        self.left -= self.cost * len(cases)
+        if self.left < 0 or len(self.calls) > self.stop:
+            raise InterruptedRunError
+        return {case: self.row(case) for case in cases}
+
+    def row(self, case):
+        row = new_row()
+        if broken := [name for name in case.names if name in self.fails]:
+            return {**row, "status": "failed", "reason": self.fails[broken[0]]}
+        row["rounds"] = [{"sweep": n, "process": 0, "seconds": self.seconds(case), "steps": 1} for n in range(3)]
+        change = sum(self.changed.get(name, 0.0) for name in case.names)
+        row["numbers"] = {"facts": self.facts, "losses": [1.0 + change, 0.5 + change]}
+        return {**row, "status": "ok"}
+
+
+def search(machine, only=(), **options):
+    made = Search(select(list_candidates(2), only), machine, **options)
+    made.run()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("factors", "chosen"),
+    [
+        ({}, ()),
+        ({"fused": 0.9}, ("fused",)),
+        ({"fused": 0.9, "lean": 0.8, "compile": 1.3}, ("lean", "fused")),
+        # The better one of a slot.
+        ({"bf16-mixed": 0.7, "O1": 0.65, "O2": 0.8}, ("O1",)),
+        # What helps alone and nothing more beside another one goes.
+        ({"compile": 0.7, "lean": 0.9, ("compile", "lean"): 1 / 0.9}, ("compile",)),
+        # Of two that stand in each other's way the better one stays.
+        ({"compile": 0.8, "no-bias": 0.9, ("compile", "no-bias"): 1.3}, ("compile",)),
+    ],
+)
+def test_the_settings_that_help_together_are_found(factors, chosen):
+    made = search(Machine(factors, noise=0.01))
+    assert made.chosen.names == chosen
+    assert [name for name, trial in made.trials.items() if trial.kept] == list(chosen)
+    assert (made.verdict == "nothing helps here") == (not chosen)
+    if chosen:
+        expected = math.prod(factors[name] for name in chosen)
+        assert made.final.ratio == pytest.approx(expected, rel=0.05)
+        assert made.final.interval[0] < made.final.ratio < made.final.interval[1] < 1.0
+        assert len(made.final.logs) == 6
+
+
+def test_an_exhaustive_search_finds_nothing_that_is_five_per_cent_better():
+    factors = {"lean": 0.9, "fused": 0.95, "compile": 0.8, "no-bias": 0.93, ("compile", "fused"): 1.1}
+    names = [name for name in factors if isinstance(name, str)]
+    truth = Machine(factors)
+    subsets = [tuple(n for i, n in enumerate(names) if mask >> i & 1) for mask in range(1 << len(names))]
+    best = min(truth.seconds(Case(subset)) for subset in subsets)
+    for seed in range(10):
+        machine = Machine(factors, noise=0.01, seconds=2000.0)
+        machine.draw.seed(seed)
+        assert truth.seconds(search(machine).chosen) <= 1.05 * best
+
+
+def test_where_nothing_helps_nothing_is_recommended():
+    for seed in range(40):
+        machine = Machine({}, noise=0.03)
+        machine.draw.seed(seed)
+        made = search(machine)
+        assert made.chosen.names == ()
+        assert "nothing helps here" in made.verdict
+
+
+@pytest.mark.parametrize(
+    ("step", "facts", "tried"),
+    [
+        ((0.010, 0.0099), {}, {"lean", "compile", *PRECISION, *PARTS, "release-gradients"}),
+        ((0.010, 0.0002), {}, {"prefetch", "prefetch-threads", "workers-1", "workers-2"}),
+        (
+            (0.5, 0.5), {"convolutions": False, "norms": False, "can_fuse": False},
+            {"compile", *PRECISION, "release-gradients", "threads-1"},
+        ),
+        ((0.5, 0.5), {"strategy": "TurboStrategy", "precision": "16-mixed", "automatic": False}, set(PARTS)),
+        (
+            (0.010, 0.005), {"dataloader": False, "compiler": False, "followed": False},
+            {*PRECISION, *PARTS, "release-gradients"},
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_headroom_rules_out_is_not_tried_and_says_so(step, facts, tried):
+    machine = Machine({}, step=step, facts=facts)
+    made = search(machine)
+    assert {name for cases in machine.calls[2:] for case in cases for name in case.names} == tried
+    for name, trial in made.trials.items():
+        assert trial.why.startswith("not tried: ") == (name not in tried), (name, trial.why)
+    assert made.trials["tf32"].why == "not tried: it needs a CUDA device"
+
+
+@pytest.mark.parametrize("seconds", [60.0, 120.0, 180.0, 600.0])
+def test_the_budget_holds(seconds):
+    machine = Machine({"lean": 0.7, "fused": 0.8}, noise=0.01, seconds=seconds)
+    made = search(machine)
+    assert machine.left > -0.1 * seconds
+    assert not made.interrupted
+    assert made.chosen.names == ("lean", "fused") or seconds < 180
+    assert all(trial.why for trial in made.trials.values())
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 5), ("cuda", 2)])
+def test_fewer_processes_share_a_gpu(device, most):
+    machine = Machine({"fused": 0.8, "O1": 0.7, "no-bias": 0.9}, facts={"device": device})
+    assert search(machine).chosen.names == ("no-bias", "fused", "O1")
+    assert max(len(cases) for cases in machine.calls[2:]) == most
+
+
+def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
+    machine = Machine({"lean": 0.75, "fused": 0.9}, noise=0.05, cost=8.0, seconds=190.0)
+    machine.draw.seed(6)  # two processes of the best one differ by much
+    made = search(machine, ("lean", "fused", "O1"))
+    assert [len(trial.alone.logs) for trial in made.trials.values()] == [2, 2, 1]
+    assert not made.trials["lean"].alone.gains
+    assert made.chosen.names == ("lean",)
+    assert made.trials["fused"].why == "not decided: no time was left for further processes"
+
+
+@pytest.mark.parametrize(("one_batch", "first"), [(0.009, "lean"), (0.003, "prefetch")])
+def test_what_can_save_most_is_tried_first(one_batch, first):
+    machine = Machine({}, step=(0.010, one_batch))
+    search(machine)
+    assert machine.calls[2][1] == Case((first,))
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 15])
+def test_ctrl_c_keeps_what_was_measured(stop):
+    machine = Machine({"lean": 0.7, "fused": 0.8}, noise=0.01, stop=stop)
+    made = search(machine)
+    assert made.interrupted
+    assert made.chosen.names == ()
+    assert made.verdict.startswith("the search was ended before the last comparison")
+    assert (made.facts is not None) == (stop > 1)
+    assert sum(bool(trial.alone.logs) for trial in made.trials.values()) >= 4 * (stop > 2)
+    assert all(trial.why for trial in made.trials.values())
+
+
+def test_a_setting_that_fails_is_a_row_with_its_error():
+    made = search(Machine({"lean": 0.7}, fails={"compile": "no compiler", "fused": "killed"}))
+    assert made.trials["compile"].why == "failed: no compiler"
+    assert made.trials["fused"].why == "failed: killed"
+    assert made.chosen.names == ("lean",)
+
+
+def test_settings_that_fail_together_are_taken_apart():
+    class Picky(Machine):
+        def row(self, case):
+            if {"lean", "fused"} <= set(case.names):
+                return {**new_row(), "status": "failed", "reason": "not both"}
+            return super().row(case)
+
+    made = search(Picky({"lean": 0.7, "fused": 0.8}, noise=0.01))
+    assert made.chosen.names == ("lean",)
+    assert made.trials["fused"].why == "not both"
+
+
+def test_a_script_that_cannot_be_measured_is_refused():
+    machine = Machine({})
+    machine.row = lambda case: {**new_row(), "status": "skipped", "reason": "it made no Trainer"}
+    with pytest.raises(TurboError, match="the script cannot be measured: it made no Trainer"):
+        search(machine)
+    assert len(machine.calls) == 1
+
+
+def test_same_maths_keeps_only_what_keeps_every_bit():
+    machine = Machine({"lean": 0.7, "release-gradients": 0.8}, noise=0.01, losses={"lean": 1e-7})
+    made = Search(select(list_candidates(2), same_maths=True), machine, same_maths=True)
+    made.run()
+    assert set(made.trials) >= {"lean", "prefetch", "huge-pages"}
+    assert not {"fused", "compile", "O1"} & set(made.trials)
+    assert made.chosen.names == ("release-gradients",)
+    assert made.trials["lean"].why == "it changes the losses"
+
+
+@pytest.mark.parametrize(
+    ("losses", "other", "result"),
+    [
+        ([1.0, 0.5], [1.0, 0.5, 0.4], "same bits"),
+        ([1.0, 0.5], [1.0, 0.5 + 1e-6], "rounding"),
+        ([1.0, 0.5], [1.0, 0.51], "other maths"),
+        ([1.0, 0.5, 0.4, 0.3], [1.0, 0.5, 0.4, 0.2], "rounding"),  # it grows, later
+        ([None], [None], "same bits"),
+        ([None], [1.0], "other maths"),
+        ([], [1.0], ""),
+    ],
+)
+def test_what_the_losses_of_the_first_steps_say(losses, other, result):
+    assert compare_losses(losses, other) == result
+
+
+def test_names_of_candidates_are_checked():
+    table = list_candidates(8)
+    assert [each.name for each in select(table, ["workers-?"], ["workers-1"])] == [
+        "workers-2",
+        "workers-4",
+        "workers-8",
+    ]
+    with pytest.raises(TurboError, match="'prefetsch' names no candidate; expected some of prefetch, "):
+        select(table, ["prefetsch"])
+    with pytest.raises(TurboError, match="nothing is left to try"):
+        select(table, ["O1"], ["O*"])
+
+
+def test_facts_tell_the_share_that_waits():
+    assert Facts(step_ms=10.0, one_batch_ms=4.0, loader_ms=6.0).waiting == pytest.approx(0.6)
+    assert Facts(step_ms=10.0, one_batch_ms=11.0, loader_ms=6.0).waiting == 0.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "result"),
+    [
+        ({}, "same bits"),
+        ({"lean": 1e-7}, "rounding"),
+        ({"lean": 0.1}, "other maths"),
+        ({"O1": 1e-7}, "other maths"),
+        ({"O1": 0.0}, "other maths"),
+    ],
+)
+def test_the_result_is_what_the_losses_say_and_no_less_than_the_table(losses, result):
+    made = search(Machine({"lean": 0.7, "O1": 0.7}, losses=losses), ("O1",) if "O1" in losses else ("lean",))
+    assert made.result(made.chosen, made.final) == result
+    assert made.chosen.names

@@ -1,0 +1,84 @@
+"""Loaders and optimizers that a callback sets up do what those do that are set up by hand."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_turbo import PrefetchLoader
+from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.tune import FusedOptimizers, LoaderSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+
+
+class Module(LightningModule):
+    def __init__(self, optimizer, fails=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(4, 2)
+        self.optimizer, self.fails, self.seen, self.loaders = optimizer, fails, [], []
+
+    def training_step(self, batch, batch_idx):
+        if self.fails:
+            raise OSError("no more")
+        self.seen.append(batch)
+        self.loaders = [self.trainer.train_dataloader]
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.net.parameters())
+
+    def train_dataloader(self):
+        torch.manual_seed(1)
+        return DataLoader(torch.arange(32.0).reshape(8, 4), 2, shuffle=True)
+
+
+def adam(parameters, **options):
+    return torch.optim.Adam(parameters, lr=0.1, **options)
+
+
+def fit(module, *callbacks, times=1):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, enable_model_summary=False, callbacks=list(callbacks), **quiet
+    )  # fmt: skip
+    try:
+        for _ in range(times):
+            trainer.fit(module)
+    finally:
+        assert "process_dataloader" not in vars(trainer.strategy)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "workers"),
+    [
+        ({"num_workers": 1}, DataLoader, 1),
+        ({"prefetch": True, "prefetch_threads": 2}, PrefetchLoader, 0),
+        ({}, DataLoader, 0),
+    ],
+)
+def test_the_batches_are_those_of_the_plain_loader(settings, kind, workers):
+    plain = fit(Module(adam))
+    made = fit(Module(adam), LoaderSettings(**settings))
+    assert torch.equal(torch.stack(made.seen), torch.stack(plain.seen))
+    assert isinstance(made.loaders[0], kind)
+    assert made.loaders[0].num_workers == workers
+
+
+def test_nothing_is_left_after_an_error():
+    with pytest.raises(OSError, match="no more"):
+        fit(Module(adam, fails=True), LoaderSettings(prefetch=True))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_fused_step_is_that_of_the_constructor(times):
+    made = fit(Module(adam), FusedOptimizers(), times=times)
+    asked = fit(Module(lambda parameters: adam(parameters, fused=True)), times=times)
+    assert torch.equal(made.net.weight, asked.net.weight)
+
+
+def test_an_optimizer_that_cannot_be_fused_is_told():
+    with pytest.warns(NoEffectWarning, match="no optimizer is an Adam, AdamW, SGD or Adagrad of torch"):
+        fit(Module(torch.optim.RMSprop), FusedOptimizers())
