@@ -86,7 +86,7 @@ class FunctionCasts:
     def __init__(self, device_type: str, dtype: torch.dtype, lists: str = "apex", *, cache: bool = False) -> None:
         if lists not in ("apex", "torch"):
             raise AmpUsageError(
-                f"cast_lists={lists!r} is unknown: expected 'apex' (apex's lists of functions) and 'torch' "
+                f"cast_lists={lists!r} is unknown: expected 'apex' (apex's lists of functions) or 'torch' "
                 "(those of torch.autocast). Leave it out if unsure."
             )
         self.device_type = device_type
