@@ -249,8 +249,8 @@ def initialize(
     Source: the calls of NVIDIA apex.amp.
     """
     global _disabled, _session
-    model_list = _listed("models", models, nn.Module)
-    optimizer_list = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
+    model_list = _as_list_of("models", models, nn.Module)
+    optimizer_list = [] if optimizers is None else _as_list_of("optimizers", optimizers, Optimizer)
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
         shutdown()
@@ -358,7 +358,7 @@ def scale_loss(
     session = _need_session("scale_loss")
     scaler = session.engine.scaler(loss_id)
     parts: dict[_Session, list[Optimizer]] = {}
-    for optimizer in _listed("optimizers", optimizers, Optimizer):
+    for optimizer in _as_list_of("optimizers", optimizers, Optimizer):
         parts.setdefault(_session_of(optimizer), []).append(optimizer)
     with contextlib.ExitStack() as stack:
         for part, own in parts.items():
@@ -466,7 +466,7 @@ def _session_of(optimizer: Optimizer) -> _Session:
     return _sessions[optimizer]
 
 
-def _listed(name: str, value: Any, kind: type) -> list[Any]:
+def _as_list_of(name: str, value: Any, kind: type) -> list[Any]:
     if issubclass(type(value), kind):
         return [value]
     if type(value) is list and all(issubclass(type(item), kind) for item in value):

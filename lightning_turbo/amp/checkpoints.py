@@ -1,4 +1,4 @@
-"""Old checkpoints: what apex and every version of Lightning wrote about their loss scalers, and how it goes on."""
+"""Old checkpoints: what apex and every version of Lightning wrote about their loss scalers, as ApexAMP reads it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CheckpointError(TurboError, ValueError):
 
 
 def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the scaler state of a checkpoint in apex's format, and the key it stood under.
+    """Return the scaler state of a checkpoint in apex's format, and the key it was under.
 
     Args:
         checkpoint: A loaded checkpoint of Lightning or of a plain apex script.
@@ -85,7 +85,7 @@ def move_scaler_state(checkpoint: dict[str, Any]) -> str | None:
         checkpoint: A loaded checkpoint of Lightning.
 
     Returns:
-        The key it stood under, ``None`` if there was none.
+        The key it was under, ``None`` if there was none.
     """
     state, key = find_scaler_state(checkpoint)
     if key is not None and key != OWN_KEY:
@@ -198,14 +198,9 @@ def convert_checkpoint(
     _check_paths(old, new)
     checkpoint = _read(old, trust)
     state, key = find_scaler_state(checkpoint)
-    lightning = _LIGHTNING in checkpoint
-    result, taken = _from_lightning(checkpoint) if lightning else _from_plain(old, checkpoint, prefix)
-    if state is None and (lightning or checkpoint.get("amp")):
-        raise CheckpointError(
-            f"{str(old)!r} lacks the state of a loss scaler; looked for {', '.join(KNOWN_KEYS)}. A run without one "
-            "needs no conversion: Lightning 2 loads its checkpoints as they are."
-        )
+    result, taken = _from_lightning(checkpoint) if _LIGHTNING in checkpoint else _from_plain(old, checkpoint, prefix)
     if state is None:
+        _check_needless(old, checkpoint)
         warnings.warn(
             f"{str(old)!r} holds no state of a loss scaler: a dynamic scale starts from the beginning.",
             TurboWarning,
@@ -219,6 +214,14 @@ def convert_checkpoint(
     _warn_of_dropped(dropped, new)
     _write(plain, new)
     return new
+
+
+def _check_needless(old: Path, checkpoint: dict[str, Any]) -> None:
+    if _LIGHTNING in checkpoint or checkpoint.get("amp"):
+        raise CheckpointError(
+            f"{str(old)!r} lacks the state of a loss scaler; looked for {', '.join(KNOWN_KEYS)}. A run without one "
+            "needs no conversion: Lightning 2 loads its checkpoints as they are."
+        )
 
 
 def _warn_of_dropped(dropped: list[str], new: Path) -> None:
@@ -379,9 +382,8 @@ def _plain(value: Any, where: str, dropped: list[str]) -> Any:
     """Return ``value`` in types that ``torch.load(weights_only=True)`` reads; ``dropped`` gets names of the rest."""
     if isinstance(value, enum.Enum):
         value = value.value
-    kind: Any = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
-    if kind is not None:
-        return kind(value)  # numpy's numbers and other subclasses too
+    if isinstance(value, (bool, int, float, str)):
+        return _plain_scalar(value)
     if value is None or isinstance(value, (Tensor, bytes, complex, torch.dtype, torch.device)):
         return value
     if isinstance(value, SimpleNamespace) or type(value).__name__ == "Namespace":
@@ -395,6 +397,12 @@ def _plain(value: Any, where: str, dropped: list[str]) -> Any:
         return item()
     dropped.append(where)
     return _NOTHING
+
+
+def _plain_scalar(value: Any) -> Any:
+    """Return a number or text of a subclass, as numpy's, in Python's own type."""
+    kind: Any = next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
+    return kind(value)
 
 
 def _plain_items(items: Collection[Any], where: str, dropped: list[str]) -> Collection[Any]:

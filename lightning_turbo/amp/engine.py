@@ -376,7 +376,7 @@ class AmpEngine:
         }
 
     def take_facts(self, optimizers: Sequence[Optimizer], facts: dict[str, list[Any]]) -> None:
-        """Go on with gradients of another run, from what its ``facts`` returned."""
+        """Continue with gradients of another run, from what its ``facts`` returned."""
         noted = facts["noted"] or [False] * (len(optimizers) + 2 * len(self.scalers))
         device = next(params_of(optimizers[0])).device
         known = zip(optimizers, facts["waiting"], facts["scaled_by"], noted, strict=False)

@@ -95,7 +95,7 @@ class AccumulationWindow:
 
     def __init__(self, unit: float = 1.0) -> None:
         if not is_number(unit) or unit <= 0:
-            raise ValueError(f"unit={unit!r}: expected a finite number above 0. Give the size of an ordinary weight.")
+            raise ValueError(f"unit={unit!r}: expected a finite number above 0. Pass the size of an ordinary weight.")
         self.unit = float(unit)
         self.reset()
 
@@ -117,7 +117,7 @@ class AccumulationWindow:
             ValueError: If ``weight`` is negative or not finite, or a tensor of several elements.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"loss={loss!r} is no tensor. Give the loss that backward is called on.")
+            raise TypeError(f"loss={loss!r}: expected a tensor. Pass the loss that backward is called on.")
         self.count += 1
         if weight is None:
             return
@@ -144,7 +144,7 @@ class AccumulationWindow:
         """
         for name, value in (("divisor", divisor), ("ranks", ranks)):
             if not is_whole(value, 1):
-                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1. Give how many there are.")
+                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1. Pass how many there are.")
         total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
@@ -175,11 +175,11 @@ def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
         return weight.detach().reshape(()).to(wide)
     if not isinstance(weight, numbers.Real):
         raise TypeError(
-            f"{name}={weight!r}: expected a number or a tensor of one element. Give a number of samples or tokens."
+            f"{name}={weight!r}: expected a number or a tensor of one element. Pass a number of samples or tokens."
         )
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(
-            f"{name}={weight!r}: expected a finite number that is not negative. Give a number of samples or tokens."
+            f"{name}={weight!r}: expected a finite number that is not negative. Pass a number of samples or tokens."
         )
     return float(weight)
 

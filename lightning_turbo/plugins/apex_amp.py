@@ -51,7 +51,7 @@ class ApexAMP(Precision):
 
     At O2 the module's parameters are float32 and what the optimizers update; while the module, or a module in it, is
     called, half copies take their positions. At O3 the weights are half while the Trainer runs, and float32 again
-    afterwards. The ``state_dict`` of the module is float32 at every level, so that a checkpoint may go on at another
+    afterwards. The ``state_dict`` of the module is float32 at every level, so that a run can continue at another
     level.
 
     Args:
@@ -220,7 +220,7 @@ class ApexAMP(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Meet the optimizers, and let schedulers stand still on skipped steps."""
+        """Meet the optimizers, and let schedulers wait on skipped steps."""
         engine = self._engine
         self._model, self._ddp = model, model if isinstance(model, DistributedDataParallel) else None
         module: Any = model if self._ddp is None else self._ddp.module
@@ -320,7 +320,7 @@ class ApexAMP(Precision):
             What the optimizer's step returned, and for a skipped step what the closure did.
         """
         engine = self._engine
-        if all(known is not optimizer for known in self._optimizers):  # made anew while training
+        if all(known is not optimizer for known in self._optimizers):  # made while training
             self._take(optimizer, model)
             current = list(model.trainer.optimizers)
             self._optimizers = [known for known in self._optimizers if any(known is other for other in current)]

@@ -62,7 +62,7 @@ class RealApexAMP(Precision):
         AmpUsageError: If an argument is refused by the level, or is one that apex does not have.
     """
 
-    # Lightning files a plugin's state under this name; a checkpoint may so go on under either backend.
+    # Lightning files a plugin's state under this name; so a checkpoint loads under either backend.
     __qualname__ = "ApexAMP"
 
     def __init__(self, opt_level: str = "O1", **settings: Any) -> None:

@@ -197,7 +197,7 @@ def test_a_total_on_the_device_that_is_no_number_is_seen_in_the_factor():
 
 
 def test_what_is_no_loss_and_no_factor_is_refused():
-    with pytest.raises(TypeError, match=r"loss=0\.5 is no tensor"):
+    with pytest.raises(TypeError, match=r"loss=0\.5: expected a tensor"):
         AccumulationWindow().add(0.5)
     for factor in (math.nan, None, "2"):
         with pytest.raises(ValueError, match=f"factor={factor!r}: expected a finite number or a tensor"):
