@@ -290,18 +290,18 @@ class ApexAMP(Precision):
             )
         engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
         trained = [optimizer for optimizer in self._optimizers if _is_trained(optimizer)]
-        if not trained:
-            raise MisconfigurationException(
-                f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
-                "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
-                "self.optimizers(); or pass loss_scale=1.0."
-            )
         if not engine.scales:
             with engine.backward_region():
                 model.backward(tensor.float(), *args, **kwargs)
             engine.note_backward(trained, loss_id)
             engine.forget_casts()
             return
+        if not trained:
+            raise MisconfigurationException(
+                f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
+                "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
+                "self.optimizers(); or pass loss_scale=1.0."
+            )
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
         later = model.automatic_optimization or (ddp is not None and not ddp.require_backward_grad_sync)
