@@ -127,8 +127,7 @@ class _Session:
         local = ranks and self._is_local()
         if not local and any(o in self.local and any(p.grad is not None for p in params_of(o)) for o in optimizers):
             self._warn_of_local()
-        pass_ = self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks)
-        with pass_, self.engine.backward_region():
+        with self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks):
             yield
         if not delay_unscale:
             self.engine.share_overflow(optimizers, loss_id)  # apex skips the steps of all
@@ -250,8 +249,8 @@ def initialize(
     Source: the calls of NVIDIA apex.amp.
     """
     global _disabled, _session
-    model_list = _listed("models", models, nn.Module)
-    optimizer_list = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
+    model_list = _as_list_of("models", models, nn.Module)
+    optimizer_list = [] if optimizers is None else _as_list_of("optimizers", optimizers, Optimizer)
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
         shutdown()
@@ -357,18 +356,19 @@ def scale_loss(
         yield loss
         return
     session = _need_session("scale_loss")
-    engine, scaler = session.engine, session.engine.scaler(loss_id)
+    scaler = session.engine.scaler(loss_id)
     parts: dict[_Session, list[Optimizer]] = {}
-    for optimizer in _listed("optimizers", optimizers, Optimizer):
+    for optimizer in _as_list_of("optimizers", optimizers, Optimizer):
         parts.setdefault(_session_of(optimizer), []).append(optimizer)
     with contextlib.ExitStack() as stack:
         for part, own in parts.items():
             part.resume_casts()
             if not scaler.is_identity:
                 stack.enter_context(part.backward(own, loss_id, delay_unscale))
-        stack.enter_context(engine.backward_region())
+            stack.enter_context(part.engine.backward_region())
         yield scaler.scale(loss)
-    engine.forget_casts()
+    for part in parts:
+        part.engine.forget_casts()
     if not scaler.is_identity and not delay_unscale:
         _settle(scaler, loss_id, session.verbosity)
 
@@ -466,7 +466,7 @@ def _session_of(optimizer: Optimizer) -> _Session:
     return _sessions[optimizer]
 
 
-def _listed(name: str, value: Any, kind: type) -> list[Any]:
+def _as_list_of(name: str, value: Any, kind: type) -> list[Any]:
     if issubclass(type(value), kind):
         return [value]
     if type(value) is list and all(issubclass(type(item), kind) for item in value):

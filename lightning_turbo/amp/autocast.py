@@ -86,7 +86,7 @@ class FunctionCasts:
     def __init__(self, device_type: str, dtype: torch.dtype, lists: str = "apex", *, cache: bool = False) -> None:
         if lists not in ("apex", "torch"):
             raise AmpUsageError(
-                f"cast_lists={lists!r} is unknown: expected 'apex' (apex's lists of functions) and 'torch' "
+                f"cast_lists={lists!r} is unknown: expected 'apex' (apex's lists of functions) or 'torch' "
                 "(those of torch.autocast). Leave it out if unsure."
             )
         self.device_type = device_type
@@ -105,27 +105,19 @@ class FunctionCasts:
         casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self._cache)
         if self._mode is None:
             return casts
-        return self._both(casts, self._mode)
+        return _both(casts, self._mode)
 
-    @contextlib.contextmanager
-    def _both(self, casts: torch.autocast, lists: _ApexLists) -> Iterator[None]:
-        with casts, lists:
-            yield
-
-    @contextlib.contextmanager
-    def backward_region(self) -> Iterator[None]:
-        """Nothing is cast in the backward pass.
+    def backward_region(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which nothing is cast, for the backward pass.
 
         But a checkpointed forward pass, run again with its own autocast state, comes to the same dtypes as the first
         time.
         """
-        is_on = torch.is_autocast_enabled(self.device_type)  # a plain loop, or manual optimization
         lists = None if self._entered is not None else self._mode
-        with (
-            torch.autocast(self.device_type, enabled=False) if is_on else contextlib.nullcontext(),
-            lists or contextlib.nullcontext(),
-        ):
-            yield
+        if not torch.is_autocast_enabled(self.device_type):
+            return lists or contextlib.nullcontext()
+        off = torch.autocast(self.device_type, enabled=False)  # a plain loop, or manual optimization
+        return off if lists is None else _both(off, lists)
 
     def start(self) -> None:
         """Cast on this thread from now on until ``stop``, as ``apex.amp.initialize`` does for O1.
@@ -147,6 +139,12 @@ class FunctionCasts:
             self._mode = _ApexLists(self.device_type, self.dtype, {})
         # What a program registers has the last word: autocast does not change it any more.
         self._mode.actions[function] = (_CHANGES[kind], _ApexLists.leave_alone)
+
+
+@contextlib.contextmanager
+def _both(casts: torch.autocast, lists: _ApexLists) -> Iterator[None]:
+    with casts, lists:
+        yield
 
 
 class _ApexLists(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Old checkpoints: what apex and every version of Lightning wrote about their loss scalers, and how it goes on."""
+"""Old checkpoints: what apex and every version of Lightning wrote about their loss scalers, as ApexAMP reads it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import is_whole
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import TurboError, TurboWarning
 
@@ -60,7 +61,7 @@ class CheckpointError(TurboError, ValueError):
 
 
 def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the scaler state of a checkpoint in apex's format, and the key it stood under.
+    """Return the scaler state of a checkpoint in apex's format, and the key it was under.
 
     Args:
         checkpoint: A loaded checkpoint of Lightning or of a plain apex script.
@@ -84,7 +85,7 @@ def move_scaler_state(checkpoint: dict[str, Any]) -> str | None:
         checkpoint: A loaded checkpoint of Lightning.
 
     Returns:
-        The key it stood under, ``None`` if there was none.
+        The key it was under, ``None`` if there was none.
     """
     state, key = find_scaler_state(checkpoint)
     if key is not None and key != OWN_KEY:
@@ -190,43 +191,56 @@ def convert_checkpoint(
             for a plain file without scaler state, and for scalers beyond the one that ``"16-mixed"`` has.
     """
     if to not in ("apex", "mixed"):
-        raise ValueError(f"to={to!r} is unknown: expected 'apex' (ApexAMP) and 'mixed' (precision='16-mixed').")
-    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
-        raise ValueError(f"growth_interval={growth_interval!r}: expected an int from 1 on.")
+        raise ValueError(f"to={to!r} is unknown: expected 'apex' (ApexAMP) or 'mixed' (precision='16-mixed').")
+    if not is_whole(growth_interval, 1):
+        raise ValueError(f"growth_interval={growth_interval!r}: expected an int of 1 or more.")
     old, new = Path(old), Path(new)
-    if not old.is_file():
-        raise FileNotFoundError(f"{str(old)!r} does not exist: expected an old checkpoint. Check the path.")
-    if new.exists():
-        raise FileExistsError(f"{str(new)!r} exists: expected a path that is free. Name another file.")
-    if not new.parent.is_dir():
-        raise FileNotFoundError(f"The folder {str(new.parent)!r} of the new file does not exist. Make it first.")
+    _check_paths(old, new)
     checkpoint = _read(old, trust)
     state, key = find_scaler_state(checkpoint)
-    lightning = _LIGHTNING in checkpoint
-    result, taken = _from_lightning(checkpoint) if lightning else _from_plain(old, checkpoint, prefix)
-    if state is None and (lightning or checkpoint.get("amp")):
-        raise CheckpointError(
-            f"{str(old)!r} lacks the state of a loss scaler; looked for {', '.join(KNOWN_KEYS)}. A run without one "
-            "needs no conversion: Lightning 2 loads its checkpoints as they are."
-        )
+    result, taken = _from_lightning(checkpoint) if _LIGHTNING in checkpoint else _from_plain(old, checkpoint, prefix)
     if state is None:
+        _check_needless(old, checkpoint)
         warnings.warn(
-            f"{str(old)!r} holds no state of a loss scaler: a dynamic scale starts anew.", TurboWarning, stacklevel=2
+            f"{str(old)!r} holds no state of a loss scaler: a dynamic scale starts from the beginning.",
+            TurboWarning,
+            stacklevel=2,
         )
     else:
         result.pop(str(key), None)
         result.update(_to_mixed(state, growth_interval) if to == "mixed" else {OWN_KEY: state})
     dropped = [str(name) for name, value in checkpoint.items() if name not in (*taken, key) and value is not None]
     plain = {name: _plain(value, name, dropped) for name, value in result.items()}
-    if dropped:
-        warnings.warn(
-            f"Left out of {str(new)!r}: {', '.join(sorted(dropped))}. Lightning has no place for them there, or they "
-            "are objects and no plain data. Take what you need of them from the old file.",
-            TurboWarning,
-            stacklevel=2,
-        )
+    _warn_of_dropped(dropped, new)
     _write(plain, new)
     return new
+
+
+def _check_needless(old: Path, checkpoint: dict[str, Any]) -> None:
+    if _LIGHTNING in checkpoint or checkpoint.get("amp"):
+        raise CheckpointError(
+            f"{str(old)!r} lacks the state of a loss scaler; looked for {', '.join(KNOWN_KEYS)}. A run without one "
+            "needs no conversion: Lightning 2 loads its checkpoints as they are."
+        )
+
+
+def _warn_of_dropped(dropped: list[str], new: Path) -> None:
+    if dropped:
+        warnings.warn(
+            f"Left out of {str(new)!r}: {', '.join(sorted(dropped))}. Lightning has no entry for them there, or they "
+            "are objects and no plain data. Take what you need of them from the old file.",
+            TurboWarning,
+            stacklevel=3,
+        )
+
+
+def _check_paths(old: Path, new: Path) -> None:
+    if not old.is_file():
+        raise FileNotFoundError(f"{str(old)!r} does not exist: expected an old checkpoint. Check the path.")
+    if new.exists():
+        raise FileExistsError(f"{str(new)!r} exists: expected a path that is free. Name another file.")
+    if not new.parent.is_dir():
+        raise FileNotFoundError(f"The folder {str(new.parent)!r} of the new file does not exist. Make it first.")
 
 
 def _read(path: Path, trust: bool) -> dict[str, Any]:
@@ -243,7 +257,7 @@ def _read(path: Path, trust: bool) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise CheckpointError(
             f"{str(path)!r} holds objects of {error.name!r}, which is not installed here. Load it where it is, "
-            "and save the states of model, optimizer and amp anew without them."
+            "and save the states of model, optimizer and amp again without them."
         ) from error
     except OSError:  # says itself what it is
         raise
@@ -261,7 +275,7 @@ def _broken(path: Path, error: Exception) -> CheckpointError:
     reason = " ".join(str(error).split())[:200]
     return CheckpointError(
         f"{str(path)!r} cannot be read as a checkpoint: {type(error).__name__}: {reason}. "
-        "Accepted is a complete file that torch.save wrote; copy it anew if it was cut short."
+        "Expected a complete file that torch.save wrote; copy it again if it was cut short."
     )
 
 
@@ -280,18 +294,8 @@ def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> tuple[di
         part: next((name for name in names if checkpoint.get(name) is not None), None)
         for part, names in _PLAIN_NAMES.items()
     }
-    missing = [part for part in ("model", "optimizer") if taken[part] is None]
-    if missing:
-        raise CheckpointError(
-            f"{str(path)!r} lacks {', '.join(map(repr, missing))}; it has {sorted(map(str, checkpoint))}. Accepted are "
-            "{'model', 'optimizer', 'amp'} as in apex's documentation, and Lightning's checkpoints."
-        )
-    parts = {part: None if name is None else checkpoint[name] for part, name in taken.items()}
-    if not isinstance(parts["model"], Mapping):
-        raise CheckpointError(
-            f"'model' in {str(path)!r} is a {type(parts['model']).__name__}: expected what model.state_dict() "
-            "returned. Save that."
-        )
+    parts: dict[str, Any] = {part: None if name is None else checkpoint[name] for part, name in taken.items()}
+    _check_parts(path, checkpoint, parts)
     weights = parts["model"]
     wrapped = bool(weights) and all(str(name).startswith("module.") for name in weights)
     epoch, step = (_count(path, taken[part], parts[part]) for part in ("epoch", "step"))
@@ -307,12 +311,26 @@ def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> tuple[di
     }, {*taken.values(), "amp"}
 
 
+def _check_parts(path: Path, checkpoint: dict[str, Any], parts: dict[str, Any]) -> None:
+    missing = [part for part in ("model", "optimizer") if parts[part] is None]
+    if missing:
+        raise CheckpointError(
+            f"{str(path)!r} lacks {', '.join(map(repr, missing))}; it has {sorted(map(str, checkpoint))}. Expected "
+            "{'model', 'optimizer', 'amp'} as in apex's documentation, or a checkpoint of Lightning."
+        )
+    if not isinstance(parts["model"], Mapping):
+        raise CheckpointError(
+            f"'model' in {str(path)!r} is a {type(parts['model']).__name__}: expected what model.state_dict() "
+            "returned. Save that."
+        )
+
+
 def _count(path: Path, name: str | None, value: Any) -> int:
     try:
         return 0 if value is None else int(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{name!r} in {str(path)!r} is {value!r}: expected a whole number. Correct it and save the file anew."
+            f"{name!r} in {str(path)!r} is {value!r}: expected a whole number. Correct it and save the file again."
         ) from error
 
 
@@ -361,36 +379,52 @@ def _to_mixed(state: Mapping[str, Any], growth_interval: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, dropped: list[str]) -> Any:
-    """Return ``value`` in types that ``torch.load(weights_only=True)`` reads; what cannot be is noted and left out."""
+    """Return ``value`` in types that ``torch.load(weights_only=True)`` reads; ``dropped`` gets names of the rest."""
     if isinstance(value, enum.Enum):
         value = value.value
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)  # numpy's numbers and other subclasses too
+    if isinstance(value, (bool, int, float, str)):
+        return _plain_scalar(value)
     if value is None or isinstance(value, (Tensor, bytes, complex, torch.dtype, torch.device)):
         return value
     if isinstance(value, SimpleNamespace) or type(value).__name__ == "Namespace":
         value = vars(value)
     if isinstance(value, Mapping):
-        kept = OrderedDict() if isinstance(value, OrderedDict) else {}
-        if isinstance(value, OrderedDict):
-            vars(kept).update(_plain(vars(value), where, dropped))
-        for key, item in value.items():
-            if isinstance(key, (str, int, float, bool)) or key is None:
-                part = _plain(item, f"{where}.{key}", dropped)
-                if part is not _NOTHING:
-                    kept[key] = part
-            else:
-                dropped.append(f"{where}.{getattr(key, '__name__', key)}")
-        return kept
+        return _plain_mapping(value, where, dropped)
     if isinstance(value, (list, tuple, set)):
-        parts = [_plain(item, f"{where}[{i}]", dropped) for i, item in enumerate(value)]
-        kept_parts = [part for part in parts if part is not _NOTHING]
-        return type(value)(kept_parts) if type(value) in (list, tuple, set) else kept_parts
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's numbers
-        return value.item()
+        return _plain_items(value, where, dropped)
+    item: Any = getattr(value, "item", None)
+    if item is not None and getattr(value, "ndim", None) == 0:  # numpy's numbers
+        return item()
     dropped.append(where)
     return _NOTHING
+
+
+def _plain_scalar(value: Any) -> Any:
+    """Return a number or text of a subclass, as numpy's, in Python's own type."""
+    kind: Any = next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
+    return kind(value)
+
+
+def _plain_items(items: Collection[Any], where: str, dropped: list[str]) -> Collection[Any]:
+    parts = [_plain(item, f"{where}[{i}]", dropped) for i, item in enumerate(items)]
+    kept = [part for part in parts if part is not _NOTHING]
+    kind: Any = type(items)
+    return kind(kept) if kind in (list, tuple, set) else kept
+
+
+def _plain_mapping(mapping: Mapping[Any, Any], where: str, dropped: list[str]) -> dict[Any, Any]:
+    kept: dict[Any, Any] = {}
+    if isinstance(mapping, OrderedDict):  # a state_dict has its modules' versions as an attribute
+        kept = OrderedDict()
+        vars(kept).update(_plain_mapping(vars(mapping), where, dropped))
+    for key, item in mapping.items():
+        if key is None or isinstance(key, (str, int, float)):
+            part = _plain(item, f"{where}.{key}", dropped)
+            if part is not _NOTHING:
+                kept[key] = part
+        else:
+            dropped.append(f"{where}.{getattr(key, '__name__', key)}")
+    return kept
 
 
 _NOTHING = object()

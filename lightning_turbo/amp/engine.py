@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_turbo._checks import is_whole
 from lightning_turbo.amp.autocast import FunctionCasts
-from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, find_kept, forget_copies, round_weights
+from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, find_kept, round_weights
 from lightning_turbo.amp.levels import Properties, half_dtype_for, resolve
 from lightning_turbo.amp.loss_scaling import LossScaler
 from lightning_turbo.errors import AmpLookupError, AmpUsageError, TurboWarning
@@ -182,25 +182,19 @@ class AmpEngine:
     def region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
         if self.half_forward is not None:
-            return self._half_region(self.half_forward)
+            return self.half_forward.step_region  # a KeyboardInterrupt ends a call without its hooks
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.region()
-
-    @contextlib.contextmanager
-    def _half_region(self, forward: HalfForward) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            forward.reset()  # a KeyboardInterrupt ends a call without its hooks
 
     def backward_region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass, so that checkpointed forward passes are repeated as they were."""
         if self.half_forward is not None:
-            return self.half_forward.backward_pass()
+            return self.half_forward.backward_region
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_region()
 
     def forget_casts(self) -> None:
         """Drop half copies of weights, because the weights have changed or soon will."""
-        forget_copies()
+        if self.half_forward is not None:
+            self.half_forward.forget_copies()
         if self.function_casts is not None:
             torch.clear_autocast_cache()
 
@@ -276,9 +270,10 @@ class AmpEngine:
     # Overflows
 
     def _of(self, optimizer: Optimizer) -> _Gradients:
-        if optimizer not in self._gradients:
-            self._gradients[optimizer] = _Gradients()
-        return self._gradients[optimizer]
+        own = self._gradients.get(optimizer)
+        if own is None:
+            own = self._gradients[optimizer] = _Gradients()
+        return own
 
     def _flag(self, optimizer: Optimizer, device: torch.device) -> Tensor:
         own = self._of(optimizer)
@@ -347,7 +342,8 @@ class AmpEngine:
     def note_backward(self, optimizers: Iterable[Optimizer], loss_id: int) -> None:
         """Note that a pass whose scale is 1.0 has made gradients for these."""
         for optimizer in optimizers:
-            self._of(optimizer).waiting, self._of(optimizer).scaled_by = True, loss_id
+            own = self._of(optimizer)
+            own.waiting, own.scaled_by = True, loss_id
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step has used the gradients."""
@@ -380,7 +376,7 @@ class AmpEngine:
         }
 
     def take_facts(self, optimizers: Sequence[Optimizer], facts: dict[str, list[Any]]) -> None:
-        """Go on with gradients of another run, from what its ``facts`` returned."""
+        """Continue with gradients of another run, from what its ``facts`` returned."""
         noted = facts["noted"] or [False] * (len(optimizers) + 2 * len(self.scalers))
         device = next(params_of(optimizers[0])).device
         known = zip(optimizers, facts["waiting"], facts["scaled_by"], noted, strict=False)

@@ -14,7 +14,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -32,7 +32,6 @@ __all__ = [
     "cast_floats",
     "find_kept",
     "first_tensor_of",
-    "forget_copies",
     "round_weights",
 ]
 
@@ -41,7 +40,9 @@ _HINT = (
     "Keep the module that calls it in float32: keep_float32=[its name or its class]."
 )
 _LISTS_OF_RNN = ("_flat_weights", "_flat_weight_refs")
-_live: weakref.WeakSet[HalfForward] = weakref.WeakSet()
+
+# What holds a tensor, under which name, the tensor, and its half copy; None for what is only to be put back.
+_Swap = tuple[dict[str, Any], str, Any, Any]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -82,10 +83,21 @@ def find_kept(models: Iterable[nn.Module], keep_float32: Iterable[str | type[nn.
     return list(dict.fromkeys(kept))
 
 
-def forget_copies() -> None:
-    """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
-    for forward in _live:
-        forward.copies.clear()
+class _Region(contextlib.AbstractContextManager[None]):
+    """A context that may be entered at every step: one object, and no generator."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class HalfForward:
@@ -108,20 +120,23 @@ class HalfForward:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self.keep_batchnorm_fp32 = keep_batchnorm_fp32
-        self.copies: dict[Tensor, tuple[Any, Tensor]] = {}  # by parameter: what it was like, and its half copy
+        # By id: a parameter, what it was like, and its half copy. Python hashes a tensor ten times slower than its id.
+        self.copies: dict[int, tuple[Tensor, Any, Tensor]] = {}
         # The id of the module whose call is under way, or of this object in a backward pass; torch.compile, which
         # traces the hooks of inner calls, can follow a number better than a module.
         self.outermost = 0
         self._recursions = 0  # calls of the outermost module within its own call
         self._mode: Any = None
-        self._swaps: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._roots: list[weakref.ref[nn.Module]] = []
+        self._swaps: list[_Swap] = []
+        self._used: dict[int, list[_Swap]] = {}  # by outermost module: what its call has swapped, for the backward pass
         self._handles: list[Any] = []
         self._step_owner: tuple[nn.Module, Any] | None = None
         self._has_looked = False
         self._begin_untraced: Any = torch.compiler.disable(fn=self._begin)
         self._reset_untraced: Any = torch.compiler.disable(fn=self.reset)
-        _live.add(self)
+        # Contexts around a training step and around a backward pass.
+        self.step_region = _Region(_do_nothing, self.reset)
+        self.backward_region = _Region(self._begin_backward, self._end_backward)
 
     def __reduce__(self) -> Any:
         # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
@@ -137,7 +152,6 @@ class HalfForward:
                 its own: ``DistributedDataParallel`` is handed Lightning's steps so.
         """
         roots = list(roots)
-        self._roots = [weakref.ref(root) for root in roots]
         self._step_owner = (roots[0], roots[0].forward) if steps else None
         for module in dict.fromkeys((*roots, *inner)):
             # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
@@ -156,42 +170,48 @@ class HalfForward:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._roots.clear()
         self._step_owner = None
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
         self.copies.clear()
+        self._used.clear()
 
     def reset(self) -> None:
         """End a call that never came to its end, because of a ``KeyboardInterrupt`` for example."""
         self._swap_out()
         self.outermost, self._recursions = 0, 0
 
-    @contextlib.contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """Within this context the copies of the forward pass stand in, and every call counts as an inner one.
+    def _begin_backward(self) -> None:
+        """Put the copies of the forward pass back in, and count every call from here on as an inner one.
 
-        For activation checkpointing, which calls parts of the model again in the backward pass.
+        Activation checkpointing calls parts of the model again in the backward pass.
         """
         if self.outermost:
-            yield
             return
-        for root in self._roots:
-            if (module := root()) is not None:
-                self._swap_in(module, again=True)
         self.outermost = id(self)
-        try:
-            yield
-        finally:
+        for swaps in self._used.values():
+            for holder, name, wide, half in swaps:
+                if holder.get(name) is wide:
+                    again = half if half is None or _serves_again(name, wide, half) else wide.to(self.dtype)
+                    self._swaps.append((holder, name, wide, again))
+        self._put_copies()
+
+    def _end_backward(self) -> None:
+        if self.outermost == id(self):
             self.reset()
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules from ``root`` downwards whose own tensors are cast."""
-        if any(getattr(hook, "__func__", None) is _ENTER_FLOAT32 for hook in root._forward_pre_hooks.values()):
-            return []  # it is kept in float32
-        kept = self.keep_batchnorm_fp32 and isinstance(root, _BatchNorm) and root.affine
-        modules = [] if kept else [root]
-        for child in root._modules.values():
-            if child is not None:
-                modules += self.cast_modules(child)
+        modules, waiting = [], [root]
+        while waiting:
+            module = waiting.pop()
+            if module._forward_pre_hooks and _is_kept(module):
+                continue
+            waiting += [child for child in module._modules.values() if child is not None]
+            if not (self.keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine):
+                modules.append(module)
         return modules
 
     # The hooks
@@ -244,6 +264,7 @@ class HalfForward:
             self.copies.clear()  # they cannot serve the other mode
             self._mode = mode
         self._swap_in(module)
+        self._used[id(module)] = self._swaps
         self.outermost = id(module)
         return True
 
@@ -258,37 +279,32 @@ class HalfForward:
             part._buffers.update({k: t.to(self.dtype) for k, t in part._buffers.items() if _is_wide(t, self.dtype)})
         vars(module)["_amp_replica"] = "outermost"
 
-    def _swap_in(self, root: nn.Module, *, again: bool = False) -> None:
-        """Let half copies take the positions of the tensors below ``root``.
-
-        Args:
-            root: A module.
-            again: In a backward pass: leave frozen weights that were not used alone, as those of a teacher.
-        """
+    def _swap_in(self, root: nn.Module) -> None:
+        """Let half copies take the positions of the tensors below ``root``."""
         for module in self.cast_modules(root):
             for name, weight in module._parameters.items():
-                if _is_wide(weight, self.dtype) and not (again and weight not in self.copies and _is_frozen(weight)):
+                if _is_wide(weight, self.dtype):
                     self._swaps.append((module._parameters, name, weight, self._copy_of(weight)))
-            self._swap_in_others(module)
+            for name, buffer in module._buffers.items():
+                if _is_wide(buffer, self.dtype):
+                    self._swaps.append((module._buffers, name, buffer, buffer.detach().to(self.dtype)))
+            if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
+                self._swaps += [(vars(module), name, vars(module)[name], None) for name in _LISTS_OF_RNN]
+        self._put_copies()
+
+    def _put_copies(self) -> None:
         for holder, name, _, half in self._swaps:
             if half is not None:
                 holder[name] = half
-
-    def _swap_in_others(self, module: nn.Module) -> None:
-        for name, buffer in module._buffers.items():
-            if _is_wide(buffer, self.dtype):
-                self._swaps.append((module._buffers, name, buffer, buffer.detach().to(self.dtype)))
-        if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
-            self._swaps += [(vars(module), name, vars(module)[name], None) for name in _LISTS_OF_RNN]
 
     def _copy_of(self, weight: Tensor) -> Tensor:
         """Return a half copy, the same one until the weight changes or the backward pass is over."""
         # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
         state = (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
-        known = self.copies.get(weight)
-        if known is None or known[0] != state:
-            known = self.copies[weight] = state, weight.to(self.dtype)
-        return known[1]
+        known = self.copies.get(id(weight))
+        if known is None or known[1] != state:
+            known = self.copies[id(weight)] = weight, state, weight.to(self.dtype)
+        return known[2]
 
     def _swap_out(self) -> None:
         swaps, self._swaps = self._swaps, []
@@ -298,14 +314,13 @@ class HalfForward:
                 holder[name] = wide
             elif now is half:
                 holder[name] = wide
-                # Batch norm's kernel does not count its changes as such.
-                if not half.is_inference() and (half._version or name.startswith("running_")):
+                if _may_have_changed(name, half):
                     _take_changes(wide, half)
             elif isinstance(now, Tensor) and now.dtype is half.dtype and not isinstance(now, nn.Parameter):
-                holder[name] = now.detach().to(wide.dtype)  # a buffer that the module has assigned anew
+                holder[name] = now.detach().to(wide.dtype)  # a buffer that the module has replaced
 
     def _warn_of_kept_copies(self, root: nn.Module) -> None:
-        copies = {id(half) for _, half in self.copies.values()}
+        copies = {id(half) for _, _, half in self.copies.values()}
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 if id(value) in copies:
@@ -398,8 +413,20 @@ def _is_wide(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return tensor is not None and tensor.is_floating_point() and tensor.dtype is not dtype
 
 
-def _is_frozen(weight: Tensor) -> bool:
-    return not weight.requires_grad
+def _is_kept(module: nn.Module) -> bool:
+    # The hook tells, and no list of ours, so that copies of the module are kept in float32 too.
+    return any(getattr(hook, "__func__", None) is _ENTER_FLOAT32 for hook in module._forward_pre_hooks.values())
+
+
+def _serves_again(name: str, wide: Tensor, half: Tensor) -> bool:
+    # A copy that its module has changed is not what the tensor is like now; reentrant checkpointing of a whole network
+    # calls it without gradients first.
+    return half.requires_grad == wide.requires_grad and not _may_have_changed(name, half)
+
+
+def _may_have_changed(name: str, half: Tensor) -> bool:
+    # Batch norm's kernel does not count its changes as such.
+    return not half.is_inference() and (half._version > 0 or name[:8] == "running_")
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class Properties:
         return self.cast_model_type in HALF_DTYPES
 
 
-# The half dtype stands as float16 here; resolve() puts in the one that is asked for.
+# float16 here means the half dtype: resolve() puts in the one that is asked for.
 LEVELS: dict[str, Properties] = {
     "O0": Properties(
         opt_level="O0",

@@ -32,17 +32,17 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 def half_function(function: _F) -> _F:
     """Decorate a function so that under O1 its floating tensors come in half precision."""
-    return _decorated(function, "half")
+    return _decorate(function, "half")
 
 
 def float_function(function: _F) -> _F:
     """Decorate a function so that under O1 its floating tensors come in float32."""
-    return _decorated(function, "float")
+    return _decorate(function, "float")
 
 
 def promote_function(function: _F) -> _F:
     """Decorate a function so that under O1 its floating tensors come in the widest dtype among them."""
-    return _decorated(function, "promote")
+    return _decorate(function, "promote")
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -81,7 +81,7 @@ def apply_registered(casts: FunctionCasts) -> None:
             casts.register(function, kind)
         else:
             _replaced.append((module, name, function))
-            setattr(module, name, _decorated(function, kind))
+            setattr(module, name, _decorate(function, kind))
 
 
 def casts_in_force() -> FunctionCasts | None:
@@ -106,7 +106,7 @@ def _register(module: Any, name: str, kind: str) -> None:
     _registered.append((module, name, kind))
 
 
-def _decorated(function: _F, kind: str) -> _F:
+def _decorate(function: _F, kind: str) -> _F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = _active

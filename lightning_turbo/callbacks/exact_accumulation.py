@@ -68,7 +68,7 @@ class ExactAccumulation(Callback):
         check_binding("ExactAccumulation")
         if weight is not None and not callable(weight):
             raise TypeError(
-                f"ExactAccumulation(weight={weight!r}); accepted is a function from a batch to its number of samples "
+                f"ExactAccumulation(weight={weight!r}): expected a function from a batch to its number of samples "
                 "or tokens, or None."
             )
         self.weight = weight
@@ -97,7 +97,7 @@ class ExactAccumulation(Callback):
         """Start with an empty window, or with the one that a checkpoint was saved in."""
         if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise MisconfigurationException(
-                "ExactAccumulation: LBFGS runs a batch several times in a step; accepted are optimizers that run it "
+                "ExactAccumulation: LBFGS runs a batch several times in a step: expected an optimizer that runs it "
                 "once. Remove the callback or take another optimizer."
             )
         self._checked = False

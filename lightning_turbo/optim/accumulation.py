@@ -43,9 +43,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
         [0.5, 0.5]
     """
     if not isinstance(factor, Tensor) and not is_number(factor):
-        raise ValueError(
-            f"factor={factor!r}; accepted is a finite number, or a tensor. Give what window.factor returns."
-        )
+        raise ValueError(f"factor={factor!r}: expected a finite number or a tensor. Pass what window.factor returns.")
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -53,19 +51,21 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
             groups[gradient.device, gradient.dtype].append(gradient)
         else:
             gradient.mul_(factor)
-    # On CUDA one kernel serves many gradients, if they and the factor have one dtype.
-    for (device, dtype), alike in groups.items():
-        half = dtype in (torch.float16, torch.bfloat16)
-        own: Any = factor
-        if isinstance(factor, Tensor):
-            own = factor.to(device, torch.float32 if half else dtype)
-        elif half:
-            own = torch.full((), factor, dtype=torch.float32, device=device)
-        if not half:
-            torch._foreach_mul_(alike, own)
-        else:
-            for gradient in alike:
-                torch.mul(gradient, own.expand_as(gradient), out=gradient)
+    for alike in groups.values():
+        _scale_alike(alike, factor)
+
+
+def _scale_alike(gradients: list[Tensor], factor: Any) -> None:
+    """Multiply gradients of one device and dtype."""
+    device, dtype = gradients[0].device, gradients[0].dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        # On CUDA one kernel serves many gradients, if they and the factor have one dtype.
+        own = factor.to(device, dtype) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(gradients, own)
+        return
+    wide = torch.as_tensor(factor, dtype=torch.float32, device=device)
+    for gradient in gradients:
+        torch.mul(gradient, wide.expand_as(gradient), out=gradient)
 
 
 class AccumulationWindow:
@@ -95,9 +95,7 @@ class AccumulationWindow:
 
     def __init__(self, unit: float = 1.0) -> None:
         if not is_number(unit) or unit <= 0:
-            raise ValueError(
-                f"unit={unit!r}; accepted is a finite number above 0. Give the size of an ordinary weight."
-            )
+            raise ValueError(f"unit={unit!r}: expected a finite number above 0. Pass the size of an ordinary weight.")
         self.unit = float(unit)
         self.reset()
 
@@ -119,7 +117,7 @@ class AccumulationWindow:
             ValueError: If ``weight`` is negative or not finite, or a tensor of several elements.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"loss={loss!r} is no tensor. Give the loss that backward is called on.")
+            raise TypeError(f"loss={loss!r}: expected a tensor. Pass the loss that backward is called on.")
         self.count += 1
         if weight is None:
             return
@@ -146,7 +144,7 @@ class AccumulationWindow:
         """
         for name, value in (("divisor", divisor), ("ranks", ranks)):
             if not is_whole(value, 1):
-                raise ValueError(f"{name}={value!r}; accepted is a whole number, at least 1. Give how many there are.")
+                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1. Pass how many there are.")
         total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
@@ -170,18 +168,18 @@ def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(
-                f"{name} is a tensor of shape {tuple(weight.shape)}; accepted is one number for a batch. "
+                f"{name} is a tensor of shape {tuple(weight.shape)}: expected one number for a batch. "
                 "Sum over the samples, for example mask.sum()."
             )
         wide = torch.float32 if weight.device.type == "mps" else torch.float64
         return weight.detach().reshape(()).to(wide)
     if not isinstance(weight, numbers.Real):
         raise TypeError(
-            f"{name}={weight!r}; accepted is a number or a tensor of one element. Give a number of samples or tokens."
+            f"{name}={weight!r}: expected a number or a tensor of one element. Pass a number of samples or tokens."
         )
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(
-            f"{name}={weight!r}; accepted is a finite number that is not negative. Give a number of samples or tokens."
+            f"{name}={weight!r}: expected a finite number that is not negative. Pass a number of samples or tokens."
         )
     return float(weight)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class ApexAMP(Precision):
 
     At O2 the module's parameters are float32 and what the optimizers update; while the module, or a module in it, is
     called, half copies take their positions. At O3 the weights are half while the Trainer runs, and float32 again
-    afterwards. The ``state_dict`` of the module is float32 at every level, so that a checkpoint may go on at another
+    afterwards. The ``state_dict`` of the module is float32 at every level, so that a run can continue at another
     level.
 
     Args:
@@ -220,7 +220,7 @@ class ApexAMP(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Meet the optimizers, and let schedulers stand still on skipped steps."""
+        """Meet the optimizers, and let schedulers wait on skipped steps."""
         engine = self._engine
         self._model, self._ddp = model, model if isinstance(model, DistributedDataParallel) else None
         module: Any = model if self._ddp is None else self._ddp.module
@@ -265,12 +265,12 @@ class ApexAMP(Precision):
         """Return O1's casts around the step of any stage."""
         return self._engine.region()
 
-    @contextlib.contextmanager
-    def train_step_context(self) -> Iterator[None]:
-        """O1's casts around the training step."""
-        self._go_on_in_window()
-        with self._engine.region():
-            yield
+    def train_step_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]  # no generator
+        """Return O1's casts around the training step."""
+        if self._loaded_window is not None:
+            self._restore_window(self._loaded_window)
+            self._loaded_window = None
+        return self._engine.region()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
         """Scale the loss and run the backward pass.
@@ -289,26 +289,22 @@ class ApexAMP(Precision):
                 "one trains. In a loop by hand, with Fabric too, take lightning_turbo.amp."
             )
         engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
-        trained = [o for o in self._optimizers if any(p.requires_grad for p in self.main_params(o))]
-        if not trained:
-            raise MisconfigurationException(
-                f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
-                "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
-                "self.optimizers(); or pass loss_scale=1.0."
-            )
+        trained = [optimizer for optimizer in self._optimizers if _is_trained(optimizer)]
         if not engine.scales:
             with engine.backward_region():
                 model.backward(tensor.float(), *args, **kwargs)
             engine.note_backward(trained, loss_id)
             engine.forget_casts()
             return
+        if not trained:
+            raise MisconfigurationException(
+                f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
+                "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
+                "self.optimizers(); or pass loss_scale=1.0."
+            )
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
-        later = (
-            model.automatic_optimization
-            or not engine.scales
-            or (ddp is not None and not ddp.require_backward_grad_sync)
-        )
+        later = model.automatic_optimization or (ddp is not None and not ddp.require_backward_grad_sync)
         of_buckets = ddp is not None and ddp.gradient_as_bucket_view
         with (
             engine.backward(trained, loss_id, delay_unscale=later, of_buckets=of_buckets),
@@ -324,7 +320,7 @@ class ApexAMP(Precision):
             What the optimizer's step returned, and for a skipped step what the closure did.
         """
         engine = self._engine
-        if all(known is not optimizer for known in self._optimizers):  # made anew while training
+        if all(known is not optimizer for known in self._optimizers):  # made while training
             self._take(optimizer, model)
             current = list(model.trainer.optimizers)
             self._optimizers = [known for known in self._optimizers if any(known is other for other in current)]
@@ -395,11 +391,8 @@ class ApexAMP(Precision):
         if "accumulated_gradients" in state_dict:
             self._loaded_window = state_dict
 
-    def _go_on_in_window(self) -> None:
+    def _restore_window(self, state: dict[str, Any]) -> None:
         """Put gradients back that a checkpoint holds, now that Lightning clears them no more."""
-        state, self._loaded_window = self._loaded_window, None
-        if state is None:
-            return
         sizes = [len(list(self.main_params(optimizer))) for optimizer in self._optimizers]
         gradients = pending_gradients.entry_of_this_rank(state["accumulated_gradients"], sizes)
         if gradients is None:
@@ -435,6 +428,10 @@ class ApexAMP(Precision):
             "the file with `lightning-turbo convert`.",
             category=TurboWarning,
         )
+
+
+def _is_trained(optimizer: Optimizer) -> bool:
+    return any(param.requires_grad for group in optimizer.param_groups for param in group["params"])
 
 
 def _refuse_many_closures(optimizer: Optimizer, engine: AmpEngine, *, automatic: bool) -> None:

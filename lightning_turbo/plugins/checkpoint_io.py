@@ -114,13 +114,13 @@ def _explain(target: Path, cause: OSError) -> str:
         free = f", {shutil.disk_usage(target.parent).free / 2**20:,.1f} MiB are free there"
     return (
         f"the checkpoint {str(target)!r} could not be written ({cause.strerror or cause}{free}). Checkpoints written "
-        "before are as they were. Free space there or give ModelCheckpoint another dirpath, and go on with "
+        "before are as they were. Free space there or give ModelCheckpoint another dirpath, and continue with "
         "ckpt_path='last'"
     )
 
 
 class AmpCheckpointIO(CheckpointIO):
-    """Lets ``ApexAMP`` go on from the checkpoints of Lightning 1.x, of apex's FusedAdam as well.
+    """Lets ``ApexAMP`` continue from the checkpoints of Lightning 1.x, of apex's FusedAdam as well.
 
     Give both to the Trainer: ``Trainer(plugins=[ApexAMP("O1"), AmpCheckpointIO()])``. Lightning 2 deletes
     ``amp_scaling_state``, which Lightning 1.x wrote under apex, before any plugin sees it; here the scaler state of

@@ -38,7 +38,7 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
 def entry_of_this_rank(saved: Sequence[Any] | None, sizes: Sequence[int] | None = None) -> Any:
     """Return what this rank saved; ``None``, with a warning, if the run has other ranks than the one that saved.
 
-    Gradients of a window differ between ranks, and each rank goes on with data of its own: they have no meaning for
+    Gradients of a window differ between ranks, and each rank continues with data of its own: they have no meaning for
     another number of ranks.
 
     Args:
@@ -55,8 +55,8 @@ def entry_of_this_rank(saved: Sequence[Any] | None, sizes: Sequence[int] | None 
         return saved[rank]
     rank_zero_warn(
         f"The checkpoint was written in the middle of an accumulation window by a run of {len(saved)} rank(s); this "
-        f"run has {ranks}, or other parameters. The gradients of that window are lost: it goes on with the batches "
-        "that are left. Go on with the same ranks and parameters, or from a checkpoint of a finished step.",
+        f"run has {ranks}, or other parameters. The gradients of that window are lost: it continues with the batches "
+        "that are left. Continue with the same ranks and parameters, or from a checkpoint of a finished step.",
         category=TurboWarning,
     )
     return None

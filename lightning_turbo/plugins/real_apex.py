@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +20,9 @@ from lightning_turbo.errors import AmpUsageError, MissingExtraError
 
 __all__ = ["RealApexAMP", "import_apex_amp", "is_native", "take_over"]
 
-# Sub-packages by which NVIDIA's apex is told from PyPI's unrelated project of that name.
-_NVIDIA = ("contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel", "transformer")
+_NO_AMP = "backend='apex' needs apex.amp, which the installed apex does not have"
 _ADVICE = (
+    "NVIDIA removed it after tag 25.05, and what `pip install apex` brings is another project. "
     "Build NVIDIA's apex at tag 25.05 or older from https://github.com/NVIDIA/apex, or leave backend out: the native "
     "backend needs no apex."
 )
@@ -34,48 +32,18 @@ def import_apex_amp() -> Any:
     """Return the module ``apex.amp`` of NVIDIA's apex.
 
     Raises:
-        MissingExtraError: If no apex is installed, or one that no longer has ``amp``, or PyPI's unrelated project;
-            the message tells which.
+        MissingExtraError: If no apex is installed, or one without ``amp``.
     """
     try:
-        apex = importlib.import_module("apex")
+        importlib.import_module("apex")
+        amp = importlib.import_module("apex.amp")
     except ImportError as error:
         if error.name == "apex":
             raise MissingExtraError(f"backend='apex' needs NVIDIA's apex, which is not installed. {_ADVICE}") from error
-        if not _is_nvidias(None):
-            raise _unrelated() from error
-        raise
-    try:
-        amp = importlib.import_module("apex.amp")
-    except ModuleNotFoundError as error:
-        amp = getattr(apex, "amp", None)
-        if amp is None and error.name != "apex.amp":
-            raise
-    if all(hasattr(amp, name) for name in ("initialize", "scale_loss", "master_params", "state_dict")):
-        return amp
-    if _is_nvidias(apex):
-        raise MissingExtraError(
-            f"backend='apex' needs apex.amp, which the installed apex no longer has: NVIDIA removed it after tag "
-            f"25.05. {_ADVICE}"
-        )
-    raise _unrelated()
-
-
-def _unrelated() -> MissingExtraError:
-    return MissingExtraError(
-        "backend='apex' needs NVIDIA's apex; the installed package of that name is another project, as the one that "
-        f"`pip install apex` brings. Uninstall it. {_ADVICE}"
-    )
-
-
-def _is_nvidias(apex: Any) -> bool:
-    if any(hasattr(apex, name) for name in _NVIDIA):
-        return True
-    places = getattr(apex, "__path__", None)
-    if places is None and apex is None:
-        spec = importlib.util.find_spec("apex")
-        places = spec.submodule_search_locations if spec is not None else None
-    return any((Path(place) / name).is_dir() for place in places or () for name in _NVIDIA)
+        raise MissingExtraError(f"{_NO_AMP}: {error}. {_ADVICE}") from error
+    if not all(hasattr(amp, name) for name in ("initialize", "scale_loss", "master_params", "state_dict")):
+        raise MissingExtraError(f"{_NO_AMP}. {_ADVICE}")
+    return amp
 
 
 class RealApexAMP(Precision):
@@ -94,7 +62,7 @@ class RealApexAMP(Precision):
         AmpUsageError: If an argument is refused by the level, or is one that apex does not have.
     """
 
-    # Lightning files a plugin's state under this name; a checkpoint may so go on under either backend.
+    # Lightning files a plugin's state under this name; so a checkpoint loads under either backend.
     __qualname__ = "ApexAMP"
 
     def __init__(self, opt_level: str = "O1", **settings: Any) -> None:
@@ -172,7 +140,7 @@ class RealApexAMP(Precision):
         return dict(self._amp.state_dict()) if self._optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the scalers' state, from either backend; a window of accumulation begins anew."""
+        """Take over the scalers' state, from either backend; gradients that wait for a step are lost."""
         if self._optimizers:
             self._amp.load_state_dict({k: v for k, v in state_dict.items() if k.startswith("loss_scaler")})
 
@@ -185,7 +153,7 @@ def is_native(backend: str) -> bool:
     """
     if backend not in ("native", "apex"):
         raise AmpUsageError(
-            f"backend={backend!r} is unknown: expected 'native' and 'apex' (an installed NVIDIA apex that has "
+            f"backend={backend!r} is unknown: expected 'native' or 'apex' (an installed NVIDIA apex that has "
             "apex.amp). Leave it out if unsure."
         )
     return backend == "native"

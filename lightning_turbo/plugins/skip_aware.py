@@ -1,4 +1,4 @@
-"""Schedulers that stand still when an optimizer step was skipped."""
+"""Schedulers that wait when an optimizer step was skipped."""
 
 from __future__ import annotations
 

@@ -268,20 +268,6 @@ def test_accumulation_equals_the_large_batch(level):
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=2e-2 if level != "O0" else 5e-3)
 
 
-def test_o2_folds_half_gradients_as_they_are_produced():
-    class Look(pl.Callback):
-        held = None
-
-        def on_after_backward(self, trainer, module):
-            Look.held = [p.grad for p in module.parameters() if p.dtype is torch.bfloat16]
-            Look.masters = [p.grad for g in trainer.optimizers[0].param_groups for p in g["params"]]
-
-    trainer(ApexAMP("O2"), callbacks=[Look()]).fit(Net(), batches(32))
-    assert all(g is None for g in Look.held)
-    assert sum(g is not None for g in Look.masters) == 5
-    assert {g.dtype for g in Look.masters if g is not None} == {torch.float32}
-
-
 def test_a_custom_batch_class_a_dict_and_integers_pass():
     class Batch:
         def __init__(self, x, ids):
@@ -318,25 +304,6 @@ def test_a_custom_batch_class_a_dict_and_integers_pass():
     data = [{"x": torch.randn(6), "ids": torch.tensor(i % 10)} for i in range(16)]
     for level in ("O2", "O3"):
         trainer(ApexAMP(level)).fit(Model(), DataLoader(data, batch_size=8))
-
-
-def test_param_groups_and_one_added_later_get_masters():
-    class Thaw(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if index == 2:
-                module.frozen.requires_grad_(True)
-                trainer.optimizers[0].add_param_group({"params": list(module.frozen.parameters()), "lr": 0.5})
-
-    model = Net(optimizer=lambda ps: torch.optim.SGD(
-        [{"params": ps[:3], "lr": 0.1}, {"params": [p for p in ps[3:] if p.requires_grad], "lr": 0.01}], momentum=0.9
-    ))  # fmt: skip
-    before = model.frozen.weight.detach().clone()
-    t = trainer(ApexAMP("O2"), callbacks=[Thaw()])
-    t.fit(model, batches(96))
-    assert [g["lr"] for g in t.optimizers[0].param_groups] == [0.1, 0.01, 0.5]
-    assert not torch.equal(model.frozen.weight, before)
-    assert model.frozen.weight.dtype is torch.float32
-    assert "add_param_group" not in vars(t.optimizers[0])
 
 
 @pytest.mark.parametrize("given", [torch.float16, torch.float64], ids=str)
@@ -421,20 +388,6 @@ def test_a_skipped_loss_skips_the_step():
     plugin = ApexAMP("O2", dtype=torch.float16)
     trainer(plugin).fit(Sometimes(), batches(64))
     assert plugin.state_dict()["loss_scaler0"]["unskipped"] == 3
-
-
-def test_an_exception_gives_the_module_back():
-    class Fails(Net):
-        def training_step(self, batch, index):
-            if index == 1:
-                raise KeyError("broken")
-            return super().training_step(batch, index)
-
-    model = Fails()
-    with pytest.raises(KeyError, match="broken"):
-        trainer(ApexAMP("O2")).fit(model, batches(64))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def compiled(module):

@@ -6,7 +6,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -199,21 +199,6 @@ def test_an_average_goes_on_from_a_checkpoint(tmp_path, level, make):
     assert same(second.state_dict().values(), whole.state_dict().values())
 
 
-def test_a_frozen_backbone_is_thawed_with_its_exact_float32_weights():
-    net, seen = Net(), {}
-    before = net.backbone[0].weight.detach().clone()
-
-    class Look(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if trainer.current_epoch == 1 and index == 0:
-                seen["master"] = trainer.optimizers[0].param_groups[1]["params"][0].detach().clone()
-                seen["weight"] = module.backbone[0].weight.dtype
-
-    fit(net, Finetuning(), Look(), level="O2", epochs=2)
-    assert torch.equal(seen["master"], before)
-    assert seen["weight"] is torch.float32
-
-
 def test_gradients_of_a_thawed_backbone_are_released_too():
     net, held = Net(), []
 
@@ -238,22 +223,6 @@ def test_what_a_callback_writes_into_the_weights_at_the_end_stays(level):
     weight = net.tail[1].weight.detach()
     assert torch.equal(weight[0], torch.full((4,), 0.5))
     assert torch.equal(weight[1:], recorder.steps[-1][-2][1:]), "and the others keep every digit"
-
-
-@pytest.mark.parametrize("ours", OURS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_pruned_weights_stay_pruned(tmp_path, level, ours):
-    net = Net()
-    pruning = ModelPruning(
-        "l1_unstructured", [(net.tail[1], "weight")], amount=0.5, use_lottery_ticket_hypothesis=False
-    )
-    trainer = fit(net, pruning, level=level, ours=ours, epochs=2)
-    zeros = int((net.tail[1].weight == 0).sum())
-    assert zeros >= 6
-    assert net.tail[1].weight.dtype is torch.float32
-    trainer.save_checkpoint(tmp_path / "pruned.ckpt")
-    saved = torch.load(tmp_path / "pruned.ckpt", weights_only=False)["state_dict"]
-    assert int((saved["tail.1.weight"] == 0).sum()) == zeros
 
 
 def test_dropping_biases_after_an_average_has_copied_them_is_refused():

@@ -163,18 +163,6 @@ def test_shutdown_ends_all_calls():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_enabled_false_ends_the_earlier_call(level):
-    student, teacher = net(1), net(2)
-    optimizer = sgd(student)
-    init(student, optimizer, level)
-    init(teacher, None, level, enabled=False)
-    before = weights(student)
-    step(student, optimizer)
-    assert not same(before, weights(student))
-    assert {p.dtype for p in student.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_model_comes_again_after_shutdown(level):
     model = net()
     init(model, sgd(model), level)
@@ -271,21 +259,6 @@ def set_anew(model):
         p.data = torch.full_like(p, 0.5)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("change", [set_inside, set_under_no_grad, set_anew])
-@pytest.mark.parametrize("before_backward", [True, False])
-def test_weights_set_after_initialize_are_kept(change, exact, before_backward):
-    model = net()
-    optimizer = sgd(model, lr=0.0)
-    init(model, optimizer, "O2", exact_masters=exact)
-    change(model)
-    if before_backward:
-        step(model, optimizer)
-    else:
-        optimizer.step()
-    assert all((p == 0.5).all() for p in (*model.parameters(), *amp.master_params(optimizer)))
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_frozen_network_that_the_program_moves_stays_where_it_is_put(level, kind):
@@ -301,30 +274,6 @@ def test_a_frozen_network_that_the_program_moves_stays_where_it_is_put(level, ki
     assert all(bool((value == 2).all()) for value in target.state_dict().values())
 
 
-def test_a_network_that_is_frozen_before_its_step_takes_the_step():
-    model, other = net(), net()
-    optimizer, reference = sgd(model), sgd(other)
-    init(model, optimizer, "O2", loss_scale=1.0)
-    for each, which in ((model, optimizer), (other, reference)):
-        loss = each(torch.ones(2, 4)).square().mean()
-        backward(loss, which) if each is model else loss.backward()
-        each.requires_grad_(False)
-        which.step()
-    assert torch.allclose(model[0].weight.float(), other[0].weight, atol=1e-3)
-    assert not torch.allclose(other[0].weight, net()[0].weight, atol=1e-3)
-
-
-def test_what_is_not_set_stays_exact():
-    model = net()
-    start = weights(model)
-    optimizer = sgd(model, lr=0.0)
-    init(model, optimizer, "O2")
-    model[0].weight.data[0] = 0.5
-    step(model, optimizer)
-    start[0][0] = 0.5
-    assert same(list(amp.master_params(optimizer)), start)
-
-
 @pytest.mark.parametrize("change", [set_inside, set_under_no_grad, set_anew])
 @pytest.mark.parametrize("exact", [True, False])
 def test_weights_may_be_set_at_any_time(exact, change):
@@ -338,15 +287,6 @@ def test_weights_may_be_set_at_any_time(exact, change):
     change(model)
     expected = copy.deepcopy(model).half()(torch.ones(1, 4).half()).float()
     assert torch.equal(model(torch.ones(1, 4)), expected)
-
-
-def test_loading_after_initialize_stays_exact():
-    model, saved = net(), net(5)
-    optimizer = sgd(model, lr=0.0)
-    init(model, optimizer, "O2")
-    model.load_state_dict(saved.state_dict())
-    step(model, optimizer)
-    assert same(list(amp.master_params(optimizer)), weights(saved))
 
 
 # Weights that change without a step
@@ -422,17 +362,6 @@ def test_model_and_optimizer_are_pickled_whole(level, trained):
     before = weights(model)
     copies[1].step()
     assert same(weights(model), before)
-
-
-def test_a_copied_optimizer_at_O2_stands_alone():
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, "O2")
-    step(model, optimizer)
-    other = copy.deepcopy(optimizer)
-    other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    assert [len(o.param_groups) for o in (optimizer, other)] == [1, 2]
-    assert {type(p) for p in amp.master_params(other)} == {nn.Parameter}
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")

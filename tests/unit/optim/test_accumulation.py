@@ -162,10 +162,10 @@ def test_sparse_gradients_are_scaled_too():
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        (-1, ValueError, "weight=-1; accepted is a finite number that is not negative"),
-        (math.nan, ValueError, "weight=nan; accepted is a finite number"),
-        (torch.ones(3), ValueError, r"tensor of shape \(3,\); accepted is one number for a batch"),
-        ("3", TypeError, "weight='3'; accepted is a number or a tensor of one element"),
+        (-1, ValueError, "weight=-1: expected a finite number that is not negative"),
+        (math.nan, ValueError, "weight=nan: expected a finite number"),
+        (torch.ones(3), ValueError, r"tensor of shape \(3,\): expected one number for a batch"),
+        ("3", TypeError, "weight='3': expected a number or a tensor of one element"),
     ],
 )
 def test_what_is_no_weight_is_refused(weight, error, message):
@@ -176,14 +176,14 @@ def test_what_is_no_weight_is_refused(weight, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"total": math.nan}, ValueError, "total=nan; accepted is a finite number that is not negative"),
-        ({"total": math.inf}, ValueError, "total=inf; accepted"),
-        ({"total": -1}, ValueError, "total=-1; accepted"),
-        ({"total": "3"}, TypeError, "total='3'; accepted is a number or a tensor of one element"),
+        ({"total": math.nan}, ValueError, "total=nan: expected a finite number that is not negative"),
+        ({"total": math.inf}, ValueError, "total=inf: expected"),
+        ({"total": -1}, ValueError, "total=-1: expected"),
+        ({"total": "3"}, TypeError, "total='3': expected a number or a tensor of one element"),
         ({"total": torch.ones(2)}, ValueError, r"total is a tensor of shape \(2,\)"),
-        ({"divisor": math.nan}, ValueError, "divisor=nan; accepted is a whole number, at least 1"),
-        ({"divisor": 0}, ValueError, "divisor=0; accepted"),
-        ({"ranks": math.inf}, ValueError, "ranks=inf; accepted is a whole number, at least 1"),
+        ({"divisor": math.nan}, ValueError, "divisor=nan: expected a whole number, at least 1"),
+        ({"divisor": 0}, ValueError, "divisor=0: expected"),
+        ({"ranks": math.inf}, ValueError, "ranks=inf: expected a whole number, at least 1"),
     ],
 )
 def test_what_makes_no_factor_is_refused(arguments, error, message):
@@ -197,14 +197,14 @@ def test_a_total_on_the_device_that_is_no_number_is_seen_in_the_factor():
 
 
 def test_what_is_no_loss_and_no_factor_is_refused():
-    with pytest.raises(TypeError, match=r"loss=0\.5 is no tensor"):
+    with pytest.raises(TypeError, match=r"loss=0\.5: expected a tensor"):
         AccumulationWindow().add(0.5)
     for factor in (math.nan, None, "2"):
-        with pytest.raises(ValueError, match=f"factor={factor!r}; accepted is a finite number, or a tensor"):
+        with pytest.raises(ValueError, match=f"factor={factor!r}: expected a finite number or a tensor"):
             scale_gradients([], factor)
 
 
 @pytest.mark.parametrize("unit", [0.0, -1.0, math.inf, "1", True])
 def test_what_is_no_unit_is_refused(unit):
-    with pytest.raises(ValueError, match="accepted is a finite number above 0"):
+    with pytest.raises(ValueError, match="expected a finite number above 0"):
         AccumulationWindow(unit)
