@@ -1,4 +1,4 @@
-"""The process-wide random generators of torch, Python and NumPy: read, set, and left as they were."""
+"""The global RNGs of torch, Python and NumPy: read, set, and left as they were."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _reading = threading.RLock()
 
 
 def shared_state() -> dict[str, Any]:
-    """Return the states of the process-wide generators of torch (CPU), Python and, if imported, NumPy.
+    """Return the states of the global RNGs of torch (CPU), Python and, if imported, NumPy.
 
     Tensors and plain Python objects only, so that a checkpoint that holds one loads with ``weights_only=True``.
     """
@@ -71,7 +71,7 @@ def uncollected() -> Iterator[None]:
 
 
 def set_shared_state(state: dict[str, Any]) -> None:
-    """Set the process-wide generators to a state that ``shared_state`` returned."""
+    """Set the global RNGs to a state that ``shared_state`` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["random"])
     numpy = sys.modules.get("numpy")
@@ -81,7 +81,7 @@ def set_shared_state(state: dict[str, Any]) -> None:
 
 
 def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names of the process-wide generators that differ between two results of ``shared_state``."""
+    """Return the names of the global RNGs that differ between two results of ``shared_state``."""
     names = [] if torch.equal(before["torch"], after["torch"]) else ["torch"]
     if before["random"] != after["random"]:
         names.append("random")
@@ -93,7 +93,7 @@ def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[st
 
 @contextmanager
 def same_random_numbers(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Leave the process-wide generators as they were, whatever is drawn from them inside.
+    """Leave the global RNGs as they were, whatever is drawn from them inside.
 
     Args:
         devices: CUDA devices whose generators count too.

@@ -57,7 +57,7 @@ _LIGHTNING_2 = "2.0.0"
 
 
 class CheckpointError(TurboError, ValueError):
-    """A file is no checkpoint, or lacks a part that it should have."""
+    """A file is not a checkpoint, or lacks a part."""
 
 
 def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
@@ -181,7 +181,7 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: If the file is broken, foreign, holds objects and is not trusted, lacks a part, or counts
-            epochs or steps with something that is no number.
+            epochs or steps with a value that is not a number.
         FileNotFoundError: If ``old`` or the folder of ``new`` is absent.
         FileExistsError: If ``new`` exists, ``old`` included.
         ValueError: If ``to`` or ``growth_interval`` is not accepted.

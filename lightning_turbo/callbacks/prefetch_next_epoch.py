@@ -66,7 +66,7 @@ class PrefetchNextEpoch(Callback):
         if len(restored) != len(able):
             rank_zero_warn(
                 f"PrefetchNextEpoch: the checkpoint has the order of the next epoch for {len(restored)} training "
-                f"loaders, and this run has {len(able)}. Their orders are drawn anew.",
+                f"loaders, and this run has {len(able)}. Their orders are drawn again.",
                 category=TurboWarning,
             )
             return

@@ -71,7 +71,7 @@ class PrefetchLoader(DataLoader[T]):
         ValueError: If ``prefetch_batches`` or ``threads`` is below 1, or ``sample_seeds`` is out of range.
 
     Warns:
-        NoEffectWarning: If loading draws from the process-wide random generators; batches are then loaded in the
+        NoEffectWarning: If loading draws from the global RNGs; batches are then loaded in the
             asking thread, because no seed would fix the result otherwise. If ``threads`` cannot be used: with an
             ``IterableDataset``, ``sample_seeds``, or a class behind this one that loads by itself; one thread then
             works ahead.

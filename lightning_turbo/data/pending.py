@@ -80,7 +80,7 @@ class PendingCollate:
 class ThreadedDataset:
     """A dataset that hands out futures of its samples, which so many threads load. All else is the dataset's own.
 
-    The first batch is loaded by the asking thread alone. If that draws from the process-wide random generators, or from
+    The first batch is loaded by the asking thread alone. If that draws from the global RNGs, or from
     one that the dataset holds, so are all others: among several threads no seed would fix who draws what.
 
     Args:
@@ -116,7 +116,7 @@ class ThreadedDataset:
     def _decide(self, drew: list[str], own: bool) -> None:
         vars(self)["_alone"] = own or bool(drew)
         if own or (drew and get_worker_info() is not None):  # in the process itself, the loader speaks of the others
-            whose = "a random generator that the dataset holds" if own else f"the process-wide {' and '.join(drew)}"
+            whose = "a random generator that the dataset holds" if own else f"the global RNG of {' and '.join(drew)}"
             warnings.warn(
                 f"Loading draws from {whose}: among several threads no seed "
                 f"would fix who draws what. One thread loads instead of threads={self._threads}. Derive the random "

@@ -280,7 +280,7 @@ def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 # ---- States of loaders as a Trainer and its checkpoints see them.
 
 
-def correct_states(states: Iterable[Any], over: bool, anew: bool = False, used: int | None = None) -> None:
+def correct_states(states: Iterable[Any], over: bool, replaced: bool = False, used: int | None = None) -> None:
     """Write into states of loaders what was used in the epoch that they were taken in, and whether it was over.
 
     Loaders know neither: batches may be handed out and not used, an epoch may end before a loader, or go on after it
@@ -290,7 +290,7 @@ def correct_states(states: Iterable[Any], over: bool, anew: bool = False, used: 
         states: What ``state_dict`` of the loaders of a run gave, of any kind; those that count and those with a history
             (see ``add_history``) are changed. To do it twice changes nothing more.
         over: Whether the last batch of the epoch was used.
-        anew: Whether the epoch after it has loaders of its own, which nothing was drawn for.
+        replaced: Whether the epoch after it has new loaders, for which nothing was drawn.
         used: Batches that were used of those that all loaders together gave; ``None`` for all that were handed out.
     """
     pairs = [(state, state.get(KEY, state)) for state in states if isinstance(state, dict)]
@@ -300,17 +300,17 @@ def correct_states(states: Iterable[Any], over: bool, anew: bool = False, used: 
     for state, count in pairs:
         # One that had ended before the others gave nothing to what was not used.
         rest = min(count["consumed"], most - unused) if count.get("ended") else count["consumed"] - unused
-        _correct_state(state, count, max(0, rest), over, anew)
+        _correct_state(state, count, max(0, rest), over, replaced)
 
 
-def _correct_state(state: dict[str, Any], count: dict[str, Any], consumed: int, over: bool, anew: bool) -> None:
+def _correct_state(state: dict[str, Any], count: dict[str, Any], consumed: int, over: bool, replaced: bool) -> None:
     whole = over and consumed > 0  # at 0 it is the epoch after that was begun
     count.update(consumed=consumed, whole=whole)
     before = None if whole else count.get("earlier", {}).get(consumed)
     if before is not None:
         state.clear()
         state.update({**before, KEY: {**count, "ended": False, "earlier": {}, **before[KEY]}})
-    if whole and anew:
+    if whole and replaced:
         state.clear()
         state.update(START if count is state else {})
 

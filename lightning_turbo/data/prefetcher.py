@@ -49,7 +49,7 @@ class LoadProfile:
     """What the first batches of a loader showed. One object for each loader, so that it is found out once.
 
     Attributes:
-        draws: Whether loading draws from the process-wide random generators; ``None`` before the second batch. Such a
+        draws: Whether loading draws from the global RNGs; ``None`` before the second batch. Such a
             loader stays in the asking thread: in another one, no seed would fix who draws first.
         repeats: Whether batches come in the same memory again and again, so that each has to be copied.
         slow: Whether batches take ``WORTH`` seconds or more, so that a thread pays.
@@ -74,7 +74,7 @@ class LoadProfile:
         """Decide, for good, whether a thread may load.
 
         Args:
-            drew: Names of the process-wide generators that loading the second batch changed.
+            drew: Names of the global RNGs that loading the second batch changed.
 
         Warns:
             NoEffectWarning: If there are any.
@@ -87,7 +87,7 @@ class LoadProfile:
         if self.workers:
             what, remedy = "Drawing the indices of a batch", "Give the sampler a generator of its own."
         warnings.warn(
-            f"{what} draws from the process-wide generator of {' and '.join(drew)}, which the model may use too: in "
+            f"{what} draws from the global RNG of {' and '.join(drew)}, which the model may use too: in "
             "a background thread no seed would fix the result. Batches are loaded in the training thread instead, as "
             f"by a plain DataLoader, with nothing gained. {remedy}",
             NoEffectWarning,
@@ -274,7 +274,7 @@ class BackgroundIterator(Iterator[Any]):
     """Iterate over ``source`` in a background thread that keeps some items ready.
 
     The first two items are taken in the thread that asks for them: seeds that a sampler draws at its start come then
-    from the same place as without this class, and a source that goes on drawing from the process-wide generators is
+    from the same place as without this class, and a source that goes on drawing from the global RNGs is
     found out and stays there (see ``LoadProfile``). So does one whose items take less than half a millisecond, with
     nothing to gain. Otherwise a thread takes all others ahead. It ends with the source, on ``close``, when this object
     is collected, and when the interpreter ends.

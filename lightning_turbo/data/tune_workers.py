@@ -119,7 +119,7 @@ def tune_workers(
         RuntimeError: If no setting gave a batch in time; its text says what happened with each.
 
     Note:
-        Starts and ends worker processes; none is left. The process-wide random generators, and those of torch that the
+        Starts and ends worker processes; none is left. The global RNGs, and those of torch that the
         loader and its samplers hold, are restored; those of a dataset are not. The time of a setting begins with its
         first batch. Worker processes that give no batch in time are ended, and the search with them; at
         ``num_workers=0`` a batch that was begun is waited for. An error of ``step`` is raised.
@@ -173,7 +173,7 @@ def _search(
     """
     pins = [True] if torch.cuda.is_available() else []
     later, rows = len(factors) - 1 + len(pins), []
-    # One worker first: its process can be ended if a batch never comes. Where processes import torch anew, their start
+    # One worker first: its process can be ended if a batch never comes. Where each process imports torch, their start
     # may be what takes too long, and 0 workers come first.
     first = 1 if multiprocessing.get_start_method() == "fork" else 0
     for done, count in enumerate(sorted(counts, key=lambda number: (number != first, number))):

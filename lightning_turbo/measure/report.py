@@ -41,7 +41,7 @@ def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> li
 
 
 def console_for(console: Any = None) -> Any:
-    """Return the console passed, or one on standard output, wide enough for tables where it is no terminal."""
+    """Return the console passed, or one on standard output, wide enough for tables outside of a terminal."""
     from rich.console import Console
 
     console = console or Console()

@@ -139,7 +139,7 @@ class AccumulationWindow:
             The factor; 1.0 for a full window without weights, 0 where all weights are 0, NaN for a tensor that is NaN.
 
         Raises:
-            TypeError: If ``total`` is no number.
+            TypeError: If ``total`` is not a number.
             ValueError: If a number is out of range, or ``total`` a tensor of several elements.
         """
         for name, value in (("divisor", divisor), ("ranks", ranks)):

@@ -171,7 +171,7 @@ def test_batches_are_the_same_packed_and_not(volumes, kind):
 
 @pytest.mark.parametrize(("name", "spoil", "positive", "message"), [
     ("train_images", None, None, r"lacks arrays of the part 'train'.*'train_images'.*Rename the arrays"),
-    ("train_images", lambda x: x[..., :3], None, r"train_images is \(20, 12, 12, 3\).*accepted are \(n, x, y, z\)"),
+    ("train_images", lambda x: x[..., :3], None, r"train_images is \(20, 12, 12, 3\).*expected \(n, x, y, z\)"),
     ("train_labels", lambda y: np.repeat(y, 2, 1), None, r"train_labels is \(20, 2\)"),
     ("train_labels", lambda y: y[:-1], None, "rows; all must have as many"),
     ("train_labels", lambda y: 0 * y + 1, None, "all 20 training labels are alike"),

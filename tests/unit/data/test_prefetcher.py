@@ -372,7 +372,7 @@ def test_a_source_that_draws_from_shared_generators_stays_in_the_asking_thread(d
             draws[draw]()
             yield n, threading.current_thread()
 
-    with pytest.warns(NoEffectWarning, match=f"generator of {draw}, .*num_workers=1") as told:
+    with pytest.warns(NoEffectWarning, match=f"global RNG of {draw}, .*num_workers=1") as told:
         got = list(BackgroundIterator(source()))
     assert got == [(n, threading.current_thread()) for n in range(6)]
     assert len(told) == 1

@@ -341,7 +341,7 @@ QUIET = pytest.mark.filterwarnings("ignore:Loading a batch draws")
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_workers": 0}, "Loading a batch draws from the process-wide generator of torch.*Use num_workers=1"),
+        ({"num_workers": 0}, "Loading a batch draws from the global RNG of torch.*Use num_workers=1"),
         ({"num_workers": 1, "threads": 3}, "threads=3 has no effect here: the generators that are seeded"),
         ({"num_workers": 2, "persistent_workers": True, "shuffle": True}, None),
         ({"num_workers": 1, "sampler": SeededSampler(range(LENGTH), SEED)}, None),
