@@ -122,7 +122,8 @@ class _Loading:
     def take(self) -> Record:
         """Load one item here; never raises."""
         record = self._finish(self._draw())
-        return _explain(record, workers=True) if self.profile.workers else record
+        elsewhere = self.profile.workers or self.samples is not None  # in a worker process, or a thread of a pool
+        return _explain(record, self.profile.workers) if elsewhere else record
 
     def _draw(self) -> Record:
         self.taken += 1

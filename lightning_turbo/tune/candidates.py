@@ -125,7 +125,7 @@ def list_candidates(cores: int) -> list[Candidate]:
     c = Candidate
     return [
         _loader("prefetch", THREAD, prefetch=True),
-        _loader("prefetch-threads", THREAD, prefetch=True, prefetch_threads=max(2, min(cores, 4))),
+        _loader("prefetch-threads", THREAD, prefetch=True, threads=max(2, min(cores, 4))),
         c(name="next-epoch", slot="loading", needs=(*THREAD, "epochs"), callbacks=ahead),
         *(candidate for count in counts for candidate in _workers(count)),
         c(name="lean", needs=lean, strategy={"lean_step": True, "lean_logging": True}),

@@ -35,7 +35,7 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def set_up_loader(
-    loader: Any, *, num_workers: int | None, persistent_workers: bool, prefetch: bool, prefetch_threads: int
+    loader: Any, *, num_workers: int | None, persistent_workers: bool, prefetch: bool, threads: int
 ) -> Any:
     """Return a loader like ``loader`` with these settings; what is not a ``DataLoader`` comes back as it is."""
     if not isinstance(loader, DataLoader):
@@ -43,7 +43,7 @@ def set_up_loader(
     if num_workers is not None:
         loader = _with_workers(loader, num_workers, persistent_workers)
     if prefetch and not isinstance(loader, PrefetchLoader):
-        return PrefetchLoader.of(loader, prefetch_threads=prefetch_threads)
+        return PrefetchLoader.of(loader, threads=threads)
     return loader
 
 
@@ -69,7 +69,7 @@ class LoaderSettings(Callback):
         persistent_workers: Whether they stay from epoch to epoch: each epoch begins sooner, and from the second one on
             the samples come in another order than without, because torch draws a random number less.
         prefetch: Whether a background thread prepares batches ahead, see ``PrefetchLoader``.
-        prefetch_threads: How many threads do, 1 or more.
+        threads: How many threads do, 1 or more.
 
     Example:
         >>> from lightning_turbo.tune import LoaderSettings
@@ -81,14 +81,14 @@ class LoaderSettings(Callback):
         num_workers: int | None = None,
         persistent_workers: bool = False,
         prefetch: bool = False,
-        prefetch_threads: int = 1,
+        threads: int = 1,
     ) -> None:
         check_binding("LoaderSettings")
         self.settings: dict[str, Any] = {
             "num_workers": num_workers,
             "persistent_workers": persistent_workers,
             "prefetch": prefetch,
-            "prefetch_threads": prefetch_threads,
+            "threads": threads,
         }
         self._strategy: Any = None
 

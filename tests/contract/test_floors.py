@@ -22,8 +22,10 @@ FLOORS = (
     ),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-LINES = 24_300  # of the package; lowered as it shrinks
-MEAN_COMPLEXITY, WORST_COMPLEXITY = 9.0, 60  # of each part, and of each function
+LINES = 21_750  # of the package; the aim is 16,000. Lowered as it shrinks, raised only with a reason in the commit
+WORST_COMPLEXITY = 12  # of each function and method
+MEAN_COMPLEXITY = 3.2  # of each part
+ABOVE = {"amp": 3.7, "callbacks": 3.3, "data": 3.7, "datamodules": 4.1, "nn": 3.25, "optim": 3.35, "plugins": 3.6}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -72,7 +74,8 @@ def test_functions_are_simple(part):
     ]
     assert max(blocks, default=(0, ""))[0] <= WORST_COMPLEXITY, max(blocks)
     mean = sum(complexity for complexity, _ in blocks) / max(len(blocks), 1)
-    assert mean <= MEAN_COMPLEXITY, f"{part}: a mean of {mean:.2f}, expected at most {MEAN_COMPLEXITY}"
+    limit = ABOVE.get(part, MEAN_COMPLEXITY)
+    assert mean <= limit, f"{part}: a mean of {mean:.2f}, expected at most {limit}"
 
 
 def test_the_package_keeps_its_budget():

@@ -41,7 +41,7 @@ GOT = {
     "precision_plugin.opt_level": "O2",
     **PARTS,
 }
-DOCTOR = {"fix": True, "html": "seen.html", "json": "seen.json"}
+DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
 # Section of the file, class, its arguments there, and what the object has to show for it.
 TABLE = [
@@ -71,7 +71,7 @@ TABLE = [
         "callbacks",
         "Doctor",
         {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR},
-        {"schedule.warmup": 1, "schedule.timed": 2, "schedule.watched": 5, **DOCTOR},
+        {"steps": (1, 2, 5), **DOCTOR},
     ),
     (
         "plugins",
@@ -101,7 +101,7 @@ TABLE = [
     ),
 ]  # fmt: skip
 DATA = {"PrefetchDataModule", "DALIDataModule", "PrefetchLoader", "PackedDataset", "Normalize", "DALILoader"}
-IN_CODE = {"DevicePrefetcher"}  # it stands around a loader that is there already
+IN_CODE = {"DevicePrefetcher", "SeededSampler"}  # they take a loader or a dataset that is there already
 
 
 class Net(LightningModule):
@@ -219,9 +219,8 @@ def test_a_file_names_what_dali_takes():
     make_photos("photos", per_class=1)
     images, options = {"size": 8, "index": True}, {"num_threads": 1, "prefetch": 3, "seed": 5}
     folders = {"train": "photos", "val": "photos", "test": "photos", "predict": "photos"}
-    file = named("DALIDataModule", **folders, batch_size=2, last_batch="drop", device="cpu", images=images, **options)
+    file = named("DALIDataModule", **folders, batch_size=2, last_batch="drop", images=images, **options)
     datamodule = load(trainer=TRAINER, data=file).datamodule
-    assert datamodule._device == "cpu"
     assert list(datamodule.loaders) == list(folders)
     for name, loader in datamodule.loaders.items():
         last = "drop" if name == "train" else "partial"

@@ -173,7 +173,7 @@ def test_batches_are_the_same_packed_and_not(volumes, kind):
     ("train_images", None, None, r"lacks arrays of the part 'train'.*'train_images'.*Rename the arrays"),
     ("train_images", lambda x: x[..., :3], None, r"train_images is \(20, 12, 12, 3\).*expected \(n, x, y, z\)"),
     ("train_labels", lambda y: np.repeat(y, 2, 1), None, r"train_labels is \(20, 2\)"),
-    ("train_labels", lambda y: y[:-1], None, "rows; all must have as many"),
+    ("train_labels", lambda y: y[:-1], None, "expected arrays of equal length"),
     ("train_labels", lambda y: 0 * y + 1, None, "all 20 training labels are alike"),
     ("train_labels", lambda y: y + 1, None, r"holds the labels \[1, 2\]; expected 0 and 1"),
     ("train_labels", lambda y: y + 1, 7, r"positive=7: .* has the labels \[1, 2\]"),

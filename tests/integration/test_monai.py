@@ -96,16 +96,16 @@ def test_batches_and_losses_are_those_of_monais_loader(dataset, num_workers):
     plain = fit(Volumes(dataset, num_workers=num_workers))
     assert plain.kinds == {monai_data.MetaTensor}
     assert len(set(plain.sums)) == 8
-    for settings in ({}, {"prefetch_threads": 2}, {"loader": "ThreadDataLoader"} if num_workers == 0 else {}):
+    for settings in ({}, {"threads": 2}, {"loader": "ThreadDataLoader"} if num_workers == 0 else {}):
         ours = fit(Prefetched(dataset, num_workers=num_workers, **settings))
         assert (ours.sums, ours.losses, ours.kinds) == (plain.sums, plain.losses, plain.kinds)
 
 
 def test_threads_that_would_share_a_transforms_generator_are_refused_however_much_is_cached():
-    data = Prefetched(prefetch_threads=2)
+    data = Prefetched(threads=2)
     more = [{"n": [[i] for _ in range(10)]} for i in range(200)]
     data.dataset._cache = [{**item, "more": copy.deepcopy(more)} for item in data.dataset._cache]
-    with pytest.warns(NoEffectWarning, match="One thread loads instead of prefetch_threads"):
+    with pytest.warns(NoEffectWarning, match="One thread loads instead of threads"):
         list(data.train_dataloader())
 
 

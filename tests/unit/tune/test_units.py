@@ -55,7 +55,7 @@ def fit(module, *callbacks, times=1):
     ("settings", "kind", "workers"),
     [
         ({"num_workers": 1}, DataLoader, 1),
-        ({"prefetch": True, "prefetch_threads": 2}, PrefetchLoader, 0),
+        ({"prefetch": True, "threads": 2}, PrefetchLoader, 0),
         ({}, DataLoader, 0),
     ],
 )
