@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.peers import timm_loader, torchdata_loader
 from benchmarks.suite import Aim, SkippedError, Suite
 from benchmarks.workloads import plain_loop, resnet50, sgd
 from lightning_turbo import _optional
-from lightning_turbo.data import DevicePrefetcher, PackedDataset, PrefetchLoader
+from lightning_turbo.data import DevicePrefetcher, PackedDataset, PrefetchLoader, seed_samples
 from lightning_turbo.data.dali import DALILoader, ImageFolder, VolumeFiles
 
 __all__ = ["SUITE"]
@@ -312,6 +313,37 @@ def _held() -> Dataset[Any]:
     return TensorDataset(torch.randn(32 * BATCH, 3, 224, 224), torch.arange(32 * BATCH) % 3)
 
 
+class _Indices(Dataset[int]):
+    """Samples that cost nothing, so that the loader's own work is left."""
+
+    def __len__(self) -> int:
+        return 256 * BATCH
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _worker_seconds() -> float:
+    """The processor time of worker processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def sample_seeds(meter: Meter) -> dict[str, float]:
+    """The cost of seeds for a sample with one worker process, in turns with the same loader without them."""
+    plain = DataLoader(_Indices(), BATCH, num_workers=1)
+    spent, samples, measuring = [0.0, 0.0], 0, True
+    while measuring:
+        for which, loader in enumerate((plain, seed_samples(plain, meter.seed))):
+            began = _worker_seconds()
+            for _ in loader:
+                pass
+            spent[which] += _worker_seconds() - began
+        samples += 256 * BATCH
+        measuring = meter.step(samples=2 * 256 * BATCH)
+    return {"microseconds_a_sample": 1e6 * (spent[1] - spent[0]) / samples}
+
+
 SUITE.add(PILLOW, pillow, baseline=True, config={"workers": 0})
 for _workers in (1, 2):
     SUITE.add(f"DataLoader with Pillow, {_workers} workers", pillow, config={"workers": _workers}, quick=False)
@@ -347,7 +379,10 @@ SUITE.add(
 MEMORY, PREFETCHED = (f"ResNet-50 on images in memory: {name}" for name in ("DataLoader", "DevicePrefetcher"))
 SUITE.add(MEMORY, resnet, config={"feed": "memory"}, base=SYNTHETIC, devices=("cuda",))
 SUITE.add(PREFETCHED, resnet, config={"feed": "prefetched"}, base=SYNTHETIC, devices=("cuda",), ours=True)
+SEEDS = "sample seeds, 1 worker"
+SUITE.add(SEEDS, sample_seeds, base=SEEDS, ours=True, quick=False)
 SUITE.aims += [
+    Aim(SEEDS, "", at_most=30, quantity="microseconds_a_sample", devices=("cpu",)),
     Aim(OURS + ", uint8", BARE + ", uint8", at_most=1.03, devices=("cpu",)),
     Aim(OURS, PILLOW, at_most=1 / 2.4, devices=("cpu",)),
     Aim("volumes: DALILoader", NUMPY, at_most=1 / 2, devices=("cpu",)),
