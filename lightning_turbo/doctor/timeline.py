@@ -96,9 +96,9 @@ class Timeline:
     def mark(self, action: str, phase: str) -> None:
         """Note that ``action`` begins, or continues after an inner one; nothing happens outside of a step."""
         if self._open is not None:
-            event = (
-                torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if self.cuda else None
-            )
+            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
+            if event is not None:
+                event.record()
             self._open.append(_Mark(action, phase, time.perf_counter(), event))
 
     def end(self) -> None:

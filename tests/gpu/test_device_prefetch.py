@@ -347,6 +347,7 @@ def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
     prefetcher = DevicePrefetcher(loader, DEVICE, prefetch_batches=40)
     holder = [iter(prefetcher)]
     next(holder[0]), next(holder[0])
+    loader = prefetcher.loader  # a PrefetchLoader made of it
     collect_in_its_thread(holder, loader._iterator)
     assert [index.tolist() for _, index in prefetcher] == [[n, n + 1] for n in range(0, 40, 2)]
     loader._iterator._shutdown_workers()

@@ -137,8 +137,8 @@ class Loss(torchmetrics.MeanMetric):
     [
         (lambda x: torchmetrics.MeanMetric()(x), "torchmetrics"),
         (lambda x: Loss()(x), "torchmetrics"),
-        (lambda x: torch.distributions.Categorical(logits=x), "torch.distributions"),
-        (lambda x: torch.distributions.Normal(x, 1.0).log_prob(x), "torch.distributions"),
+        (lambda x: torch.distributions.Categorical(logits=x, validate_args=True), "torch.distributions"),
+        (lambda x: torch.distributions.Normal(x, 1.0, validate_args=True).log_prob(x), "torch.distributions"),
         (lambda x: torch.nn.Sequential(torch.nn.Identity())(x).sum().item(), ""),
         (lambda x: F.one_hot(x.long().abs()), ""),
     ],
