@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["announce_skip", "skip_flag"]
+__all__ = ["announce_skip", "skip_flag", "was_skipped"]
 
 _skipping: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
@@ -23,6 +23,11 @@ def skip_flag(optimizer: Optimizer) -> Tensor | None:
         ``None`` where nothing can be skipped.
     """
     return _skipping.get(optimizer, getattr(optimizer, "found_inf", None))
+
+
+def was_skipped(flag: Tensor | None) -> bool:
+    """Return whether a step was skipped, from its ``skip_flag``; waits for the device if there is one."""
+    return flag is not None and bool(flag.item())
 
 
 def announce_skip(optimizer: Optimizer, flag: Tensor | None) -> None:

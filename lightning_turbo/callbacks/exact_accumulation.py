@@ -128,11 +128,7 @@ class ExactAccumulation(Callback):
         if window.count == 0:
             return
         if total is not None and trainer.world_size > 1:
-            device = trainer.strategy.root_device
-            wide = torch.float32 if device.type == "mps" else torch.float64
-            if not isinstance(total, Tensor):
-                total = torch.full((), total, dtype=wide, device=device)  # filled there: a copy would wait
-            total = trainer.strategy.reduce(total.to(device, wide), reduce_op="sum")
+            total = _sum_over_ranks(trainer.strategy, total)
         factor = window.factor(trainer.accumulate_grad_batches, total, trainer.world_size)
         if isinstance(factor, Tensor) or factor != 1.0:
             scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
@@ -170,29 +166,32 @@ class ExactAccumulation(Callback):
 
     def _resume(self, trainer: Trainer) -> None:
         windows, self._loaded = self._loaded, None
-        if not windows:
-            return
-        scale, sizes = loss_scale(trainer) or 1.0, [len(parameters) for parameters in _parameters(trainer)]
-        if pending_gradients.owns_pending_gradients(trainer.precision_plugin):
-            lost = len(windows) != trainer.world_size  # which ApexAMP tells the user
-        else:
-            own = pending_gradients.entry_of_this_rank([_gradients_of(window) for window in windows], sizes)
-            lost = own is None
-            if own is not None:
-                factor = scale / windows[trainer.global_rank].get("scale", scale)  # older versions do not have it
-                pending_gradients.put_back(trainer.optimizers, own, [factor] * len(sizes), trainer.model)
-        if not lost:
+        if windows and self._restore_gradients(trainer, windows):
             window = windows[trainer.global_rank]
             self._window.count, self._window.total = window["count"], window["total"]
 
+    def _restore_gradients(self, trainer: Trainer, windows: list[dict[str, Any]]) -> bool:
+        """Put the gradients of a window back where no precision plugin does; returns whether they are there."""
+        if pending_gradients.owns_pending_gradients(trainer.precision_plugin):
+            return len(windows) == trainer.world_size  # ApexAMP warns of another number
+        sizes = [sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in trainer.optimizers]
+        own = pending_gradients.entry_of_this_rank([window.get("gradients", ()) for window in windows], sizes)
+        if own is None:
+            return False
+        factor = (loss_scale(trainer) or 1.0) / windows[trainer.global_rank]["scale"]
+        pending_gradients.put_back(trainer.optimizers, own, [factor] * len(sizes), trainer.model)
+        return True
+
+    def _is_even(self, length: int, batches: float, ranks: int) -> bool:
+        """Whether each window has its full length, and each batch its full weight."""
+        if self.weight is not None:
+            return length == 1 and ranks == 1
+        return length == 1 or (math.isfinite(batches) and batches % length == 0)
+
     def _warn_if_idle(self, trainer: Any) -> None:
         length, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-            return
-        even = length == 1 or (math.isfinite(batches) and batches % length == 0)
-        if self.weight is not None:
-            even = length == 1 and trainer.world_size == 1
-        if even:
+        changing = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+        if not changing and self._is_even(length, batches, trainer.world_size):
             rank_zero_warn(
                 f"ExactAccumulation changes nothing here: with accumulate_grad_batches={length}, {batches} batches an "
                 f"epoch and {trainer.world_size} rank(s), every window is full. Remove it, or give weight.",
@@ -200,16 +199,12 @@ class ExactAccumulation(Callback):
             )
 
 
-def _parameters(trainer: Trainer) -> list[list[Tensor]]:
-    return [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in trainer.optimizers]
-
-
-def _gradients_of(window: dict[str, Any]) -> pending_gradients.Gradients:
-    """Return the gradients of a window; older versions wrote a list, with ``None`` where there was none."""
-    return [
-        own if isinstance(own, dict) else {str(i): gradient for i, gradient in enumerate(own) if gradient is not None}
-        for own in window.get("gradients", ())
-    ]
+def _sum_over_ranks(strategy: Any, total: float | Tensor) -> Tensor:
+    device = strategy.root_device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    if not isinstance(total, Tensor):
+        total = torch.full((), total, dtype=wide, device=device)  # filled there: a copy would wait
+    return strategy.reduce(total.to(device, wide), reduce_op="sum")
 
 
 def _unit(weight: float | Tensor) -> float:

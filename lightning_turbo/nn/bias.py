@@ -151,15 +151,20 @@ def _find_pairs(module: nn.Module, tracer: _Tracer) -> tuple[dict[str, str], dic
     read = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
     pairs, kept = {}, {}
     for node in filter(partial(_has_bias, module), tracer.graph.nodes):
-        norms = [user for user in node.users if type(_called_module(module, user)) in NORMS]
-        if not norms:
+        norm = _find_norm(module, node)
+        if norm is None:
             continue
-        reason = _reason_to_keep(module, node, norms[0], shared, read)
+        reason = _reason_to_keep(module, node, norm, shared, read)
         if reason is None:
-            pairs[str(node.target)] = str(norms[0].target)
+            pairs[str(node.target)] = str(norm.target)
         else:
             kept[str(node.target)] = reason
     return pairs, kept
+
+
+def _find_norm(module: nn.Module, node: fx.Node) -> fx.Node | None:
+    """Return the call of the first norm that reads the output of a node."""
+    return next((user for user in node.users if type(_called_module(module, user)) in NORMS), None)
 
 
 def _has_bias(module: nn.Module, node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_turbo._checks import is_number, is_whole
+from lightning_turbo._checks import expect, is_number, is_whole
 
 __all__ = [
     "AccumulationWindow",
@@ -44,20 +44,26 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
     """
     if not isinstance(factor, Tensor) and not is_number(factor):
         raise ValueError(f"factor={factor!r}: expected a finite number or a tensor. Pass what window.factor returns.")
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        if gradient.layout is torch.strided and gradient.ndim:
-            groups[gradient.device, gradient.dtype].append(gradient)
-        else:
-            gradient.mul_(factor)
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups[_kind(parameter.grad)].append(parameter.grad)
     for alike in groups.values():
         _scale_alike(alike, factor)
 
 
+def _kind(gradient: Tensor) -> tuple[torch.device, torch.dtype, bool]:
+    """Return the device, the dtype, and whether one kernel may serve many."""
+    return gradient.device, gradient.dtype, gradient.layout is torch.strided and gradient.ndim > 0
+
+
 def _scale_alike(gradients: list[Tensor], factor: Any) -> None:
-    """Multiply gradients of one device and dtype."""
-    device, dtype = gradients[0].device, gradients[0].dtype
+    """Multiply gradients of one kind."""
+    device, dtype, together = _kind(gradients[0])
+    if not together:
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return
     if dtype not in (torch.float16, torch.bfloat16):
         # On CUDA one kernel serves many gradients, if they and the factor have one dtype.
         own = factor.to(device, dtype) if isinstance(factor, Tensor) else factor
@@ -142,9 +148,7 @@ class AccumulationWindow:
             TypeError: If ``total`` is not a number.
             ValueError: If a number is out of range, or ``total`` a tensor of several elements.
         """
-        for name, value in (("divisor", divisor), ("ranks", ranks)):
-            if not is_whole(value, 1):
-                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1. Pass how many there are.")
+        _check_counts(divisor=divisor, ranks=ranks)
         total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
@@ -152,6 +156,11 @@ class AccumulationWindow:
         if isinstance(total, Tensor):
             return torch.where(total == 0, 0.0, whole / total)
         return whole / total if total > 0 else 0.0
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        expect(is_whole(value, 1), name, value, "a whole number of at least 1")
 
 
 def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
@@ -194,5 +203,9 @@ def mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
         parameters: Parameters; those without a gradient are passed over.
     """
     if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
-        used = [p for p in parameters if p.requires_grad and p.grad is not None and p.grad.layout is torch.strided]
+        used = [p for p in parameters if p.requires_grad and _has_dense_gradient(p)]
         torch.autograd.backward(used, [torch.zeros_like(p) for p in used])
+
+
+def _has_dense_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.layout is torch.strided

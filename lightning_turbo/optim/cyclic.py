@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
+from lightning_turbo._skipped_steps import skip_flag, was_skipped
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from lightning_turbo.optim.skipped_steps import overflow_flag, was_skipped
 
 __all__ = ["CyclicSchedule", "RunLength", "cyclic_lr"]
 
@@ -154,7 +154,7 @@ class CyclicSchedule(LRScheduler):
             each.register_step_post_hook(self._record_step)
 
     def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped, self._flag = True, overflow_flag(optimizer)
+        self._stepped, self._flag = True, skip_flag(optimizer)
 
     def _begin(self) -> None:
         """Set the size of the cycle at the first step, when the Trainer knows the length of an epoch."""

@@ -113,7 +113,7 @@ class GradientRelease:
             # Weak references, so that the gradients of the first step are freed when the loop drops them.
             self._seen = [(p, TensorWeakRef(p.grad)) for p in self.parameters if p.grad is not None]
             return
-        kept = any(parameter.grad is not None and parameter.grad is seen() for parameter, seen in self._seen)
+        kept = any(_is_same_gradient(parameter, seen()) for parameter, seen in self._seen)
         self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
 
 
@@ -140,6 +140,10 @@ def release_after_steps(optimizers: Iterable[Optimizer]) -> list[GradientRelease
     owners = Counter(map(id, owned))
     shared = [parameter for parameter in owned if owners[id(parameter)] > 1]
     return [GradientRelease(optimizer, leave=shared) for optimizer in optimizers]
+
+
+def _is_same_gradient(parameter: Tensor, seen: Tensor | None) -> bool:
+    return parameter.grad is not None and parameter.grad is seen
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from lightning_turbo._checks import expect, is_number, is_whole
-from lightning_turbo.optim.skipped_steps import overflow_flag, was_skipped
+from lightning_turbo._skipped_steps import skip_flag, was_skipped
 
 __all__ = ["LearningRateScaling", "lr_factor"]
 
@@ -110,7 +110,7 @@ class LearningRateScaling:
     def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
         # After the warm-up the count has no effect: do not wait for the device to read the flag.
-        if self.done >= self.warmup_steps or not was_skipped(overflow_flag(optimizer)):
+        if self.done >= self.warmup_steps or not was_skipped(skip_flag(optimizer)):
             self.done += 1
 
     def _save_unscaled(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

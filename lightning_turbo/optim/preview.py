@@ -60,16 +60,21 @@ def preview(
     groups = max(_count_groups(base_lr), _count_groups(max_lr), 1)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=0.0, momentum=0.9)
     schedule = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"]
-    rows = []
+    rates, momentum = [], []
     for _ in range(steps):
-        rows.append([(float(group["lr"]), float(group["momentum"])) for group in optimizer.param_groups])
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        momentum.append([float(group["momentum"]) for group in optimizer.param_groups])
         optimizer.step()
         schedule.step()
-    curves = [list(zip(*group, strict=True)) for group in zip(*rows, strict=True)]
-    rates = [list(lr) for lr, _ in curves]
+    curves = _turn(rates)
     if path is not None:
-        _draw(rates, Path(path))
-    return CyclePreview(rates, [list(momentum) for _, momentum in curves] if cycle.get("momentum") else [])
+        _draw(curves, Path(path))
+    return CyclePreview(curves, _turn(momentum) if cycle.get("momentum") else [])
+
+
+def _turn(rows: list[list[float]]) -> list[list[float]]:
+    """Return one list for each parameter group, from one list for each step."""
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _count_groups(rate: float | Sequence[float]) -> int:
