@@ -1,19 +1,20 @@
-"""Writes generated parts of pages: the techniques, from the cards, and the public names, from the package's table.
+"""Writes what is generated: the table of techniques from the cards, and a page for each public name of the package.
 
 python docs/overview.py            write the pages
 python docs/overview.py --check    only tell, by the exit status, whether they are up to date
 """
 
+import inspect
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
-API, STABILITY = ROOT / "docs" / "api.md", ROOT / "docs" / "stability.md"
-PAGES = (CARDS / "README.md", API, STABILITY)
+API, STABILITY, SITE = ROOT / "docs" / "api.md", ROOT / "docs" / "stability.md", ROOT / "zensical.toml"
 KEYS = ("name", "class", "function", "maths_unchanged", "needs", "status")
 
 
@@ -75,16 +76,31 @@ def public_names():
 
 
 def reference(page):
-    """A section for each kind of public names, with the place where mkdocs puts each docstring."""
+    """A table for each kind of public names, with the first sentence of each docstring."""
+    import lightning_turbo
+
     lines = []
     for kind, names in public_names().items():
-        lines += [f"## {kind}", ""]
+        lines += [f"## {kind}", "", "| Name | What it is |", "|---|---|"]
         for name in names:
-            lines += [f"::: lightning_turbo.{name}"]
-            if name == "amp":  # a module
-                lines += ["    options:", "      members: null", '      filters: ["!^_"]']
-            lines += [""]
+            first = " ".join(inspect.getdoc(getattr(lightning_turbo, name)).partition("\n\n")[0].split())
+            lines += [f"| [`{name}`](api/{name}.md) | {first.replace('``', '`').replace('|', chr(92) + '|')} |"]
+        lines += [""]
     return "\n".join(lines).strip()
+
+
+def page_of(name):
+    """The page of one public name: its docstring and those of its methods."""
+    options = {"heading_level": 1, "members": None, "filters": ["!^_"]}
+    return f"---\ntitle: {name}\n---\n\n::: lightning_turbo.{name}\n" + textwrap.indent(yaml.safe_dump({"options": options}), "    ")
+
+
+def navigation(page):
+    """The pages of the API in the navigation of the site."""
+    lines = ['  { API = [', '    "api.md",']
+    for kind, names in public_names().items():
+        lines += [f'    {{ "{kind}" = [', *(f'      "api/{name}.md",' for name in names), "    ] },"]
+    return "\n".join([*lines, "  ] },"])
 
 
 def list_of_names(page):
@@ -95,13 +111,26 @@ def list_of_names(page):
 
 
 # Page -> the word in the markers around its generated part, and what makes that part.
-PARTS = {API: ("public names", reference), STABILITY: ("public names", list_of_names)}
+PARTS = {
+    CARDS / "README.md": ("techniques", table),
+    API: ("public names", reference),
+    STABILITY: ("public names", list_of_names),
+    SITE: ("public names", navigation),
+}
+
+
+def generated():
+    """Each generated file -> its text."""
+    pages = {API.parent / "api" / f"{name}.md": page_of(name) for names in public_names().values() for name in names}
+    return pages | {page: updated(page) for page in PARTS}
 
 
 def updated(page):
     """The text of ``page`` with its generated part in its place."""
-    word, make = PARTS.get(page, ("techniques", table))
+    word, make = PARTS[page]
     begin, end = f"<!-- {word}: made by docs/overview.py -->", f"<!-- end of {word} -->"
+    if page.suffix == ".toml":
+        begin, end = (f"  # {mark[5:-4]}" for mark in (begin, end))
     before, found, rest = page.read_text().partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
@@ -110,13 +139,16 @@ def updated(page):
 
 
 def main(argv):
-    stale = [page for page in PAGES if updated(page) != page.read_text()]
+    texts = generated()
+    old = set((API.parent / "api").glob("*.md")) - set(texts)
+    stale = [page for page, text in texts.items() if not page.exists() or page.read_text() != text] + sorted(old)
     if "--check" in argv:
         for page in stale:
             print(f"{page} is out of date: run python docs/overview.py")
         return 1 if stale else 0
+    API.with_suffix("").mkdir(exist_ok=True)
     for page in stale:
-        page.write_text(updated(page))
+        page.unlink() if page in old else page.write_text(texts[page])
     return 0
 
 

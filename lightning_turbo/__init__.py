@@ -95,7 +95,9 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from lightning_turbo._checks import suggest
+
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest(name, __all__)}")
     module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     value = getattr(module, name, module)  # amp is a module itself
     globals()[name] = value
