@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
-API, STABILITY, SITE = ROOT / "docs" / "api.md", ROOT / "docs" / "stability.md", ROOT / "zensical.toml"
+API, SITE = ROOT / "docs" / "api.md", ROOT / "zensical.toml"
 KEYS = ("name", "class", "function", "maths_unchanged", "needs", "status")
 
 
@@ -103,18 +103,10 @@ def navigation(page):
     return "\n".join([*lines, "  ] },"])
 
 
-def list_of_names(page):
-    """The table of public names."""
-    lines = ["| Kind | Names |", "|---|---|"]
-    lines += [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in public_names().items()]
-    return "\n".join(lines)
-
-
 # Page -> the word in the markers around its generated part, and what makes that part.
 PARTS = {
     CARDS / "README.md": ("techniques", table),
     API: ("public names", reference),
-    STABILITY: ("public names", list_of_names),
     SITE: ("public names", navigation),
 }
 

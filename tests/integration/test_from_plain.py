@@ -4,7 +4,6 @@ import re
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 
 import lightning_turbo
@@ -23,19 +22,11 @@ def run(needle):
     return names
 
 
-@pytest.mark.parametrize(
-    ("plain", "trainer"),
-    [("amp.initialize", "ApexAMP("), ("def reduce_tensor", "sync_dist=True")],
-    ids=["apex", "ddp"],
-)
-def test_loop_and_trainer_end_with_the_same_weights(plain, trainer):
-    before, after = run(plain), run(trainer)
+def test_loop_and_trainer_end_with_the_same_weights():
+    before, after = run("amp.initialize"), run("ApexAMP(")
     assert len(before["weights"]) == len(after["weights"]) == 6
     for a, b in zip(before["weights"], after["weights"], strict=True):
         assert torch.equal(a, b)
-    if "mean_loss" in before:
-        # A mean of four numbers, summed up in another order.
-        assert float(before["mean_loss"]) == pytest.approx(float(after["mean_loss"]), rel=1e-6)
 
 
 def test_all_loaders_give_the_same_batches():
@@ -52,8 +43,7 @@ def test_a_generator_gives_the_same_items():
 
 
 def test_no_block_is_left_untried():
-    tried = ("amp.initialize", "ApexAMP(", "def reduce_tensor", "sync_dist=True", "class DataLoaderX",
-             "PrefetchLoader(range", "@background", "BackgroundIterator(", "class Numbers",
-             "DevicePrefetcher(")  # fmt: skip
+    tried = ("amp.initialize", "ApexAMP(", "class DataLoaderX", "PrefetchLoader(range", "@background",
+             "BackgroundIterator(", "class Numbers", "DevicePrefetcher(")  # fmt: skip
     assert [sum(needle in block for needle in tried) for block in BLOCKS] == [1] * len(tried)
     assert run("DevicePrefetcher(")["target"].tolist() == [4, 5, 6, 7]
