@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_turbo.amp.engine import AmpEngine, params_of
 from lightning_turbo.amp.half_forward import cast_floats, first_tensor_of
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.loss_scaling import LossScaler
-from lightning_turbo.errors import AmpStateError, AmpUsageError, TurboWarning
+from lightning_turbo.errors import AmpStateError, AmpUsageError
 
 __all__ = [
     "disable_casts",
@@ -44,7 +43,6 @@ class _Session:
         self.engine = engine
         self.verbosity = verbosity
         self.models = WeakSet(models)
-        self.local: WeakSet[Optimizer] = WeakSet()  # with unscaled gradients of passes under no_sync
         self._handles: list[Any] = []
         self._hidden: dict[Optimizer, Callable[[], None]] = {}  # what brings back gradients during a skipped step
         self._casts_off = False
@@ -55,11 +53,16 @@ class _Session:
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
-    def cast_outputs(self, dtype: torch.dtype | None) -> None:
-        """Cast the floating outputs of the models, at O1, where a dtype was asked for."""
+    def start_casts(self) -> None:
+        """Begin O1's casts."""
+        casts, dtype = self.engine.function_casts, self.engine.properties.cast_model_outputs
+        if casts is None:
+            return
         if dtype is not None:
-            hook = _OutputCast(dtype)
+            hook = functools.partial(_cast_output, dtype)
             self._handles += [model.register_forward_hook(hook) for model in self.models]
+        registration.apply_registered(casts)
+        casts.start()
 
     def end_casts(self) -> None:
         """End O1's casts."""
@@ -73,11 +76,14 @@ class _Session:
         for handle in self._handles:
             handle.remove()
 
-    def resume_casts(self) -> None:
-        """Switch O1's casts on again where a step that failed has left them off."""
+    def _switch_casts(self, *, on: bool) -> None:
+        torch.set_autocast_enabled(self.engine.device_type, on)
+        self._casts_off = not on
+
+    def _resume_casts(self) -> None:
+        """Switch O1's casts on again, also where a step that failed has left them off."""
         if self._casts_off:
-            torch.set_autocast_enabled(self.engine.device_type, True)
-            self._casts_off = False
+            self._switch_casts(on=True)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         engine, closure = self.engine, kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -92,74 +98,50 @@ class _Session:
             announce_skip(optimizer, engine.overflow_flag(optimizer))
         if not torch.is_autocast_enabled(engine.device_type):
             return None
-        torch.set_autocast_enabled(engine.device_type, False)
-        self._casts_off = True
+        self._switch_casts(on=False)
         return None if closure is None else ((optimizer, self._cast(closure)), {})
 
     def _cast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose forward pass is cast, although the step around it is not."""
 
         def run() -> Any:
-            self.resume_casts()
+            self._resume_casts()
             try:
                 return closure()
             finally:
-                torch.set_autocast_enabled(self.engine.device_type, False)
+                self._switch_casts(on=False)
                 torch.clear_autocast_cache()
-                self._casts_off = True
 
         return run
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.resume_casts()
+        self._resume_casts()
         if optimizer in self._hidden:
             self._hidden.pop(optimizer)()
             announce_skip(optimizer, None)
         self.engine.forget_overflow(optimizer)  # one step is skipped, as in apex
         self.engine.note_step(optimizer)
         self.engine.forget_casts()
-        self.local.discard(optimizer)
 
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
-        """Around a backward pass: see ``AmpEngine.backward``; warns of gradients that DDP does not average."""
+        """Around a backward pass: see ``AmpEngine.backward``."""
+        self._resume_casts()
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        local = ranks and self._is_local()
-        if not local and any(o in self.local and any(p.grad is not None for p in params_of(o)) for o in optimizers):
-            self._warn_of_local()
-        with self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks):
+        with contextlib.ExitStack() as stack:
+            if not self.engine.scaler(loss_id).is_identity:
+                stack.enter_context(
+                    self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks)
+                )
+            stack.enter_context(self.engine.backward_region())
             yield
         if not delay_unscale:
             self.engine.share_overflow(optimizers, loss_id)  # apex skips the steps of all
-            self.local.update(optimizers if local else ())
-
-    def _is_local(self) -> bool:
-        """Whether the models are in a DistributedDataParallel of several ranks that is under ``no_sync``."""
-        if torch.distributed.get_world_size() == 1:
-            return False
-        # A model is not told what wraps it.
-        ddps = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
-        own = [ddp for ddp in ddps if any(module in self.models for module in ddp.module.modules())]
-        return bool(own) and not any(ddp.require_backward_grad_sync for ddp in own)
-
-    def _warn_of_local(self) -> None:
-        self.local.clear()
-        if torch.distributed.get_rank() == 0:
-            warnings.warn(
-                "scale_loss: gradients of passes under no_sync() were unscaled one by one, and "
-                "DistributedDataParallel does not average them in the pass that follows: the ranks will train apart. "
-                "Pass delay_unscale=True in all passes of a window but the last, which then unscales and averages all.",
-                TurboWarning,
-                stacklevel=7,  # above the contexts of scale_loss
-            )
+        self.engine.forget_casts()
 
 
-class _OutputCast:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floats(output, self.dtype)
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_floats(output, dtype)
 
 
 _session: _Session | None = None  # of the last initialize, for the calls that name no optimizer
@@ -195,10 +177,8 @@ def initialize(
 
     Call it after the models are on their device and before they are wrapped in DataParallel or
     DistributedDataParallel. It may be called again, for other models: every optimizer keeps to the level of its own
-    call, while O1's casts and the loss scalers are those of the last one, as in apex.
-
-    At O2 the models' parameters stay float32, and are what the optimizers update; they are cast while a model is
-    called. Weights that are set after this call count, whenever that is.
+    call, while O1's casts and the loss scalers are those of the last one, as in apex. At O2 the models' parameters
+    stay float32, and are what the optimizers update; they are cast while a model is called.
 
     Args:
         models: A module or a list of modules, in float32.
@@ -221,8 +201,7 @@ def initialize(
         keep_float32: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or their classes.
             These compute in float32, with all that is below them.
         cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
-        cast_cache: Beyond apex: ``True`` casts a weight once, not at every use, until ``scale_loss`` exits or a step.
-            For networks that use a weight many times; it must not be changed between forward passes in any other way.
+        cast_cache: Beyond apex: as in ``ApexAMP``.
 
     Returns:
         The same objects: models alone if no optimizers were given, else the pair.
@@ -287,10 +266,7 @@ def initialize(
     _sessions.update(dict.fromkeys((*model_list, *optimizer_list), session))
     _scalers[:] = engine.scalers
     engine.scalers = _scalers
-    if engine.function_casts is not None:
-        session.cast_outputs(engine.properties.cast_model_outputs)
-        registration.apply_registered(engine.function_casts)
-        engine.function_casts.start()
+    session.start_casts()
     return result
 
 
@@ -332,7 +308,8 @@ def scale_loss(
         optimizers: The optimizer or list of optimizers whose gradients this backward pass makes.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Accepted for apex's sake and not needed.
-        delay_unscale: Leave the gradients scaled, for all micro-batches of an accumulation but the last.
+        delay_unscale: Leave the gradients scaled, for all micro-batches of an accumulation but the last. Needed under
+            DistributedDataParallel's ``no_sync``: gradients that are unscaled there are not averaged over the ranks.
         delay_overflow_check: Accepted for apex's sake; the check is part of the unscaling.
 
     Yields:
@@ -344,10 +321,6 @@ def scale_loss(
         AmpLookupError: If there is no scaler ``loss_id`` (``IndexError``).
         AmpUsageError: If an optimizer is none that ``initialize`` was given.
         TypeError: If ``optimizers`` is neither an optimizer nor a list of them.
-
-    Warns:
-        TurboWarning: If gradients of passes under DistributedDataParallel's ``no_sync``, without ``delay_unscale``,
-            would not be averaged over the ranks.
 
     Note:
         With a dynamic scale the exit fetches the overflow flag to the host, as apex's does.
@@ -362,13 +335,8 @@ def scale_loss(
         parts.setdefault(_session_of(optimizer), []).append(optimizer)
     with contextlib.ExitStack() as stack:
         for part, own in parts.items():
-            part.resume_casts()
-            if not scaler.is_identity:
-                stack.enter_context(part.backward(own, loss_id, delay_unscale))
-            stack.enter_context(part.engine.backward_region())
+            stack.enter_context(part.backward(own, loss_id, delay_unscale))
         yield scaler.scale(loss)
-    for part in parts:
-        part.engine.forget_casts()
     if not scaler.is_identity and not delay_unscale:
         _settle(scaler, loss_id, session.verbosity)
 
@@ -384,8 +352,7 @@ def _settle(scaler: LossScaler, loss_id: int, verbosity: int) -> None:
     if scale == 0.0:
         raise AmpStateError(
             f"Loss scaler {loss_id} has halved its scale down to zero, because the gradients of every pass were "
-            "inf or NaN; no step will be taken any more. Look for the first loss that is not finite: its cause is "
-            "not the scale."
+            "inf or NaN. Look for the first loss that is not finite."
         )
 
 
@@ -458,29 +425,21 @@ def _need_session(call: str) -> _Session:
 def _session_of(optimizer: Optimizer) -> _Session:
     if optimizer not in _sessions:
         raise AmpUsageError(
-            f"scale_loss was given a {type(optimizer).__name__} that amp.initialize has not seen, so that it would "
-            "step after an overflow: expected an optimizer that initialize was given. Give every optimizer to "
-            "initialize; for a new one call amp.shutdown() and initialize again, or add the parameters to the known "
-            "one with optimizer.add_param_group."
+            f"scale_loss was given a {type(optimizer).__name__} that amp.initialize has not seen: it would step after "
+            "an overflow. For a new optimizer call amp.shutdown() and initialize again, or add the parameters to the "
+            "known one with optimizer.add_param_group."
         )
     return _sessions[optimizer]
 
 
 def _as_list_of(name: str, value: Any, kind: type) -> list[Any]:
-    if issubclass(type(value), kind):
-        return [value]
-    if type(value) is list and all(issubclass(type(item), kind) for item in value):
-        return list(value)
-    instead = ""
-    if isinstance(getattr(value, "optim", None), Optimizer):  # apex's LARC
-        instead = (
-            f" A wrapper such as {type(value).__name__} is none. Pass the optimizer in it; for layer-wise rates take "
-            "lightning_turbo.lars(model, lr)."
+    values = value if type(value) is list else [value]
+    if not all(issubclass(type(item), kind) for item in values):  # type: a wrapper may claim the class of another
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}: expected a {kind.__module__}.{kind.__name__} or a list of "
+            "them. Of a wrapper, such as LARC, pass the object in it."
         )
-    raise TypeError(
-        f"{name}={value!r} is a {type(value).__name__}: expected a {kind.__module__}.{kind.__name__} "
-        f"or a list of them.{instead}"
-    )
+    return list(values)
 
 
 def _device_type(models: Sequence[nn.Module]) -> str:
@@ -498,8 +457,8 @@ def _check_model(model: nn.Module, engine: AmpEngine) -> None:
     if earlier is not None and (earlier.engine.half_forward or engine.properties.casts_to_half):
         raise AmpUsageError(
             f"initialize was given a {type(model).__name__} that an earlier initialize prepared for "
-            f"{earlier.engine.properties.opt_level}: expected a model once. Call amp.shutdown() before; or, for layers "
-            "that are trained from now on, optimizer.add_param_group on the optimizer that you have."
+            f"{earlier.engine.properties.opt_level}: expected a model once. Call amp.shutdown() before; or, for new "
+            "layers, optimizer.add_param_group."
         )
     name = first_tensor_of(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
     if name is not None:

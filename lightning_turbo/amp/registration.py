@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,6 +25,11 @@ __all__ = [
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _active: FunctionCasts | None = None
+_CASTS: dict[str, Callable[[Any, torch.dtype], Any]] = {
+    "half": to_half,
+    "float": lambda values, _: to_float(values),
+    "promote": lambda values, _: to_widest(values),
+}
 _registered: list[tuple[Any, str, str]] = []
 _replaced: list[tuple[Any, str, Any]] = []
 
@@ -100,8 +104,7 @@ def restore_registered() -> None:
 
 def _register(module: Any, name: str, kind: str) -> None:
     if not callable(getattr(module, name, None)):
-        where = module.__name__ if inspect.ismodule(module) or inspect.isclass(module) else repr(module)
-        raise ValueError(f"register_{kind}_function: {where} has no function {name!r}. Check the name.")
+        raise ValueError(f"register_{kind}_function: {module!r} has no function {name!r}. Check the name.")
     _registered[:] = [entry for entry in _registered if entry[0] is not module or entry[1] != name]
     _registered.append((module, name, kind))
 
@@ -111,10 +114,7 @@ def _decorate(function: _F, kind: str) -> _F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = _active
         if casts is not None and torch.is_autocast_enabled(casts.device_type):
-            if kind == "half":
-                args, kwargs = to_half((args, kwargs), casts.dtype)
-            else:
-                args, kwargs = (to_float if kind == "float" else to_widest)((args, kwargs))
+            args, kwargs = _CASTS[kind]((args, kwargs), casts.dtype)
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]  # wraps keeps the signature

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import time
-import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_turbo._lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
-from lightning_turbo.amp.checkpoints import move_scaler_state, to_torch_adam
+from lightning_turbo.amp.checkpoints import OWN_KEY, find_scaler_state, to_torch_adam
 
 __all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
-
-PARTIAL = ".partial"  # ends the name of a file that is being written; Lightning looks for .ckpt
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -26,10 +20,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Lightning writes into the system's temporary folder and moves the file. Where that folder lies on another disk than
     the checkpoints, the move is a copy, and a process that is killed in the middle of it, or a disk that fills up,
     leaves half a file in place of the last checkpoint. Here the file is written beside its place under another name,
-    brought to the disk (``fsync``), and then takes its place in one step.
+    ``.NAME.partial``, brought to the disk (``fsync``), and then takes its place in one step.
 
-    What a killed process left of such a file is removed by the next run's first checkpoint in that folder. Paths with
-    a protocol, as ``s3://``, are left to Lightning: object stores show a file when it is complete.
+    The next checkpoint of the same name writes over what a killed process left of such a file. Paths with a protocol,
+    as ``s3://``, are left to Lightning: object stores show a file when it is complete.
 
     Raises:
         LightningMismatchError: If the program uses the other import name of Lightning.
@@ -46,7 +40,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         check_binding(type(self).__name__)
-        self._since = time.time()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint; until it is complete, what was at its path stays there.
@@ -57,8 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             storage_options: As in Lightning: refused.
 
         Raises:
-            OSError: If it cannot be written, for example because the disk is full; with the number and class of the
-                system's error.
+            OSError: If it cannot be written, for example because the disk is full.
         """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -66,26 +58,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path).expanduser()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers(target.parent)
             _replace(target, checkpoint)
         except (OSError, RuntimeError) as error:
             cause = _system_error(error)
             if cause is None:
                 raise
-            raise OSError(cause.errno, _explain(target, cause)) from error
-
-    def _remove_leftovers(self, folder: Path) -> None:
-        """Remove unfinished files that nobody has touched since this run began."""
-        for left in folder.glob(f".*{PARTIAL}"):
-            with contextlib.suppress(FileNotFoundError):
-                if left.stat().st_mtime < self._since:
-                    left.unlink()
+            raise OSError(
+                cause.errno,
+                f"the checkpoint {str(target)!r} could not be written ({cause.strerror}); those written before are as "
+                "they were. Free space or give ModelCheckpoint another dirpath, and continue with ckpt_path='last'",
+            ) from error
 
 
 def _replace(target: Path, checkpoint: dict[str, Any]) -> None:
-    partial = target.with_name(f".{uuid.uuid4().hex}{PARTIAL}")
+    partial = target.with_name(f".{target.name}.partial")  # Lightning looks for files that end in .ckpt
     try:
-        with open(partial, "xb") as file:
+        with open(partial, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -108,18 +96,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _explain(target: Path, cause: OSError) -> str:
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f", {shutil.disk_usage(target.parent).free / 2**20:,.1f} MiB are free there"
-    return (
-        f"the checkpoint {str(target)!r} could not be written ({cause.strerror or cause}{free}). Checkpoints written "
-        "before are as they were. Free space there or give ModelCheckpoint another dirpath, and continue with "
-        "ckpt_path='last'"
-    )
-
-
-class AmpCheckpointIO(CheckpointIO):
+class AmpCheckpointIO(WrappingCheckpointIO):
     """Lets ``ApexAMP`` continue from the checkpoints of Lightning 1.x, of apex's FusedAdam as well.
 
     Give both to the Trainer: ``Trainer(plugins=[ApexAMP("O1"), AmpCheckpointIO()])``. Lightning 2 deletes
@@ -135,9 +112,6 @@ class AmpCheckpointIO(CheckpointIO):
         TypeError: If ``checkpoint_io`` is none.
         LightningMismatchError: If the program uses the other import name of Lightning.
 
-    Note:
-        A checkpoint without scaler state is none of its business: ``ApexAMP`` warns where it would have needed one.
-
     Example:
         >>> from lightning.pytorch import Trainer
         >>> from lightning_turbo import AmpCheckpointIO, ApexAMP
@@ -145,33 +119,27 @@ class AmpCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
-        super().__init__()
         check_binding("AmpCheckpointIO")
         if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
             raise TypeError(
                 f"checkpoint_io={checkpoint_io!r} is a {type(checkpoint_io).__name__}: expected a CheckpointIO of "
-                "Lightning. Leave it out for Lightning's own."
+                "Lightning. Leave it out for AtomicCheckpointIO."
             )
-        self.checkpoint_io = AtomicCheckpointIO() if checkpoint_io is None else checkpoint_io
-        if isinstance(checkpoint_io, WrappingCheckpointIO):
-            checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which it takes if it has none
+        super().__init__(checkpoint_io)
+        self.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter: taken where there is none, in a wrapper too
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint as ``checkpoint_io`` does."""
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
-
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with scaler state under ``ApexAMP``'s key and FusedAdam's as torch's AdamW reads it."""
-        checkpoint = self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
-        move_scaler_state(checkpoint)
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        state, key = find_scaler_state(checkpoint)
+        if key is not None:
+            del checkpoint[key]
+            checkpoint[OWN_KEY] = state
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [to_torch_adam(state) for state in checkpoint["optimizer_states"]]
         return checkpoint
 
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint as ``checkpoint_io`` does."""
-        self.checkpoint_io.remove_checkpoint(path)
-
     def teardown(self) -> None:
         """End what ``checkpoint_io`` has open."""
-        self.checkpoint_io.teardown()
+        if self.checkpoint_io is not None:
+            self.checkpoint_io.teardown()

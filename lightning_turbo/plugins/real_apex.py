@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from lightning_turbo.errors import AmpUsageError, MissingExtraError
 
 __all__ = ["RealApexAMP", "import_apex_amp", "is_native", "take_over"]
 
-_NO_AMP = "backend='apex' needs apex.amp, which the installed apex does not have"
+_OVERRIDES = ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs")
+_LIMITS = ("min_loss_scale", "max_loss_scale", "num_losses")
 _ADVICE = (
-    "NVIDIA removed it after tag 25.05, and what `pip install apex` brings is another project. "
-    "Build NVIDIA's apex at tag 25.05 or older from https://github.com/NVIDIA/apex, or leave backend out: the native "
-    "backend needs no apex."
+    "NVIDIA removed it after tag 25.05, and what `pip install apex` brings is another project. Build NVIDIA's apex at "
+    "tag 25.05 or older from https://github.com/NVIDIA/apex, or leave backend out: the native backend needs no apex."
 )
 
 
@@ -35,14 +34,10 @@ def import_apex_amp() -> Any:
         MissingExtraError: If no apex is installed, or one without ``amp``.
     """
     try:
-        importlib.import_module("apex")
         amp = importlib.import_module("apex.amp")
-    except ImportError as error:
-        if error.name == "apex":
-            raise MissingExtraError(f"backend='apex' needs NVIDIA's apex, which is not installed. {_ADVICE}") from error
-        raise MissingExtraError(f"{_NO_AMP}: {error}. {_ADVICE}") from error
-    if not all(hasattr(amp, name) for name in ("initialize", "scale_loss", "master_params", "state_dict")):
-        raise MissingExtraError(f"{_NO_AMP}. {_ADVICE}")
+        amp.initialize  # noqa: B018  # absent from a namespace package of that name
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError(f"backend='apex' needs apex.amp of NVIDIA's apex: {error}. {_ADVICE}") from error
     return amp
 
 
@@ -56,10 +51,6 @@ class RealApexAMP(Precision):
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
         **settings: The arguments of ``ApexAMP``. Those that apex does not have are refused if given.
-
-    Raises:
-        MissingExtraError: If there is no NVIDIA apex with ``apex.amp``.
-        AmpUsageError: If an argument is refused by the level, or is one that apex does not have.
     """
 
     # Lightning files a plugin's state under this name; so a checkpoint loads under either backend.
@@ -70,16 +61,15 @@ class RealApexAMP(Precision):
         check_binding("ApexAMP")
         self.opt_level = opt_level
         self._amp = import_apex_amp()
-        overrides = ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs")
-        limits = ("min_loss_scale", "max_loss_scale", "num_losses")
-        for name, value in settings.items():
-            if name not in (*overrides, *limits) and not (name == "dtype" and value is torch.float16):
-                raise AmpUsageError(
-                    f"{name}={value!r} is unknown to apex, which is what backend='apex' uses: expected "
-                    f"{', '.join((*overrides, *limits))}. Leave it out, or take the native backend."
-                )
-        resolve(opt_level, dtype=torch.float16, **{n: settings[n] for n in overrides if n in settings})
-        self._settings = {name: value for name, value in settings.items() if name != "dtype"}
+        if settings.get("dtype") is torch.float16:
+            del settings["dtype"]  # apex has no other
+        for name in settings.keys() - {*_OVERRIDES, *_LIMITS}:
+            raise AmpUsageError(
+                f"{name}={settings[name]!r} is unknown to apex, which is what backend='apex' uses: expected "
+                f"{', '.join((*_OVERRIDES, *_LIMITS))}. Leave it out, or take the native backend."
+            )
+        resolve(opt_level, dtype=torch.float16, **{n: settings[n] for n in _OVERRIDES if n in settings})
+        self._settings = settings
         self._optimizers: list[Optimizer] = []
 
     @property
@@ -96,25 +86,21 @@ class RealApexAMP(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Hand the module and its optimizers to ``apex.amp.initialize``."""
-        if optimizers:
-            wrapped = isinstance(model, DistributedDataParallel)
-            if wrapped and self.opt_level in ("O2", "O3"):
-                raise MisconfigurationException(
-                    f"ApexAMP({self.opt_level!r}, backend='apex') was given a model wrapped in "
-                    "DistributedDataParallel, which Lightning wraps before apex could cast the weights: expected "
-                    "O0 and O1. Take the native backend."
-                )
-            module: Any = model.module if isinstance(model, DistributedDataParallel) else model
-            self._optimizers = list(optimizers)
-            self._amp.initialize(module, self._optimizers, opt_level=self.opt_level, verbosity=0, **self._settings)
-            state, _ = find_scaler_state(loaded_checkpoint(module.trainer) or {})
-            if state is not None:
-                self._amp.load_state_dict(state)
+        if not optimizers:
+            return model, optimizers, lr_schedulers
+        wrapped = isinstance(model, DistributedDataParallel)
+        if wrapped and self.opt_level in ("O2", "O3"):
+            raise MisconfigurationException(
+                f"ApexAMP({self.opt_level!r}, backend='apex') was given a model in DistributedDataParallel, which "
+                "Lightning wraps before apex could cast the weights: expected O0 or O1. Take the native backend."
+            )
+        module: Any = model.module if wrapped else model
+        self._optimizers = list(optimizers)
+        self._amp.initialize(module, self._optimizers, opt_level=self.opt_level, verbosity=0, **self._settings)
+        state, _ = find_scaler_state(loaded_checkpoint(module.trainer) or {})
+        if state is not None:
+            self._amp.load_state_dict(state)
         return model, optimizers, lr_schedulers
-
-    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """Yield the parameters that the optimizer updates, as apex names them."""
-        return self._amp.master_params(optimizer)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
         """Scale the loss, run the backward pass and let apex unscale its gradients and settle the scale."""
@@ -130,11 +116,6 @@ class RealApexAMP(Precision):
             return result
         return optimizer.step(**kwargs)
 
-    @contextlib.contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Nothing: apex's casts are in force already."""
-        yield
-
     def state_dict(self) -> dict[str, Any]:
         """Return the scalers' state; it loads under either backend."""
         return dict(self._amp.state_dict()) if self._optimizers else {}
@@ -146,26 +127,14 @@ class RealApexAMP(Precision):
 
 
 def is_native(backend: str) -> bool:
-    """Whether ``backend`` is ``"native"`` and not ``"apex"``.
-
-    Raises:
-        AmpUsageError: If it is neither.
-    """
+    """Whether ``backend`` is ``"native"`` and not ``"apex"``."""
     if backend not in ("native", "apex"):
-        raise AmpUsageError(
-            f"backend={backend!r} is unknown: expected 'native' or 'apex' (an installed NVIDIA apex that has "
-            "apex.amp). Leave it out if unsure."
-        )
+        raise AmpUsageError(f"backend={backend!r} is unknown: expected 'native' or 'apex'. Leave it out if unsure.")
     return backend == "native"
 
 
 def take_over(plugin: Any, arguments: dict[str, Any]) -> None:
-    """Turn a plugin under construction into a ``RealApexAMP`` with those of its arguments that are no defaults.
-
-    Args:
-        plugin: An ``ApexAMP`` whose constructor has just begun.
-        arguments: The local variables there.
-    """
+    """Turn an ``ApexAMP`` whose constructor has just begun, with these local variables, into a ``RealApexAMP``."""
     parameters = inspect.signature(type(plugin)).parameters
     given = {
         name: arguments[name]

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 import json
 from collections import OrderedDict
 from pathlib import Path
@@ -17,8 +18,10 @@ from lightning_turbo.amp.autocast import cache_survives_no_grad
 FACTS = {
     fact["id"]: fact
     for fact in json.loads((Path(__file__).parents[2] / "data" / "apex" / "api_behaviour.json").read_text())["facts"]
+    if not fact.get("version_artifact")
 }
 LEVELS = ("O0", "O1", "O2", "O3")
+INF, HALF = float("inf"), torch.float16
 
 # What differs on purpose: id -> (value here, or the error's type; the reason).
 OWN_MASTER = "at O2 a parameter is float32 outside of calls, and its own master"
@@ -44,20 +47,6 @@ DIFFERENT = {
     "add_param_group_O2": (["float16", "float16"], "an optimizer keeps the parameters that it is given"),
 }
 
-CHECKS = {}
-
-
-def fact(*ids):
-    """Names the facts that a function reproduces; it is called with the id."""
-
-    def keep(function):
-        for name in ids:
-            assert name not in CHECKS
-            CHECKS[name] = function
-        return function
-
-    return keep
-
 
 def net(*middle):
     torch.manual_seed(0)
@@ -69,20 +58,28 @@ def sgd(model, **kwargs):
 
 
 def init(model, optimizer=None, level="O1", **kwargs):
-    kwargs = {"dtype": torch.float16, "exact_masters": False, "verbosity": 0, **kwargs}
+    kwargs = {"dtype": HALF, "exact_masters": False, "verbosity": 0, **kwargs}
     return amp.initialize(model, optimizer, opt_level=level, **kwargs)
 
 
-def backward(model, optimizer, factor=1.0, x=None, **kwargs):
-    loss = model(torch.ones(3, 4) if x is None else x).float().pow(2).mean() * factor
+def ready(level="O1", model=None, make=sgd, **kwargs):
+    """A network and its optimizer, initialized."""
+    model = net() if model is None else model
+    optimizer = make(model)
+    init(model, optimizer, level, **kwargs)
+    return model, optimizer
+
+
+def backward(model, optimizer, factor=1.0, **kwargs):
+    loss = model(torch.ones(3, 4)).float().pow(2).mean() * factor
     with amp.scale_loss(loss, optimizer, **kwargs) as scaled:
         scaled.backward()
 
 
-def ready(level, **kwargs):
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, level, **kwargs)
+def passed(level, factor=1.0, **kwargs):
+    """The same after a backward pass, which overflows with a factor of inf."""
+    model, optimizer = ready(level, **kwargs)
+    backward(model, optimizer, factor)
     return model, optimizer
 
 
@@ -92,6 +89,14 @@ def dtypes(tensors):
 
 def dtype(tensor):
     return dtypes([tensor])[0]
+
+
+def masters(optimizer):
+    return list(amp.master_params(optimizer))
+
+
+def output(level, **kwargs):
+    return dtype(ready(level, **kwargs)[0](torch.ones(3, 4)))
 
 
 def inside(model):
@@ -108,174 +113,165 @@ def inside(model):
     return seen
 
 
-def level_of(name):
-    return name[-2:]
-
-
 def state():
     return {key: dict(value) for key, value in amp.state_dict().items()}
 
 
-# Levels, models and optimizers that are refused
-
-
-@fact("opt_level_01", "opt_level_O4", "opt_level_lower", "opt_level_int")
-def _(name):
-    ready({"opt_level_01": "01", "opt_level_O4": "O4", "opt_level_lower": "o1", "opt_level_int": 1}[name])
-
-
-@fact(*(f"half_model_{level}" for level in LEVELS))
-def _(name):
-    model = net().half()
-    init(model, sgd(model), level_of(name))
-
-
-@fact("half_buffer_O1")
-def _(name):
-    model = net()
-    model.register_buffer("b", torch.zeros(1, dtype=torch.float16))
-    init(model, sgd(model))
-
-
-@fact("double_model_O1")
-def _(name):
-    model = net().double()
-    init(model, sgd(model))
-
-
-@fact("double_model_O2_init", "bfloat16_model_O2")
-def _(name):
-    model = net().double() if name.startswith("double") else net().bfloat16()
-    init(model, sgd(model), "O2")
-    return sorted(set(inside(model).values()))
-
-
-@fact("double_optimizer_param_O2")
-def _(name):
-    model, foreign = net(), torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([*model.parameters(), foreign], lr=0.1)
-    init(model, optimizer, "O2")
-    backward(model, optimizer)
-
-
-@fact("data_parallel_O1", "data_parallel_O2")
-def _(name):
-    model = net()
-    init(nn.DataParallel(model), sgd(model), level_of(name))
-
-
-@fact("data_parallel_after")
-def _(name):
-    model, _ = ready("O1")
-    return dtype(nn.DataParallel(model)(torch.ones(3, 4)))
-
-
-@fact("optimizer_wrong_type", "optimizer_tuple")
-def _(name):
-    model = net()
-    init(model, "sgd" if name == "optimizer_wrong_type" else (sgd(model),))
-
-
-@fact("model_wrong_type", "model_tuple")
-def _(name):
-    model = net()
-    init((lambda x: x) if name == "model_wrong_type" else (model,), sgd(model))
-
-
-@fact("same_optimizer_twice")
-def _(name):
-    model, optimizer = ready("O1")
-    init(model, optimizer)
-
-
-# Overrides
-
-
-@fact("loss_scale_foo", "loss_scale_str", "loss_scale_int", "loss_scale_str_dynamic_O3")
-def _(name):
-    value = {"loss_scale_foo": "foo", "loss_scale_str": "128.0", "loss_scale_int": 128}.get(name, "dynamic")
-    ready("O3" if name.endswith("O3") else "O1", loss_scale=value)
-    if name == "loss_scale_int":
-        own = state()["loss_scaler0"]
-        return [own, type(own["loss_scale"]).__name__]
+def state_after(level="O1", factors=(), **kwargs):
+    """The scalers' state after steps whose losses were multiplied by factors."""
+    model, optimizer = ready(level, **kwargs)
+    for factor in factors:
+        backward(model, optimizer, factor)
+        optimizer.step()
+        optimizer.zero_grad()
     return state()
 
 
-@fact("keep_bn_maybe", "keep_bn_str_true", "keep_bn_str_false", "keep_bn_int1", "keep_bn_true_O1", "keep_bn_false_O1")
-def _(name):
-    value, level = {
-        "keep_bn_maybe": ("maybe", "O2"), "keep_bn_str_true": ("True", "O3"), "keep_bn_str_false": ("False", "O2"),
-        "keep_bn_int1": (1, "O2"), "keep_bn_true_O1": (True, "O1"), "keep_bn_false_O1": (False, "O1"),
-    }[name]  # fmt: skip
-    model = net(nn.BatchNorm1d(8))
-    init(model, sgd(model), level, keep_batchnorm_fp32=value)
+def kept_norm(level, keep):
+    model, _ = ready(level, net(nn.BatchNorm1d(8)), keep_batchnorm_fp32=keep)
     return [inside(model)[name] for name, _ in model.named_parameters()]
 
 
-@fact("keep_bn_true_O0")
-def _(name):
-    model = net(nn.BatchNorm1d(8))
-    init(model, sgd(model), "O0", keep_batchnorm_fp32=True)
-    return sorted(set(dtypes(model.parameters())))
-
-
-@fact("master_weights_true_O1", "master_weights_false_O1", "master_weights_true_O3", "master_weights_false_O2")
-def _(name):
-    model, optimizer = ready(level_of(name), master_weights="true" in name)
-    backward(model, optimizer)
-    return dtypes(amp.master_params(optimizer))
-
-
-@fact("cast_model_half_O1", "cast_model_float_O1", "patch_false_O1", "patch_true_O2", "patch_true_O0")
-def _(name):
-    known = {
-        "cast_model_half_O1": {"cast_model_type": torch.float16},
-        "cast_model_float_O1": {"cast_model_type": torch.float32},
-        "patch_false_O1": {"patch_torch_functions": False},
-    }
-    kwargs = known.get(name, {"patch_torch_functions": True})
-    model, _ = ready(level_of(name), **kwargs)
-    return dtype(model(torch.ones(3, 4)))
-
-
-@fact("cast_outputs_half_O1", "cast_outputs_float_O1", "cast_outputs_half_O2")
-def _(name):
-    model, _ = ready(level_of(name), cast_model_outputs=torch.float16 if "half" in name else torch.float32)
-    return dtype(model(torch.ones(3, 4)))
-
-
-@fact("num_losses_3", "max_below_init", "min_above_init")
-def _(name):
-    ready("O1", **{"num_losses_3": {"num_losses": 3}, "max_below_init": {"max_loss_scale": 1024},
-                   "min_above_init": {"min_loss_scale": 2**20}}[name])  # fmt: skip
+def loaded(value, **kwargs):
+    ready("O1", **kwargs)
+    amp.load_state_dict(value)
     return state()
 
 
-@fact("min_above_init_overflow")
-def _(name):
-    model, optimizer = ready("O1", min_loss_scale=2**20)
-    backward(model, optimizer, float("inf"))
-    return state()
+def under_O1(function, *kinds):
+    """The dtype that a function returns for tensors of these dtypes."""
+    ready("O1")
+    return dtype(function(*(torch.full((3, 3), 0.5, dtype=kind) for kind in kinds)))
 
 
-# What comes back
-
-
-@fact("optimizer_none")
-def _(name):
-    return type(init(net(), level="O2")).__name__
-
-
-@fact("optimizer_list", "model_list")
-def _(name):
+def pair_of(around_model, around_optimizer):
     model = net()
-    optimizer = sgd(model)
-    pair = init(model, [optimizer]) if name == "optimizer_list" else init([model], optimizer)
+    pair = init(around_model(model), around_optimizer(sgd(model)))
     return [type(part).__name__ for part in pair]
 
 
-@fact("same_objects")
-def _(name):
+def kinds_of_gradients(params):
+    return sorted({"none" if p.grad is None else "zeros" if not p.grad.any() else "other" for p in params})
+
+
+ONE = {"loss_scale": 1024.0, "unskipped": 7}
+
+# Facts of one expression.
+CHECKS = {
+    # Levels, models and optimizers that are refused
+    "opt_level_01": lambda: ready("01"),
+    "opt_level_O4": lambda: ready("O4"),
+    "opt_level_lower": lambda: ready("o1"),
+    "opt_level_int": lambda: ready(1),
+    "double_model_O1": lambda: init(net().double()) and None,
+    "double_model_O2_init": lambda: sorted(set(inside(ready("O2", net().double())[0]).values())),
+    "bfloat16_model_O2": lambda: ready("O2", net().bfloat16()),
+    "data_parallel_O1": lambda: ready("O1", nn.DataParallel(net())),
+    "data_parallel_O2": lambda: ready("O2", nn.DataParallel(net())),
+    "data_parallel_after": lambda: dtype(nn.DataParallel(ready("O1")[0])(torch.ones(3, 4))),
+    "optimizer_wrong_type": lambda: init(net(), "sgd"),
+    "optimizer_tuple": lambda: init(net(), (sgd(net()),)),
+    "model_wrong_type": lambda: init((lambda x: x), sgd(net())),
+    "model_tuple": lambda: init((net(),), sgd(net())),
+    "same_optimizer_twice": lambda: init(*ready("O1")),
+    # Overrides
+    "loss_scale_foo": lambda: state_after(loss_scale="foo"),
+    "loss_scale_str": lambda: state_after(loss_scale="128.0"),
+    "loss_scale_int": lambda: [(one := state_after(loss_scale=128)["loss_scaler0"]), type(one["loss_scale"]).__name__],
+    "loss_scale_str_dynamic_O3": lambda: state_after("O3", loss_scale="dynamic"),
+    "keep_bn_maybe": lambda: kept_norm("O2", "maybe"),
+    "keep_bn_str_true": lambda: kept_norm("O3", "True"),
+    "keep_bn_str_false": lambda: kept_norm("O2", "False"),
+    "keep_bn_int1": lambda: kept_norm("O2", 1),
+    "keep_bn_true_O1": lambda: kept_norm("O1", True),
+    "keep_bn_false_O1": lambda: kept_norm("O1", False),
+    "keep_bn_true_O0": lambda: sorted(set(kept_norm("O0", True))),
+    "cast_model_half_O1": lambda: output("O1", cast_model_type=HALF),
+    "cast_model_float_O1": lambda: output("O1", cast_model_type=torch.float32),
+    "patch_false_O1": lambda: output("O1", patch_torch_functions=False),
+    "patch_true_O2": lambda: output("O2", patch_torch_functions=True),
+    "patch_true_O0": lambda: output("O0", patch_torch_functions=True),
+    "cast_outputs_half_O1": lambda: output("O1", cast_model_outputs=HALF),
+    "cast_outputs_float_O1": lambda: output("O1", cast_model_outputs=torch.float32),
+    "cast_outputs_half_O2": lambda: output("O2", cast_model_outputs=HALF),
+    "num_losses_3": lambda: state_after(num_losses=3),
+    "max_below_init": lambda: state_after(max_loss_scale=1024),
+    "min_above_init": lambda: state_after(min_loss_scale=2**20),
+    "min_above_init_overflow": lambda: state_after(factors=[INF], min_loss_scale=2**20),
+    # What comes back, and calls at the wrong time
+    "optimizer_none": lambda: type(init(net(), level="O2")).__name__,
+    "optimizer_list": lambda: pair_of(lambda model: model, lambda optimizer: [optimizer]),
+    "model_list": lambda: pair_of(lambda model: [model], lambda optimizer: optimizer),
+    "loss_id_out_of_range": lambda: backward(*ready("O1"), loss_id=1),
+    "scale_loss_before_init": lambda: backward(net(), sgd(net())),
+    "state_dict_before_init": amp.state_dict,
+    "enabled_false_state_dict": lambda: (ready("O1", enabled=False), amp.state_dict()),
+    "submodule_state_dict_O2": lambda: dtypes(ready("O2")[0][0].state_dict().values()),
+    "submodule_call_O2": lambda: dtype(ready("O2")[0][0](torch.ones(3, 4))),
+    # The scalers' state
+    "state_dict_O0": lambda: state_after("O0", [1.0, 1.0]),
+    "state_dict_O3": lambda: state_after("O3", [1.0, 1.0]),
+    "state_dict_O2_overflow": lambda: state_after("O2", [1.0, 1.0, INF, 1.0]),
+    "state_dict_static": lambda: state_after("O2", [1.0, 1.0], loss_scale=128.0),
+    "load_state_dict": lambda: loaded({"loss_scaler0": ONE}),
+    "load_state_dict_above_max": lambda: loaded(
+        {"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 0}}, max_loss_scale=2.0**17
+    ),
+    "load_state_dict_unexpected_key": lambda: loaded({"loss_scaler0": ONE, "foo": 1}),
+    "load_state_dict_too_many": lambda: loaded({"loss_scaler0": ONE, "loss_scaler1": ONE}),
+    "load_state_dict_missing_field": lambda: loaded({"loss_scaler0": {"loss_scale": 1024.0}}),
+    # O1's functions
+    "banned_bce_half": lambda: under_O1(F.binary_cross_entropy, HALF, HALF),
+    "banned_bce_float": lambda: under_O1(F.binary_cross_entropy, torch.float32, torch.float32),
+    "inplace_exp_half": lambda: under_O1(torch.Tensor.exp_, HALF),
+    "promote_double_float": lambda: under_O1(torch.add, torch.float64, torch.float32),
+    "promote_half_bfloat16": lambda: under_O1(torch.add, HALF, torch.bfloat16),
+    "linear_double": lambda: under_O1(F.linear, torch.float64, torch.float64),
+    "register_unknown": lambda: amp.register_half_function(torch, "no_such_function"),
+}
+
+
+def fact(function):
+    """Takes a function of one fact, whose name it has."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def of_levels(function):
+    """Takes a function of one fact at each level."""
+    for level in LEVELS:
+        CHECKS[f"{function.__name__}_{level}"] = functools.partial(function, level)
+    return function
+
+
+@of_levels
+def half_model(level):
+    ready(level, net().half())
+
+
+@fact
+def half_buffer_O1():
+    model = net()
+    model.register_buffer("b", torch.zeros(1, dtype=HALF))
+    ready("O1", model)
+
+
+@fact
+def double_optimizer_param_O2():
+    foreign = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    ready("O2", make=lambda model: torch.optim.SGD([*model.parameters(), foreign], lr=0.1))
+
+
+def master_weights(level, value):
+    return dtypes(masters(passed(level, master_weights=value)[1]))
+
+
+for _value, _level in ((True, "O1"), (False, "O1"), (True, "O3"), (False, "O2")):
+    CHECKS[f"master_weights_{str(_value).lower()}_{_level}"] = functools.partial(master_weights, _level, _value)
+
+
+@fact
+def same_objects():
     result = {}
     for level in LEVELS:
         model = net()
@@ -285,118 +281,82 @@ def _(name):
     return result
 
 
-# Calls at the wrong time
-
-
-@fact("loss_id_out_of_range")
-def _(name):
-    model, optimizer = ready("O1")
-    backward(model, optimizer, loss_id=1)
-
-
-@fact("scale_loss_before_init")
-def _(name):
-    model = net()
-    backward(model, sgd(model))
-
-
-@fact("state_dict_before_init")
-def _(name):
-    amp.state_dict()
-
-
-@fact("enabled_false")
-def _(name):
+@fact
+def enabled_false():
     model = net()
     optimizer = sgd(model)
     pair = init(model, optimizer, enabled=False)
     loss = model(torch.ones(3, 4)).mean()
     with amp.scale_loss(loss, optimizer) as scaled:
         same = scaled is loss
-    own = dtypes(model.state_dict().values())
-    return [pair[0] is model, pair[1] is optimizer, same, sorted(set(own))]
-
-
-@fact("enabled_false_state_dict")
-def _(name):
-    model = net()
-    init(model, sgd(model), enabled=False)
-    amp.state_dict()
+    return [pair[0] is model, pair[1] is optimizer, same, sorted(set(dtypes(model.state_dict().values())))]
 
 
 # The optimizer's methods
 
 
-def _step_kinds(level, factor):
-    model, optimizer = ready(level, loss_scale="dynamic")
-    backward(model, optimizer, factor)
-    return model, optimizer
-
-
-@fact(*(f"closure_{kind}_step_{level}" for kind in ("normal", "skipped") for level in LEVELS))
-def _(name):
-    _, optimizer = _step_kinds(level_of(name), float("inf") if "skipped" in name else 1.0)
-    optimizer.step(lambda: torch.tensor(0.0))
+def closure_step(level, factor):
+    passed(level, factor, loss_scale="dynamic")[1].step(lambda: torch.tensor(0.0))
     return "ok"
 
 
-@fact(*(f"zero_grad_set_to_none_{level}" for level in LEVELS))
-def _(name):
-    model, optimizer = ready(level_of(name))
-    backward(model, optimizer)
-    optimizer.zero_grad(set_to_none=True)
-    assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
-    return "ok"
-
-
-@fact(*(f"zero_grad_effect_{level}" for level in LEVELS))
-def _(name):
-    model, optimizer = ready(level_of(name))
-    backward(model, optimizer)
-    optimizer.zero_grad()
-
-    def kinds(params):
-        return sorted({"none" if p.grad is None else "zeros" if not p.grad.any() else "other" for p in params})
-
-    return [kinds(model.parameters()), kinds(amp.master_params(optimizer))]
-
-
-@fact(*(f"step_return_{level}" for level in LEVELS))
-def _(name):
-    return _step_kinds(level_of(name), float("inf"))[1].step()
-
-
-@fact(*(f"lazy_{level}" for level in LEVELS))
-def _(name):
-    _, optimizer = ready(level_of(name))
-    before = dtypes(amp.master_params(optimizer))
-    optimizer.zero_grad()
-    return [before, dtypes(amp.master_params(optimizer))]
-
-
-@fact(*(f"after_{kind}_grads_{level}" for kind in ("skip", "step") for level in LEVELS))
-def _(name):
-    model, optimizer = _step_kinds(level_of(name), float("inf") if "skip" in name else 1.0)
+def gradients_after(level, factor):
+    model, optimizer = passed(level, factor, loss_scale="dynamic")
     optimizer.step()
-    return [[p.grad is None for p in params] for params in (model.parameters(), amp.master_params(optimizer))]
+    return [[p.grad is None for p in params] for params in (model.parameters(), masters(optimizer))]
 
 
-@fact(*(f"model_grads_scaled_{level}" for level in LEVELS))
-def _(name):
-    model, optimizer = _step_kinds(level_of(name), 1.0)
-    own, master = next(model.parameters()), next(amp.master_params(optimizer))
+for _level in LEVELS:
+    CHECKS[f"closure_normal_step_{_level}"] = functools.partial(closure_step, _level, 1.0)
+    CHECKS[f"closure_skipped_step_{_level}"] = functools.partial(closure_step, _level, INF)
+    CHECKS[f"after_step_grads_{_level}"] = functools.partial(gradients_after, _level, 1.0)
+    CHECKS[f"after_skip_grads_{_level}"] = functools.partial(gradients_after, _level, INF)
+
+
+@of_levels
+def zero_grad_set_to_none(level):
+    model, optimizer = passed(level)
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in (*model.parameters(), *masters(optimizer)))
+    return "ok"
+
+
+@of_levels
+def zero_grad_effect(level):
+    model, optimizer = passed(level)
+    optimizer.zero_grad()
+    return [kinds_of_gradients(model.parameters()), kinds_of_gradients(masters(optimizer))]
+
+
+@of_levels
+def step_return(level):
+    return passed(level, INF, loss_scale="dynamic")[1].step()
+
+
+@of_levels
+def lazy(level):
+    _, optimizer = ready(level)
+    before = dtypes(masters(optimizer))
+    optimizer.zero_grad()
+    return [before, dtypes(masters(optimizer))]
+
+
+@of_levels
+def model_grads_scaled(level):
+    model, optimizer = passed(level, loss_scale="dynamic")
+    own, master = next(model.parameters()), masters(optimizer)[0]
     return round(float(own.grad.double().norm() / master.grad.double().norm()), 6)
 
 
-@fact(*(f"io_dtypes_{level}" for level in LEVELS))
-def _(name):
-    model, _ = ready(level_of(name))
-    return [dtype(model(torch.ones(3, 4, dtype=d))) for d in (torch.float32, torch.float16, torch.float64)]
+@of_levels
+def io_dtypes(level):
+    model, _ = ready(level)
+    return [dtype(model(torch.ones(3, 4, dtype=d))) for d in (torch.float32, HALF, torch.float64)]
 
 
-@fact(*(f"step_before_backward_scale_{level}" for level in LEVELS))
-def _(name):
-    model, optimizer = ready(level_of(name))
+@of_levels
+def step_before_backward_scale(level):
+    model, optimizer = ready(level)
     loss = (model(torch.ones(3, 4)).float().mean() * 0 + 1).half()
     with amp.scale_loss(loss, optimizer) as scaled:
         result = [dtype(scaled), float(scaled.detach()) / float(loss.detach())]
@@ -404,88 +364,83 @@ def _(name):
     return result
 
 
-@fact(*(f"momentum_dtype_{level}" for level in LEVELS), *(f"preexisting_state_{level}" for level in LEVELS))
-def _(name):
+def momentum(optimizer):
+    return [dtype(optimizer.state[p]["momentum_buffer"]) for p in masters(optimizer)]
+
+
+@of_levels
+def momentum_dtype(level):
+    _, optimizer = passed(level)
+    optimizer.step()
+    return momentum(optimizer)
+
+
+@of_levels
+def preexisting_state(level):
     model = net()
     optimizer = sgd(model)
-    if name.startswith("preexisting"):
-        model(torch.ones(3, 4)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    init(model, optimizer, level_of(name))
+    model(torch.ones(3, 4)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    init(model, optimizer, level)
     backward(model, optimizer)
     optimizer.step()
-    return [dtype(optimizer.state[p]["momentum_buffer"]) for p in amp.master_params(optimizer)]
+    return momentum(optimizer)
 
 
-@fact(*(f"adam_dtype_{level}" for level in LEVELS))
-def _(name):
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    init(model, optimizer, level_of(name))
-    backward(model, optimizer)
+@of_levels
+def adam_dtype(level):
+    _, optimizer = passed(level, make=lambda model: torch.optim.Adam(model.parameters()))
     optimizer.step()
-    return [{k: dtype(v) for k, v in optimizer.state[p].items()} for p in amp.master_params(optimizer)]
+    return [{k: dtype(v) for k, v in optimizer.state[p].items()} for p in masters(optimizer)]
 
 
 # O2's models
 
 
-@fact("master_start_values_O2")
-def _(name):
-    model = net()
-    initial = [p.detach().clone() for p in model.parameters()]
-    optimizer = sgd(model)
-    init(model, optimizer, "O2")
-    masters = list(amp.master_params(optimizer))
-    rounded = all(torch.equal(m, w.half().float()) for m, w in zip(masters, initial, strict=True))
-    return [rounded, all(torch.equal(m, w) for m, w in zip(masters, initial, strict=True))]
+@fact
+def master_start_values_O2():
+    initial = [p.detach().clone() for p in net().parameters()]
+    own = masters(ready("O2")[1])
+    rounded = all(torch.equal(m, w.half().float()) for m, w in zip(own, initial, strict=True))
+    return [rounded, all(torch.equal(m, w) for m, w in zip(own, initial, strict=True))]
 
 
-@fact("frozen_O2")
-def _(name):
+@fact
+def frozen_O2():
     model = net()
     model[0].requires_grad_(False)
-    optimizer = sgd(model)
-    init(model, optimizer, "O2")
-    optimizer.zero_grad()
-    return dtypes(amp.master_params(optimizer))
+    return dtypes(masters(ready("O2", model)[1]))
 
 
-@fact("state_dict_hook_O2")
-def _(name):
+@fact
+def state_dict_hook_O2():
     model, optimizer = ready("O2")
     for _ in range(3):
         backward(model, optimizer)
         optimizer.step()
     saved = list(model.state_dict().values())
-    masters = list(amp.master_params(optimizer))
     is_half = all(torch.equal(s, p.float()) for s, p in zip(saved, model.parameters(), strict=True))
-    is_master = all(torch.equal(s, m) for s, m in zip(saved, masters, strict=True))
+    is_master = all(torch.equal(s, m) for s, m in zip(saved, masters(optimizer), strict=True))
     return [dtypes(saved), list(inside(model).values()), is_half, is_master]
 
 
-@fact("submodule_state_dict_O2")
-def _(name):
-    return dtypes(ready("O2")[0][0].state_dict().values())
+def norm_parts(affine):
+    model, _ = ready("O2", net(nn.BatchNorm1d(8, affine=affine)))
+    return [{k: inside(model)[k] for k, _ in part} for part in (model.named_parameters(), model.named_buffers())]
 
 
-@fact("bn_conversion_O2", "bn_affine_false_O2")
-def _(name):
-    model = net(nn.BatchNorm1d(8, affine="false" not in name))
-    init(model, sgd(model), "O2")
-    parts = [{k: inside(model)[k] for k, _ in part} for part in (model.named_parameters(), model.named_buffers())]
-    return parts[1] if "false" in name else parts
+CHECKS["bn_conversion_O2"] = lambda: norm_parts(True)
+CHECKS["bn_affine_false_O2"] = lambda: norm_parts(False)[1]
 
 
-@fact("norms_O2")
-def _(name):
-    model = nn.ModuleDict({
-        "ln": nn.LayerNorm(4), "gn": nn.GroupNorm(2, 4), "in": nn.InstanceNorm2d(4, affine=True,
-        track_running_stats=True), "sbn": nn.SyncBatchNorm(4),
-    })  # fmt: skip
-    init(model, sgd(model), "O2")
-    return inside(model)
+@fact
+def norms_O2():
+    norms = {
+        "ln": nn.LayerNorm(4), "gn": nn.GroupNorm(2, 4), "sbn": nn.SyncBatchNorm(4),
+        "in": nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    }  # fmt: skip
+    return inside(ready("O2", nn.ModuleDict(norms))[0])
 
 
 class Echo(nn.Module):
@@ -499,191 +454,103 @@ class Echo(nn.Module):
         return self.function(*args, **kwargs)
 
 
-@fact("int_input_O2")
-def _(name):
-    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
-    init(model, sgd(model), "O2")
+@fact
+def int_input_O2():
+    model, _ = ready("O2", nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)))
     return dtype(model(torch.tensor([1, 2])))
 
 
-@fact("nested_io_O2")
-def _(name):
+@fact
+def nested_io_O2():
     def forward(value, *, extra):
         first, (second,) = value["a"], value["b"]
         assert dtypes([first, second, extra]) == ["float16"] * 3
         return {"x": first, "y": [second, extra], "z": ("a", torch.tensor(1))}
 
-    model = Echo(forward)
-    init(model, sgd(model), "O2")
+    model, _ = ready("O2", Echo(forward))
     out = model({"a": torch.ones(2), "b": (torch.ones(2),)}, extra=torch.ones(2))
     return [type(out).__name__, dtype(out["x"]), dtypes(out["y"]), [out["z"][0], dtype(out["z"][1])]]
 
 
-@fact("none_input_O2")
-def _(name):
-    model = Echo(lambda x, nothing, number: [x, nothing is None and number == 0.5])
-    init(model, sgd(model), "O2")
+@fact
+def none_input_O2():
+    model, _ = ready("O2", Echo(lambda x, nothing, number: [x, nothing is None and number == 0.5]))
     out = model(torch.ones(2), None, 0.5)
     return [dtype(out[0]), out[1]]
 
 
-@fact("submodule_call_O2")
-def _(name):
-    return dtype(ready("O2")[0][0](torch.ones(3, 4)))
-
-
-@fact("add_param_group_O2")
-def _(name):
-    model, optimizer = ready("O2")
-    backward(model, optimizer)
+@fact
+def add_param_group_O2():
+    _, optimizer = passed("O2")
     optimizer.step()
-    new = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer.add_param_group({"params": [new]})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=HALF))]})
     before = dtype(optimizer.param_groups[1]["params"][0])
     optimizer.zero_grad()
     return [before, dtype(optimizer.param_groups[1]["params"][0])]
 
 
-# The scalers' state
+@fact
+def state_dict_O1():
+    value, raw = state_after("O1", [1.0, 1.0]), amp.state_dict()
+    kinds = [{k: type(v).__name__ for k, v in each.items()} for each in (raw, raw["loss_scaler0"])]
+    return [value, type(raw).__name__, *kinds]
 
 
-def trained(level, factors=(1.0, 1.0), **kwargs):
-    model, optimizer = ready(level, **kwargs)
-    for factor in factors:
-        backward(model, optimizer, factor)
-        optimizer.step()
-        optimizer.zero_grad()
-    return state()
-
-
-@fact("state_dict_O0", "state_dict_O3")
-def _(name):
-    return trained(level_of(name))
-
-
-@fact("state_dict_O1")
-def _(name):
-    value, raw = trained("O1"), amp.state_dict()
-    first = raw["loss_scaler0"]
-    return [value, type(raw).__name__, {k: type(v).__name__ for k, v in raw.items()},
-            {k: type(v).__name__ for k, v in first.items()}]  # fmt: skip
-
-
-@fact("state_dict_O2_overflow")
-def _(name):
-    return trained("O2", (1.0, 1.0, float("inf"), 1.0))
-
-
-@fact("state_dict_static")
-def _(name):
-    return trained("O2", loss_scale=128.0)
-
-
-@fact("state_dict_destination")
-def _(name):
+@fact
+def state_dict_destination():
     ready("O1")
     target = OrderedDict()
     return [amp.state_dict(destination=target) is target, dict(target)]
 
 
-@fact("load_state_dict", "load_state_dict_above_max", "load_state_dict_unexpected_key", "load_state_dict_too_many",
-      "load_state_dict_missing_field")  # fmt: skip
-def _(name):
-    one = {"loss_scale": 1024.0, "unskipped": 7}
-    value = {
-        "load_state_dict_above_max": {"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 0}},
-        "load_state_dict_unexpected_key": {"loss_scaler0": one, "foo": 1},
-        "load_state_dict_too_many": {"loss_scaler0": one, "loss_scaler1": one},
-        "load_state_dict_missing_field": {"loss_scaler0": {"loss_scale": 1024.0}},
-    }.get(name, {"loss_scaler0": one})
-    ready("O1", **({"max_loss_scale": 2.0**17} if name == "load_state_dict_above_max" else {}))
-    amp.load_state_dict(value)
-    return state()
-
-
 # O1's functions
 
 
-@fact("banned_bce_half", "banned_bce_float")
-def _(name):
+@fact
+def iadd_half_float():
     ready("O1")
-    kind = torch.float16 if "half" in name else torch.float32
-    return dtype(F.binary_cross_entropy(torch.full((3,), 0.5, dtype=kind), torch.ones(3, dtype=kind)))
-
-
-@fact("inplace_exp_half")
-def _(name):
-    ready("O1")
-    torch.ones(2, dtype=torch.float16).exp_()
-
-
-@fact("promote_double_float", "promote_half_bfloat16")
-def _(name):
-    ready("O1")
-    first, second = (torch.float64, torch.float32) if "double" in name else (torch.float16, torch.bfloat16)
-    return dtype(torch.add(torch.ones(2, dtype=first), torch.ones(2, dtype=second)))
-
-
-@fact("linear_double")
-def _(name):
-    ready("O1")
-    return dtype(F.linear(torch.ones(2, 3).double(), torch.ones(4, 3).double()))
-
-
-@fact("iadd_half_float")
-def _(name):
-    ready("O1")
-    original = x = torch.ones(2, dtype=torch.float16)
+    original = x = torch.ones(2, dtype=HALF)
     x += torch.ones(2)
     return [dtype(x), bool((original == 2).all())]
 
 
-@fact("disable_casts")
-def _(name):
+@fact
+def disable_casts():
     ready("O1")
     with amp.disable_casts():
-        inside = dtype(F.linear(torch.ones(2, 3), torch.ones(4, 3)))
-    return [inside, dtype(F.linear(torch.ones(2, 3), torch.ones(4, 3)))]
+        uncast = dtype(F.linear(torch.ones(2, 3), torch.ones(4, 3)))
+    return [uncast, dtype(F.linear(torch.ones(2, 3), torch.ones(4, 3)))]
 
 
-@fact("half_function")
-def _(name):
-    seen = []
-    half = amp.half_function(lambda x: seen.append(dtype(x)))
-    single = amp.float_function(lambda x: seen.append(dtype(x)))
-    widest = amp.promote_function(lambda x, y: seen.append([dtype(x), dtype(y)]))
+@fact
+def half_function():
+    half, single, widest = (
+        decorate(lambda *tensors: dtypes(tensors))
+        for decorate in (amp.half_function, amp.float_function, amp.promote_function)
+    )
     ready("O1")
-    half(torch.ones(2))
-    single(torch.ones(2, dtype=torch.float16))
-    widest(torch.ones(2, dtype=torch.float16), torch.ones(2))
-    return seen
+    narrow, wide = torch.ones(2, dtype=HALF), torch.ones(2)
+    return [half(wide)[0], single(narrow)[0], widest(narrow, wide)]
 
 
 class Namespace:
     """Stands for a user's module."""
 
-    __name__ = "namespace"
 
-
-@fact("register_half")
-def _(name):
+@fact
+def register_half():
     space = Namespace()
-    space.f = original = dtype
+    space.f = dtype
     amp.register_half_function(space, "f")
     ready("O1")
     received = space.f(torch.ones(2))
     amp.shutdown()
-    assert space.f is original
+    assert space.f is dtype
     return received
 
 
-@fact("register_unknown")
-def _(name):
-    amp.register_half_function(torch, "no_such_function")
-
-
-@fact("O1_cache_identity")
-def cached(name, **kwargs):
+@fact
+def O1_cache_identity(**kwargs):
     seen = []
 
     class Layer(nn.Module):
@@ -697,31 +564,24 @@ def cached(name, **kwargs):
             return out
 
     # Autocast casts below Python, so the cast is seen in the graph: both calls share one cast of the weight.
-    layer = Layer()
-    optimizer = sgd(layer)
-    init(layer, optimizer, **kwargs)
+    layer, optimizer = ready("O1", Layer(), **kwargs)
     loss = (layer(torch.ones(1, 2)) + layer(torch.ones(1, 2))).sum()
-    casts = [node.next_functions[1][0].next_functions[0][0] for node in seen]
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     layer(torch.ones(1, 2))
-    casts.append(seen[-1].next_functions[1][0].next_functions[0][0])
+    casts = [node.next_functions[1][0].next_functions[0][0] for node in seen]
     return ["float16" if "ToCopy" in casts[0].name() else casts[0].name(), casts[0] is casts[1], casts[0] is casts[2]]
 
 
-@fact("O1_optimizer_step_uncast")
-def _(name):
+@fact
+def O1_optimizer_step_uncast():
     seen = []
 
     class Custom(torch.optim.SGD):
         def step(self, closure=None):
             seen.append(dtype(F.linear(torch.ones(1, 2), torch.ones(3, 2))))
 
-    model = net()
-    optimizer = Custom(model.parameters(), lr=0.1)
-    init(model, optimizer)
-    backward(model, optimizer)
-    optimizer.step()
+    passed("O1", make=lambda model: Custom(model.parameters(), lr=0.1))[1].step()
     return seen[0]
 
 
@@ -731,32 +591,31 @@ def _shut_down():
     amp.shutdown()
 
 
-@pytest.mark.parametrize("name", [n for n, fact in FACTS.items() if not fact.get("version_artifact")])
+@pytest.mark.parametrize("name", FACTS)
 def test_a_fact_of_apex_holds(name):
-    fact, different = FACTS[name], DIFFERENT.get(name)
-    expected, raises = fact.get("value"), fact["raises"]
-    if different is not None:
-        value, _ = different
+    expected, raises = FACTS[name].get("value"), FACTS[name]["raises"]
+    if name in DIFFERENT:
+        value, _ = DIFFERENT[name]
         raises = value.__name__ if isinstance(value, type) else None
         expected = None if raises else value
-    if raises:
-        with pytest.raises(getattr(builtins, raises)) as caught:
-            CHECKS[name](name)
-        words = str(caught.value)
-        assert "lightning_turbo" in str(caught.traceback[-1].path)
-        assert len(words) > 40 or isinstance(caught.value, KeyError), words
-    else:
-        assert CHECKS[name](name) == expected
+    if not raises:
+        assert CHECKS[name]() == expected
+        return
+    with pytest.raises(getattr(builtins, raises)) as caught:
+        CHECKS[name]()
+    words = str(caught.value)
+    assert "lightning_turbo" in str(caught.traceback[-1].path)
+    assert len(words) > 40 or isinstance(caught.value, KeyError), words
 
 
 def test_every_fact_is_checked():
-    assert set(CHECKS) == {name for name, fact in FACTS.items() if not fact.get("version_artifact")}
+    assert set(CHECKS) == set(FACTS)
     assert set(DIFFERENT) <= set(CHECKS)
 
 
 def test_casts_are_kept_as_in_apex_on_request():
     # With an old torch never: it would take the gradient from a weight used under no_grad.
-    assert cached("", cast_cache=True) == ["float16", cache_survives_no_grad(), False]
+    assert O1_cache_identity(cast_cache=True) == ["float16", cache_survives_no_grad(), False]
 
 
 def test_two_training_forwards_before_one_backward():

@@ -163,18 +163,13 @@ def test_ranks_with_seeds_of_their_own_begin_with_the_first_ones_weights(ranks, 
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_that_ddp_leaves_apart_are_told_of(ranks, level):
+def test_ddp_averages_delayed_gradients_and_leaves_others_apart(ranks, level):
     delayed, undelayed, released = zip(*(results["accumulated", level] for results in ranks[1:]), strict=True)
     alike = [
         all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         for (first, _), (second, _) in (delayed, undelayed, released)
     ]
     assert alike == [True, False, True]
-    said = [[len(texts) for _, texts in how] for how in (delayed, undelayed, released)]
-    assert said == [[0, 0], [1, 0], [0, 0]]  # by the first rank
-    text, file = undelayed[0][1][0]
-    assert "Pass delay_unscale=True in all passes of a window but the last" in text
-    assert file == __file__
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
