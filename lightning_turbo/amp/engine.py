@@ -38,8 +38,6 @@ class _Gradients:
     """The loss by whose scale they are multiplied still."""
     overflow: Tensor | None = None
     """1.0 on their device if an entry was inf or NaN when they were unscaled."""
-    stepped: bool = False
-    """Whether a step has used them."""
 
 
 class AmpEngine:
@@ -182,13 +180,13 @@ class AmpEngine:
     def region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
         if self.half_forward is not None:
-            return self.half_forward.step_region  # a KeyboardInterrupt ends a call without its hooks
+            return self.half_forward.step_region()
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.region()
 
     def backward_region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass, so that checkpointed forward passes are repeated as they were."""
         if self.half_forward is not None:
-            return self.half_forward.backward_region
+            return self.half_forward.backward_region()
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_region()
 
     def forget_casts(self) -> None:
@@ -226,8 +224,8 @@ class AmpEngine:
     def _prepare(self, optimizer: Optimizer, loss_id: int) -> None:
         own = self._of(optimizer)
         # An overflow is over when its gradients are: stepped with, or released.
-        if own.stepped or all(param.grad is None for param in params_of(optimizer)):
-            self.forget_overflow(optimizer)
+        if not own.waiting or all(param.grad is None for param in params_of(optimizer)):
+            own.overflow = None
         if self.scales and own.scaled_by not in (None, loss_id):
             raise AmpUsageError(
                 f"loss_id={loss_id!r}: gradients of loss {own.scaled_by!r} wait with its scale, and cannot be added to "
@@ -295,8 +293,7 @@ class AmpEngine:
 
     def forget_overflow(self, optimizer: Optimizer) -> None:
         """Drop what was noted of this optimizer's gradients, because there are others."""
-        own = self._of(optimizer)
-        own.overflow, own.stepped = None, False
+        self._of(optimizer).overflow = None
 
     def will_skip(self, optimizer: Optimizer) -> bool:
         """Whether an overflow was found in this optimizer's gradients; waits for the device."""
@@ -348,7 +345,7 @@ class AmpEngine:
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step has used the gradients."""
         own = self._of(optimizer)
-        own.stepped, own.waiting, own.scaled_by = True, False, None
+        own.waiting, own.scaled_by = False, None
 
     def note_no_step(self) -> None:
         """Note that there were no gradients to step with; it counts as no skipped step."""
@@ -371,7 +368,7 @@ class AmpEngine:
         return {
             "waiting": [self._of(optimizer).waiting for optimizer in optimizers],
             "scaled_by": [self._of(optimizer).scaled_by for optimizer in optimizers],
-            "noted": [self.will_skip(optimizer) and not self._of(optimizer).stepped for optimizer in optimizers]
+            "noted": [self.is_waiting(optimizer) and self.will_skip(optimizer) for optimizer in optimizers]
             + [fact for scaler in self.scalers for fact in (scaler.is_pending, scaler.overflowed)],
         }
 

@@ -14,7 +14,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -39,10 +39,9 @@ _HINT = (
     "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
     "Keep the module that calls it in float32: keep_float32=[its name or its class]."
 )
-_LISTS_OF_RNN = ("_flat_weights", "_flat_weight_refs")
 
-# What holds a tensor, under which name, the tensor, and its half copy; None for what is only to be put back.
-_Swap = tuple[dict[str, Any], str, Any, Any]
+_Position = tuple[dict[str, Any], str]  # what holds a tensor, and under which name
+_Swap = tuple[dict[str, Any], str, Any, Tensor | None]  # the same, the tensor, and its half copy
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -83,27 +82,10 @@ def find_kept(models: Iterable[nn.Module], keep_float32: Iterable[str | type[nn.
     return list(dict.fromkeys(kept))
 
 
-class _Region(contextlib.AbstractContextManager[None]):
-    """A context that may be entered at every step: one object, and no generator."""
-
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
-
-    def __enter__(self) -> None:
-        self._begin()
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
-
-
-def _do_nothing() -> None:
-    pass
-
-
 class HalfForward:
     """Casts where data enters and leaves guarded modules, and puts half copies of weights in while they run.
 
-    Only the outermost call puts copies in and casts outputs back; a guarded module that is called inside of it casts
+    Only the outermost call puts copies in and casts outputs back. A guarded module that is called inside of it casts
     its inputs alone, so that a tensor that was promoted to float32 between two modules comes back to half.
 
     Args:
@@ -112,31 +94,27 @@ class HalfForward:
         keep_batchnorm_fp32: Whether affine batch norm, synchronised too, keeps its float32 weights and statistics.
 
     Note:
-        The state of a call is not kept by thread: two threads must not call one model at the same time. Replicas of
-        ``DataParallel`` are objects of their own and may.
+        Two threads must not call one model at the same time. Replicas of ``DataParallel`` are objects of their own and
+        may.
     """
 
     def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self.keep_batchnorm_fp32 = keep_batchnorm_fp32
-        # By id: a parameter, what it was like, and its half copy. Python hashes a tensor ten times slower than its id.
-        self.copies: dict[int, tuple[Tensor, Any, Tensor]] = {}
         # The id of the module whose call is under way, or of this object in a backward pass; torch.compile, which
         # traces the hooks of inner calls, can follow a number better than a module.
         self.outermost = 0
         self._recursions = 0  # calls of the outermost module within its own call
-        self._mode: Any = None
-        self._swaps: list[_Swap] = []
-        self._used: dict[int, list[_Swap]] = {}  # by outermost module: what its call has swapped, for the backward pass
+        self._swaps: list[_Swap] = []  # of the call that is under way
+        # By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
+        self._copies: dict[int, tuple[Tensor, Any, Tensor]] = {}
+        self._called: dict[int, list[_Position]] = {}  # by outermost module, until the backward pass is over
         self._handles: list[Any] = []
         self._step_owner: tuple[nn.Module, Any] | None = None
         self._has_looked = False
         self._begin_untraced: Any = torch.compiler.disable(fn=self._begin)
         self._reset_untraced: Any = torch.compiler.disable(fn=self.reset)
-        # Contexts around a training step and around a backward pass.
-        self.step_region = _Region(_do_nothing, self.reset)
-        self.backward_region = _Region(self._begin_backward, self._end_backward)
 
     def __reduce__(self) -> Any:
         # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
@@ -167,39 +145,45 @@ class HalfForward:
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.reset()
+        self.forget_copies()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._step_owner = None
-        self.forget_copies()
-
-    def forget_copies(self) -> None:
-        """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
-        self.copies.clear()
-        self._used.clear()
 
     def reset(self) -> None:
-        """End a call that never came to its end, because of a ``KeyboardInterrupt`` for example."""
+        """End the outermost call."""
         self._swap_out()
         self.outermost, self._recursions = 0, 0
 
-    def _begin_backward(self) -> None:
-        """Put the copies of the forward pass back in, and count every call from here on as an inner one.
+    def forget_copies(self) -> None:
+        """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
+        self._copies.clear()
+        self._called.clear()
 
-        Activation checkpointing calls parts of the model again in the backward pass.
+    @contextlib.contextmanager
+    def step_region(self) -> Iterator[None]:
+        """Around a training step: end a call that a ``KeyboardInterrupt`` has broken off without its hooks."""
+        try:
+            yield
+        finally:
+            self.reset()
+
+    @contextlib.contextmanager
+    def backward_region(self) -> Iterator[None]:
+        """Around a backward pass, in which activation checkpointing calls parts of the model again.
+
+        The copies of the forward pass are back in, and every call counts as an inner one.
         """
         if self.outermost:
+            yield
             return
         self.outermost = id(self)
-        for swaps in self._used.values():
-            for holder, name, wide, half in swaps:
-                if holder.get(name) is wide:
-                    again = half if half is None or _serves_again(name, wide, half) else wide.to(self.dtype)
-                    self._swaps.append((holder, name, wide, again))
-        self._put_copies()
-
-    def _end_backward(self) -> None:
-        if self.outermost == id(self):
+        try:
+            for positions in self._called.values():
+                self._swap_in(positions)
+            yield
+        finally:
             self.reset()
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
@@ -229,18 +213,18 @@ class HalfForward:
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.outermost == id(module):
-            if self._recursions:
-                self._recursions -= 1
-                return None
-            (self._reset_untraced if torch.compiler.is_compiling() else self.reset)()
-            if output is None:
-                _explain_refusal(sys.exc_info()[1])
-            elif self.copies and not self._has_looked:
-                self._has_looked = True
-                self._warn_of_kept_copies(module)
-        elif vars(module).get("_amp_replica") != "outermost":
+        if self.outermost != id(module):
+            is_replica = vars(module).get("_amp_replica") == "outermost"
+            return cast_floats(output, self.output_dtype) if is_replica else None
+        if self._recursions:
+            self._recursions -= 1
             return None
+        (self._reset_untraced if torch.compiler.is_compiling() else self.reset)()
+        if output is None:
+            _explain_refusal(sys.exc_info()[1])
+        elif self._copies and not self._has_looked:
+            self._has_looked = True
+            self._warn_of_kept_copies(module)
         return cast_floats(output, self.output_dtype)
 
     def _enter_float32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -259,12 +243,8 @@ class HalfForward:
         if "_is_replica" in vars(module):
             self._cast_replica(module)
             return True
-        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        if mode != self._mode:
-            self.copies.clear()  # they cannot serve the other mode
-            self._mode = mode
-        self._swap_in(module)
-        self._used[id(module)] = self._swaps
+        positions = self._called[id(module)] = self._positions_below(module)
+        self._swap_in(positions)
         self.outermost = id(module)
         return True
 
@@ -279,31 +259,39 @@ class HalfForward:
             part._buffers.update({k: t.to(self.dtype) for k, t in part._buffers.items() if _is_wide(t, self.dtype)})
         vars(module)["_amp_replica"] = "outermost"
 
-    def _swap_in(self, root: nn.Module) -> None:
-        """Let half copies take the positions of the tensors below ``root``."""
+    def _positions_below(self, root: nn.Module) -> list[_Position]:
+        positions: list[_Position] = []
         for module in self.cast_modules(root):
-            for name, weight in module._parameters.items():
-                if _is_wide(weight, self.dtype):
-                    self._swaps.append((module._parameters, name, weight, self._copy_of(weight)))
-            for name, buffer in module._buffers.items():
-                if _is_wide(buffer, self.dtype):
-                    self._swaps.append((module._buffers, name, buffer, buffer.detach().to(self.dtype)))
+            for holder in (module._parameters, module._buffers):
+                positions += [(holder, name) for name, tensor in holder.items() if _is_wide(tensor, self.dtype)]
             if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
-                self._swaps += [(vars(module), name, vars(module)[name], None) for name in _LISTS_OF_RNN]
-        self._put_copies()
+                positions += [(vars(module), name) for name in ("_flat_weights", "_flat_weight_refs")]
+        return positions
 
-    def _put_copies(self) -> None:
-        for holder, name, _, half in self._swaps:
-            if half is not None:
-                holder[name] = half
+    def _swap_in(self, positions: Iterable[_Position]) -> None:
+        """Let half copies take the positions of tensors; lists of an LSTM are only to be put back."""
+        for holder, name in positions:
+            wide = holder.get(name)
+            if isinstance(wide, list):
+                self._swaps.append((holder, name, wide, None))
+            elif _is_wide(wide, self.dtype):
+                half = holder[name] = self._copy_of(wide)
+                self._swaps.append((holder, name, wide, half))
 
-    def _copy_of(self, weight: Tensor) -> Tensor:
-        """Return a half copy, the same one until the weight changes or the backward pass is over."""
+    def _copy_of(self, wide: Tensor) -> Tensor:
+        """Return a half copy; that of a weight is the same until the weight changes or the backward pass is over."""
+        if not isinstance(wide, nn.Parameter):
+            return wide.detach().to(self.dtype)
         # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
-        state = (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
-        known = self.copies.get(id(weight))
+        state = (
+            0 if wide.is_inference() else wide._version,
+            wide.data_ptr(),
+            wide.requires_grad and torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+        known = self._copies.get(id(wide))
         if known is None or known[1] != state:
-            known = self.copies[id(weight)] = weight, state, weight.to(self.dtype)
+            known = self._copies[id(wide)] = wide, state, wide.to(self.dtype)
         return known[2]
 
     def _swap_out(self) -> None:
@@ -314,13 +302,14 @@ class HalfForward:
                 holder[name] = wide
             elif now is half:
                 holder[name] = wide
-                if _may_have_changed(name, half):
+                # Batch norm's kernel does not count its changes as such.
+                if not half.is_inference() and (half._version > 0 or name[:8] == "running_"):
                     _take_changes(wide, half)
             elif isinstance(now, Tensor) and now.dtype is half.dtype and not isinstance(now, nn.Parameter):
                 holder[name] = now.detach().to(wide.dtype)  # a buffer that the module has replaced
 
     def _warn_of_kept_copies(self, root: nn.Module) -> None:
-        copies = {id(half) for _, _, half in self.copies.values()}
+        copies = {id(half) for _, _, half in self._copies.values()}
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 if id(value) in copies:
@@ -341,7 +330,7 @@ def round_weights(forward: HalfForward, models: Iterable[nn.Module]) -> None:
     """Round all that ``forward`` casts in these models to half, once, as apex's masters begin."""
     for model in models:
         for module in forward.cast_modules(model):
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            for tensor in _tensors_of(module):
                 if _is_wide(tensor, forward.dtype):
                     tensor.copy_(tensor.to(forward.dtype))
 
@@ -416,17 +405,6 @@ def _is_wide(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
 def _is_kept(module: nn.Module) -> bool:
     # The hook tells, and no list of ours, so that copies of the module are kept in float32 too.
     return any(getattr(hook, "__func__", None) is _ENTER_FLOAT32 for hook in module._forward_pre_hooks.values())
-
-
-def _serves_again(name: str, wide: Tensor, half: Tensor) -> bool:
-    # A copy that its module has changed is not what the tensor is like now; reentrant checkpointing of a whole network
-    # calls it without gradients first.
-    return half.requires_grad == wide.requires_grad and not _may_have_changed(name, half)
-
-
-def _may_have_changed(name: str, half: Tensor) -> bool:
-    # Batch norm's kernel does not count its changes as such.
-    return not half.is_inference() and (half._version > 0 or name[:8] == "running_")
 
 
 @torch.no_grad()

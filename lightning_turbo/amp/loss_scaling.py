@@ -46,8 +46,9 @@ class LossScaler:
         max_loss_scale: float = 2.0**24,
         scale_window: int = 2000,
     ) -> None:
-        for name, limit in (("min_loss_scale", min_loss_scale), ("max_loss_scale", max_loss_scale)):
-            if (limit is not None or name == "max_loss_scale") and not (is_number(limit) and limit > 0.0):
+        least = 1.0 if min_loss_scale is None else min_loss_scale
+        for name, limit in (("min_loss_scale", least), ("max_loss_scale", max_loss_scale)):
+            if not (is_number(limit) and limit > 0.0):
                 raise AmpUsageError(f"{name}={limit!r}: expected a finite number above zero.")
         if min_loss_scale is not None and min_loss_scale > max_loss_scale:
             raise AmpUsageError(
@@ -59,26 +60,26 @@ class LossScaler:
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = float(max_loss_scale)
         self.scale_window = scale_window
-        initial = min(INITIAL_DYNAMIC_SCALE, self.max_loss_scale) if self.dynamic else float(loss_scale)
-        self._host_scale = initial
-        self._host_unskipped = 0
-        self._device: torch.device | None = None
         self.is_pending = False
+        initial = min(INITIAL_DYNAMIC_SCALE, self.max_loss_scale) if self.dynamic else float(loss_scale)
+        self._static = initial
+        float32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        self._scale = torch.tensor(initial, **float32)
+        self._tracker = torch.zeros((), dtype=torch.int32, device="cpu")  # passes without overflow
+        self._found_inf = torch.zeros((), **float32)
+        self._skips = torch.zeros(2, **float32)  # in a row, and all
+        self._heard = deque([_Heard(self._scale.device)])
 
     @property
     def is_identity(self) -> bool:
         """Whether scaling changes nothing, so that callers may leave it out."""
-        return not self.dynamic and self._host_scale == 1.0
+        return not self.dynamic and self._static == 1.0
 
     def to(self, device: torch.device) -> LossScaler:
         """Put the scale on a device; done by itself at the first use."""
-        if self.dynamic and self._device != device:
-            state, skipped, found = self.state_dict(), self.skipped_steps, float(self.overflowed)
-            self._device = device
-            self._scale = torch.full((), state["loss_scale"], dtype=torch.float32, device=device)
-            self._tracker = torch.full((), state["unskipped"], dtype=torch.int32, device=device)
-            self._found_inf = torch.full((), found, dtype=torch.float32, device=device)
-            self._skips = torch.tensor([0.0, skipped], dtype=torch.float32, device=device)  # in a row, and all
+        if self._scale.device != device:
+            self._scale, self._tracker = self._scale.to(device), self._tracker.to(device)
+            self._found_inf, self._skips = self._found_inf.to(device), self._skips.to(device)
             self._heard = deque(_Heard(device) for _ in range(HEARD_LATE if device.type == "cuda" else 1))
         return self
 
@@ -86,10 +87,7 @@ class LossScaler:
         """Return ``loss`` in float32 times the scale."""
         if self.is_identity:
             return loss.float()
-        if not self.dynamic:
-            return loss.float() * self._host_scale
-        self.to(loss.device)
-        return loss.float() * self._scale
+        return loss.float() * (self.to(loss.device)._scale if self.dynamic else self._static)
 
     def unscale_(self, grads: Sequence[Tensor], flag: Tensor | None = None) -> None:
         """Divide gradients by the scale in place, and note an overflow.
@@ -105,7 +103,7 @@ class LossScaler:
         self.is_pending = True
         grads = [_numbers_of(grad) for grad in grads]
         if not self.dynamic:
-            torch._foreach_mul_(grads, 1.0 / self._host_scale)
+            torch._foreach_mul_(grads, 1.0 / self._static)
             return
         self.to(grads[0].device)
         inverse = self._scale.double().reciprocal_().float()
@@ -126,9 +124,7 @@ class LossScaler:
         if self.is_identity:
             return
         if not self.dynamic:
-            self._host_unskipped += 1
-            return
-        if self._device is None:
+            self._tracker.add_(1)
             return
         torch._amp_update_scale_(self._scale, self._tracker, self._found_inf, 2.0, 0.5, self.scale_window)
         self._scale.clamp_(max=self.max_loss_scale)
@@ -147,38 +143,31 @@ class LossScaler:
 
     @property
     def overflowed(self) -> bool:
-        """Whether an overflow was noted since the last ``update``; waits for the device."""
-        return self.dynamic and self._device is not None and bool(self._found_inf.item())
+        """Whether an overflow was found since the last ``update``; waits for the device."""
+        return bool(self._found_inf.item())
 
     @property
     def loss_scale(self) -> float:
         """The scale now, dimensionless; waits for the device if dynamic."""
-        return float(self._scale.item()) if self.dynamic and self._device is not None else self._host_scale
-
-    @property
-    def loss_scale_tensor(self) -> Tensor | None:
-        """A copy of the scale on its device, or ``None`` before the first use and for a static scale."""
-        return self._scale.clone() if self.dynamic and self._device is not None else None
+        return float(self._scale.item()) if self.dynamic else self._static
 
     @property
     def skipped_steps(self) -> int:
         """How many passes overflowed so far; waits for the device."""
-        return int(self._skips[1].item()) if self.dynamic and self._device is not None else 0
+        return int(self._skips[1].item())
 
-    def skipped_steps_tensor(self, device: torch.device) -> Tensor:
-        """How many passes overflowed so far, as a tensor on ``device``, without waiting for it."""
-        return self._skips[1].clone() if self.dynamic and self._device is not None else torch.zeros((), device=device)
+    def values_to_log(self) -> tuple[Tensor, Tensor]:
+        """Return copies of the scale and of the number of skipped steps, without waiting for the device."""
+        return self._scale.clone(), self._skips[1].clone()
 
     @property
     def recent_skips_in_a_row(self) -> int:
         """Overflows in a row; on CUDA those of seven passes ago, so that all ranks hear the same and none waits."""
-        return self._heard[0].value() if self.dynamic and self._device is not None else 0
+        return self._heard[0].value()
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"loss_scale": float, "unskipped": int}``, apex's format."""
-        if self.dynamic and self._device is not None:
-            return {"loss_scale": self.loss_scale, "unskipped": int(self._tracker.item())}
-        return {"loss_scale": self._host_scale, "unskipped": self._host_unskipped}
+        return {"loss_scale": self.loss_scale, "unskipped": int(self._tracker.item())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state in apex's format; a scale above ``max_loss_scale`` is kept, as in apex.
@@ -188,14 +177,10 @@ class LossScaler:
         Raises:
             KeyError: If ``loss_scale`` or ``unskipped`` is missing.
         """
-        scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
-        self.max_loss_scale = max(self.max_loss_scale, scale)
-        if self.dynamic:
-            unskipped = min(unskipped, self.scale_window - 1)
-        if self.dynamic and self._device is not None:
-            self._scale.fill_(scale)
-            self._tracker.fill_(unskipped)
-        self._host_scale, self._host_unskipped = scale, unskipped
+        self._static, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        self.max_loss_scale = max(self.max_loss_scale, self._static)
+        self._scale.fill_(self._static)
+        self._tracker.fill_(min(unskipped, self.scale_window - 1) if self.dynamic else unskipped)
 
 
 class _Heard:
@@ -203,8 +188,7 @@ class _Heard:
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self.number = torch.zeros((), pin_memory=on_cuda)
-        self.view = self.number.numpy()
+        self.number = torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=on_cuda)
         self.arrival = torch.cuda.Event() if on_cuda else None
 
     def copy(self, number: Tensor) -> None:
@@ -216,7 +200,7 @@ class _Heard:
         """Wait until it is there."""
         if self.arrival is not None:
             self.arrival.synchronize()
-        return int(self.view)
+        return int(self.number.numpy())
 
 
 def _numbers_of(grad: Tensor) -> Tensor:

@@ -350,10 +350,9 @@ class ApexAMP(Precision):
             if not self._state_found:
                 self._warn_of_missing_state(model)
         if self.log_scale:
-            scaler = engine.scalers[0]
-            scale = scaler.loss_scale_tensor
-            model.log("amp/loss_scale", scaler.loss_scale if scale is None else scale)
-            model.log("amp/skipped_steps", scaler.skipped_steps_tensor(model.device))
+            scale, skipped = engine.scalers[0].values_to_log()
+            model.log("amp/loss_scale", scale)
+            model.log("amp/skipped_steps", skipped)
 
     # State
 
