@@ -17,13 +17,12 @@ __all__ = ["Normalize"]
 class Normalize:
     """Normalise the uint8 images of a batch: ``(image / scale - mean) / std``, computed in float32.
 
-    Made for ``DevicePrefetcher(transform=...)``: the loader hands over uint8, a quarter of the bytes of float32, and
-    the rest happens on the device. It is a function of the batch and can be used anywhere.
+    For ``DevicePrefetcher(transform=...)``: the loader hands over uint8, a quarter of the bytes of float32.
 
     Args:
-        mean: Mean of each channel, or one for all, in units of ``image / scale``: for pixels from 0 to 1 by default.
-            With ``scale=1`` for the pixels as they are, as the ``0.485 * 255`` of apex's ImageNet example. A tensor
-            of any shape, as there, or numbers.
+        mean: Mean of each channel, or one for all, in units of ``image / scale``: for pixels from 0 to 1 by default,
+            with ``scale=1`` for the pixels as they are (``0.485 * 255`` in apex's ImageNet example). Numbers or a
+            tensor.
         std: Standard deviation of each channel, or one for all, above zero, in the same units.
         dtype: Floating-point dtype of the result, for example ``torch.float16`` for O2 and O3.
         memory_format: Memory format of the result, for example ``torch.channels_last``; ``None`` keeps the batch's.

@@ -46,10 +46,8 @@ def busy(matrix, times):
 @pytest.mark.parametrize(
     ("make", "workers"),
     [
-        (DataLoader, 0),
         (DataLoader, 2),
         (PrefetchLoader, 0),
-        (PrefetchLoader, 2),
         (functools.partial(PrefetchLoader, threads=3), 0),
     ],
 )
@@ -66,21 +64,6 @@ def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
         torch.empty(8, 65536, device=DEVICE).fill_(-1)  # would take the memory of a batch given back too soon
     got = [(mean.tolist(), index.tolist()) for mean, index in sums]
     assert got == [([float(n) for n in range(k, k + 8)], list(range(k, k + 8))) for k in range(0, 64, 8)]
-
-
-def test_batches_are_transformed_on_the_side_stream():
-    streams = []
-
-    def transform(batch):
-        streams.append(torch.cuda.current_stream(DEVICE))
-        return batch
-
-    current = torch.cuda.current_stream(DEVICE)
-    prefetcher = DevicePrefetcher(DataLoader(Numbered(), batch_size=8), DEVICE, transform=transform, min_bytes=1 << 20)
-    list(prefetcher)
-    list(prefetcher)
-    assert all(stream != current for stream in streams)
-    assert len(set(streams)) == 1  # one side stream for the run
 
 
 def test_what_a_transform_keeps_is_ready_for_batches_of_other_sizes():
@@ -173,16 +156,6 @@ def test_throughput_is_that_of_data_on_the_device():
     assert synthetic / ours >= 0.95
 
 
-def test_a_break_and_the_next_epoch():
-    prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE)
-    for _ in range(3):
-        for number, (data, _index) in enumerate(prefetcher):
-            assert data[0, 0].item() == number * 8
-            if number == 2:
-                break
-    prefetcher.close()
-
-
 @pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 2}], ids=str)
 @pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
 def test_a_generator_of_the_loaders_own_gives_the_orders_that_it_gives_without(make, limits):
@@ -229,18 +202,6 @@ def test_a_plain_loader_that_is_left_and_resumed_gives_the_orders_that_it_gives_
     assert again.state_dict()["consumed"] == 5
     assert orders(again, (4,)) == expected[1:]
     assert again.state_dict()["consumed"] == 4
-
-
-def test_resuming_counts_batches_that_were_used():
-    prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8, shuffle=True), DEVICE)
-    iterator = iter(prefetcher)
-    next(iterator), next(iterator), next(iterator)
-    state = prefetcher.state_dict()
-    assert state["consumed"] == 3
-    rest = [index.tolist() for _, index in iterator]
-    again = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8, shuffle=True), DEVICE)
-    again.load_state_dict(state)
-    assert [index.tolist() for _, index in again] == rest
 
 
 class Module(LightningModule):

@@ -127,9 +127,7 @@ def test_workers_that_cannot_be_started_are_told():
         pass
 
     def make_loader(num_workers):
-        return DataLoader(
-            Local(), 4, num_workers=num_workers, multiprocessing_context="spawn" if num_workers else None
-        )
+        return DataLoader(Local(), 4, num_workers=num_workers, multiprocessing_context="spawn" if num_workers else None)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
