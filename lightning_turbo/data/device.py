@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -156,9 +156,10 @@ class DevicePrefetcher:
         self.transfer = DeviceTransfer(
             device, prefetch_batches=prefetch_batches, min_bytes=min_bytes, transform=transform
         )
+        self.loader: Any = loader
         plain = isinstance(loader, DataLoader) and not isinstance(loader, PrefetchLoader)
-        on_cuda = self.transfer.device.type == "cuda"
-        self.loader: Any = PrefetchLoader.of(loader, prefetch_batches=prefetch_batches) if plain and on_cuda else loader
+        if plain and self.transfer.device.type == "cuda":
+            self.loader = PrefetchLoader.of(cast("DataLoader[Any]", loader), prefetch_batches=prefetch_batches)
         self._profile = LoadProfile()
         self._live: weakref.ref[Any] | None = None
         self._position: Position | None = None
