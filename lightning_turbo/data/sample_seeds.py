@@ -337,7 +337,7 @@ def check_seed(seed: Any, name: str = "seed") -> int:
     """Return ``seed`` as an int, or raise what ``seed_samples`` promises."""
     whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
     expect(whole, name, seed, "an integer from 0 to 2**32 - 1", TypeError)
-    expect(0 <= seed < LARGEST, name, seed, "an integer from 0 to 2**32 - 1")
+    expect(0 <= int(seed) < LARGEST, name, seed, "an integer from 0 to 2**32 - 1")
     return int(seed)
 
 

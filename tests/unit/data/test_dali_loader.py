@@ -337,7 +337,7 @@ def test_pipelines_that_cannot_be_used_are_refused(files, definition, message, k
         ({"pipeline": "images"}, TypeError, "pipeline: expected a ready pipeline such as ImageFolder"),
         ({"pipeline": print}, TypeError, "pipeline: expected a ready pipeline such as ImageFolder"),
         ({"pipeline": Pipeline}, TypeError, "an uncalled function decorated with nvidia.dali.pipeline_def"),
-        ({"rank": 0, "world_size": 22}, ValueError, "at least one file per rank, got 21 files for 22 ranks"),
+        ({"rank": 0, "world_size": 22}, ValueError, "files: expected at least one for each of 22 ranks, got 21"),
     ],
 )
 def test_wrong_arguments_are_refused(root, wrong, error, message):
