@@ -124,10 +124,6 @@ def test_limited_epochs_begin_at_their_beginning_and_differ(photos, whole):
     assert [entry[2] for entry in model.validated] == [[0, 1, 2, 3]] * 4
 
 
-def fails(trainer):
-    raise ZeroDivisionError
-
-
 def ctrl_c(trainer):
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -136,7 +132,7 @@ def stops(trainer):
     trainer.should_stop = True
 
 
-@pytest.mark.parametrize("how", [fails, ctrl_c, stops])
+@pytest.mark.parametrize("how", [ctrl_c, stops])
 def test_an_epoch_broken_off_and_another_fit_with_the_same_data(photos, whole, how):
     class Break(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -147,7 +143,7 @@ def test_an_epoch_broken_off_and_another_fit_with_the_same_data(photos, whole, h
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         fit(photos, module, model=model, callbacks=[Break()])
-    except (ZeroDivisionError, KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit):
         pass
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from there on
@@ -191,33 +187,31 @@ def of(kind, photos):
     return DALIDataModule(written, batch_size=4, num_threads=1, seed=3, arguments={"files": files})
 
 
+CASES = [
+    ("auto", "folder", 1.0, (0, 0)),
+    ("auto", "folder", 4, (1, 3)),
+    ("auto", "written", 1.0, (1, 3)),
+    ("auto", "written", 4, (1, "end")),
+    ("turbo", "folder", 1.0, (1, "end")),
+    ("turbo", "written", 1.0, (1, 5)),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader.*")
-@pytest.mark.parametrize("kind", ["folder", "written"])
-@pytest.mark.parametrize("limit", [1.0, 4])
-@pytest.mark.parametrize("place", [(0, 0), (1, 3), (1, 5), (1, "end")])
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize(("strategy", "kind", "limit", "place"), CASES)
 def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind, limit, place):
     path = tmp_path / "kept.ckpt"
     settings = {"max_epochs": 3, "limit_train_batches": limit, "strategy": strategy}
-    if limit == 4 and place == (1, 5):
-        return  # there is no such batch
     model, _, _ = fit(photos, of(kind, photos), callbacks=[Keep(path, *place)], **settings)
-    resumed, _, _ = fit(photos, of(kind, photos), ckpt_path=path, **settings)
+    reads_length = Model(reads_length=kind == "folder")  # configure_optimizers asks for the length of the training
+    resumed, _, _ = fit(photos, of(kind, photos), model=reads_length, ckpt_path=path, **settings)
     last = (place[0], 99) if place[1] == "end" else place
     assert resumed.trained == [entry for entry in model.trained if entry[:2] > last]
     assert torch.equal(resumed.layer.weight, model.layer.weight)
 
 
-def test_resumed_although_configure_optimizers_reads_the_length(photos, whole, tmp_path):
-    path = tmp_path / "kept.ckpt"
-    fit(photos, model=Model(reads_length=True), callbacks=[Keep(path, 0, 2)])
-    resumed, _, _ = fit(photos, model=Model(reads_length=True), ckpt_path=path)
-    assert resumed.trained == whole.trained[3:12]
-
-
-@pytest.mark.parametrize("place", [(0, 2), (1, 0)])
-def test_the_loader_alone_resumes_too(photos, whole, tmp_path, place):
-    path = tmp_path / "kept.ckpt"
+def test_the_loader_alone_resumes_too(photos, whole, tmp_path):
+    path, place = tmp_path / "kept.ckpt", (1, 0)
 
     def run(ckpt_path=None, callbacks=()):
         torch.manual_seed(0)
