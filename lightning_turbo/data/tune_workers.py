@@ -110,9 +110,7 @@ def tune_workers(
         0
     """
     check_functions(step=step, show=show)
-    expect(callable(make_loader), "make_loader", make_loader, "a function that returns a DataLoader", TypeError)
-    expect(is_number(seconds) and seconds > 0, "seconds", seconds, "a finite number above zero")
-    expect(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a finite number of 0 or more, as 0.05")
+    _check(make_loader, seconds, tolerance, max_workers)
     counts = _list_counts(max_workers)
     rows: list[WorkerRow] = []
     before, end = shared_state(), time.monotonic() + 0.9 * seconds  # a tenth is for ending worker processes
@@ -121,23 +119,31 @@ def tune_workers(
             rows.append(_measure(make_loader, step, end, len(counts), counts.pop(0)))
     finally:
         set_shared_state(before)
-    limit = min(row.seconds for row in rows) * (1 + tolerance)
-    fast = [row.num_workers for row in rows if row.batches and row.seconds <= limit]
-    if not fast:
-        told = "; ".join(f"num_workers={row.num_workers}: {row.note}" for row in rows)
-        raise RuntimeError(
-            f"tune_workers(seconds={seconds!r}) got no batch ({told}). Give it more seconds, or repair the loader."
-        )
-    tuning = WorkerTuning(num_workers=min(fast), rows=tuple(sorted(rows, key=lambda row: row.num_workers)))
+    tuning = WorkerTuning(num_workers=_choose(rows, tolerance), rows=tuple(sorted(rows, key=lambda r: r.num_workers)))
     if show is not None:
         show(str(tuning))
     return tuning
 
 
+def _check(make_loader: Any, seconds: Any, tolerance: Any, most: Any) -> None:
+    expect(callable(make_loader), "make_loader", make_loader, "a function that returns a DataLoader", TypeError)
+    expect(is_number(seconds) and seconds > 0, "seconds", seconds, "a finite number above zero")
+    expect(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a finite number of 0 or more, as 0.05")
+    expect(most is None or is_whole(most, 0), "max_workers", most, "a whole number of 0 or more, or None")
+
+
+def _choose(rows: list[WorkerRow], tolerance: float) -> int:
+    """Return the smallest number of workers within ``tolerance`` of the fastest."""
+    limit = min(row.seconds for row in rows) * (1 + tolerance)
+    fast = [row.num_workers for row in rows if row.batches and row.seconds <= limit]
+    if not fast:
+        told = "; ".join(f"num_workers={row.num_workers}: {row.note}" for row in rows)
+        raise RuntimeError(f"tune_workers got no batch ({told}). Give it more seconds, or repair the loader.")
+    return min(fast)
+
+
 def _list_counts(max_workers: int | None) -> list[int]:
     """Return 0, 1, 2, 4, ... up to ``max_workers``, in the order in which they are tried."""
-    whole = max_workers is None or is_whole(max_workers, 0)
-    expect(whole, "max_workers", max_workers, "a whole number of 0 or more, or None")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     top = cores if max_workers is None else max_workers
     # One worker first: its process can be ended if a batch never comes. Where each process imports torch, their start
@@ -175,7 +181,7 @@ def _measure(make_loader: Any, step: Any, end: float, parts: int, num_workers: i
 def _time_batches(loader: Any, step: Any, share: Callable[[], float]) -> tuple[list[float], str]:
     """Return the seconds of each batch with its step, and why loading failed, if it did."""
     times: list[float] = []
-    end = float("inf")
+    end, step = float("inf"), step or (lambda batch: None)
     with contextlib.closing(_repeat(loader)) as batches:
         while not times or time.monotonic() < end:
             began = time.monotonic()
@@ -185,12 +191,11 @@ def _time_batches(loader: Any, step: Any, share: Callable[[], float]) -> tuple[l
                 late = isinstance(error, RuntimeError) and "timed out" in str(error)
                 return [], LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]
             loaded = time.monotonic() - began
-            if step is not None and not times:
+            if not times:
                 step(batch)  # memory that was shared at the fork of the workers is copied at the first writing
+                end = time.monotonic() + share()
             began = time.monotonic()
-            if step is not None:
-                step(batch)
-            end = time.monotonic() + share() if not times else end
+            step(batch)
             times.append(loaded + time.monotonic() - began)
     return times, ""
 

@@ -60,10 +60,7 @@ class VolumeFiles(FilePipeline):
         index: bool = False,
     ) -> None:
         check_switches(train=train, flips=flips)
-        what = "(depth, height, width), each at least 1, or None"
-        expect(crop is None or (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)), "crop", crop, what)
-        fixed = normalize in ("volume", None) or (are_numbers(normalize, 2) and normalize[1] > 0)
-        expect(fixed, "normalize", normalize, "'volume', (mean, std) with std above 0, or None")
+        _check_arguments(crop, normalize)
         self.train, self.crop, self.normalize, self.flips = train, crop, normalize, flips and train
         self.dtype = check_dtype(dtype, ("float32", "float16"))
         expect(source, "source", source, "at least one pair of a path and an integer label")
@@ -77,11 +74,7 @@ class VolumeFiles(FilePipeline):
         volume = fn.decoders.numpy(encoded, dtype=dali.types.FLOAT)
         volume = volume if self.channels else fn.expand_dims(volume, axes=0)
         volume = fn.reshape(volume, layout="CDHW")
-        volume = volume.gpu() if device == "gpu" else volume
-        if self.crop is not None:
-            corner = {f"crop_pos_{axis}": fn.random.uniform(range=[0, 1]) if self.train else 0.5 for axis in "zyx"}
-            sizes = {f"crop_{axis}": size for axis, size in zip("dhw", self.crop, strict=True)}
-            volume = fn.crop(volume, **sizes, **corner)
+        volume = self._crop(fn, volume.gpu() if device == "gpu" else volume)
         if self.flips:
             axes = ("depthwise", "vertical", "horizontal")
             volume = fn.flip(volume, **{axis: fn.random.coin_flip() for axis in axes})
@@ -90,6 +83,21 @@ class VolumeFiles(FilePipeline):
         elif self.normalize is not None:
             volume = (volume - float(self.normalize[0])) / float(self.normalize[1])
         return fn.cast(volume, dtype=dali.types.FLOAT16) if self.dtype == "float16" else volume
+
+    def _crop(self, fn: Any, volume: Any) -> Any:
+        """Crop at random in training, else the centre."""
+        if self.crop is None:
+            return volume
+        depth, height, width = self.crop
+        corner = {f"crop_pos_{axis}": fn.random.uniform(range=[0, 1]) if self.train else 0.5 for axis in "zyx"}
+        return fn.crop(volume, crop_d=depth, crop_h=height, crop_w=width, **corner)
+
+
+def _check_arguments(crop: Any, normalize: Any) -> None:
+    what = "(depth, height, width), each at least 1, or None"
+    expect(crop is None or (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)), "crop", crop, what)
+    fixed = normalize in ("volume", None) or (are_numbers(normalize, 2) and normalize[1] > 0)
+    expect(fixed, "normalize", normalize, "'volume', (mean, std) with std above 0, or None")
 
 
 def _check_shapes(files: Sequence[str], crop: tuple[int, int, int] | None) -> int:
