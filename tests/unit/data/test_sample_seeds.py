@@ -381,31 +381,23 @@ def test_a_run_with_augmentation_in_worker_processes_resumes_at_every_batch(orde
 
 
 @QUIET
-def test_a_run_resumes_at_every_batch_after_an_epoch_with_another_number_of_ranks():
+def test_a_run_resumes_after_an_epoch_with_another_number_of_ranks():
     def make(ranks, rank=0):
         sampler = SeededSampler(range(LENGTH), SEED, num_replicas=ranks, rank=rank)
         return PrefetchLoader(Augmented(), batch_size=2, sample_seeds=SEED, sampler=sampler)
 
     def load(loader, epoch):
         loader.sampler.set_epoch(epoch)
-        return list(loader)
+        return torch.cat(list(loader))
 
-    first, second = make(2), make(2, 1)
-    dealt = torch.stack([torch.cat(load(first, 0)), torch.cat(load(second, 0))], 1).flatten(0, 1)
-    assert torch.equal(dealt, torch.cat(load(make(1), 0)))
-    loader = make(1)
-    loader.load_state_dict(first.state_dict())
-    whole = load(loader, 1)
-    assert torch.equal(rows_of([torch.cat(whole)], 1)[0], expected()[1])
-    for number in range(1, len(whole)):
-        begun, resumed = make(1), make(1)
-        begun.load_state_dict(first.state_dict())
-        begun.sampler.set_epoch(1)
-        assert all(map(torch.equal, itertools.islice(begun, number), whole))
-        resumed.load_state_dict(begun.state_dict())
-        left = load(resumed, 1)
-        assert len(left) == len(whole) - number
-        assert all(map(torch.equal, left, whole[number:]))
+    first, second, begun, resumed = make(2), make(2, 1), make(1), make(1)
+    dealt = torch.stack([load(first, 0), load(second, 0)], 1).flatten(0, 1)
+    assert torch.equal(dealt, load(make(1), 0))
+    begun.load_state_dict(first.state_dict())
+    begun.sampler.set_epoch(1)
+    rows = torch.cat(list(itertools.islice(begun, 3)))
+    resumed.load_state_dict(begun.state_dict())
+    assert torch.equal(rows_of([rows, load(resumed, 1)], 1)[0], expected()[1])
 
 
 def test_a_state_from_before_there_were_seeds_is_refused_in_the_middle_of_an_epoch():
