@@ -223,19 +223,6 @@ class DevicePrefetcher:
         else:
             setattr(self.loader, name, value)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, its samplers and its dataset the number of the epoch, where they want to know it.
-
-        Args:
-            epoch: Number of the epoch, 0 or more.
-        """
-        names = ("sampler", "batch_sampler", "dataset")
-        owners = [self.loader, *(getattr(self.loader, name, None) for name in names)]
-        owners.append(getattr(owners[2], "sampler", None))
-        for owner in {id(owner): owner for owner in owners}.values():
-            if callable(getattr(owner, "set_epoch", None)):
-                owner.set_epoch(epoch)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch handed out; a count where the loader has no state."""
         position = self._position

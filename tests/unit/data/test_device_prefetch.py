@@ -175,7 +175,7 @@ def test_it_has_the_loaders_face():
     assert len(prefetcher) == 2
     for name in ("dataset", "sampler", "batch_sampler", "batch_size", "num_workers"):
         assert getattr(prefetcher, name) is getattr(loader, name)
-    prefetcher.set_epoch(5)
+    prefetcher.sampler.set_epoch(5)
     assert sampler.epoch == 5
     prefetcher.worker_init_fn = print  # a trainer sets it on what it holds
     assert loader.worker_init_fn is print
