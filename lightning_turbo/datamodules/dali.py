@@ -49,8 +49,7 @@ class DALIDataModule(LightningDataModule):
         classes: Class names in the order of their labels, for sources that are folders. Default: the folders of
             ``train``, also for a validation set that lacks one of them.
         images: Further arguments of ``ImageFolder``, for sources that are folders.
-        options: Further arguments of each ``DALILoader``: ``num_threads``, ``prefetch``, ``seed``,
-            ``arguments``, ``reader``.
+        options: Further arguments of each ``DALILoader``, such as ``num_threads`` or ``seed``.
 
     Raises:
         MissingExtraError: If DALI is not installed.
@@ -94,11 +93,9 @@ class DALIDataModule(LightningDataModule):
             if getattr(type(self), hook) is getattr(DALIDataModule, hook):
                 setattr(self, hook, None)
             return None
-        if name == "train":
-            return self._make_loader(name, source, last_batch)
-        if isinstance(source, (list, tuple)):
+        if name != "train" and isinstance(source, (list, tuple)):
             return [self._make_loader(name, part, "partial") for part in source]
-        return self._make_loader(name, source, "partial")
+        return self._make_loader(name, source, last_batch if name == "train" else "partial")
 
     def _make_loader(self, name: str, source: Any, last_batch: str) -> Any:
         """Return the loader of one source."""
