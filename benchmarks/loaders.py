@@ -385,6 +385,8 @@ SUITE.aims += [
     Aim(SEEDS, "", at_most=30, quantity="microseconds_a_sample", devices=("cpu",)),
     Aim(OURS + ", uint8", BARE + ", uint8", at_most=1.03, devices=("cpu",)),
     Aim(OURS, PILLOW, at_most=1 / 2.4, devices=("cpu",)),
+    Aim("PrefetchLoader with Pillow, 2 threads", "torchdata's nodes with Pillow, 2 threads", 1.02, devices=("cpu",)),
+    Aim("volumes: PackedDataset", NUMPY, at_most=0.15, devices=("cpu",)),
     Aim("volumes: DALILoader", NUMPY, at_most=1 / 2, devices=("cpu",)),
     Aim("ResNet-50 on DALILoader", SYNTHETIC, at_most=1.05, devices=("cuda",)),
     Aim(PREFETCHED, SYNTHETIC, at_most=1 / 0.95, devices=("cuda",)),

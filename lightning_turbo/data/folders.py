@@ -41,7 +41,7 @@ def find_classes(
         TypeError: If ``classes`` is not a sequence of names.
         ValueError: If a subfolder is not in ``classes``, or, without ``classes``, if a subfolder has no file.
     """
-    folders = sorted(path.name for path in root.iterdir() if path.is_dir() and _is_visible(path))
+    folders = sorted(path.name for path in root.iterdir() if _is_visible(path))
     names = tuple(folders) if classes is None else _check_classes(classes)
     if unknown := sorted(set(folders) - set(names)):
         raise ValueError(
@@ -65,6 +65,7 @@ def _check_classes(classes: Sequence[str]) -> tuple[str, ...]:
     return tuple(classes)
 
 
-def _is_visible(folder: Path) -> bool:
-    """Return whether a folder is not hidden, and not a link to one of its parents."""
-    return not folder.name.startswith(".") and not folder.parent.resolve().is_relative_to(folder.resolve())
+def _is_visible(path: Path) -> bool:
+    """Return whether this is a folder that is not hidden, and not a link to one of its parents."""
+    hidden = path.name.startswith(".") or path.parent.resolve().is_relative_to(path.resolve())
+    return path.is_dir() and not hidden

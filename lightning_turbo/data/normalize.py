@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,12 @@ __all__ = ["Normalize"]
 class Normalize:
     """Normalise the uint8 images of a batch: ``(image / scale - mean) / std``, computed in float32.
 
-    Made for ``DevicePrefetcher(transform=...)``: the loader hands over uint8, a quarter of the bytes of float32, and
-    the rest happens on the device. It is a function of the batch and can be used anywhere.
+    For ``DevicePrefetcher(transform=...)``: the loader hands over uint8, a quarter of the bytes of float32.
 
     Args:
-        mean: Mean of each channel, or one for all, in units of ``image / scale``: for pixels from 0 to 1 by default.
-            With ``scale=1`` for the pixels as they are, as the ``0.485 * 255`` of apex's ImageNet example. A tensor
-            of any shape, as there, or numbers.
+        mean: Mean of each channel, or one for all, in units of ``image / scale``: for pixels from 0 to 1 by default,
+            with ``scale=1`` for the pixels as they are (``0.485 * 255`` in apex's ImageNet example). Numbers or a
+            tensor.
         std: Standard deviation of each channel, or one for all, above zero, in the same units.
         dtype: Floating-point dtype of the result, for example ``torch.float16`` for O2 and O3.
         memory_format: Memory format of the result, for example ``torch.channels_last``; ``None`` keeps the batch's.
@@ -75,23 +74,22 @@ class Normalize:
             ValueError: If an image has another number of channels than ``mean``.
         """
         if isinstance(batch, Mapping):
-            chosen = self._chosen(batch, batch.keys())
-            return {k: self._image(v) if k in chosen else v for k, v in batch.items()}
+            return dict(self._entries(batch, list(batch)))
         if isinstance(batch, (list, tuple)):
-            chosen = self._chosen(batch, range(len(batch)))
-            parts = [self._image(v) if k in chosen else v for k, v in enumerate(batch)]
+            parts = [part for _, part in self._entries(batch, list(range(len(batch))))]
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-        return self._image(batch) if isinstance(batch, Tensor) and _looks_like_images(batch) else batch
+        return self._normalize(batch) if _is_image(batch) else batch
 
-    def _chosen(self, batch: Any, names: Any) -> set[Any]:
-        if self.keys is None:
-            return {name for name in names if isinstance(batch[name], Tensor) and _looks_like_images(batch[name])}
-        missing = [key for key in self.keys if key not in names]
-        if missing:
-            raise KeyError(f"Normalize(keys={self.keys!r}): the batch has no {missing!r}; it has {list(names)!r}.")
-        return set(self.keys)
+    def _entries(self, batch: Any, names: list[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield each name in a batch with its entry, normalised if it is an image."""
+        if missing := [key for key in self.keys or () if key not in names]:
+            raise KeyError(f"Normalize(keys={self.keys!r}): the batch has no {missing!r}; it has {names!r}.")
+        for name in names:
+            part = batch[name]
+            wanted = _is_image(part) if self.keys is None else name in self.keys
+            yield name, self._normalize(part) if wanted else part
 
-    def _image(self, image: Tensor) -> Tensor:
+    def _normalize(self, image: Tensor) -> Tensor:
         channels = len(self.factor)
         if channels > 1 and image.shape[1] != channels:
             raise ValueError(
@@ -112,8 +110,8 @@ class Normalize:
         return {**vars(self), "_constants": {}}
 
 
-def _looks_like_images(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.uint8 and tensor.dim() >= 4
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.uint8 and part.dim() >= 4
 
 
 def _check_constants(mean: Any, std: Any, scale: Any) -> tuple[list[float], list[float]]:

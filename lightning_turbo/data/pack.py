@@ -27,7 +27,12 @@ KINDS = {"images": IMAGES, ".npy files": (".npy",), "NIfTI files": NIFTI}
 GREY = ("1", "L", "LA", "La")
 
 VOLUMES = {"size", "labels", "classes"}
-OPTIONS = {"images": {"size", "mode", "classes"}, ".npy files": VOLUMES, "NIfTI files": VOLUMES}
+OPTIONS = {
+    "images": {"size", "mode", "classes"},
+    ".npy files": VOLUMES,
+    "NIfTI files": VOLUMES,
+    "label volumes": {"size", "labels"},
+}
 
 Row = dict[str, np.ndarray]
 Job = Callable[[], Row]
@@ -109,22 +114,21 @@ def pack_folder(
 
 
 def _check_folders(source: Path, target: Path, overwrite: bool) -> None:
-    """Refuse a missing source, and a target that must not be replaced."""
+    """Refuse a missing source, and a target that is neither new nor a packed dataset to overwrite."""
     expect(source.is_dir(), "folder", str(source), "an existing folder", FileNotFoundError)
     here, there = source.resolve(), target.resolve()
     nested = here.is_relative_to(there) or (target.exists() and there.is_relative_to(here))
     expect(not nested, "out", str(target), f"a folder beside {str(source)!r}")
-    if target.exists():
-        _check_replaceable(target, overwrite)
-
-
-def _check_replaceable(target: Path, overwrite: bool) -> None:
-    """Refuse to delete anything but a packed dataset or an empty folder."""
-    found = list(target.glob("*"))
-    others = [path.name for path in found if path.is_dir() or path.suffix != ".npy"]
-    packed = target.is_dir() and (not found or others == [CONTENTS])
     what = "a folder that does not exist, or with overwrite=True (--overwrite) one that holds only a packed dataset"
-    expect(overwrite and packed, "out", str(target), what, FileExistsError)
+    replaceable = not target.exists() or (overwrite and _is_packed(target))
+    expect(replaceable, "out", str(target), what, FileExistsError)
+
+
+def _is_packed(folder: Path) -> bool:
+    """Return whether a folder is empty or holds a packed dataset and nothing else."""
+    found = list(folder.glob("*"))
+    others = [path.name for path in found if path.is_dir() or path.suffix != ".npy"]
+    return folder.is_dir() and (not found or others == [CONTENTS])
 
 
 def _find_files(source: Path) -> tuple[str, list[Path]]:
@@ -141,21 +145,19 @@ def _find_files(source: Path) -> tuple[str, list[Path]]:
 
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:
-    """Refuse options for other kinds of files."""
-    others = ["label volumes"] * (options["labels"] is not None)
-    accepted = OPTIONS[kind] - {"classes"} if others else OPTIONS[kind]
+    """Refuse options of other kinds of files, and wrong values."""
+    kinds = [kind] if options["labels"] is None else [kind, "label volumes"]
     for name, value in options.items():
-        if value is not None and name not in accepted:
-            raise ValueError(f"{name}={value!r} does not go with {' and '.join([kind, *others])}. Leave it out.")
-    if options["size"] is not None:
-        axes = "(height, width) in pixels" if kind == "images" else "(depth, height, width) in voxels"
-        _check_size(options["size"], axes)
+        if value is not None and not all(name in OPTIONS[each] for each in kinds):
+            raise ValueError(f"{name}={value!r} does not go with {' and '.join(kinds)}. Leave it out.")
+    axes = ("height", "width") if kind == "images" else ("depth", "height", "width")
+    size, what = options["size"], f"({', '.join(axes)}) in {'pixels' if kind == 'images' else 'voxels'}"
+    expect(size is None or _fits(size, len(axes)), "size", size, f"{what}, each at least 1, or None")
     expect(options["mode"] in (None, "RGB", "L"), "mode", options["mode"], "'RGB', 'L' (grey), or None")
 
 
-def _check_size(size: Any, axes: str) -> None:
-    sequence = isinstance(size, Sequence) and len(size) == len(axes.split(","))
-    expect(sequence and all(is_whole(n, 1) for n in size), "size", size, f"{axes}, each at least 1, or None")
+def _fits(size: Any, axes: int) -> bool:
+    return isinstance(size, Sequence) and len(size) == axes and all(is_whole(length, 1) for length in size)
 
 
 @contextlib.contextmanager
@@ -271,14 +273,12 @@ def _report_broken(broken: list[str], total: int, path: Path | None) -> None:
 
 
 def _is_grey(path: Path) -> bool:
-    """Return whether the header of an image says grey, or cannot be read, which is reported later."""
+    """Return whether an image is grey, by its header; a broken one, which is reported later, may be."""
     from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            return image.mode in GREY or image.mode[0] in "IF"
-    except Exception:  # Pillow raises many kinds of errors
-        return True
+    with contextlib.suppress(Exception), Image.open(path) as image:  # Pillow raises many kinds of errors
+        return image.mode in GREY or image.mode[0] in "IF"
+    return True
 
 
 def _read_image(path: Path, mode: str, size: Sequence[int] | None) -> Row:

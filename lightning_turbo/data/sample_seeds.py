@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import numbers
 import operator
 import random
 import struct
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_turbo._checks import expect
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._random import same_random_numbers
 
@@ -29,17 +31,17 @@ OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor, str, bytes)
 
 
 def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a loader like ``loader`` whose random numbers belong to the samples, whatever loads them.
+    """Return a loader like ``loader`` whose random numbers belong to the samples, whichever process loads them.
 
     Before a sample is loaded, the generators of torch (CPU), Python and NumPy in that process are seeded from ``seed``,
     the epoch and the index of the sample; before ``collate_fn`` is called, from ``seed``, the epoch and the number of
-    the batch. Objects in the dataset and its transforms that have a method ``set_random_state(seed=)``, as MONAI's
+    the batch. Objects in the dataset and its transforms with a method ``set_random_state(seed=)``, as MONAI's
     ``Randomizable`` has, are seeded too. Augmentation is then the same for any ``num_workers`` and start method, and
-    after a restart. In the training process the generators of torch, Python and NumPy are put back afterwards.
+    after a restart. In the training process the generators are put back afterwards.
 
-    The epoch is that of the sampler where it has ``set_epoch`` and an attribute ``epoch``, as ``DistributedSampler``
-    has; Lightning sets it. With other samplers each ``iter()`` is one epoch, counted from 0; to start at another,
-    call ``loader.batch_sampler.set_epoch(epoch)``.
+    The epoch is that of the sampler if it has ``set_epoch`` and ``epoch``, as ``DistributedSampler`` has; Lightning
+    sets it. With other samplers each ``iter()`` is one epoch, counted from 0; to start at another, call
+    ``loader.batch_sampler.set_epoch(epoch)``.
 
     Args:
         loader: A ``DataLoader`` of any class, over a dataset with ``__getitem__``. It is not changed; its dataset and
@@ -55,10 +57,9 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         ValueError: If ``seed`` is out of range.
 
     Note:
-        The index is what the sampler yields. A dataset with ``__getitems__`` loads a batch in one call: its numbers
-        follow from the index of the first sample, and so from the batches too. Generators that an object holds without
-        ``set_random_state``, such as a ``torch.Generator``, and those of CUDA devices are left as they are. What torch
-        and NumPy draw follows from 32 bits of seed.
+        A dataset with ``__getitems__`` loads a batch in one call: its numbers follow from the index of the first
+        sample, and so from the batches too. Not seeded are generators that an object holds without
+        ``set_random_state``, such as a ``torch.Generator``, and those of CUDA devices.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -73,8 +74,7 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
     Source: The keys of Grain and of JAX's random numbers; ``set_rnd`` in ``monai.data.utils``.
     """
-    if not isinstance(loader, DataLoader):
-        raise TypeError(f"seed_samples got loader={loader!r}; expected a torch.utils.data.DataLoader. Pass one.")
+    expect(isinstance(loader, DataLoader), "loader", loader, "a torch.utils.data.DataLoader", TypeError)
     seeded = copy.copy(loader)
     vars(seeded)["_iterator"] = None
     add_seeds(seeded, seed)
@@ -84,13 +84,15 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 def add_seeds(loader: DataLoader[Any], seed: int) -> None:
     """Do to ``loader`` itself what ``seed_samples`` does to a copy; one that is seeded gets the new seed."""
     dataset, collate_fn, name = loader.dataset, loader.collate_fn, index_sampler_name(loader)
-    changes: dict[str, Any] = {}
+    sampler: Any = getattr(loader, name)
     if isinstance(dataset, SeededDataset):
         # The samplers know their epoch already, inside of what a Trainer may have put around them.
         dataset, collate_fn = dataset.dataset, getattr(collate_fn, "collate_fn", collate_fn)
+    elif type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
+        sampler = EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
     else:
-        changes[name] = _with_epoch(getattr(loader, name), batched=name == "batch_sampler")
-    changes.update(dataset=SeededDataset(dataset, seed), collate_fn=SeededCollate(collate_fn, seed))
+        sampler = EpochSampler(sampler, batched=name == "batch_sampler")
+    changes = {name: sampler, "dataset": SeededDataset(dataset, seed), "collate_fn": SeededCollate(collate_fn, seed)}
     # DataLoader lets none of these be set after __init__, so that they fit together; these do.
     vars(loader).update(changes)
     for saved in [saved for saved in vars(loader) if saved.startswith("__pl_saved_")]:
@@ -103,12 +105,6 @@ def index_sampler_name(loader: DataLoader[Any]) -> str:
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
-def _with_epoch(sampler: Any, batched: bool) -> Any:
-    if type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
-        return EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
-    return EpochSampler(sampler, batched)
-
-
 class Ticket(list[Any]):
     """The indices of a batch as they travel to the process that loads it, with its epoch and number."""
 
@@ -118,7 +114,7 @@ class Ticket(list[Any]):
 
 
 class _Epochs:
-    """What the two samplers below share: the epoch of a pass, and the tickets of its batches."""
+    """The common part of the two samplers below: the epoch of a pass, and the tickets of its batches."""
 
     sampler: Any
     epoch = 0
@@ -148,10 +144,8 @@ class _Epochs:
                 for item in ticket:
                     _first_index(item)
             except TypeError:
-                raise TypeError(
-                    f"{type(self.sampler).__name__} yields {batch!r}; expected integers, because random numbers that "
-                    "belong to samples follow from their index. Use a sampler of indices, or leave out the seeds."
-                ) from None
+                what = "integers, because random numbers that belong to samples follow from their index"
+                raise TypeError(f"{type(self.sampler).__name__} yields {batch!r}; expected {what}.") from None
             yield ticket
 
 
@@ -230,8 +224,7 @@ class SeededSampler(DistributedSampler[Any]):
         """Count the ranks and share the dataset out among them."""
         epoch, (rank, size) = self.epoch, rank_and_size()
         replicas, own = self._ranks
-        size, rank = size if replicas is None else replicas, rank if own is None else own
-        super().__init__(dataset, size, rank, **self._given)
+        super().__init__(dataset, size if replicas is None else replicas, rank if own is None else own, **self._given)
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -244,19 +237,13 @@ class SeededSampler(DistributedSampler[Any]):
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset before each sample of which the generators are seeded; see ``seed_samples``.
-
-    Args:
-        dataset: A dataset with ``__getitem__``.
-        seed: An integer from 0 to ``2**32 - 1``.
-    """
+    """A dataset before each sample of which the generators are seeded; see ``seed_samples``."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         if isinstance(dataset, IterableDataset):
             raise TypeError(
-                f"{type(dataset).__name__} is an IterableDataset, whose samples have no index to which random numbers "
-                "could belong; expected a dataset with __getitem__. Use one, or draw inside the stream from a "
-                "generator that you seed by what identifies a sample."
+                f"dataset: expected one with __getitem__, got the IterableDataset {type(dataset).__name__}, whose "
+                "samples have no index. Draw inside the stream from a generator that you seed for each sample."
             )
         self.dataset, self.seeder = dataset, Seeder(dataset, seed)
 
@@ -273,9 +260,9 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Any]:
         """Load the samples of ``ticket``, one after another or, if the dataset can, in one call."""
         _check_ticket(ticket)
-        seed, epoch, dataset, bulk = self.seeder.seed, ticket.epoch, self.dataset, _loads_batches(self.dataset)
+        seed, epoch, dataset = self.seeder.seed, ticket.epoch, self.dataset
         with _put_back():
-            if bulk:
+            if _loads_batches(dataset):
                 seed("sample", epoch, _first_index(ticket))
                 return ticket, dataset.__getitems__(list(ticket))
             samples = []
@@ -286,12 +273,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class SeededCollate:
-    """A ``collate_fn`` before each call of which the generators are seeded; see ``seed_samples``.
-
-    Args:
-        collate_fn: Makes a batch of samples.
-        seed: An integer from 0 to ``2**32 - 1``.
-    """
+    """A ``collate_fn`` before each call of which the generators are seeded; see ``seed_samples``."""
 
     def __init__(self, collate_fn: Any, seed: int) -> None:
         self.collate_fn, self.seeder = collate_fn, Seeder(collate_fn, seed)
@@ -320,9 +302,8 @@ class Seeder:
         # torch.manual_seed would prepare the seeding of every device, which takes a hundred times as long.
         torch.default_generator.manual_seed(for_torch)
         random.seed(for_python)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(for_numpy)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(for_numpy)
         for position, exposed in enumerate(self._exposed, 1):
             exposed.set_random_state(seed=(for_numpy + position) % LARGEST)
 
@@ -339,8 +320,7 @@ def find_exposed(root: Any) -> list[Any]:
             continue
         seen[id(item)] = item
         exposed = callable(getattr(type(item), "set_random_state", None))
-        if exposed:
-            found.append(item)
+        found += [item] * exposed
         if not exposed or isinstance(item, Dataset):
             rest.extend(reversed(_parts(item)))
     return found
@@ -355,19 +335,15 @@ def _parts(item: Any) -> list[Any]:
 
 def check_seed(seed: Any, name: str = "seed") -> int:
     """Return ``seed`` as an int, or raise what ``seed_samples`` promises."""
-    if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
-        raise TypeError(f"got {name}={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
-    if not 0 <= operator.index(seed) < LARGEST:
-        raise ValueError(f"got {name}={seed!r}; expected an integer from 0 to 2**32 - 1. Pass one.")
-    return operator.index(seed)
+    whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    expect(whole, name, seed, "an integer from 0 to 2**32 - 1", TypeError)
+    expect(0 <= int(seed) < LARGEST, name, seed, "an integer from 0 to 2**32 - 1")
+    return int(seed)
 
 
 def _check_ticket(ticket: Any) -> Ticket:
-    if not isinstance(ticket, Ticket):
-        raise TypeError(
-            f"got index {ticket!r} without an epoch; expected what the sampler of a seeded loader yields. Call "
-            "seed_samples on the loader that is iterated, or take single samples from the dataset inside (.dataset)."
-        )
+    what = "what the sampler of a seeded loader yields. Call seed_samples on the loader that is iterated"
+    expect(isinstance(ticket, Ticket), "index", ticket, what, TypeError)
     return ticket
 
 

@@ -49,8 +49,7 @@ class DALIDataModule(LightningDataModule):
         classes: Class names in the order of their labels, for sources that are folders. Default: the folders of
             ``train``, also for a validation set that lacks one of them.
         images: Further arguments of ``ImageFolder``, for sources that are folders.
-        options: Further arguments of each ``DALILoader``: ``num_threads``, ``prefetch``, ``seed``,
-            ``arguments``, ``reader``.
+        options: Further arguments of each ``DALILoader``, such as ``num_threads`` or ``seed``.
 
     Raises:
         MissingExtraError: If DALI is not installed.
@@ -82,30 +81,31 @@ class DALIDataModule(LightningDataModule):
         given = [name for name, source in sources.items() if source is not None]
         expect(given, "train, val, test, predict", None, "at least one source")
         self._batch_size, self._images, self._classes = batch_size, dict(images or {}), classes
+        self._last_batch = {"train": last_batch}
         self._options = options  # written like this, jsonargparse finds the arguments of DALILoader
         self._dali: dict[str, list[DALILoader]] = {name: [] for name in sources}
-        self.loaders = {name: self._make_loaders(name, source, last_batch) for name, source in sources.items()}
+        self.loaders = {name: self._make_loaders(name, source) for name, source in sources.items()}
 
-    def _make_loaders(self, name: str, source: Any, last_batch: str) -> Any:
+    def _make_loaders(self, name: str, source: Any) -> Any:
         """Return the loader or the list of loaders for one hook of Lightning."""
-        hook = f"{name}_dataloader"
         if source is None:
-            # Lightning skips a stage whose hook is None. A subclass may define the hook itself.
-            if getattr(type(self), hook) is getattr(DALIDataModule, hook):
-                setattr(self, hook, None)
-            return None
-        if name == "train":
-            return self._make_loader(name, source, last_batch)
-        if isinstance(source, (list, tuple)):
-            return [self._make_loader(name, part, "partial") for part in source]
-        return self._make_loader(name, source, "partial")
+            return self._skip_stage(f"{name}_dataloader")
+        if isinstance(source, (list, tuple)) and name != "train":
+            return [self._make_loader(name, part) for part in source]
+        return self._make_loader(name, source)
 
-    def _make_loader(self, name: str, source: Any, last_batch: str) -> Any:
+    def _skip_stage(self, hook: str) -> None:
+        """Set a hook to ``None``, for which Lightning skips the stage, unless a subclass defines the hook itself."""
+        if getattr(type(self), hook) is getattr(DALIDataModule, hook):
+            setattr(self, hook, None)
+
+    def _make_loader(self, name: str, source: Any) -> Any:
         """Return the loader of one source."""
         if isinstance(source, (str, os.PathLike)):
             kind: dict[str, Any] = {"labelled": False} if name == "predict" else {"classes": self._classes}
             source = ImageFolder(source, **{"train": name == "train", **kind, **self._images})
         if isinstance(source, FilePipeline) or getattr(source, "_is_pipeline_def", False):
+            last_batch = self._last_batch.get(name, "partial")
             source = DALILoader(source, self._batch_size, last_batch=last_batch, **self._options)
         if isinstance(source, DALILoader):
             self._dali[name].append(source)

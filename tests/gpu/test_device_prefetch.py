@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
 from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_turbo.data import DeviceTransfer
-from tests.collecting import collect_in_its_thread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(170)]
 
@@ -46,10 +45,8 @@ def busy(matrix, times):
 @pytest.mark.parametrize(
     ("make", "workers"),
     [
-        (DataLoader, 0),
         (DataLoader, 2),
         (PrefetchLoader, 0),
-        (PrefetchLoader, 2),
         (functools.partial(PrefetchLoader, threads=3), 0),
     ],
 )
@@ -66,21 +63,6 @@ def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
         torch.empty(8, 65536, device=DEVICE).fill_(-1)  # would take the memory of a batch given back too soon
     got = [(mean.tolist(), index.tolist()) for mean, index in sums]
     assert got == [([float(n) for n in range(k, k + 8)], list(range(k, k + 8))) for k in range(0, 64, 8)]
-
-
-def test_batches_are_transformed_on_the_side_stream():
-    streams = []
-
-    def transform(batch):
-        streams.append(torch.cuda.current_stream(DEVICE))
-        return batch
-
-    current = torch.cuda.current_stream(DEVICE)
-    prefetcher = DevicePrefetcher(DataLoader(Numbered(), batch_size=8), DEVICE, transform=transform, min_bytes=1 << 20)
-    list(prefetcher)
-    list(prefetcher)
-    assert all(stream != current for stream in streams)
-    assert len(set(streams)) == 1  # one side stream for the run
 
 
 def test_what_a_transform_keeps_is_ready_for_batches_of_other_sizes():
@@ -118,13 +100,6 @@ def test_a_transform_that_draws_repeats_the_plain_loop():
     reference = run(plain())
     for _ in range(3):
         assert run(DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE, transform=augment)) == reference
-
-
-def test_batches_of_a_dataset_on_the_device():
-    data = torch.arange(64.0, device=DEVICE).repeat_interleave(1 << 16).view(64, -1)
-    loader = PrefetchLoader(data, batch_size=8)
-    means = [batch.mean().item() for batch in DevicePrefetcher(loader, DEVICE, transform=lambda b: b + 1)]
-    assert means == [k + 3.5 + 1 for k in range(0, 64, 8)]
 
 
 def test_memory_is_steady_over_20_epochs():
@@ -173,31 +148,6 @@ def test_throughput_is_that_of_data_on_the_device():
     assert synthetic / ours >= 0.95
 
 
-def test_a_break_and_the_next_epoch():
-    prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE)
-    for _ in range(3):
-        for number, (data, _index) in enumerate(prefetcher):
-            assert data[0, 0].item() == number * 8
-            if number == 2:
-                break
-    prefetcher.close()
-
-
-@pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 2}], ids=str)
-@pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
-def test_a_generator_of_the_loaders_own_gives_the_orders_that_it_gives_without(make, limits):
-    def orders(strategy):
-        module = Module()
-        loader = make(Numbered(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
-        Trainer(
-            accelerator="gpu", devices=1, max_epochs=3, strategy=strategy, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, **limits,
-        ).fit(module, loader)  # fmt: skip
-        return module.seen
-
-    assert orders("turbo") == orders("auto")
-
-
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_plain_loader_that_is_left_and_resumed_gives_the_orders_that_it_gives_without(workers, kept):
@@ -231,18 +181,6 @@ def test_a_plain_loader_that_is_left_and_resumed_gives_the_orders_that_it_gives_
     assert again.state_dict()["consumed"] == 4
 
 
-def test_resuming_counts_batches_that_were_used():
-    prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8, shuffle=True), DEVICE)
-    iterator = iter(prefetcher)
-    next(iterator), next(iterator), next(iterator)
-    state = prefetcher.state_dict()
-    assert state["consumed"] == 3
-    rest = [index.tolist() for _, index in iterator]
-    again = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8, shuffle=True), DEVICE)
-    again.load_state_dict(state)
-    assert [index.tolist() for _, index in again] == rest
-
-
 class Module(LightningModule):
     def __init__(self):
         super().__init__()
@@ -263,15 +201,13 @@ class Data(PrefetchDataModule):
         return DataLoader(Numbered(), batch_size=8)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_the_datamodule_copies_ahead_under_a_trainer(hooked):
+def test_the_datamodule_copies_ahead_under_a_trainer():
     class Hooked(Module):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             assert batch[0].is_cuda
-            self.after = True
             return batch
 
-    model = (Hooked if hooked else Module)()
+    model = Hooked()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -333,21 +269,3 @@ def test_an_epoch_that_is_begun_early_has_the_same_batches_and_pinned_ones(worke
         return seen
 
     assert epochs(early=True) == epochs(early=False)
-
-
-def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
-    """With persistent workers both read from the same queue; a batch that the old thread takes would be lost."""
-
-    class Slow(Numbered):
-        def __getitem__(self, index):
-            time.sleep(0.05)
-            return super().__getitem__(index)
-
-    loader = DataLoader(Slow(40, 16), batch_size=2, num_workers=2, persistent_workers=True)
-    prefetcher = DevicePrefetcher(loader, DEVICE, prefetch_batches=40)
-    holder = [iter(prefetcher)]
-    next(holder[0]), next(holder[0])
-    loader = prefetcher.loader  # a PrefetchLoader made of it
-    collect_in_its_thread(holder, loader._iterator)
-    assert [index.tolist() for _, index in prefetcher] == [[n, n + 1] for n in range(0, 40, 2)]
-    loader._iterator._shutdown_workers()

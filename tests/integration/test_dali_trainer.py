@@ -115,19 +115,6 @@ def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, last_batch, 
     assert numbers(model.trained, 0) != numbers(model.trained, 1)
 
 
-def test_limited_epochs_begin_at_their_beginning_and_differ(photos, whole):
-    model, again = (fit(photos, max_epochs=3, limit_train_batches=2, limit_val_batches=1)[0] for _ in range(2))
-    assert model.trained == again.trained
-    assert model.trained[:2] == whole.trained[:2]
-    assert len({tuple(numbers(model.trained, epoch)) for epoch in range(3)}) == 3
-    assert all(len(set(numbers(model.trained, epoch))) == 8 for epoch in range(3))
-    assert [entry[2] for entry in model.validated] == [[0, 1, 2, 3]] * 4
-
-
-def fails(trainer):
-    raise ZeroDivisionError
-
-
 def ctrl_c(trainer):
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -136,7 +123,7 @@ def stops(trainer):
     trainer.should_stop = True
 
 
-@pytest.mark.parametrize("how", [fails, ctrl_c, stops])
+@pytest.mark.parametrize("how", [ctrl_c, stops])
 def test_an_epoch_broken_off_and_another_fit_with_the_same_data(photos, whole, how):
     class Break(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -147,7 +134,7 @@ def test_an_epoch_broken_off_and_another_fit_with_the_same_data(photos, whole, h
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         fit(photos, module, model=model, callbacks=[Break()])
-    except (ZeroDivisionError, KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit):
         pass
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from there on
@@ -191,33 +178,31 @@ def of(kind, photos):
     return DALIDataModule(written, batch_size=4, num_threads=1, seed=3, arguments={"files": files})
 
 
+CASES = [
+    ("auto", "folder", 1.0, (0, 0)),
+    ("auto", "folder", 4, (1, 3)),
+    ("auto", "written", 1.0, (1, 3)),
+    ("auto", "written", 4, (1, "end")),
+    ("turbo", "folder", 1.0, (1, "end")),
+    ("turbo", "written", 1.0, (1, 5)),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader.*")
-@pytest.mark.parametrize("kind", ["folder", "written"])
-@pytest.mark.parametrize("limit", [1.0, 4])
-@pytest.mark.parametrize("place", [(0, 0), (1, 3), (1, 5), (1, "end")])
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize(("strategy", "kind", "limit", "place"), CASES)
 def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind, limit, place):
     path = tmp_path / "kept.ckpt"
     settings = {"max_epochs": 3, "limit_train_batches": limit, "strategy": strategy}
-    if limit == 4 and place == (1, 5):
-        return  # there is no such batch
     model, _, _ = fit(photos, of(kind, photos), callbacks=[Keep(path, *place)], **settings)
-    resumed, _, _ = fit(photos, of(kind, photos), ckpt_path=path, **settings)
+    reads_length = Model(reads_length=kind == "folder")  # configure_optimizers asks for the length of the training
+    resumed, _, _ = fit(photos, of(kind, photos), model=reads_length, ckpt_path=path, **settings)
     last = (place[0], 99) if place[1] == "end" else place
     assert resumed.trained == [entry for entry in model.trained if entry[:2] > last]
     assert torch.equal(resumed.layer.weight, model.layer.weight)
 
 
-def test_resumed_although_configure_optimizers_reads_the_length(photos, whole, tmp_path):
-    path = tmp_path / "kept.ckpt"
-    fit(photos, model=Model(reads_length=True), callbacks=[Keep(path, 0, 2)])
-    resumed, _, _ = fit(photos, model=Model(reads_length=True), ckpt_path=path)
-    assert resumed.trained == whole.trained[3:12]
-
-
-@pytest.mark.parametrize("place", [(0, 2), (1, 0)])
-def test_the_loader_alone_resumes_too(photos, whole, tmp_path, place):
-    path = tmp_path / "kept.ckpt"
+def test_the_loader_alone_resumes_too(photos, whole, tmp_path):
+    path, place = tmp_path / "kept.ckpt", (1, 0)
 
     def run(ckpt_path=None, callbacks=()):
         torch.manual_seed(0)
@@ -248,39 +233,30 @@ def test_beside_a_plain_dataloader_and_a_hook_of_a_subclass(photos, whole):
         assert numbers(model.validated, 1) == list(range(5))
 
 
+class Several(Model):
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.validated.append((dataloader_idx, batch_idx, batch[2].tolist(), batch[1].tolist()))
+
+
 def test_lists_of_sources(photos, tmp_path):
-    few = make_photos(tmp_path, per_class=2)
-    (few / "gravel" / "000.jpg").rename(tmp_path / "000.jpg")
-    (few / "gravel" / "001.png").unlink()
+    few = make_photos(tmp_path, per_class=1)
+    (few / "gravel" / "000.jpg").unlink()
     (few / "gravel").rmdir()  # the classes are those of training
     train = DALILoader(ImageFolder(photos, train=True, size=8, index=True), 7, num_threads=1, last_batch="drop")
     parts = [str(few), ImageFolder(photos, train=False, size=8, index=True)]
-    module = DALIDataModule(train, parts, batch_size=4, num_threads=1, images={"size": 8, "index": True})
-
-    class Several(Model):
-        def validation_step(self, batch, batch_idx, dataloader_idx):
-            self.validated.append((dataloader_idx, batch_idx, batch[2].tolist(), batch[1].tolist()))
-
+    settings = {"batch_size": 4, "num_threads": 1, "images": {"size": 8, "index": True}}
+    module = DALIDataModule(train, parts, predict=photos, **settings)
     model, runner, _ = fit(photos, module, model=Several(), max_epochs=1, num_sanity_val_steps=0)
     assert (runner.num_training_batches, runner.num_val_batches) == (3, [1, 6])
-    assert model.validated[0] == (0, 0, [0, 1, 2, 3], [0, 0, 1, 1])
+    assert model.validated[0] == (0, 0, [0, 1], [0, 1])
     assert numbers(model.validated, 1) == list(range(21))
     assert not any(loader.built for loader in module.loaders["val"])
-
-    module = DALIDataModule(
-        test=[photos, few], predict=photos, batch_size=4, num_threads=1, classes=("brick", "grass", "gravel"),
-        images={"size": 8, "index": True},
-    )  # fmt: skip
-    Several.test_step = lambda self, batch, batch_idx, dataloader_idx: self.tested.append(
-        (dataloader_idx, batch_idx, batch[2].tolist(), batch[1].tolist())
-    )
-    model, runner = Several(), trainer()
-    runner.test(model, module, verbose=False)
-    assert numbers(model.tested, 0) == list(range(21))
-    assert model.tested[-1][1:] == (0, [0, 1, 2, 3], [0, 0, 1, 1])
     predicted = runner.predict(model, module)
     assert torch.cat([n for _, n in predicted]).tolist() == list(range(21))
     assert module.loaders["predict"].pipeline.labels is None
+    alone, model = DALIDataModule(test=few, classes=("brick", "grass", "gravel"), **settings), Model()
+    trainer().test(model, alone, verbose=False)
+    assert numbers(model.tested) == [0, 1]
 
 
 def test_sources_whose_labels_differ_are_refused(photos, tmp_path):
@@ -312,7 +288,6 @@ def test_ranks_that_the_trainer_starts_share_the_cores(photos, monkeypatch):
     ("sources", "error", "message"),
     [
         ({}, ValueError, "train, val, test, predict: expected at least one source"),
-        ({"train": "nowhere"}, FileNotFoundError, "nowhere"),
         ({"val": 3}, TypeError, "val: expected a folder, a ready pipeline"),
         ({"test": [[], None]}, TypeError, "test: expected a folder, .*got None"),
         ({"train": {"class_path": "Nothing"}}, TypeError, "in a config file, check class_path and init_args"),

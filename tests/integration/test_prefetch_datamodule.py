@@ -367,7 +367,7 @@ def test_auto_workers(capsys):
     assert datamodule.num_workers == 0  # theirs has its own default
     first = datamodule.train_dataloader()
     table = capsys.readouterr().out
-    assert "workers  prefetch" in table
+    assert "workers  batches" in table
     assert datamodule.train_dataloader().num_workers == first.num_workers
     assert capsys.readouterr().out == ""  # measured once
     nothing_is_left()

@@ -11,25 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_turbo._checks import check_switches, is_number
+from lightning_turbo._checks import check_switches, expect, is_number
 
 __all__ = ["FilePipeline", "are_numbers", "check_dtype", "import_dali"]
 
 
 def import_dali() -> Any:
-    """Import DALI at its first use, so that ``import lightning_turbo`` stays light."""
+    """Import DALI at its first use."""
     return importlib.import_module("nvidia.dali")
 
 
 class FilePipeline(ABC):
-    """A pipeline over files. Each file is one sample.
-
-    Args:
-        files: Paths of the files, at least one.
-        labels: One integer per file, or ``None`` for samples without labels.
-        shuffle: Whether to shuffle the files in each epoch.
-        index: Whether to append the position of each file in ``files`` as the last output.
-    """
+    """A pipeline over files, each of them one sample, with one integer per file as labels, or none."""
 
     channels_last = False
 
@@ -53,11 +46,7 @@ class FilePipeline(ABC):
 
     def definition(self, world_size: int) -> Callable[..., Any]:
         """Return the pipeline function, as DALI's ``pipeline_def`` makes it."""
-        if len(self.files) < world_size:
-            raise ValueError(
-                f"Expected at least one file per rank, got {len(self.files)} files for {world_size} ranks. "
-                "Pass more files or use fewer devices."
-            )
+        expect(len(self.files) >= world_size, "files", len(self.files), f"at least one for each of {world_size} ranks")
         dali = import_dali()
 
         @dali.pipeline_def
@@ -80,14 +69,13 @@ class FilePipeline(ABC):
 
         return pipeline
 
-    def explain(self, error: RuntimeError) -> ValueError | None:
-        """Return an error that names the broken file, or ``None`` if no file caused ``error``."""
+    def explain(self, error: RuntimeError) -> None:
+        """Raise an error that names the broken file, if one caused ``error``."""
         message = str(error)
         file = next((file for file in self.files if file in message), None) or self.find_broken()
-        if file is None:
-            return None
-        reason = message.partition("encountered:")[2].strip().partition("\n")[0]
-        return ValueError(f"Cannot decode {file!r}: {reason} Repair the file or remove it.")
+        if file is not None:
+            reason = message.partition("encountered:")[2].strip().partition("\n")[0]
+            raise ValueError(f"Cannot decode {file!r}: {reason} Repair the file or remove it.") from error
 
     def find_broken(self) -> str | None:
         """Return the first file whose header cannot be read, because DALI does not name every broken file."""
@@ -101,12 +89,7 @@ def are_numbers(values: Any, count: int, above: float = float("-inf")) -> bool:
 
 
 def check_dtype(dtype: torch.dtype | str, accepted: Sequence[str]) -> str:
-    """Return the name of ``dtype``, which may be a name itself.
-
-    Raises:
-        ValueError: If it is none of ``accepted``.
-    """
+    """Return the name of ``dtype``, which may be a name itself."""
     name = str(dtype).removeprefix("torch.")
-    if name not in accepted:
-        raise ValueError(f"dtype: expected one of {', '.join(f'torch.{kind}' for kind in accepted)}, got {dtype!r}.")
+    expect(name in accepted, "dtype", dtype, f"one of {', '.join(f'torch.{kind}' for kind in accepted)}")
     return name

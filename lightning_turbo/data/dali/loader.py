@@ -18,6 +18,7 @@ from lightning_turbo.data.dali.pipeline import BuiltPipeline, Placement
 
 __all__ = ["DALILoader"]
 
+WHOLE = "a whole number of at least"
 # A state from mid-epoch can only be loaded where these are equal.
 COMMON = ("world_size", "batch_size", "last_batch", "samples", "batches")
 
@@ -83,15 +84,16 @@ class DALILoader:
         reader: str | None = None,
     ) -> None:
         _optional.require("nvidia.dali", "DALILoader")
-        _check_whole(1, batch_size=batch_size, prefetch=prefetch)
-        for least, name, value in ((1, "num_threads", num_threads), (0, "seed", seed), (0, "rank", rank)):
-            _check_whole(least, **({} if value is None else {name: value}))
-        if rank is not None or world_size is not None:
-            ranks = is_whole(rank, 0) and is_whole(world_size, rank + 1)
-            expect(ranks, "rank, world_size", (rank, world_size), "both or neither, and rank below world_size")
+        for name, value in {"batch_size": batch_size, "prefetch": prefetch}.items():
+            expect(is_whole(value, 1), name, value, f"{WHOLE} 1")
+        expect(num_threads is None or is_whole(num_threads, 1), "num_threads", num_threads, f"{WHOLE} 1, or None")
+        expect(seed is None or is_whole(seed, 0), "seed", seed, f"{WHOLE} 0, or None")
+        ranks = rank is world_size is None or (is_whole(rank, 0) and is_whole(world_size, rank + 1))
+        expect(ranks, "rank, world_size", (rank, world_size), "both or neither, and rank below world_size")
         expect(last_batch in ("fill", "drop", "partial"), "last_batch", last_batch, "'fill', 'drop' or 'partial'")
         _check_pipeline(pipeline, arguments=arguments, reader=reader)
-        self.pipeline, self.batch_size, self.last_batch = pipeline, batch_size, last_batch
+        self.pipeline: Any = pipeline
+        self.batch_size, self.last_batch = batch_size, last_batch
         self.arguments, self.reader = dict(arguments or {}), reader
         self.prefetch, self._threads = prefetch, num_threads
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
@@ -152,16 +154,15 @@ class DALILoader:
                 )
 
     def _take(self, built: BuiltPipeline) -> list[Tensor]:
-        ready = self.pipeline if isinstance(self.pipeline, FilePipeline) else None
+        ready = isinstance(self.pipeline, FilePipeline)
         try:
             tensors = built.take()
         except RuntimeError as error:
             self.close()  # a failed pipeline cannot run again
-            broken = ready.explain(error) if ready else None
-            if broken is None:
-                raise
-            raise broken from error
-        return ready.finish(tensors) if ready else tensors
+            if ready:
+                self.pipeline.explain(error)
+            raise
+        return self.pipeline.finish(tensors) if ready else tensors
 
     def _start(self) -> BuiltPipeline:
         """Bring the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
@@ -259,11 +260,6 @@ def _share_cores(ranks: int) -> int:
     """Return the cores of one of several ranks on this machine, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores // ranks))
-
-
-def _check_whole(least: int, **values: Any) -> None:
-    for name, value in values.items():
-        expect(is_whole(value, least), name, value, f"a whole number of at least {least}")
 
 
 def _check_pipeline(pipeline: Any, **options: Any) -> None:

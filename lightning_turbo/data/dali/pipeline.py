@@ -19,23 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["BuiltPipeline", "Placement"]
 
 BEGINNING = {"checkpoint": None, "passes": 0, "taken": 0}
-
-
 Placement = tuple[int, int, int | None]
 """Rank, number of ranks, and CUDA device or ``None`` for the CPU: what a built pipeline is bound to."""
 
 
 class BuiltPipeline:
-    """A built pipeline, DALI's iterator, and the number of epochs and batches taken from it.
+    """A pipeline built with the settings of ``loader`` for an epoch, or to continue at the ``snapshot`` in ``saved``.
 
-    Args:
-        loader: The loader with the settings.
-        placement: Rank, number of ranks and device.
-        epoch: The epoch to build for.
-        saved: The result of ``snapshot``, to continue there.
-
-    Raises:
-        ValueError: If there is no reader, or it is not sharded by rank or does not pad its last batch.
+    It holds DALI's iterator, and counts the epochs and batches taken from it.
     """
 
     def __init__(

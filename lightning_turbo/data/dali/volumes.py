@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lightning_turbo._checks import check_switches, expect, is_number, is_whole
+from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo.data.dali.files import FilePipeline, are_numbers, check_dtype
 
 __all__ = ["VolumeFiles"]
@@ -19,8 +19,8 @@ __all__ = ["VolumeFiles"]
 class VolumeFiles(FilePipeline):
     """Crop, flip and normalise volumes from ``.npy`` files.
 
-    Training applies, in this order: a random crop, a random flip of each axis, the normalisation, and an intensity
-    ``gain * value + offset`` drawn for each volume. Evaluation applies the centre crop and the normalisation.
+    Training applies a random crop and a random flip of each axis; evaluation crops the centre. Further augmentation
+    belongs into a function decorated with DALI's ``pipeline_def``, or on the device.
 
     Args:
         source: Pairs of a path and an integer label. Each ``.npy`` file holds numbers of shape (depth, height, width)
@@ -28,12 +28,9 @@ class VolumeFiles(FilePipeline):
         train: ``True`` for augmentation and shuffling; ``False`` for evaluation.
         crop: Depth, height and width of the crop in voxels. Default: no crop, which needs volumes of one shape.
         flips: Whether training flips each of the three axes with probability 0.5.
-        intensity: Half the range of ``gain`` around 1 and of ``offset`` around 0 in training, in units of the
-            normalised values; 0 switches it off.
         normalize: ``"volume"`` subtracts the mean of each volume and divides by its standard deviation; a pair
             ``(mean, std)`` applies fixed numbers; ``None`` keeps the values.
         dtype: ``torch.float32`` or ``torch.float16``.
-        channels_last: Whether the memory format is ``torch.channels_last_3d``.
         shuffle: Whether to shuffle the volumes in each epoch. Default: the value of ``train``.
         index: Whether to append the position of each volume in ``files`` as the last output.
 
@@ -57,18 +54,15 @@ class VolumeFiles(FilePipeline):
         train: bool,
         crop: tuple[int, int, int] | None = None,
         flips: bool = True,
-        intensity: float = 0.1,
         normalize: Literal["volume"] | tuple[float, float] | None = "volume",
         dtype: torch.dtype | str = torch.float32,
-        channels_last: bool = False,
         shuffle: bool | None = None,
         index: bool = False,
     ) -> None:
-        check_switches(train=train, flips=flips, channels_last=channels_last)
-        _check_arguments(crop, intensity, normalize)
-        self.train, self.crop, self.normalize = train, crop, normalize
-        self.flips, self.intensity = flips and train, intensity if train else 0.0
-        self.dtype, self.channels_last = check_dtype(dtype, ("float32", "float16")), channels_last
+        check_switches(train=train, flips=flips)
+        _check_arguments(crop, normalize)
+        self.train, self.crop, self.normalize, self.flips = train, crop, normalize, flips and train
+        self.dtype = check_dtype(dtype, ("float32", "float16"))
         expect(source, "source", source, "at least one pair of a path and an integer label")
         files, labels = [os.fspath(path) for path, _ in source], [operator.index(label) for _, label in source]
         self.channels = _check_shapes(files, crop)
@@ -80,16 +74,17 @@ class VolumeFiles(FilePipeline):
         volume = fn.decoders.numpy(encoded, dtype=dali.types.FLOAT)
         volume = volume if self.channels else fn.expand_dims(volume, axes=0)
         volume = fn.reshape(volume, layout="CDHW")
-        volume = self._cut(fn, volume.gpu() if device == "gpu" else volume)
+        volume = self._crop(fn, volume.gpu() if device == "gpu" else volume)
         if self.flips:
             axes = ("depthwise", "vertical", "horizontal")
             volume = fn.flip(volume, **{axis: fn.random.coin_flip() for axis in axes})
-        volume = self._scale(fn, volume)
-        if self.channels_last:
-            volume = fn.transpose(volume, perm=[1, 2, 3, 0])
+        if self.normalize == "volume":
+            volume = fn.normalize(volume, epsilon=1e-12)
+        elif self.normalize is not None:
+            volume = (volume - float(self.normalize[0])) / float(self.normalize[1])
         return fn.cast(volume, dtype=dali.types.FLOAT16) if self.dtype == "float16" else volume
 
-    def _cut(self, fn: Any, volume: Any) -> Any:
+    def _crop(self, fn: Any, volume: Any) -> Any:
         """Crop at random in training, else the centre."""
         if self.crop is None:
             return volume
@@ -97,22 +92,10 @@ class VolumeFiles(FilePipeline):
         corner = {f"crop_pos_{axis}": fn.random.uniform(range=[0, 1]) if self.train else 0.5 for axis in "zyx"}
         return fn.crop(volume, crop_d=depth, crop_h=height, crop_w=width, **corner)
 
-    def _scale(self, fn: Any, volume: Any) -> Any:
-        """Normalise, and apply a random gain and offset in training."""
-        if self.normalize == "volume":
-            volume = fn.normalize(volume, epsilon=1e-12)
-        elif self.normalize is not None:
-            volume = (volume - float(self.normalize[0])) / float(self.normalize[1])
-        if not self.intensity:
-            return volume
-        gain = fn.random.uniform(range=[1 - self.intensity, 1 + self.intensity])
-        return volume * gain + fn.random.uniform(range=[-self.intensity, self.intensity])
 
-
-def _check_arguments(crop: Any, intensity: Any, normalize: Any) -> None:
+def _check_arguments(crop: Any, normalize: Any) -> None:
     what = "(depth, height, width), each at least 1, or None"
     expect(crop is None or (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)), "crop", crop, what)
-    expect(is_number(intensity) and 0 <= intensity < 1, "intensity", intensity, "a number in [0, 1)")
     fixed = normalize in ("volume", None) or (are_numbers(normalize, 2) and normalize[1] > 0)
     expect(fixed, "normalize", normalize, "'volume', (mean, std) with std above 0, or None")
 

@@ -103,16 +103,6 @@ def grow(root, *names):
     return root
 
 
-@pytest.mark.parametrize("classes", [None, ["fox", "dog", "cat", "owl"]])
-@pytest.mark.parametrize("missing", [(), ("cat", "fox")])
-def test_a_label_means_the_same_class_whatever_is_missing(tmp_path, classes, missing):
-    grow(tmp_path, *(f"{name}/deeper/{n}.png" for name in ("cat", "dog", "fox") if name not in missing for n in "ab"))
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    recipe = ImageFolder(tmp_path, train=False, classes=classes)
-    assert recipe.classes == tuple(classes or sorted({"cat", "dog", "fox"} - set(missing)))
-    assert [recipe.classes[label] for label in recipe.labels] == [Path(file).parts[-3] for file in recipe.files]
-
-
 def test_what_a_folder_may_hold(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         ImageFolder("nowhere", train=True)
@@ -134,23 +124,16 @@ def test_what_a_folder_may_hold(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        *(({switch: "no"}, TypeError, f"{switch}='no'") for switch in ("train", "channels_last", "mirror", "shuffle")),
-        ({"labelled": 1}, TypeError, "labelled=1"),
-        ({"index": None}, TypeError, "index=None"),
+        ({"train": "no"}, TypeError, "train='no'"),
+        ({"shuffle": "no"}, TypeError, "shuffle='no'"),
         ({"classes": "full"}, TypeError, "classes: expected a sequence of names"),
-        ({"classes": 3}, TypeError, "classes: expected a sequence of names"),
-        ({"classes": []}, ValueError, "classes: expected at least one name, and each name once"),
         ({"classes": ["a", "a"]}, ValueError, "classes: expected at least one name, and each name once"),
         ({"size": 0}, ValueError, "size: expected a whole number of at least 1, got 0"),
         ({"size": 64, "resize": 32}, ValueError, "resize: expected a whole number of at least size=64, got 32"),
         ({"dtype": torch.bfloat16}, ValueError, "dtype: expected one of torch.float32, torch.float16, torch.uint8"),
-        ({"mean": (0.5,)}, ValueError, r"mean: expected three numbers, got \(0.5,\)"),
         ({"mean": (0.5, 0.5, math.nan)}, ValueError, "mean: expected three numbers"),
         ({"std": (0.1, 0.0, 0.1)}, ValueError, "std: expected three numbers above 0"),
-        ({"std": 0.2}, ValueError, "std: expected three numbers above 0"),
-        ({"area": (0.5, 0.1)}, ValueError, "area: expected two rising numbers above 0, at most 1"),
         ({"area": (0.5, 1.1)}, ValueError, "area: expected two rising numbers above 0, at most 1"),
-        ({"ratio": (0, 1)}, ValueError, "ratio: expected two rising numbers above 0"),
         ({"ratio": (1, math.inf)}, ValueError, "ratio: expected two rising numbers above 0"),
     ],
 )
@@ -166,21 +149,18 @@ def encode(image, kind):
 
 
 SPOILED = {
-    "text": lambda image: b"no image",
     "empty": lambda image: b"",
     "another format": lambda image: encode(image, "GIF"),
-    "JPEG, 100 bytes of it": lambda image: encode(image, "JPEG")[:100],
     "JPEG, half of it": lambda image: encode(image, "JPEG")[:700],
-    "PNG, 20 bytes of it": lambda image: encode(image, "PNG")[:20],
     "PNG, its pixels": lambda image: encode(image, "PNG")[:1000] + b"x" * 300 + encode(image, "PNG")[1300:],
     "gone": None,
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
-@pytest.mark.parametrize("train", [False, True])
-def test_a_file_that_cannot_be_decoded_is_named(tmp_path, spoil, train):
-    recipe = ImageFolder(make_photos(tmp_path, per_class=4, suffixes=(".jpg",)), train=train, size=32, shuffle=False)
+def test_a_file_that_cannot_be_decoded_is_named(tmp_path, spoil):
+    photos = make_photos(tmp_path, per_class=4, suffixes=(".jpg",))
+    recipe = ImageFolder(photos, train="JPEG" in spoil, size=32, shuffle=False)
     bad, good = Path(recipe.files[6]), Image.open(recipe.files[6])
     good.load()
     bad.unlink() if spoil == "gone" else bad.write_bytes(SPOILED[spoil](good))

@@ -91,9 +91,9 @@ def test_length_coverage_and_order(make, last_batch, sizes):
         each.close()
 
 
-@pytest.mark.parametrize(("batch_size", "world"), [(1, 2), (5, 2), (4, 4), (2, 3)])
-def test_shards_cover_everything_and_steps_agree(make, batch_size, world):
-    ranks = [make(batch_size, rank=rank, world_size=world) for rank in range(world)]
+@pytest.mark.parametrize(("batch_size", "world", "stick"), [(1, 2, False), (4, 4, False), (4, 2, True)])
+def test_shards_cover_everything_and_steps_agree(make, batch_size, world, stick):
+    ranks = [make(batch_size, {"stick": stick}, rank=rank, world_size=world) for rank in range(world)]
     for _ in range(3):
         epochs = [list(loader) for loader in ranks]
         assert {len(epoch) for epoch in epochs} == {len(ranks[0])}
@@ -105,49 +105,31 @@ def test_shards_cover_everything_and_steps_agree(make, batch_size, world):
         loader.close()
 
 
-def test_a_reader_that_keeps_its_shard(files):
-    given = {"files": files, "stick": True}
-    ranks = [DALILoader(photos, 4, arguments=given, num_threads=1, rank=r, world_size=2) for r in range(2)]
-    for _ in range(2):
-        assert sorted(itertools.chain.from_iterable(map(numbers, ranks))) == list(range(COUNT))
-    for loader in ranks:
-        loader.close()
-
-
-def test_every_iteration_begins_at_the_beginning(loader):
+def test_every_iteration_begins_at_the_beginning_of_the_epoch_that_set_epoch_names(make, root):
+    loader, other = make(), make()
     firsts = []
     for taken in (1, 2, 5):
         batches = iter(loader)
         firsts.append(next(batches)[2].tolist())
         list(itertools.islice(batches, taken - 1))
-        with pytest.raises(ZeroDivisionError):
-            _ = [1 / 0 for _ in loader]
         assert sorted(numbers(loader)) == list(range(COUNT))
     assert firsts[0] != firsts[1] != firsts[2]
-
-
-def test_set_epoch_names_the_epoch_although_it_comes_after_iter(make):
-    first, second, other = make(), make(), make()
-    batches = iter(first)
-    first.batch_sampler.sampler.set_epoch(3)  # as Lightning does it
-    second.set_epoch(3)
-    assert same(list(batches), list(second))
-    assert first.epoch == 3
-    assert numbers(other) != numbers(second)
-    for each in (first, second, other):
-        each.close()
-
-
-def test_epochs_that_are_cut_short_differ_in_their_augmentation(root):
-    loader = DALILoader(ImageFolder(root, train=True, shuffle=False, size=8), 4, num_threads=1)
-    (first, _), (second, _) = next(iter(loader)), next(iter(loader))
-    assert not torch.equal(first, second)
     loader.close()
+    batches = iter(loader)
+    loader.batch_sampler.sampler.set_epoch(9)  # as Lightning does it, after iter
+    other.set_epoch(9)
+    assert same([next(batches)], [next(iter(other))])
+    assert loader.epoch == 9
+    loader.close()
+    other.close()
+    ordered = DALILoader(ImageFolder(root, train=True, shuffle=False, size=8), 4, num_threads=1)
+    (first, _), (second, _) = next(iter(ordered)), next(iter(ordered))
+    assert not torch.equal(first, second)  # another augmentation, although the epoch was cut short
+    ordered.close()
 
 
 @pytest.mark.parametrize("last_batch", ["partial", "drop"])
-@pytest.mark.parametrize("epoch", [0, 2])
-@pytest.mark.parametrize("at", [0, 1, 3, 5])
+@pytest.mark.parametrize(("epoch", "at"), [(0, 0), (0, 3), (2, 1), (2, 5)])
 def test_resumed_it_yields_what_was_not_seen_bit_for_bit(make, last_batch, epoch, at):
     loader = make(last_batch=last_batch)
     for _ in range(epoch):
@@ -183,6 +165,11 @@ def test_a_loaded_state_of_another_epoch_gives_way_to_set_epoch(make, loader):
     other.load_state_dict(ended)
     other.set_epoch(1)
     assert list(other) == []
+    next(iter(loader))
+    loader.close()
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"with a checkpoint of the pipeline: .*got 'batch 1 of epoch 2'"):
+        next(iter(other))
     other.close()
 
 
@@ -212,14 +199,6 @@ def test_other_sizes_are_refused_in_mid_epoch_and_taken_at_its_end(make, loader,
     twin.close()
 
 
-def test_a_state_without_a_checkpoint_is_refused_in_mid_epoch(loader):
-    next(iter(loader))
-    loader.close()
-    loader.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"with a checkpoint of the pipeline: .*got 'batch 1 of epoch 0'"):
-        next(iter(loader))
-
-
 def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make):
     loader = make(prefetch=1)
     batches = list(loader)
@@ -236,26 +215,22 @@ def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make):
     loader.close()
 
 
-def test_two_iterations_at_once_are_refused(loader):
+def test_copies_build_for_themselves_and_two_iterations_at_once_are_refused(loader):
     first = iter(loader)
     next(first)
+    twin = copy.deepcopy(loader)
+    if isinstance(loader.pipeline, ImageFolder):
+        twin = pickle.loads(pickle.dumps(loader))
+    assert not twin.built
     second = iter(loader)
-    next(second)
+    batches = [next(second)]
     with pytest.raises(RuntimeError, match="another one has started"):
         next(first)
+    assert same([next(iter(twin))], batches)
     loader.close()
     with pytest.raises(RuntimeError, match="or the loader was closed"):
         next(second)
-
-
-def test_copies_and_pickles_build_for_themselves(make, loader):
-    next(iter(loader))
-    twins = [copy.deepcopy(loader)] + ([pickle.loads(pickle.dumps(loader))] if loader.pipeline is not photos else [])
-    expected = list(loader)
-    for twin in twins:
-        assert not twin.built
-        assert same(list(twin), expected)
-        twin.close()
+    twin.close()
 
 
 @pipeline_def
@@ -321,34 +296,23 @@ def test_pipelines_that_cannot_be_used_are_refused(files, definition, message, k
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"batch_size": 0}, ValueError, "batch_size: expected a whole number of at least 1, got 0"),
-        ({"batch_size": 2.0}, ValueError, "batch_size: expected a whole number"),
-        ({"batch_size": True}, ValueError, "batch_size: expected a whole number"),
-        ({"num_threads": 0}, ValueError, "num_threads: expected a whole number of at least 1"),
+        ({"batch_size": 2.0}, ValueError, "batch_size: expected a whole number of at least 1, got 2.0"),
+        ({"num_threads": 0}, ValueError, "num_threads: expected a whole number of at least 1, or None, got 0"),
         ({"prefetch": None}, ValueError, "prefetch: expected"),
-        ({"seed": -1}, ValueError, "seed: expected a whole number of at least 0, got -1"),
+        ({"seed": -1}, ValueError, "seed: expected a whole number of at least 0, or None, got -1"),
         ({"rank": 0}, ValueError, r"rank, world_size: expected both or neither, .* got \(0, None\)"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank below world_size"),
         ({"last_batch": "keep"}, ValueError, "last_batch: expected 'fill', 'drop' or 'partial', got 'keep'"),
-        ({"device": "tpu"}, RuntimeError, "(?i)expected one of cpu, cuda"),
         ({"device": "meta"}, ValueError, "device: expected a device of type cpu"),
         ({"reader": "r"}, ValueError, "reader: expected None, because a ready pipeline has its own"),
-        ({"arguments": {"x": 1}}, ValueError, "arguments: expected None, because a ready pipeline has its own"),
-        ({"pipeline": "images"}, TypeError, "pipeline: expected a ready pipeline such as ImageFolder"),
         ({"pipeline": print}, TypeError, "pipeline: expected a ready pipeline such as ImageFolder"),
         ({"pipeline": Pipeline}, TypeError, "an uncalled function decorated with nvidia.dali.pipeline_def"),
-        ({"rank": 0, "world_size": 22}, ValueError, "at least one file per rank, got 21 files for 22 ranks"),
+        ({"rank": 0, "world_size": 22}, ValueError, "files: expected at least one for each of 22 ranks, got 21"),
     ],
 )
 def test_wrong_arguments_are_refused(root, wrong, error, message):
     with pytest.raises(error, match=message):
         len(DALILoader(**{"pipeline": ImageFolder(root, train=True, index=True), "batch_size": 4, **wrong}))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_without_a_device_is_refused():
-    with pytest.raises(ValueError, match="device: expected a device of type cpu, got 'cuda'"):
-        DALILoader(photos, 4, device="cuda")
 
 
 def test_without_dali_the_error_names_the_extra(monkeypatch):

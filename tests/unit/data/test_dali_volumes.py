@@ -31,25 +31,22 @@ def stacked(recipe):
 
 def test_evaluation_equals_numpy(volumes):
     recipe = VolumeFiles(volumes, train=False)
-    got = batches(recipe)
-    raw = stacked(recipe)
+    got, raw = batches(recipe), stacked(recipe)
     expected = (raw - raw.mean((1, 2, 3), keepdims=True)) / raw.std((1, 2, 3), keepdims=True)
     # Sums of 1200 float32 values in another order: a few units in the last place of values up to 4.
     np.testing.assert_allclose(torch.cat([v for v, _ in got])[:, 0].numpy(), expected, atol=1e-5)
     labels = torch.cat([label for _, label in got])
     assert labels.dtype == torch.int64
     assert labels.tolist() == [n % 3 for n in range(10)]
-
-
-def test_centre_crop_and_fixed_normalisation(volumes):
-    recipe = VolumeFiles(volumes, train=False, crop=(8, 6, 4), normalize=(100.0, 50.0))
-    expected = (stacked(recipe)[:, 2:10, 2:8, 3:7] - 100) / 50
-    np.testing.assert_allclose(torch.cat([v for v, _ in batches(recipe)])[:, 0].numpy(), expected, atol=1e-6)
+    cropped = batches(VolumeFiles(volumes, train=False, crop=(8, 6, 4), normalize=(100.0, 50.0), dtype="float16"))
+    assert cropped[0][0].dtype == torch.float16
+    expected = (raw[:, 2:10, 2:8, 3:7] - 100) / 50
+    np.testing.assert_allclose(torch.cat([v for v, _ in cropped])[:, 0].numpy(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("flips", [True, False])
 def test_all_eight_flips_occur_and_nothing_else(volumes, flips):
-    recipe = VolumeFiles(volumes, train=True, normalize=None, intensity=0, flips=flips, index=True)
+    recipe = VolumeFiles(volumes, train=True, normalize=None, flips=flips, index=True)
     allowed = [[axis for axis in range(3) if flip >> axis & 1] for flip in range(8 if flips else 1)]
     raw, seen = stacked(recipe), set()
     for got, _, numbers in batches(recipe, epochs=6):
@@ -61,55 +58,23 @@ def test_all_eight_flips_occur_and_nothing_else(volumes, flips):
 
 
 def test_a_random_crop_lies_within_and_wanders(volumes):
-    recipe = VolumeFiles(
-        volumes, train=True, crop=(5, 4, 4), normalize=None, intensity=0, flips=False, index=True
-    )  # fmt: skip
+    recipe = VolumeFiles(volumes, train=True, crop=(5, 4, 4), normalize=None, flips=False, index=True)
     raw, corners = stacked(recipe), set()
     for got, _, numbers in batches(recipe, epochs=4):
         for volume, n in zip(got[:, 0].numpy(), numbers.tolist(), strict=True):
             places = itertools.product(range(8), range(7), range(7))
-            found = [
-                c
-                for c in places
-                if np.array_equal(volume, raw[n][tuple(slice(a, a + s) for a, s in zip(c, (5, 4, 4), strict=True))])
-            ]
+            found = [(z, y, x) for z, y, x in places if np.array_equal(volume, raw[n][z : z + 5, y : y + 4, x : x + 4])]
             assert found
             corners.update(found)
     assert all(len({corner[axis] for corner in corners}) > 4 for axis in range(3))
 
 
-def test_intensity_is_a_gain_and_an_offset(volumes):
-    recipe = VolumeFiles(volumes, train=True, flips=False, intensity=0.2, index=True, shuffle=False)
-    plain = torch.cat([v for v, _ in batches(VolumeFiles(volumes, train=False))])
-    got = torch.cat([v for v, _, _ in batches(recipe)])
-    for volume, reference in zip(got, plain, strict=True):
-        gain, offset = np.polyfit(reference.flatten().double().numpy(), volume.flatten().double().numpy(), 1)
-        assert 0.8 <= gain <= 1.2
-        assert -0.2 <= offset <= 0.2
-        torch.testing.assert_close(
-            volume, reference * float(gain) + float(offset), atol=1e-5, rtol=0
-        )  # float32 rounding
-    assert not torch.equal(got, plain)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_layout_and_dtype(volumes, channels_last, dtype):
-    got, labels = batches(VolumeFiles(volumes, train=True, dtype=dtype, channels_last=channels_last))[0]
-    assert got.shape == (4, 1, 12, 10, 10)
-    assert got.dtype == dtype
-    assert got.is_contiguous(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)
-    assert labels.shape == (4,)
-
-
 def test_channels_come_first(tmp_path):
     volume, path = np.arange(2 * 3 * 4 * 4, dtype=np.int16).reshape(2, 3, 4, 4), tmp_path / "left lung.npy"
     np.save(path, volume)
-    for channels_last in (False, True):
-        recipe = VolumeFiles([(path, -5)], train=False, normalize=None, channels_last=channels_last)
-        ((got, labels),) = batches(recipe)
-        assert np.array_equal(got[0].numpy(), volume)
-        assert labels.tolist() == [-5]
+    ((got, labels),) = batches(VolumeFiles([(path, -5)], train=False, normalize=None))
+    assert np.array_equal(got[0].numpy(), volume)
+    assert labels.tolist() == [-5]
     np.save(path, np.full((3, 4, 4), 7.0, dtype=np.float32))
     ((got, _),) = batches(VolumeFiles([(path, 0)], train=False))
     assert (got == 0).all(), "a constant volume gives no NaN"
@@ -142,7 +107,6 @@ def write(version=None, cut=None, array=None):
     ("writer", "message"),
     [
         (lambda path: path.write_bytes(b"no volume"), "Cannot read '.*b.npy' as a .npy file"),
-        (lambda path: path.write_bytes(b""), "Cannot read '.*b.npy' as a .npy file"),
         (write(cut=-3), "Cannot read '.*b.npy' as a .npy file: .*Repair the file"),
         (write(array=np.zeros(3)), r"b.npy': expected integers or floats .* got 'float64 of shape \(3,\)"),
         (write(array=np.zeros((2, 2, 2), dtype=complex)), "b.npy': expected .* got 'complex128"),
@@ -164,13 +128,9 @@ def test_a_file_that_is_no_volume_is_named(tmp_path, writer, message):
         ({"source": []}, ValueError, "source: expected at least one pair of a path and an integer label"),
         ({"source": [("a.npy", 63.7)]}, TypeError, "float"),
         ({"flips": 1}, TypeError, "flips=1"),
-        ({"intensity": 1.0}, ValueError, r"intensity: expected a number in \[0, 1\), got 1.0"),
-        ({"intensity": math.nan}, ValueError, r"intensity: expected a number in \[0, 1\)"),
-        ({"normalize": 3}, ValueError, "normalize: expected 'volume'"),
         ({"normalize": "all"}, ValueError, "normalize: expected 'volume'"),
         ({"normalize": (math.nan, 1.0)}, ValueError, "normalize: expected 'volume'"),
         ({"normalize": (0.0, 0.0)}, ValueError, "with std above 0"),
-        ({"crop": 4}, ValueError, r"crop: expected \(depth, height, width\)"),
         ({"crop": (4, 4)}, ValueError, r"crop: expected \(depth, height, width\)"),
         ({"crop": (4, 4, 0)}, ValueError, r"crop: expected \(depth, height, width\)"),
         ({"dtype": torch.uint8}, ValueError, "dtype: expected one of torch.float32, torch.float16"),

@@ -1,11 +1,11 @@
-"""DevicePrefetcher on the CPU: structures, settings, order of random draws. The rest is in tests/gpu."""
+"""DevicePrefetcher and Normalize on the CPU, and the walk over batches. The rest is in tests/gpu."""
 
 import dataclasses
 import gc
 import math
 import random
 import weakref
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import UserDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -53,9 +53,7 @@ BATCHES = {
     "list": lambda: [one(), "text", 3, None],
     "tuple": lambda: (one(), (one(),)),
     "named tuple": lambda: Pair(one(), [one()]),
-    "dict": lambda: {"a": one(), "b": {"c": one()}},
-    "ordered dict": lambda: OrderedDict(a=one()),
-    "default dict": lambda: defaultdict(list, {"a": one()}),
+    "default dict": lambda: defaultdict(list, {"a": one(), "b": {"c": one()}}),
     "dataclass": lambda: Frozen(one(), "n"),
     "object with .to": lambda: Movable(one()),
     "mapping with .to": lambda: Encoding(a=one()),
@@ -72,27 +70,17 @@ def test_any_structure_is_moved_and_kept(make):
     assert type(there) is type(batch)
     after = list(tensors_in(there))
     assert len(after) == len(before) > 0 or make is BATCHES["nothing to move"]
-    on_host = (
-        {"batch_sizes"} if isinstance(batch, PackedSequence) else set()
-    )  # packed sequences keep lengths on the CPU
-    assert all(t.device == META for t in after) or on_host
+    # Packed sequences keep their lengths on the CPU.
+    assert all(t.device == META for t in after) or isinstance(batch, PackedSequence)
     assert all(t.device.type == "cpu" for t in before)
-    if isinstance(there, dict):
-        assert list(there) == list(batch)
-    if isinstance(there, defaultdict):
-        assert there.default_factory is list
-    if isinstance(there, Frozen):
-        assert there.name == "n"
+    assert getattr(there, "default_factory", None) is getattr(batch, "default_factory", None)
+    assert getattr(there, "name", None) == getattr(batch, "name", None)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch's own word that the layout is in beta
-@pytest.mark.parametrize(
-    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
-)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_a_sparse_tensor_comes_as_the_tensors_it_is_made_of(layout):
-    blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
-    sparse = torch.eye(4).to_sparse(layout=layout, **blocks)
-    parts = list(tensors_in({"x": sparse}))
+    parts = list(tensors_in({"x": torch.eye(4).to_sparse(layout=layout)}))
     assert {part.layout for part in parts} == {torch.strided}
     assert sum(part.is_floating_point() for part in parts) == 1
     assert len(parts) == (2 if layout is torch.sparse_coo else 3)
@@ -135,13 +123,9 @@ class Film:
 
 
 WRAPPED = {
-    "slots": Slots,
-    "attributes": Plain,
     "object in an object with .to": lambda t: Movable(Plain(t)),
-    "slots in an object": lambda t: Plain(Slots(t)),
     "objects in containers": lambda t: {"a": [Plain({"b": (Slots(t),)})]},
     "set": lambda t: Plain({1, "text"}, Plain(frozenset([t]))),
-    "mapping": lambda t: Plain(Encoding(a=t)),
     "mapping that may not be read": lambda t: Plain(t, Closed(a=1)),
     "named tuple": lambda t: Pair(Slots(t), Film),
     "dataclass": lambda t: Plain(dataclasses.make_dataclass("Sealed", ["x"], slots=True, frozen=True)(t), Film()),
@@ -156,16 +140,14 @@ def test_what_objects_hold_is_found_once(wrap):
     assert found is tensor
 
 
-def test_objects_that_tell_the_allocator_themselves_are_found_too():
-    guarded, tensor = Guarded(), one()
+def test_the_search_behind_an_object_finds_what_tells_the_allocator_and_ends():
+    guarded, tensor, chain = Guarded(), one(), Plain()
     assert list(holders_in([tensor, Plain(guarded), Film(), 3, "text"])) == [tensor, guarded]
-
-
-def test_the_search_behind_an_object_ends_and_takes_what_is_near_first():
-    tensor, chain = one(), Plain()
     for _ in range(MOST_PARTS + 10):
         chain = Plain(chain)
-    assert list(tensors_in(Plain(chain, tensor))) == [tensor]
+    assert list(tensors_in(Plain(chain, tensor))) == [tensor]  # what is near first
+    part = object()
+    assert map_batch([part, 1], lambda t: t, "to") == [part, 1]
 
 
 def test_a_copy_to_the_cpu_is_waited_for():
@@ -173,25 +155,13 @@ def test_a_copy_to_the_cpu_is_waited_for():
     for device in (META, torch.device("cpu")):
         move_batch(batch, device)
         assert batch.seen is (device is META)
-    asked = []
-
-    class Tensor(torch.Tensor):
-        def to(self, device, non_blocking=False):
-            asked.append(non_blocking)
-            return self
-
-    move_batch(one().as_subclass(Tensor), torch.device("cpu"))
-    assert asked == [False]
 
 
-def test_parts_without_the_method_stay_the_same_objects():
-    part = object()
-    assert map_batch([part, 1], lambda t: t, "to") == [part, 1]
+# ---- DevicePrefetcher.
 
 
-def test_on_the_cpu_it_steps_aside():
-    loader = PrefetchLoader(range(6), 2)
-    prefetcher = DevicePrefetcher(loader, "cpu")
+def test_on_the_cpu_it_hands_out_the_loaders_batches():
+    prefetcher = DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu")
     assert type(iter(prefetcher)) is Epoch
     assert [b.tolist() for b in prefetcher] == [[0, 1], [2, 3], [4, 5]]
     batches = [one(), one()]
@@ -205,7 +175,7 @@ def test_it_has_the_loaders_face():
     assert len(prefetcher) == 2
     for name in ("dataset", "sampler", "batch_sampler", "batch_size", "num_workers"):
         assert getattr(prefetcher, name) is getattr(loader, name)
-    prefetcher.set_epoch(5)
+    prefetcher.sampler.set_epoch(5)
     assert sampler.epoch == 5
     prefetcher.worker_init_fn = print  # a trainer sets it on what it holds
     assert loader.worker_init_fn is print
@@ -215,44 +185,36 @@ def test_it_has_the_loaders_face():
         len(DevicePrefetcher(iter([]), "cpu"))
 
 
-def test_transform_and_transfer():
-    def transfer(batch, device):
-        assert device == torch.device("cpu")
-        return batch * 10
-
-    loader = PrefetchLoader(range(6), 2)
-    assert [b.tolist() for b in DevicePrefetcher(loader, "cpu", transform=lambda b: b + 1, transfer=transfer)] == [
-        [1, 11], [21, 31], [41, 51],
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("drawing", [lambda b: b + torch.rand(1), lambda b: b + random.random()])
 def test_a_transform_that_draws_does_so_between_the_steps(drawing):
+    def run(batches):
+        torch.manual_seed(0)
+        random.seed(0)
+        return [(batch.tolist(), torch.rand(1).item()) for batch in batches]
+
     def plain():
         for batch in DataLoader(range(12), 2):
             yield drawing(batch)
 
-    def run(loader):
-        torch.manual_seed(0)
-        random.seed(0)
-        return [(batch.tolist(), torch.rand(1).item()) for batch in loader]
-
-    reference = run(plain())
-    got = run(DevicePrefetcher(PrefetchLoader(range(12), 2), "cpu", transform=drawing))
-    assert got == reference
+    assert run(DevicePrefetcher(PrefetchLoader(range(12), 2), "cpu", transform=drawing)) == run(plain())
 
 
 class Lane(DeviceTransfer):
     """A transfer whose side stream is pretended, to see what it does ahead."""
 
+    def __init__(self, depth):
+        super().__init__("cpu", prefetch_batches=depth)
+        self.sent = []
+
     def stream(self):
         return self
 
-    def wait_stream(self, other):
+    def begin(self):
         pass
 
-    def _on_side(self, batch, work, before=None):
-        return work(batch), None
+    def send(self, batch):
+        self.sent.append(batch)
+        return batch, None
 
 
 def on_lane(source, lane):
@@ -261,33 +223,19 @@ def on_lane(source, lane):
     return epoch
 
 
-@pytest.fixture
-def _no_cuda_stream(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-
-
-@pytest.mark.usefixtures("_no_cuda_stream")
 def test_so_many_batches_are_ahead_and_the_state_counts_those_handed_out():
-    sent = []
-
-    def transfer(batch, device):
-        sent.append(batch.item())
-        return batch
-
-    lane = Lane("cpu", prefetch_batches=3, transfer=transfer)
-    iterator = on_lane((torch.tensor(n) for n in range(20)), lane)
+    lane = Lane(3)
+    iterator = on_lane(iter(range(20)), lane)
     for n in range(20):
-        assert next(iterator).item() == n
+        assert next(iterator) == n
         assert iterator.position.consumed == n + 1
-        assert len(sent) <= n + 1 + 3
-    with pytest.raises(StopIteration):
-        next(iterator)
-    with pytest.raises(StopIteration):
-        next(iterator)
-    assert sent == list(range(20))
+        assert len(lane.sent) <= n + 1 + 3
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+    assert lane.sent == list(range(20))
 
 
-@pytest.mark.usefixtures("_no_cuda_stream")
 def test_the_last_batch_leaves_no_reference_cycle_behind():
     """A Trainer counts the batches of a loader with a length and never asks for its end."""
 
@@ -296,7 +244,7 @@ def test_the_last_batch_leaves_no_reference_cycle_behind():
             return [next(self.iterator) for _ in range(count)]
 
     consumer = Consumer()
-    consumer.iterator = on_lane(iter(range(4)), Lane("cpu", prefetch_batches=3))
+    consumer.iterator = on_lane(iter(range(4)), Lane(3))
     gc.collect()
     gc.disable()
     try:
@@ -308,66 +256,65 @@ def test_the_last_batch_leaves_no_reference_cycle_behind():
         gc.enable()
 
 
-@pytest.mark.usefixtures("_no_cuda_stream")
 def test_an_error_comes_at_its_batch():
     def broken():
         yield from range(6)
         raise ValueError("late")
 
-    iterator = on_lane(broken(), Lane("cpu", prefetch_batches=4))
     got = []
     with pytest.raises(ValueError, match="late"):
-        got.extend(item for item in iterator if got.append(item))
+        got.extend(item for item in on_lane(broken(), Lane(4)) if got.append(item))
     assert got == list(range(6))
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"loader": 3}, TypeError, r"as loader, got 3, which has no __iter__. Pass a DataLoader"),
-        ({"device": "tpu9"}, ValueError, r"device='tpu9' is not a device that torch knows; pass 'cpu', 'cuda'"),
-        ({"device": None}, ValueError, r"device=None is not a device"),
-        ({"device": "meta"}, ValueError, r"device='meta' has no streams that are used here"),
-        ({"device": "cuda:99"}, ValueError, r"device='cuda:99' is not there: torch sees \d+ CUDA devices. Pass one"),
+        ({"loader": 3}, TypeError, r"loader: expected an iterable of batches such as a DataLoader, got 3"),
+        ({"device": "tpu9"}, ValueError, r"device: expected 'cpu', 'cuda' or 'cuda:N', got 'tpu9'"),
+        ({"device": None}, ValueError, r"device: expected .*, got None"),
+        ({"device": "meta"}, ValueError, r"device: expected .*, got 'meta'"),
+        ({"device": "cuda:99"}, ValueError, r"device: expected 'cpu' or one of the \d+ CUDA devices .*, got 'cuda:99'"),
         ({"prefetch_batches": 0}, ValueError, r"prefetch_batches: expected an integer of 1 or more, got 0"),
-        ({"prefetch_batches": -1}, ValueError, r"prefetch_batches: expected an integer of 1 or more, got -1"),
-        ({"prefetch_batches": 1.0}, TypeError, r"prefetch_batches: expected an integer of 1 or more, got 1.0"),
-        ({"min_bytes": -1}, ValueError, r"min_bytes: expected an integer of 0 or more, got -1"),
         ({"min_bytes": "1M"}, TypeError, r"min_bytes: expected an integer of 0 or more, got '1M'"),
         ({"transform": 3}, TypeError, r"transform=3: expected a function or None"),
-        ({"transfer": "x"}, TypeError, r"transfer='x': expected a function or None"),
     ],
 )
 def test_bad_settings_are_refused(arguments, error, message):
-    settings = {"loader": [1], "device": "cpu", **arguments}
     with pytest.raises(error, match=message):
-        DevicePrefetcher(settings.pop("loader"), settings.pop("device"), **settings)
+        DevicePrefetcher(**{"loader": [1], "device": "cpu", **arguments})
 
 
 def test_batches_that_cannot_move_are_said_once():
     transfer = DeviceTransfer("cpu")
     transfer.device = META
-    with pytest.warns(NoEffectWarning, match="Batches of dict hold no tensor and no object with .to, so none of them"):
-        entry = transfer.send(BATCHES["nothing to move"]())
-    assert transfer.receive(entry) == {"a": 1, "b": ["x"]}
+    with pytest.warns(NoEffectWarning, match="Batches of dict hold no tensor and no object with .to, so nothing moves"):
+        sent = transfer.send({"a": 1, "b": ["x"]})
+    assert transfer.receive(sent) == {"a": 1, "b": ["x"]}
     transfer.send(["x"])  # a second warning would be an error
 
 
-def test_normalize_equals_the_naive_formula():
+# ---- Normalize.
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((2, 3, 4, 5), torch.channels_last), ((2, 3, 3, 4, 5), torch.channels_last_3d)]
+)
+def test_normalize_equals_the_naive_formula(shape, layout):
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.4]
-    image = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8)
-    expected = (image.double() / 255 - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
+    image = torch.randint(0, 256, shape, dtype=torch.uint8)
+    constants = (torch.tensor(v, dtype=torch.float64).view(1, 3, *[1] * (len(shape) - 2)) for v in (mean, std))
     got = Normalize(mean, std)(image)
     # Two float32 roundings of numbers below 4.
-    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=2e-6)
+    expected = (image.double() / 255 - next(constants)) / next(constants)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
     assert got.dtype == torch.float32
-    half = Normalize(mean, std, dtype=torch.float16, memory_format=torch.channels_last)(image)
-    assert half.is_contiguous(memory_format=torch.channels_last)
+    half = Normalize(mean, std, dtype=torch.float16, memory_format=layout)(image)
+    assert half.is_contiguous(memory_format=layout)
     assert torch.equal(half, got.half())
-    volume = torch.randint(0, 256, (2, 1, 3, 4, 5), dtype=torch.uint8)
-    there = Normalize(0.5, 0.5, memory_format=torch.channels_last_3d)(volume)
-    assert there.is_contiguous(memory_format=torch.channels_last_3d)
-    torch.testing.assert_close(there, (volume / 255 - 0.5) / 0.5, rtol=0, atol=1e-6)
+    for kind in (torch.uint8, torch.int16):  # constants for pixels as they are
+        pixels = Normalize([m * 255 for m in mean], torch.tensor([std]) * 255, scale=1.0, keys=[0])([image.to(kind)])[0]
+        torch.testing.assert_close(pixels, got, rtol=0, atol=5e-6)  # four float32 roundings
 
 
 def test_normalize_touches_images_alone():
@@ -389,13 +336,9 @@ def test_normalize_touches_images_alone():
     ("arguments", "error", "message"),
     [
         (((0.1, 0.2), 0.3), ValueError, r"mean, std: expected one number of each .*, got \(\(0.1, 0.2\), 0.3\)"),
-        (([], []), ValueError, r"mean, std: expected one number of each for every channel, or one for all"),
         ((0.1, 0.0), ValueError, r"std, scale: expected numbers above zero, got \(0.0, 255.0\)"),
-        ((0.1, 1.0, {"scale": 0}), ValueError, "std, scale: expected numbers above zero"),
         (([0.485 * 255] * 3, [0.229 * 255] * 3), ValueError, r"at most 1 .* Divide both by 255, or pass scale=1.0"),
-        ((-1.5, 1.0), ValueError, r"at most 1 with scale=255.0, .* got \(-1.5, 1.0\)"),
         ((math.nan, 1.0), ValueError, r"mean, std, scale: expected finite numbers, got \(nan, 1.0, 255.0\)"),
-        ((0.1, torch.tensor([math.inf])), ValueError, "mean, std, scale: expected finite numbers"),
         ((0.1, 1.0, {"scale": None}), ValueError, "mean, std, scale: expected finite numbers"),
         ((None, 1.0), TypeError, r"mean, std: expected a number for each channel, got \(None, 1.0\)"),
         ((0.1, 1.0, {"memory_format": "nhwc"}), TypeError, "memory_format: expected a memory format .*, got 'nhwc'"),
@@ -407,18 +350,6 @@ def test_bad_normalize(arguments, error, message):
     mean, std, *rest = arguments
     with pytest.raises(error, match=message):
         Normalize(mean, std, **(rest[0] if rest else {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
-def test_normalize_takes_constants_for_pixels_as_they_are_with_their_scale(dtype):
-    mean, std = [0.485 * 255, 0.456 * 255, 0.406 * 255], [0.229 * 255, 0.224 * 255, 0.225 * 255]
-    image = torch.randint(0, 256, (2, 3, 4, 5)).to(dtype)
-    got = Normalize(mean, std, scale=1.0, keys=[0])([image])[0]
-    tensor = torch.tensor([std], dtype=torch.float64).mT
-    assert torch.equal(got, Normalize(mean, tensor, scale=1.0, keys=[0])([image])[0])
-    scaled = Normalize([m / 255 for m in mean], [s / 255 for s in std], keys=[0])([image])[0]
-    torch.testing.assert_close(got, scaled, rtol=0, atol=2e-6)  # two float32 roundings of numbers below 4
-    Normalize(1.0, 1.0)  # the border
 
 
 def test_normalize_says_what_does_not_fit():

@@ -67,16 +67,14 @@ def test_links_are_followed_but_not_up_and_hidden_files_are_ignored(images, tmp_
     assert pack_folder(root, tmp_path / "out") == plain
 
 
-@pytest.mark.parametrize("classes", [("ant", "bee", "cat"), ["cat", "bee", "ant", "dog"]])
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_label_means_the_same_class_whatever_is_missing(images, tmp_path, classes, empty):
+def test_a_label_means_the_same_class_whatever_is_missing(images, tmp_path):
     root, _ = images
-    if empty:
-        (root / "bee").mkdir()
-        with pytest.raises(ValueError, match=r"Found no file \(.bmp.* of the class '.*bee'.* or pass classes="):
-            pack_folder(root, tmp_path / "out")
+    classes = ["cat", "bee", "ant", "dog"]
+    (root / "bee").mkdir()
+    with pytest.raises(ValueError, match=r"Found no file \(.bmp.* of the class '.*bee'.* or pass classes="):
+        pack_folder(root, tmp_path / "out")
     dataset = packed(root, tmp_path / "out", classes=classes)
-    assert dataset.classes == list(classes)
+    assert dataset.classes == classes
     assert sorted(dataset.classes[dataset[n][1]] for n in range(3)) == ["ant", "cat", "cat"]
     with pytest.raises(ValueError, match=r"expected all subfolders of .* got \('cat',\) without \['ant'"):
         pack_folder(root, tmp_path / "other", classes=["cat"])
@@ -98,10 +96,11 @@ KINDS = {
     "colours with transparency": palette().convert("RGBA"),
 }
 GREY = ("grey", "grey with transparency", "bits")
+MIXES = [GREY, ("palette",), ("grey palette",), ("colours with transparency",), ("grey", "colours", "palette")]
 
 
 @pytest.mark.parametrize("mode", [None, "RGB", "L"])
-@pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] + [["grey", "colours"], ["bits", "grey", "palette"]])
+@pytest.mark.parametrize("kinds", MIXES)
 def test_every_kind_of_image_keeps_its_colours(tmp_path, kinds, mode):
     (tmp_path / "in").mkdir()
     for n, kind in enumerate(kinds):
@@ -113,9 +112,7 @@ def test_every_kind_of_image_keeps_its_colours(tmp_path, kinds, mode):
         assert np.array_equal(dataset[n].numpy(), pixels[None] if expected == "L" else pixels.transpose(2, 0, 1)), kind
 
 
-@pytest.mark.parametrize(
-    ("suffix", "orientation"), [*(("jpg", n) for n in range(1, 9)), ("png", 6), ("webp", 6), ("tif", 6)]
-)
+@pytest.mark.parametrize(("suffix", "orientation"), [("jpg", 1), ("jpg", 6), ("jpg", 7), ("png", 6), ("tif", 6)])
 def test_photographs_stand_upright(tmp_path, suffix, orientation):
     from PIL import ImageOps
 
@@ -132,13 +129,13 @@ def test_photographs_stand_upright(tmp_path, suffix, orientation):
     assert np.array_equal(packed(tmp_path / "in", tmp_path / "out", mode="L")[0][0].numpy(), upright)
 
 
-def png_of_16_bits(colour, channels):
+def png_of_16_bits(path):
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = struct.pack(">IIBBBBB", 7, 6, 16, colour, 0, 0, 0)
-    rows = zlib.compress((b"\0" + b"\3\xe8" * 7 * channels) * 6)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    head = struct.pack(">IIBBBBB", 7, 6, 16, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\3\xe8" * 7 * 3) * 6)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
 
 
 def save_pages(path):
@@ -149,24 +146,10 @@ def save_pages(path):
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
-        *(
-            (
-                "0.tif",
-                lambda path, k=k: Image.fromarray(np.full((6, 7), 9, k)).save(path),
-                "pixels: expected 8 bits per channel",
-            )
-            for k in (np.uint16, np.int32, np.float32)
-        ),
-        *(
-            (
-                "0.png",
-                lambda path, c=c: path.write_bytes(png_of_16_bits(*c)),
-                "pixels: expected 8 bits .* got '.*;16B?'",
-            )
-            for c in ((0, 1), (2, 3), (4, 2), (6, 4))
-        ),
+        ("0.tif", lambda path: Image.fromarray(np.full((6, 7), 9, np.uint16)).save(path), "pixels: expected 8 bits"),
+        ("0.tif", lambda path: Image.fromarray(np.full((6, 7), 9, np.float32)).save(path), "pixels: expected 8 bits"),
+        ("0.png", png_of_16_bits, "pixels: expected 8 bits .* got '.*;16B?'"),
         ("0.tif", save_pages, "pages: expected 1; save volumes as .npy files, got 5"),
-        ("3.png", lambda path: path.write_bytes(b""), "cannot identify image file"),
         ("3.png", lambda path: path.write_bytes((path.parent / "1.png").read_bytes()[:100]), "truncated"),
     ],
 )
@@ -206,8 +189,7 @@ def nifti(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("suffix", [".nii", ".nii.gz", ".NII.GZ"])
-@pytest.mark.parametrize("label_suffix", [".nii.gz", ".npy"])
+@pytest.mark.parametrize(("suffix", "label_suffix"), [(".nii", ".nii.gz"), (".NII.GZ", ".npy")])
 def test_pairs_of_volumes_keep_spacing_and_affine(nifti, tmp_path, suffix, label_suffix):
     generator = np.random.default_rng(0)
     scans, masks = [], []
@@ -268,7 +250,6 @@ def test_what_nifti_files_hold(nifti, tmp_path):
     [
         (np.zeros((2, 2, 3), np.uint8), AFFINE, r"1.nii.gz': expected the shape \(2, 2, 2\), got \(2, 2, 3\)"),
         (np.zeros((2, 2, 2), np.uint8), np.eye(4), "1.nii.gz': expected the affine of its volume"),
-        (np.full((2, 2, 2), 0.5, np.float32), AFFINE, "1.nii.gz': expected whole numbers of 16 bits"),
         (np.full((2, 2, 2), 70000, np.int32), AFFINE, "1.nii.gz': expected whole numbers of 16 bits"),
         (None, AFFINE, "cannot be packed"),
     ],
@@ -290,15 +271,6 @@ def test_a_label_volume_has_to_lie_on_its_volume(nifti, tmp_path, mask, affine, 
         pack_folder(tmp_path / "scans", tmp_path / "other", labels=tmp_path / "masks")
 
 
-def test_npy_volumes_and_byte_orders(tmp_path):
-    (tmp_path / "in").mkdir()
-    for n in range(3):
-        np.save(tmp_path / "in" / f"{n}.npy", np.full((2, 3, 4), n, dtype=">i2"))
-    dataset = packed(tmp_path / "in", tmp_path / "out")
-    assert dataset.batch([2, 0])[:, 0, 0, 0].tolist() == [2, 0]
-    assert isinstance(dataset.arrays["volumes"], np.memmap)
-
-
 # What is refused.
 
 
@@ -306,12 +278,11 @@ def test_npy_volumes_and_byte_orders(tmp_path):
     ("kind", "options", "error", "message"),
     [
         *(("images", {"size": size}, ValueError, r"size: expected \(height, width\) in pixels, each at least 1")
-          for size in (224, (0, 8), (8, 8.0), "88", (8, 8, 8))),
+          for size in (224, (0, 8), (8, 8, 8))),
         ("images", {"mode": "CMYK"}, ValueError, "mode: expected 'RGB', 'L' .*, got 'CMYK'"),
         ("images", {"labels": "masks"}, ValueError, "labels='masks' does not go with images"),
         ("images", {"classes": "cat"}, TypeError, "classes: expected a sequence of names"),
         ("images", {"progress": 3}, TypeError, "progress=3: expected a function or None"),
-        ("images", {"overwrite": "no"}, TypeError, "overwrite='no'"),
         ("images", {"skip_broken": "no"}, TypeError, "skip_broken='no'"),
         ("volumes", {"size": (2, 2)}, ValueError, r"size: expected \(depth, height, width\) in voxels"),
         ("volumes", {"mode": "L"}, ValueError, "mode='L' does not go with .npy files"),

@@ -26,7 +26,7 @@ def arrays():
 KEYS = ("train_images", "train_labels")
 
 
-@pytest.fixture(params=["npz", "compressed npz", "npy", "arrays"])
+@pytest.fixture(params=["npz", "npy", "arrays"])
 def dataset(request, arrays, tmp_path):
     if request.param == "arrays":
         return PackedDataset(arrays, keys=KEYS)
@@ -35,7 +35,7 @@ def dataset(request, arrays, tmp_path):
             np.save(tmp_path / f"{name}.npy", array)
         return PackedDataset({name: tmp_path / f"{name}.npy" for name in arrays}, keys=KEYS)
     path = tmp_path / "all.npz"
-    (np.savez_compressed if "compressed" in request.param else np.savez)(path, **arrays)
+    np.savez_compressed(path, **arrays)
     return PackedDataset(path, keys=KEYS)
 
 
@@ -51,7 +51,7 @@ def test_rows_and_batches_equal_the_arrays(dataset, arrays):
     assert labels.tolist() == arrays["train_labels"][where].tolist()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_both_ways_of_collating_give_the_same_batches(dataset, workers):
     def batches(cls, **settings):
         torch.manual_seed(0)
@@ -96,21 +96,6 @@ def test_arrays_of_either_byte_order(tmp_path, order):
         assert dataset.batch([3, 0]).tolist() == rows[[3, 0]].tolist()
 
 
-def test_transform_sees_batches(arrays):
-    shapes = []
-
-    def transform(batch):
-        shapes.append(tuple(batch[0].shape))
-        return batch[0].float().unsqueeze(1), batch[1].squeeze(1)
-
-    dataset = PackedDataset(arrays, keys=KEYS, transform=transform)
-    assert dataset[2][0].shape == (1, 4, 5)
-    for images, labels in DataLoader(dataset, 10):
-        assert images.shape == (10, 1, 4, 5)
-        assert labels.shape == (10,)
-    assert shapes == [(1, 4, 5), (10, 4, 5), (10, 4, 5)]
-
-
 Pair = namedtuple("Pair", "image label")
 
 
@@ -120,19 +105,24 @@ Pair = namedtuple("Pair", "image label")
     ids=["list", "mapping", "named tuple"],
 )
 def test_samples_have_the_structure_of_what_transform_returns(arrays, transform):
-    whole = PackedDataset(arrays, keys=KEYS)
-    dataset = PackedDataset(arrays, keys=KEYS, transform=transform)
+    whole, rows = PackedDataset(arrays, keys=KEYS), []
+
+    def counting(batch):
+        rows.append(len(batch[0]))
+        return transform(batch)
+
+    dataset = PackedDataset(arrays, keys=KEYS, transform=counting)
     assert repr(dataset[3]) == repr(transform(whole[3]))
     assert type(dataset[3]) is type(transform(whole[3]))
     expected = [repr(transform(tuple(batch))) for batch in DataLoader(whole, 6)]
     for collate in (None, PackedDataset.collate):
         assert [repr(batch) for batch in DataLoader(dataset, 6, collate_fn=collate)] == expected
+    assert rows == [1, 1, *[6, 6, 6, 2] * 2]  # it sees batches
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_are_not_collated_can_be_moved(arrays, workers):
+def test_samples_that_are_not_collated_can_be_moved(arrays):
     dataset = PackedDataset(arrays, keys=KEYS)
-    loader = DataLoader(dataset, 4, collate_fn=_as_they_are, num_workers=workers)
+    loader = DataLoader(dataset, 4, collate_fn=_as_they_are, num_workers=1)
     for move in (move_data_to_device, move_batch):
         samples = move(next(iter(loader)), torch.device("cpu"))
         assert repr(list(samples)) == repr([dataset[n] for n in range(4)])
@@ -143,8 +133,7 @@ def _as_they_are(samples):
     return samples
 
 
-@pytest.mark.parametrize("collate", [None, PackedDataset.collate])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("collate", "workers"), [(None, 0), (PackedDataset.collate, 1)])
 def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, collate, workers):
     def halve(batch):
         return {"x": batch["x"].float() / 2, "y": batch["y"]}
@@ -169,17 +158,14 @@ def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, col
     ("source", "options", "error", "message"),
     [
         ("arrays", {"keys": ["x"]}, KeyError, r"keys: expected some of \['train_images'.*\], got \['x'\]"),
-        ("arrays", {"keys": {"image": "x"}}, KeyError, r"got \['x'\]"),
         ("arrays", {}, ValueError, r"source: expected arrays of equal length; .*'test_images': 6"),
         ("arrays", {"keys": "test_images"}, TypeError, "keys: expected a sequence of names"),
         ("arrays", {"transform": 3}, TypeError, "transform=3: expected a function or None"),
-        ("arrays", {"sample_transform": 3}, TypeError, "sample_transform=3: expected a function or None"),
         ({"text": np.array(["a", "b"])}, {}, TypeError, "text: expected a dtype that torch has, got <U1"),
         ({"n": np.array(3)}, {}, ValueError, "n: expected an array with one row per sample"),
         (3, {}, TypeError, "source: expected a folder, an .npz or .npy file"),
         ({"x": 3}, {}, TypeError, "x: expected a numpy array or the path of a .npy file, got 3"),
         (".", {}, FileNotFoundError, "Expected a folder with packed.json, got '.'"),
-        ("nothing.npy", {}, FileNotFoundError, "nothing.npy"),
     ],
 )
 def test_bad_sources(arrays, source, options, error, message):

@@ -140,33 +140,33 @@ def noisy(batch):
     return OnDevice.make(batch.read() * 2 + 0 * torch.rand(1))
 
 
-def moved(batch, device):
-    return batch.to(device, non_blocking=True)
-
-
 class Hidden:
-    """A tensor inside an object, which a ``transfer`` of the user's made."""
+    """A tensor inside an object that knows how to move."""
 
     __slots__ = ("inner",)
 
     def __init__(self, tensor):
         self.inner = [tensor]
 
+    def pin_memory(self):
+        return Hidden(self.inner[0].pin_memory())
+
+    def to(self, device, non_blocking=False):
+        return Hidden(self.inner[0].to(device, non_blocking))
+
     def read(self):
         return self.inner[0].read()
 
 
-def hidden(batch, device):
-    return Hidden(moved(batch, device))
+def hidden():
+    return [Hidden(batch) for batch in host()]
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("transfer", [None, moved, hidden])
 @pytest.mark.parametrize("transform", [None, double, noisy])
-@pytest.mark.parametrize("loader", [host, Born])
-def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transform, transfer, min_bytes):
-    source = Born() if loader is Born else host()
-    prefetcher = DevicePrefetcher(source, DEVICE, min_bytes=min_bytes, transform=transform, transfer=transfer)
+@pytest.mark.parametrize("loader", [host, hidden, Born])
+def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transform, min_bytes):
+    prefetcher = DevicePrefetcher(loader(), DEVICE, min_bytes=min_bytes, transform=transform)
     for _ in range(2):
         got = []
         for batch in prefetcher:
@@ -184,16 +184,21 @@ class Graph:
     def __init__(self, tensor):
         self.read = lambda: tensor.read()
         self.tell = lambda stream: tensor.record_stream(stream)
+        self.copied = lambda device: Graph(tensor.to(device, non_blocking=True))
+        self.pinned = lambda: Graph(tensor.pin_memory())
 
     def to(self, device, non_blocking=False):
-        return self
+        return self.copied(device)
+
+    def pin_memory(self):
+        return self.pinned()
 
     def record_stream(self, stream):
         self.tell(stream)
 
 
 def test_objects_that_know_their_memory_are_asked(cuda):
-    prefetcher = DevicePrefetcher(host(), DEVICE, min_bytes=0, transfer=lambda *given: Graph(moved(*given)))
+    prefetcher = DevicePrefetcher([Graph(batch) for batch in host()], DEVICE, min_bytes=0)
     got = []
     for batch in prefetcher:
         got.append(batch.read().tolist()[0])
@@ -205,7 +210,7 @@ def test_objects_that_know_their_memory_are_asked(cuda):
 
 class Hasty(DeviceTransfer):
     def receive(self, sent):
-        return sent.batch
+        return sent[0]
 
 
 def test_what_is_looked_for_is_found(cuda):
