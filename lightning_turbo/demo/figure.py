@@ -36,9 +36,10 @@ def draw_results(results: dict[str, Any], path: Path) -> None:
     rows = {level: row for level, row in results["levels"].items() if row["step_losses"]}
     volumes = results["volumes"]
     figure = Figure(figsize=(11, 7.2 if volumes else 5.2), dpi=140, layout="constrained", facecolor="none")
-    levels = figure
+    levels: Any = figure
     if volumes:
-        top, levels = figure.subfigures(2, 1, height_ratios=(1, 2.4), hspace=0.05)
+        parts: Any = figure.subfigures(2, 1, height_ratios=(1, 2.4), hspace=0.05)
+        top, levels = parts
         top.suptitle(volumes["headline"], x=0.012, ha="left", fontsize=17, fontweight="bold", color=INK)
         _draw_volumes(top.add_subplot(), volumes)
     grid = levels.add_gridspec(2, 2, width_ratios=(1.3, 1), wspace=0.05, hspace=0.1)

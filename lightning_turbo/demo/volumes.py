@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nibabel
 import numpy as np
 import torch
+from nibabel.nifti1 import Nifti1Image, load
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -35,7 +35,7 @@ class CompressedVolumes(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         path = self.files[index]
-        volume = nibabel.nifti1.load(path).get_fdata(dtype=np.float32)
+        volume = load(path).get_fdata(dtype=np.float32)
         return torch.from_numpy(volume).unsqueeze(0), torch.tensor(self.classes.index(path.parent.name))
 
 
@@ -44,7 +44,7 @@ def write_volumes(patches: VolumePatches, folder: Path) -> CompressedVolumes:
     for index, (image, label) in enumerate(patches[number] for number in range(len(patches))):
         path = folder / ("white" if label else "grey") / f"{index:04d}.nii.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        volume = nibabel.nifti1.Nifti1Image(image[0].numpy(), np.eye(4))
+        volume = Nifti1Image(image[0].numpy(), np.eye(4))
         volume.set_data_dtype(np.int16)
         volume.to_filename(path)
     return CompressedVolumes(folder)
