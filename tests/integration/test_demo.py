@@ -3,11 +3,8 @@
 import dataclasses
 import io
 import json
-import os
 import resource
 import signal
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -200,24 +197,3 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, capsys):
     assert "O0.ckpt' could not be written" in told
     assert len(told.splitlines()) == 1
     assert not list(tmp_path.rglob(".*"))
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_real_process(tmp_path):
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "from lightning_turbo.cli import main; sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code, "demo", "--levels", "O0", "--epochs", "500", "--device", "cpu"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"},
-    )  # fmt: skip
-    with process:
-        try:
-            next(line for line in process.stdout if "2/500" in line)
-            process.send_signal(signal.SIGINT)
-            rest = process.stdout.read()
-            assert process.wait(timeout=60) == 130
-        finally:
-            process.kill()
-    assert "Traceback" not in rest
-    assert "Stopped after the last complete epoch" in rest
-    assert 2 <= json.loads((tmp_path / "runs/demo/results.json").read_text())["levels"]["O0"]["epochs"] < 500

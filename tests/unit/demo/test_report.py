@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 
 from lightning_turbo import _optional
-from lightning_turbo.demo import figure
 from lightning_turbo.demo.figure import draw_results
 from lightning_turbo.demo.history import RunHistory
 from lightning_turbo.demo.report import compare_volumes, make_row, print_results, readable_bytes
@@ -74,12 +73,6 @@ def test_the_picture_is_drawn_even_of_an_unfinished_run(tmp_path, monkeypatch):
     monkeypatch.setattr(_optional, "installed", lambda name: False)
     with pytest.raises(MissingExtraError, match=r"lightning-turbo\[demo\]"):
         draw_results(results(), tmp_path / "demo.png")
-
-
-def test_smoothing_starts_at_the_first_value_follows_and_leaves_out_gaps():
-    smooth = figure._smooth([4.0] * 3 + [float("nan")] + [0.0] * 200)
-    assert smooth[:4] == pytest.approx([4.0] * 4)
-    assert smooth[-1] < 0.01
 
 
 def test_the_titles_say_what_was_found(tmp_path):
