@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.meter import Meter
 from benchmarks.suite import Aim, Suite
-from benchmarks.workloads import Endless, plain_loop, sgd
+from benchmarks.workloads import Endless, image_batches, plain_loop, sgd
 
 if TYPE_CHECKING:
     from lightning_turbo._lightning import Callback, LightningDataModule
@@ -35,8 +35,14 @@ WINDOW = 4  # batches a step, where gradients are accumulated
 EPOCH = 40  # batches, where epochs end
 
 
-def _toy(meter: Meter) -> tuple[nn.Module, Endless]:
-    """The network and its batches, on the meter's device."""
+def _toy(meter: Meter, demo: str = "") -> tuple[nn.Module, Endless]:
+    """The network and its batches, on the meter's device; or those of a task of the demo."""
+    if demo:
+        from lightning_turbo.demo.model import DemoNet
+
+        dims, batch, size = {"digits": (2, 32, 8), "volumes": (3, 16, 28)}[demo]
+        batches = image_batches(meter, (1, *[size] * dims), 2, batch)
+        return DemoNet(dims=dims, classes=2).net.to(meter.device), Endless(batches)
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     generator = torch.Generator().manual_seed(meter.seed)
     batches = [
@@ -46,9 +52,13 @@ def _toy(meter: Meter) -> tuple[nn.Module, Endless]:
     return net.to(meter.device), Endless([(x.to(meter.device), y.to(meter.device)) for x, y in batches])
 
 
-def plain(meter: Meter, *, autocast: bool = False, fused: bool = False) -> dict[str, float]:
+def plain(
+    meter: Meter, *, autocast: bool = False, fused: bool = False, demo: str = "", compiled: bool = False
+) -> dict[str, float]:
     """The loop that every other case is measured against."""
-    net, loader = _toy(meter)
+    net, loader = _toy(meter, demo)
+    if compiled:
+        net.compile()
     optimizer = sgd(list(net.parameters()), fused=fused)
     if autocast:
         return plain_loop(
@@ -69,6 +79,7 @@ def lightning(
     schedule: str = "",
     data: str = "",
     epochs: bool = False,
+    demo: str = "",
     **trainer: Any,
 ) -> dict[str, float]:
     """The same step under a Trainer.
@@ -84,12 +95,13 @@ def lightning(
         schedule: ``"torch"`` or ``"ours"`` cycles the learning rate step by step.
         data: ``"datamodule"`` takes a ``DataLoader`` through a ``LightningDataModule``, ``"prefetch"`` through a
             ``PrefetchDataModule``.
+        demo: A task of the demo, ``"digits"`` or ``"volumes"``, in place of the toy network.
         epochs: Whether these data end after ``EPOCH`` batches, and begin again.
         trainer: Arguments of the Trainer.
     """
     from benchmarks.training import QUIET, Classifier, apex_amp, train
 
-    net, loader = _toy(meter)
+    net, loader = _toy(meter, demo)
     if amp is not None:
         trainer["plugins"] = [apex_amp(**amp)]
     callbacks = [_callback(callback)] if callback else []
@@ -209,7 +221,15 @@ def register(suite: Suite) -> None:
     for suffix, config in logging.items():
         add(f"strategy turbo, lean{suffix}", {"turbo": lean, **config}, f"{stock}{suffix}", ours=True)
     add("ApexAMP O1, lean", {"turbo": lean, "amp": {"opt_level": "O1", "dtype": "bf16"}}, "ApexAMP O1", ours=True)
+    compiled = {
+        task: (f"plain loop compiled, {task}", f"turbo compiled, {task}") for task in ("toy", "digits", "volumes")
+    }
+    for task, (loop, turbo) in compiled.items():
+        demo = {"demo": task} if task != "toy" else {}
+        add(loop, {"compiled": True, **demo}, base=loop)
+        add(turbo, {"turbo": {**lean, "compile": "network"}, **demo}, base=loop, ours=True)
     suite.aims += [
+        *(Aim(turbo, loop, 1.05) for loop, turbo in compiled.values()),
         Aim("ApexAMP O0", stock, 1.05),
         Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
         *(Aim(name, stock, 1.05) for name in ("GradToNone", "Doctor", "strategy turbo")),

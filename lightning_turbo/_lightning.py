@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
     from lightning.pytorch.core.hooks import DataHooks
-    from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
     from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult

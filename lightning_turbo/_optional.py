@@ -20,7 +20,6 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "pytorch_optimizer": (("pytorch_optimizer",), "optim"),
     "rich": (("rich",), "demo"),
     "sklearn": (("scikit-learn",), "demo"),
-    "tensorboard": (("tensorboard",), "demo"),
 }
 
 

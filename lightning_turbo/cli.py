@@ -81,43 +81,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_demo(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
-        examples=("--levels O1,O2 --epochs 3", "--data mni --out runs/mni"),
-        help="train a small network on real data at O0, O1, O2 and O3, and compare",
-        description="Train a small network on real data at each level of apex through an ordinary Trainer. "
-        "Writes results.json, demo.png, TensorBoard logs and one checkpoint a level. "
+        examples=("--levels O1,O2 --epochs 3", "--tune-seconds 60 --out runs/mine"),
+        help="train a small network at O0, O1, O2 and O3, and another one with what tune finds",
+        description="Train a small network on digits at each level of apex; then tune a script that trains on volumes "
+        "in compressed files, and train it with and without what helped. Writes results.json, demo.png and tune/. "
         "The exit status is 1 if a level stays below the accuracy it has to reach.",
     )
-    parser.add_argument("--levels", type=_names, metavar="O0,O1,...", help="levels to train (default: all four)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="epochs per level (default: 10 for digits, 8 for mni)")
-    parser.add_argument(
-        "--data", choices=("digits", "mni"), help="8 x 8 digits (default), or 28^3 patches of a brain template"
-    )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
-    parser.add_argument("--seed", type=int, metavar="N", help="of split, weights and order (default: 0)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="FOLDER",
-        help="where to write (default: runs/demo); an earlier demo there is replaced unless --resume is given",
-    )
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
+    add = parser.add_argument
+    add("--levels", type=_names, default=("O0", "O1", "O2", "O3"), metavar="O0,O1,...", help="default: all four")
+    add("--epochs", type=int, default=10, metavar="N", help="epochs per level (default: 10)")
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    add("--seed", type=int, default=0, metavar="N", help="of split, weights and order (default: 0)")
+    add("--tune-seconds", type=float, default=30.0, metavar="S", help="of the search; 0 trains the levels alone")
+    add("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="where to write (default: runs/demo)")
     parser.set_defaults(run=_demo)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     from lightning_turbo.demo import DemoSettings
 
-    settings = DemoSettings(
-        levels=arguments.levels,
-        epochs=arguments.epochs,
-        data=arguments.data,
-        device=arguments.device,
-        seed=arguments.seed,
-        out=arguments.out,
-        resume=arguments.resume,
-    )
-    for module in ("matplotlib", "rich", "tensorboard"):
+    names = ("levels", "epochs", "device", "seed", "tune_seconds", "out")
+    settings = DemoSettings(**{name: getattr(arguments, name) for name in names})
+    for module in ("matplotlib", "nilearn", "rich", "sklearn"):
         _optional.require(module, "lightning-turbo demo")
     from lightning_turbo.demo.run import run_demo
 

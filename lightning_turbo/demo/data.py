@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,22 +26,18 @@ class DemoData:
     """Classification task: two data sets of ``(image, label)`` and their properties.
 
     Args:
-        name: Name of the task.
         train: Training samples; images are float32 of ``(channels, *size)``, labels are integers.
         val: Validation samples of the same form.
         dims: Spatial dimensions of an image, 2 or 3.
         classes: Number of classes.
-        majority: Share of the most frequent class in ``val``: the accuracy of a constant answer.
-        floor: Validation accuracy that every level has to reach.
+        batch_size: Of training.
     """
 
-    name: str
-    train: TensorDataset | VolumePatches
-    val: TensorDataset | VolumePatches
+    train: Any
+    val: Any
     dims: int
     classes: int
-    majority: float
-    floor: float
+    batch_size: int
 
 
 def load_digits(seed: int) -> DemoData:
@@ -55,7 +52,7 @@ def load_digits(seed: int) -> DemoData:
     Raises:
         MissingExtraError: If scikit-learn is not installed.
     """
-    _optional.require("sklearn", "the demo on digits")
+    _optional.require("sklearn", "the demo")
     from sklearn import datasets, model_selection
 
     images, labels = datasets.load_digits(return_X_y=True)
@@ -64,13 +61,11 @@ def load_digits(seed: int) -> DemoData:
     train_x, val_x, train_y, val_y = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
     mean, deviation = train_x.mean(), train_x.std()
     return DemoData(
-        name="digits",
         train=TensorDataset((train_x - mean) / deviation, train_y),
         val=TensorDataset((val_x - mean) / deviation, val_y),
         dims=2,
         classes=10,
-        majority=_majority(val_y.numpy()),
-        floor=0.95,
+        batch_size=32,
     )
 
 
@@ -117,7 +112,7 @@ def load_mni() -> DemoData:
         The template is one averaged brain: the task shows the pipeline in 3D and its speed, not that a network
         generalises to people.
     """
-    _optional.require("nilearn", "the demo on mni")
+    _optional.require("nilearn", "the second part of the demo")
     from nilearn import datasets
 
     volume = datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32)
@@ -136,7 +131,7 @@ def load_mni() -> DemoData:
     tissue = volume[first:, CUT + GAP :][(grey + white)[first:, CUT + GAP :] > 0.5]
     standard = torch.from_numpy((volume - tissue.mean()) / tissue.std())
     train, val = (VolumePatches(standard, corners[part], torch.from_numpy(labels[part])) for part in (front, back))
-    return DemoData(name="mni", train=train, val=val, dims=3, classes=2, majority=_majority(labels[back]), floor=0.85)
+    return DemoData(train=train, val=val, dims=3, classes=2, batch_size=16)
 
 
 def _cube_means(values: npt.NDArray[np.float32], corners: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -148,7 +143,3 @@ def _cube_means(values: npt.NDArray[np.float32], corners: npt.NDArray[np.int64])
         x, y, z = (corners + PATCH * np.array(offset)).T
         total += sign * table[x, y, z]
     return total / PATCH**3
-
-
-def _majority(labels: npt.NDArray[np.int64]) -> float:
-    return float(np.bincount(labels).max() / len(labels))

@@ -1,4 +1,4 @@
-"""Chart of a demo run: loss curves, speed and memory of each level."""
+"""Picture of a demo run: loss curves, speed and memory of each level, and the time of an epoch on volumes."""
 
 from __future__ import annotations
 
@@ -34,26 +34,42 @@ def draw_results(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = {level: row for level, row in results["levels"].items() if row["step_losses"]}
-    figure = Figure(figsize=(11, 5.2), dpi=140, layout="constrained", facecolor="none")
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.3, 1), wspace=0.05, hspace=0.1)
-    curves, speed, memory = (figure.add_subplot(grid[key]) for key in ((slice(None), 0), (0, 1), (1, 1)))
+    volumes = results["volumes"]
+    figure = Figure(figsize=(11, 7.2 if volumes else 5.2), dpi=140, layout="constrained", facecolor="none")
+    levels: Any = figure
+    if volumes:
+        parts: Any = figure.subfigures(2, 1, height_ratios=(1, 2.4), hspace=0.05)
+        top, levels = parts
+        top.suptitle(volumes["headline"], x=0.012, ha="left", fontsize=17, fontweight="bold", color=INK)
+        _draw_volumes(top.add_subplot(), volumes)
+    grid = levels.add_gridspec(2, 2, width_ratios=(1.3, 1), wspace=0.05, hspace=0.1)
+    curves, speed, memory = (levels.add_subplot(grid[key]) for key in ((slice(None), 0), (0, 1), (1, 1)))
     _draw_curves(curves, rows)
     _draw_speed(speed, rows)
     _draw_memory(memory, rows)
-    figure.supxlabel(_caption(results), x=0.012, ha="left", fontsize=8.5, color=INK)
+    levels.supxlabel(_caption(results), x=0.012, ha="left", fontsize=8.5, color=INK)
     with whole_file(path) as part:
         figure.savefig(part)
 
 
 def _caption(results: dict[str, Any]) -> str:
-    machine, settings = results["machine"], results["settings"]
-    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    facts = (
-        f"lightning-turbo demo on {settings['data']}",
-        f"{machine['device']}, {threads}",
-        f"torch {machine['torch']}",
-    )
-    return "  ·  ".join((*facts, f"seed {settings['seed']}", machine["date"].split()[0]))
+    machine = results["machine"]
+    facts = ("lightning-turbo demo", machine.get("gpu", machine["processor"]), f"{machine['cores']} cores")
+    versions = (f"torch {machine['versions']['torch']}", f"seed {results['settings']['seed']}")
+    return "  ·  ".join((*facts, *versions, results["date"].split()[0]))
+
+
+def _draw_volumes(axes: Any, volumes: dict[str, Any]) -> None:
+    names = {
+        "stock": "stock Lightning",
+        "tuned": "found by tune:\n" + (", ".join(volumes["settings"]) or "nothing"),
+    }
+    rows = volumes["rows"].items()
+    seconds = [row["seconds_per_epoch"] for _, row in rows]
+    bars = axes.barh([names[name] for name, _ in rows], seconds, color=[COLOURS["O0"], COLOURS["O2"]], height=0.62)
+    texts = [f"{row['seconds_per_epoch']:.2f} s, accuracy {row['val_accuracy']:.1%}" for _, row in rows]
+    axes.bar_label(bars, texts, padding=4, color=INK)
+    _style_bars(axes, "An epoch on volumes read from compressed files", 1.15 * max(seconds))
 
 
 def _draw_curves(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
@@ -69,7 +85,7 @@ def _draw_curves(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
         legend.get_title().set_color(INK)
     accuracies = [row["val_accuracy"] for row in rows.values() if row["val_accuracy"] is not None]
     spread = f"; accuracies within {100 * (max(accuracies) - min(accuracies)):.1f} points" if accuracies else ""
-    _style(axes, f"Training loss, smoothed{spread}")
+    _style(axes, f"Training loss on digits, smoothed{spread}")
     axes.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
 
 

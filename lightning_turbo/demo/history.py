@@ -1,13 +1,10 @@
-"""Record of one level: losses, accuracy, time and memory, saved in checkpoints."""
+"""Record of one level: losses, accuracy, time and memory."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 import statistics
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,22 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_turbo._lightning import Callback, LightningModule, Trainer
-from lightning_turbo.demo.settings import DemoError
 from lightning_turbo.plugins.apex_amp import ApexAMP
 
-__all__ = ["RunHistory", "past_history", "training_bytes"]
+__all__ = ["RunHistory", "training_bytes"]
 
-KEPT = (
-    "bytes",
-    "epoch_seconds",
-    "half_dtype",
-    "loss_scale",
-    "peak_device_bytes",
-    "skipped_steps",
-    "step_losses",
-    "val_accuracies",
-    "val_losses",
-)
 MEASURED_STEPS = 3  # the optimizer's state exists before the second step
 
 
@@ -63,7 +48,7 @@ def _bytes(values: Iterable[Any]) -> int:
 
 
 class RunHistory(Callback):
-    """Record a training run. Losses stay on the device until the end of the epoch, to avoid synchronisation.
+    """Record a training whose epochs are runs of their own. Losses stay on the device until the end of an epoch.
 
     Args:
         samples: Training samples per epoch.
@@ -76,19 +61,15 @@ class RunHistory(Callback):
     def __init__(self, samples: int) -> None:
         self.samples = samples
         self.step_losses: list[float] = []
-        self.val_losses: list[float] = []
         self.val_accuracies: list[float] = []
         self.epoch_seconds: list[float] = []
-        self.half_dtype: str | None = None
         self.loss_scale = 1.0
         self.skipped_steps = 0
         self.bytes: dict[str, int] = {}
-        self.peak_device_bytes: int | None = None
         self._pending: list[Tensor] = []
         self._started = 0.0
         self._seconds = 0.0
         self._steps_seen = 0
-        self._skipped_before = 0
 
     @property
     def epochs(self) -> int:
@@ -105,11 +86,6 @@ class RunHistory(Callback):
         """Training samples per second of the median epoch."""
         seconds = self.seconds_per_epoch
         return self.samples / seconds if seconds else None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the peak memory of the device."""
-        if pl_module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -137,39 +113,10 @@ class RunHistory(Callback):
         """Read the results of the epoch from the device."""
         self.epoch_seconds.append(self._seconds)
         self.step_losses += torch.stack(self._pending).float().tolist()
-        self.val_losses.append(float(trainer.callback_metrics["val_loss"]))
         self.val_accuracies.append(float(trainer.callback_metrics["val_accuracy"]))
         if isinstance(plugin := trainer.precision_plugin, ApexAMP):
-            self.half_dtype = None if plugin.opt_level == "O0" else str(plugin.half_dtype).removeprefix("torch.")
             self.loss_scale = plugin.loss_scale
-            self.skipped_steps = self._skipped_before + plugin.skipped_steps
-        if pl_module.device.type == "cuda":
-            self.peak_device_bytes = max(self.peak_device_bytes or 0, torch.cuda.max_memory_allocated(pl_module.device))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the record as plain Python values."""
-        return {name: getattr(self, name) for name in KEPT}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the record of an earlier run."""
-        for name in KEPT:
-            setattr(self, name, copy.copy(state_dict[name]))
-        self._skipped_before = self.skipped_steps
-
-
-def past_history(checkpoint: Path) -> dict[str, Any]:
-    """Read the record of a ``RunHistory`` from a checkpoint, without building a model.
-
-    Raises:
-        DemoError: If the file cannot be read as a checkpoint of the demo.
-    """
-    try:
-        return torch.load(checkpoint, map_location="cpu", weights_only=True)["callbacks"][RunHistory.__qualname__]
-    except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
-        raise DemoError(
-            f"checkpoint: expected one of the demo, got {str(checkpoint)!r}, which cannot be read "
-            f"({type(error).__name__}). Delete it to train its level again."
-        ) from error
+            self.skipped_steps += plugin.skipped_steps
 
 
 def _wait(device: torch.device) -> None:

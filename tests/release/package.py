@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
-DEMO = ("demo", "--levels", "O0,O1", "--epochs", "2", "--device", "cpu", "--out", "out")
+DEMO = ("demo", "--levels", "O0,O1", "--epochs", "2", "--device", "cpu", "--tune-seconds", "0", "--out", "out")
 WHERE = "import lightning_turbo; print(lightning_turbo.__file__)"
 
 

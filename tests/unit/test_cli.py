@@ -73,7 +73,7 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
         (("demo", "--levels", ","), "levels: expected some of O0, O1, O2, O3, each at most once"),
         (("demo", "--epochs", "none"), "invalid int value: 'none'"),
         (("demo", "--epochs", "0"), "epochs: expected an integer from 1 to 1000000, got 0"),
-        (("demo", "--data", "cifar"), "choose from"),
+        (("demo", "--tune-seconds", "-1"), "tune_seconds: expected a number from 0 on, got -1"),
         (("demo", "--device", "tpu"), "device: expected auto, cpu, cuda or cuda:<index>, got 'tpu'"),
         (("demo", "--seed", "-1"), "seed: expected an integer from 0 to 4294967295, got -1"),
     ],
@@ -90,12 +90,12 @@ def test_an_absent_extra_is_named_before_anything_is_trained(capsys, monkeypatch
 def test_arguments_reach_the_settings(monkeypatch):
     seen = []
     monkeypatch.setattr("lightning_turbo.demo.run.run_demo", lambda settings: seen.append(settings) or 0)
-    argv = ["demo", "--levels", "O2,O0", "--epochs", "3", "--data", "mni"]
-    argv += ["--device", "cpu", "--seed", "7", "--out", "here", "--resume"]
+    argv = ["demo", "--levels", "O2,O0", "--epochs", "3", "--tune-seconds", "5"]
+    argv += ["--device", "cpu", "--seed", "7", "--out", "here"]
     assert cli.main(argv) == 0
     (settings,) = seen
-    assert (settings.levels, settings.epochs, settings.data) == (("O2", "O0"), 3, "mni")
-    assert (settings.device, settings.seed, settings.out, settings.resume) == ("cpu", 7, Path("here"), True)
+    assert (settings.levels, settings.epochs, settings.tune_seconds) == (("O2", "O0"), 3, 5.0)
+    assert (settings.device, settings.seed, settings.out) == ("cpu", 7, Path("here"))
 
 
 def test_pack(capsys, tmp_path):

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from lightning_turbo.measure import new_row
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
-from lightning_turbo.tune.evidence import Comparison
 from lightning_turbo.tune.report import describe_headroom, make_results, print_results, write_results
 from lightning_turbo.tune.search import Search
 
@@ -95,7 +94,3 @@ def test_the_headroom_in_a_sentence(step, one_batch, sentence):
     assert (
         describe_headroom(Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=1.0)) == f"Your step takes {sentence}"
     )
-
-
-def test_a_comparison_without_processes_says_nothing():
-    assert (Comparison().ratio, Comparison().interval, Comparison().gains) == (float("inf"), None, False)

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, new_row
-from lightning_turbo.tune.candidates import Facts, list_candidates, select
+from lightning_turbo.tune.candidates import list_candidates, select
 from lightning_turbo.tune.evidence import Case, compare_losses
 from lightning_turbo.tune.search import Search
 
@@ -262,11 +262,6 @@ def test_names_of_candidates_are_checked():
         select(table, ["prefetsch"])
     with pytest.raises(TurboError, match="nothing is left to try"):
         select(table, ["O1"], ["O*"])
-
-
-def test_facts_tell_the_share_that_waits():
-    assert Facts(step_ms=10.0, one_batch_ms=4.0, loader_ms=6.0).waiting == pytest.approx(0.6)
-    assert Facts(step_ms=10.0, one_batch_ms=11.0, loader_ms=6.0).waiting == 0.0
 
 
 @pytest.mark.parametrize(
