@@ -201,16 +201,22 @@ def _from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return what Lightning 2 would have saved in place of a plain script's file."""
-    present = [name for name, value in checkpoint.items() if value is not None]
-    names = {part: next((name for name in names if name in present), None) for part, names in _PLAIN_NAMES.items()}
-    parts: dict[str, Any] = {part: name and checkpoint[name] for part, name in names.items()}
+def _find_parts(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a plain script's file, ``None`` where there is none; warn of what is left out."""
+    left = {name: value for name, value in checkpoint.items() if value is not None and name != "amp"}
+    parts = {
+        part: next((left.pop(name) for name in names if name in left), None) for part, names in _PLAIN_NAMES.items()
+    }
     if not isinstance(parts["model"], Mapping) or parts["optimizer"] is None:
         raise CheckpointError(f"{str(path)!r} has {sorted(map(str, checkpoint))}: {_EXPECTED}")
-    left = sorted(str(name) for name in present if name not in (*names.values(), "amp"))
     if left:
-        _warn(f"Left out, because Lightning has no entry for them: {', '.join(left)}.")
+        _warn(f"Left out, because Lightning has no entry for them: {', '.join(sorted(map(str, left)))}.")
+    return parts
+
+
+def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return what Lightning 2 would have saved in place of a plain script's file."""
+    parts = _find_parts(path, checkpoint)
     epoch, step = int(parts["epoch"] or 0), int(parts["step"] or 0)
     return {
         _LIGHTNING: "2.0.0",

@@ -230,7 +230,7 @@ class ApexAMP(Precision):
         if optimizers and engine.keeps_masters and self._compress_gradients:
             _compress(self._ddp, engine.dtype)
         if engine.is_dynamic:
-            lr_schedulers = [SkipAwareConfig.around(c, self) if c.interval == "step" else c for c in lr_schedulers]
+            lr_schedulers = [self._around(config) for config in lr_schedulers]
         if engine.function_casts is not None:
             registration.apply_registered(engine.function_casts)
             self._undo.callback(registration.restore_registered)
@@ -239,6 +239,9 @@ class ApexAMP(Precision):
             self._undo.callback(self._watch.remove)
             self._read_foreign_state(module)
         return model, optimizers, lr_schedulers
+
+    def _around(self, config: Any) -> Any:
+        return SkipAwareConfig.around(config, self) if config.interval == "step" else config
 
     def _take(self, optimizer: Optimizer, module: nn.Module) -> None:
         _refuse_many_closures(optimizer, self._engine, automatic=self._is_automatic)
@@ -396,18 +399,18 @@ class ApexAMP(Precision):
         gradients = pending_gradients.entry_of_this_rank(state["accumulated_gradients"], sizes)
         if gradients is None:
             return
-        # Before it was written down, all of a window were scaled in automatic optimization, and none in manual.
-        scaled_by = state.get("scaled_by", [0 if self._is_automatic else None] * len(sizes))
+        scaled_by = state["scaled_by"]
         scaled_by = [loss if own else None for loss, own in zip(scaled_by, gradients, strict=True)]
-        factors = [
-            1.0 if loss is None else self._engine.scaler(loss).loss_scale / state[f"loss_scaler{loss}"]["loss_scale"]
-            for loss in scaled_by
-        ]
+        factors = [self._factor(state, loss) for loss in scaled_by]
         pending_gradients.put_back(self._optimizers, gradients, factors, self._model)
         # An overflow of one rank is one of all when they are next averaged.
-        noted = [any(of_ranks) for of_ranks in zip(*state.get("noted", []), strict=True)]
+        noted = [any(of_ranks) for of_ranks in zip(*state["noted"], strict=True)]
         waiting = [bool(own) for own in gradients]
         self._engine.take_facts(self._optimizers, {"scaled_by": scaled_by, "noted": noted, "waiting": waiting})
+
+    def _factor(self, state: dict[str, Any], loss: int | None) -> float:
+        """Return what brings gradients from the scale that a loss had in a state to the one that it has now."""
+        return 1.0 if loss is None else self._engine.scaler(loss).loss_scale / state[f"loss_scaler{loss}"]["loss_scale"]
 
     def _read_foreign_state(self, module: Any) -> None:
         """Take over scaler state that another precision plugin wrote into the checkpoint."""

@@ -38,19 +38,22 @@ class NonFiniteWatch:
                 output, or else the first parameter whose gradient, was not finite.
         """
         if skips_in_a_row >= self.limit:
-            where = self._first or self._first_parameter() or "no module's output: only the gradients overflow"
             raise NonFiniteError(
                 f"{skips_in_a_row} optimizer steps in a row were skipped for inf or NaN in the gradients, the last at "
-                f"step {self._step()}, and a lower loss scale did not help. First non-finite values: {where}. Look at "
-                f"the loss, the data and the learning rate; more patience: ApexAMP(..., max_consecutive_skips="
-                f"{2 * self.limit})."
+                f"step {self._step()}, and a lower loss scale did not help. First non-finite values: {self._where()}. "
+                f"Look at the loss, the data and the learning rate, or raise the limit: ApexAMP(..., "
+                f"max_consecutive_skips={2 * self.limit})."
             )
-        if skips_in_a_row >= max(self.limit - 3, 1) and not self._handles:
-            for name, module in self.module.named_modules():
-                if name:
-                    self._handles.append(module.register_forward_hook(self._look(name)))
-        elif skips_in_a_row == 0 and self._handles:
+        if skips_in_a_row == 0:
             self.remove()
+        elif skips_in_a_row >= self.limit - 3 and not self._handles:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Look at the output of each module from now on."""
+        for name, module in self.module.named_modules():
+            if name:
+                self._handles.append(module.register_forward_hook(self._look(name)))
 
     def remove(self) -> None:
         """Look no more."""
@@ -67,11 +70,10 @@ class NonFiniteWatch:
 
         return hook
 
-    def _first_parameter(self) -> str | None:
-        for name, parameter in self.module.named_parameters():
-            if _bad(parameter):
-                return f"the parameter {name!r}"
-        return None
+    def _where(self) -> str:
+        """Return what was not finite first: an output, else a parameter, else the gradients alone."""
+        bad = (f"the parameter {name!r}" for name, parameter in self.module.named_parameters() if _bad(parameter))
+        return self._first or next(bad, "no module's output: only the gradients overflow")
 
     def _step(self) -> int:
         trainer = getattr(self.module, "trainer", None)

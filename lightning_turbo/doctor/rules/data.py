@@ -33,7 +33,7 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
 @rule(
     "workers",
     "worker-tuning",
-    "Set num_workers and prefetch_factor by measurement: lightning_turbo.tune_workers does it. An IterableDataset has "
+    "Set num_workers by measurement: lightning_turbo.tune_workers does it. An IterableDataset has "
     "to split itself among workers, by torch.utils.data.get_worker_info().",
 )
 def _workers(facts: Facts) -> Iterator[Hit]:
