@@ -1,4 +1,4 @@
-"""Write a small text of random words, frequent and rare ones, to data/wikitext-2.txt, where Lightning's demo reads it."""
+"""Write a small text of random words to data/wikitext-2.txt, where Lightning's demo reads it."""
 
 import random
 from pathlib import Path
