@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from examples.medmnist3d.chart import draw, page, table
 from examples.medmnist3d.data import FastVolumes, Volumes
 from examples.medmnist3d.model import VolumeClassifier
 from examples.medmnist3d.tricks import ALL, PLAIN, TRICKS, Variant
-from lightning_turbo.demo.report import machine
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.measure import Progress, Work, describe_machine
 
@@ -111,11 +111,17 @@ def run(settings: argparse.Namespace, progress: Progress, arguments: Sequence[st
     if settings.data == "mni152" and "+ packed" in names:
         names.remove("+ packed")  # these cubes are in memory already
     device = "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
+    facts = describe_machine(device)
     results: dict[str, Any] = {
         "format": 1,
         "arguments": list(arguments),
-        "machine": machine(torch.device(device)),
-        "facts": describe_machine(device),
+        "machine": {
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "device": facts.get("gpu", facts["processor"]),
+            "threads": torch.get_num_threads(),
+            "torch": facts["versions"]["torch"],
+        },
+        "facts": facts,
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(settings).items()},
         "variants": {name: {"runs": []} for name in names},
     }

@@ -1,4 +1,4 @@
-"""Write a small text of random words to data/wikitext-2.txt, where the demo of Lightning reads it."""
+"""Write a small text of random words to data/wikitext-2.txt, where Lightning's demo reads it."""
 
 import random
 from pathlib import Path

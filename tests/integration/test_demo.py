@@ -161,7 +161,8 @@ def test_volumes_are_trained_with_and_without_what_was_found(tmp_path, monkeypat
     stock, tuned = (row["step_losses"] for row in volumes["rows"].values())
     assert stock == tuned if not helps else stock == pytest.approx(tuned, rel=0.1)
     assert volumes["headline"] in " ".join(shown.split())
-    assert "times as fast, accuracy" in volumes["headline"]
+    assert ("times as fast, accuracy" in volumes["headline"]) == bool(helps)
+    assert ("Nothing was found that helps" in volumes["headline"]) != bool(helps)
     assert {"tune.json", "turbo.py", "turbo.yaml", "tune.png"} <= {path.name for path in (tmp_path / "tune").iterdir()}
 
 
