@@ -126,8 +126,11 @@ class ResumableSampler:
         self.began = self._late = None
         self.position = Position()  # the iterator before, if it is let go of only now, puts nothing back
         if not state.get("whole") and state["order"] is not None:
+            self._check_number("samplers that count epochs", state["order"]["epochs"], self._counting)
+            self._check_number("random generators", state["order"]["iter"]["own"], self.own)
             self._replay = skip, state["order"]
         elif state.get("own"):
+            self._check_number("random generators", state["own"], self.own)
             self._set_own_states(state["own"])
             self._late = state["own"] if seeded else None
         self.start = self._own_states()
@@ -149,7 +152,8 @@ class ResumableSampler:
         skip, began = self._replay
         here = shared_state()
         if began is not None:
-            self._set_epochs(began["epochs"])
+            for sampler, epoch in zip(self._counting, began["epochs"], strict=True):
+                sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
             self._set_states(began["iter"])
         elif self._late is not None:
             self._set_own_states(self._late)
@@ -190,15 +194,9 @@ class ResumableSampler:
             return [generator.get_state() for generator in self.own]
 
     def _set_own_states(self, states: list[Any]) -> None:
-        self._check_number("random generators", states, self.own)
         with uncollected():
             for generator, state in zip(self.own, states, strict=True):
                 generator.set_state(state)
-
-    def _set_epochs(self, epochs: list[int]) -> None:
-        self._check_number("samplers that count epochs", epochs, self._counting)
-        for sampler, epoch in zip(self._counting, epochs, strict=True):
-            sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
 
     @staticmethod
     def _check_number(what: str, states: list[Any], here: list[Any]) -> None:

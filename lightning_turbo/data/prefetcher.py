@@ -142,7 +142,7 @@ class _Loading:
 
     def take(self) -> Record:
         """Load one item here; never raises."""
-        record = self._finish(self._draw(lambda: next(self.source)))
+        record = self._finish(self._draw(self._next))
         elsewhere = self.profile.workers or self.samples is not None  # in a worker process, or a thread of a pool
         return _explain(record, self.profile.workers) if elsewhere else record
 
@@ -205,7 +205,7 @@ class _Loading:
     def _fill(self, drawn: deque[Record], limit: float) -> bool:
         """Draw as many records as are begun ahead; tell whether nothing follows the last of them."""
         while len(drawn) <= self.ahead and self.taken < limit and not self.stopping.is_set():
-            drawn.append(self._draw(self._wait_for_workers if hasattr(self.source, "_timeout") else self._next))
+            drawn.append(self._draw(self._wait_for_workers if hasattr(self.source, "_shutdown") else self._next))
             if drawn[-1].last:
                 return True
         return False
@@ -220,30 +220,32 @@ class _Loading:
         takes nothing, and torch looks for dead processes each time.
         """
         source = self.source
-        own, source._timeout = source._timeout, SLICE if self.profile.workers else 0
+        own, source._timeout = source._timeout, SLICE
         try:
             while True:
                 try:
                     return next(source)
-                except StopIteration:
-                    if not source._persistent_workers or not source._shutdown:
+                except Exception as error:
+                    if not self._waits_on_after(error):
                         raise
-                    error: Any = None
-                except Exception as caught:
-                    error = caught
-                    late = str(error).startswith("DataLoader timed out after")
-                    if late and self.dropped:
-                        raise StopIteration from None
-                    if not getattr(source, "_shutdown", False):
-                        if late:
-                            continue
-                        raise
-                raise RuntimeError(
-                    "The worker processes of this iterator were ended before it was, by its loader or by the Trainer "
-                    "that used it. Call iter() on the loader again."
-                ) from error
         finally:
             source._timeout = own
+
+    def _waits_on_after(self, error: Exception) -> bool:
+        """Whether a wait for a worker process only timed out; raises an error that names what happened to it."""
+        source, ended = self.source, isinstance(error, StopIteration)
+        if source._shutdown and (source._persistent_workers or not ended):
+            raise RuntimeError(
+                "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that "
+                "used it. Call iter() on the loader again."
+            ) from error
+        late = str(error).startswith("DataLoader timed out after")
+        if late and self.dropped:
+            raise StopIteration
+        dead = _dead_workers(source) if isinstance(error, (OSError, EOFError)) else ""
+        if dead:
+            raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
+        return late
 
     def get(self, timeout: float | None) -> Record | None:
         """Wait for a record of the thread; ``None`` once the thread has ended."""
@@ -501,6 +503,16 @@ class BackgroundIterator(Iterator[Any]):
             self._closed = because
         self._kept.clear()
         self._finalizer()
+
+
+def _dead_workers(source: Any, patience: float = 1.0) -> str:
+    """Return the pids of worker processes that died, as soon as there are any: a killed one closes its files first."""
+    end = time.monotonic() + patience
+    while True:
+        dead = [str(worker.pid) for worker in source._workers if not worker.is_alive()]
+        if dead or time.monotonic() >= end:
+            return ", ".join(dead)
+        time.sleep(0.01)
 
 
 def _empty(thread: Any) -> None:
