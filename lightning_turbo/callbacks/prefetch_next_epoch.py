@@ -28,8 +28,8 @@ class PrefetchNextEpoch(Callback):
     Needs training loaders with prefetching: ``PrefetchDataModule`` or ``PrefetchLoader``.
 
     Warns:
-        NoEffectWarning: If no training loader can begin early: it has no prefetching, keeps a state of its own as
-            torchdata's ``StatefulDataLoader`` does, or reads an ``IterableDataset`` without worker processes.
+        NoEffectWarning: If no training loader can begin early: it has no prefetching, or reads an ``IterableDataset``
+            without worker processes or with a ``StatefulDataLoader``.
 
     Note:
         The order of an epoch is drawn from the random generators before the last step of the epoch before it, and not
@@ -91,8 +91,8 @@ class PrefetchNextEpoch(Callback):
             self._told = True
             rank_zero_warn(
                 "PrefetchNextEpoch changes nothing here: no training loader can begin an epoch early. Inherit "
-                "PrefetchDataModule or use PrefetchLoader, without StatefulDataLoader, and with num_workers above 0 "
-                "for an IterableDataset; or remove the callback.",
+                "PrefetchDataModule or use PrefetchLoader, for an IterableDataset with num_workers above 0 and without "
+                "StatefulDataLoader; or remove the callback.",
                 category=NoEffectWarning,
             )
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_turbo.data.position import Position, ResumableSampler
 from lightning_turbo.data.prefetcher import BackgroundIterator, Record
-from lightning_turbo.data.worker_guard import guard_workers
 
 __all__ = ["Epoch"]
 
@@ -32,8 +31,6 @@ class Epoch(BackgroundIterator):
         self._recorder = None if sampler is None else sampler.recorder()
         settings.setdefault("snapshot", self._recorder)
         super().__init__(source, **settings)
-        loading = self._loading
-        guard_workers(source, lambda: loading.dropped)
         self.position = position
         self.transfer: Any = None
         self._copied: deque[Record] = deque()  # on their way to the device

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -17,24 +18,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.pending import PendingCollate, ThreadedDataset
 from lightning_turbo.data.position import (
-    KEY,
     START,
     Position,
     ResumableSampler,
-    add_history,
-    begin_epoch,
+    end_workers,
     length_of,
     note_state,
-    state_to_begin_with,
+    restore_epoch,
+    start_after,
     warn_of_gaps,
     wrong_kind,
 )
 from lightning_turbo.data.prefetcher import LoadProfile, check_count
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed
-from lightning_turbo.data.worker_guard import end_workers
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DEPTH", "PrefetchLoader", "lock_of", "old_name_of_threads", "prefetching"]
+__all__ = ["DEPTH", "PrefetchLoader", "lock_of", "prefetching"]
 
 DEPTH = 8
 T = TypeVar("T", covariant=True)
@@ -63,7 +62,7 @@ class PrefetchLoader(DataLoader[T]):
         sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
             drawn while it is loaded; see ``seed_samples``, to which it leads. Batches are then loaded by worker
             processes, or by the asking thread alone.
-        **kwargs: As in ``DataLoader``. ``prefetch_threads`` is the old name of ``threads``.
+        **kwargs: As in ``DataLoader``.
 
     Raises:
         TypeError: If ``prefetch_batches``, ``threads`` or ``sample_seeds`` is not an integer, or the dataset is a
@@ -75,7 +74,6 @@ class PrefetchLoader(DataLoader[T]):
             asking thread, because no seed would fix the result otherwise. If ``threads`` cannot be used: with an
             ``IterableDataset``, ``sample_seeds``, or a class behind this one that loads by itself; one thread then
             works ahead.
-        DeprecationWarning: If ``prefetch_threads`` is passed.
 
     Example:
         >>> loader = PrefetchLoader(range(6), batch_size=3)
@@ -92,8 +90,6 @@ class PrefetchLoader(DataLoader[T]):
         sample_seeds: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if "prefetch_threads" in kwargs:
-            threads = old_name_of_threads(kwargs.pop("prefetch_threads"))
         self._begin_prefetching(prefetch_batches, threads, transfer)
         super().__init__(*args, **kwargs)
         if isinstance(self.dataset, DataLoader):
@@ -130,7 +126,6 @@ class PrefetchLoader(DataLoader[T]):
         prefetch_batches: int = DEPTH,
         threads: int = 1,
         transfer: Any = None,
-        prefetch_threads: int | None = None,
     ) -> PrefetchLoader[Any]:
         """Return a loader like ``loader``, of a class that inherits from its class, with prefetching added.
 
@@ -141,7 +136,6 @@ class PrefetchLoader(DataLoader[T]):
             prefetch_batches: How many batches to keep ready, 1 or more.
             threads: How many threads load samples at the same time, 1 or more.
             transfer: What moves the batches to a device as they are handed out.
-            prefetch_threads: The old name of ``threads``.
 
         Raises:
             TypeError: If ``loader`` is not a ``DataLoader``.
@@ -151,8 +145,6 @@ class PrefetchLoader(DataLoader[T]):
                 f"PrefetchLoader.of expected a torch.utils.data.DataLoader, got {loader!r}. "
                 "For other iterables use DevicePrefetcher or BackgroundIterator."
             )
-        if prefetch_threads is not None:
-            threads = old_name_of_threads(prefetch_threads)
         twin: Any = copy.copy(loader)
         object.__setattr__(twin, "__class__", prefetching(type(loader)))
         for name, value in vars(twin).items():
@@ -166,25 +158,31 @@ class PrefetchLoader(DataLoader[T]):
     def _index_sampler(self) -> Any:
         """The sampler whose indices are loaded, wrapped so that it can continue where a state was taken."""
         sampler: Any = super()._index_sampler
-        if self._stateful or isinstance(self.dataset, IterableDataset):
+        if self._keeps_state or isinstance(self.dataset, IterableDataset):
             return sampler
         if self._prefetch_sampler is None or self._prefetch_sampler.sampler is not sampler:
             self._prefetch_sampler = ResumableSampler(sampler, self.generator)
         return self._prefetch_sampler
 
     @property
-    def rewinds(self) -> bool:
-        """Whether a second ``iter()`` goes on from a loaded state too; not with a stream that keeps its own state."""
-        return not (self._stateful and isinstance(self.dataset, IterableDataset))
+    def _keeps_state(self) -> bool:
+        """Whether the class behind keeps a state that a count of batches does not give back.
 
-    @property
-    def _stateful(self) -> bool:
-        """Whether the class behind keeps its own state, as torchdata's ``StatefulDataLoader`` does."""
-        return hasattr(super(), "state_dict")
+        torchdata's ``StatefulDataLoader`` over a dataset with indices does not, unless a part of it has a state too.
+        """
+        if not hasattr(super(), "state_dict"):
+            return False
+        parts = self.dataset, self.sampler, self.batch_sampler
+        streams = isinstance(self.dataset, IterableDataset)
+        return streams or not self._iterates_as_torch or any(hasattr(part, "state_dict") for part in parts)
 
     @property
     def _iterates_as_torch(self) -> bool:
-        return getattr(super().__iter__, "__func__", None) is DataLoader.__iter__
+        known = [
+            DataLoader,
+            getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", DataLoader),
+        ]
+        return getattr(super().__iter__, "__func__", None) in [cls.__iter__ for cls in known]
 
     def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self._prefetch_next is not None and self.persistent_workers and self._iterator is None:
@@ -195,9 +193,7 @@ class PrefetchLoader(DataLoader[T]):
             return started
         self._retire()
         loaded = self._prefetch_loaded = self._state_to_load()
-        known = loaded.get(KEY, loaded)
-        done = 0 if known.get("whole") else known["consumed"]
-        epoch = self._begin_stateful(loaded, done) if self._stateful else self._begin_counted(loaded, done)
+        epoch = self._begin_stateful(loaded) if self._keeps_state else self._begin_counted(loaded)
         if self.transfer is not None and not self.transfer.idle:
             epoch.use(self.transfer)
         vars(self)["_prefetch_loading"] = epoch._loading
@@ -205,11 +201,11 @@ class PrefetchLoader(DataLoader[T]):
         self._prefetch_position = epoch.position
         return epoch
 
-    def _begin_counted(self, loaded: dict[str, Any], done: int) -> Epoch:
+    def _begin_counted(self, loaded: dict[str, Any]) -> Epoch:
         """Begin an epoch of a loader without a state of its own: its order is recorded, its batches are counted."""
         sampler = self._index_sampler
         sampler = sampler if isinstance(sampler, ResumableSampler) else None
-        skip = done
+        skip = done = 0 if loaded.get("whole") else loaded["consumed"]
         if sampler is not None:
             # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
             skip = 0 if self._iterates_as_torch else done
@@ -262,15 +258,21 @@ class PrefetchLoader(DataLoader[T]):
             )
         return not why
 
-    def _begin_stateful(self, loaded: dict[str, Any], done: int) -> Epoch:
+    def _begin_stateful(self, loaded: dict[str, Any]) -> Epoch:
         """Begin an epoch of a class that keeps its own state, which is recorded with each batch."""
         if self.threads > 1:
             self._can_use_threads()
         behind: Any = super()
-        source, start = begin_epoch(self, behind, loaded, self._prefetch_position)
-        snapshot = functools.partial(note_state, getattr(source, "state_dict", behind.state_dict), self)
-        start = snapshot() if start is None and hasattr(source, "state_dict") else start
-        position = Position(done, start)
+        last = self._prefetch_position
+        if loaded["base"] is not None:
+            source, position = restore_epoch(self, behind, loaded)
+        else:
+            start = None if last is None else last.states[0][1] if last.untouched else start_after(last)
+            source = behind.__iter__()
+            if start is None and hasattr(source, "state_dict"):
+                start = note_state(source.state_dict)
+            position = Position(0, start)
+        snapshot = functools.partial(note_state, getattr(source, "state_dict", behind.state_dict))
         dispose = functools.partial(_leave, None if self.persistent_workers else source, None, position, None)
         return self._epoch(source, position, dispose=dispose, snapshot=snapshot)
 
@@ -314,7 +316,7 @@ class PrefetchLoader(DataLoader[T]):
         """
         if self._prefetch_next is not None:
             return True
-        if self._stateful or (isinstance(self.dataset, IterableDataset) and not self.num_workers):
+        if self._keeps_state or (isinstance(self.dataset, IterableDataset) and not self.num_workers):
             return False
         self._leave_current()
         epoch: Any = PrefetchLoader.__iter__(self)  # to which the __iter__ of a class in front leads in its turn
@@ -352,27 +354,26 @@ class PrefetchLoader(DataLoader[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest iterator is, counted in batches that were handed out.
 
-        With a class behind this one that keeps its own state, that state as it was after the last batch handed out.
-        Otherwise the count, the states of the random generators from which the order follows and, for the epoch
-        after it, of those of torch that belong to the loader and its samplers, and whether the epoch is over by this
-        loader's own length. Random numbers that worker processes draw for augmentation are not part of it; with
-        ``sample_seeds`` they need not be.
+        The count and, over a dataset with indices, the states of the random generators from which the order follows
+        and, for the epoch after it, of those of torch that belong to the loader and its samplers. With a class behind
+        this one that keeps its own state, one of its latest states, from which the rest is run through. Random numbers
+        that worker processes draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
         """
         sampler, position, loaded = self._prefetch_sampler, self._prefetch_position, self._state_to_load()
-        if self._stateful:
-            state = (None if loaded is START else loaded) if position is None else position.state
-            return add_history(cast(Any, super()).state_dict() if state is None else state, position)
         if position is None or (self._prefetch_next is None and loaded is not START):
             return dict(loaded)
         length = length_of(self)
-        return {
+        state = {
             "consumed": position.consumed,
-            "order": None if sampler is None else sampler.began,
-            "own": [] if sampler is None else sampler.states_now() if position.consumed else sampler.start,
             "whole": position.ended or position.consumed == length,
             "ended": position.ended,
             "length": length,
         }
+        if self._keeps_state:
+            at, start = position.states[0]
+            return {**state, "base": {"at": at, "start": start}}
+        own = [] if sampler is None else sampler.states_now() if position.consumed else sampler.start
+        return {**state, "order": None if sampler is None else sampler.began, "own": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
@@ -390,14 +391,12 @@ class PrefetchLoader(DataLoader[T]):
             TurboWarning: If the state is of the middle of an epoch, and the loader has another length now, or worker
                 processes hand out batches as they are ready (``in_order=False``).
         """
-        counted = {"consumed", "order"} <= state_dict.keys()
-        if counted == self._stateful:
+        if not {"consumed", "base" if self._keeps_state else "order"} <= state_dict.keys():
             raise ValueError(wrong_kind(self, state_dict))
-        if not self._stateful:
-            warn_of_gaps(self, state_dict)
+        warn_of_gaps(self, state_dict)
         self.close()
         self._prefetch_position = None
-        self._prefetch_loaded = state_to_begin_with(state_dict) if self._stateful else dict(state_dict)
+        self._prefetch_loaded = dict(state_dict)
 
     def close(self) -> None:
         """End the current iterator, its thread and all worker processes, persistent ones too. May be called twice."""
@@ -435,33 +434,7 @@ def turn_of(dataset: Any) -> Any:
 
 def lock_of(owner: Any) -> Any:
     """Return the lock that belongs to an object as long as anybody holds it, in this process."""
-    return _locks.setdefault((os.getpid(), id(owner)), _Turn())
-
-
-class _Turn:
-    """A lock that may be copied and pickled with the loader that holds it; the copy is another one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> Any:
-        return _Turn, ()
-
-
-def old_name_of_threads(value: Any) -> Any:
-    """Warn that ``threads`` was passed by the name that it had before, and return it."""
-    warnings.warn(
-        "prefetch_threads is called threads now, and the old name will go. Pass threads=.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return value
+    return _locks.setdefault((os.getpid(), id(owner)), threading.Lock())
 
 
 def _leave(source: Any, sampler: ResumableSampler | None, position: Position, samples: Any) -> None:

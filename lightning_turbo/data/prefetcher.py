@@ -29,6 +29,8 @@ PATIENCE = 20.0
 # Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
 # 0.1 to 0.4 ms.
 WORTH = 5e-4
+# Seconds. How long the thread waits for a worker process before it looks whether anybody still wants the batch.
+SLICE = 0.1
 
 
 class Record(NamedTuple):
@@ -48,19 +50,20 @@ class Record(NamedTuple):
 class LoadProfile:
     """What the first batches of a loader showed. One object for each loader, so that it is found out once.
 
+    Args:
+        workers: Whether worker processes load, so that only a sampler can draw here.
+
     Attributes:
         draws: Whether loading draws from the global RNGs; ``None`` before the second batch. Such a
             loader stays in the asking thread: in another one, no seed would fix who draws first.
         repeats: Whether batches come in the same memory again and again, so that each has to be copied.
         slow: Whether batches take ``WORTH`` seconds or more, so that a thread pays.
-        workers: Whether worker processes load, so that only a sampler can draw here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: bool = False) -> None:
+        self.workers = workers
         self.draws: bool | None = None
-        self.repeats = False
-        self.slow = False
-        self.workers = False
+        self.repeats = self.slow = False
         self._batches, self._seconds = 0, 0.0
 
     def measure(self, seconds: float) -> None:
@@ -98,20 +101,38 @@ class LoadProfile:
 class _Loading:
     """The source and its thread: what the thread and the finalizer may hold without keeping the iterator alive.
 
-    Three flags say how it ends: ``stopping`` ends the thread after the item that it is making; with ``dropped``, nobody
-    wants what it has ready, and it disposes of the source itself.
+    ``stopping`` ends the thread after the item that it is making; with ``dropped``, nobody wants what it has ready,
+    and it disposes of the source itself.
+
+    Args:
+        source: What gives the items.
+        profile: What is known of it.
+        depth: How many items to keep ready.
+        ahead: How many items to begin before the first of them is finished, for a source that gives ``Pending`` ones.
+        samples: The ``ThreadedDataset`` behind those.
+        snapshot: Called after each item; ``BackgroundIterator.hand_out`` gets what it gave.
+        dispose: Called once when the source is done with, for example to end its worker processes.
+        turn: A lock to hold while an item is taken.
+        skip: How many items to leave out at the beginning.
     """
 
-    def __init__(self, source: Iterator[Any], profile: LoadProfile, **settings: Any) -> None:
+    def __init__(
+        self,
+        source: Iterator[Any],
+        profile: LoadProfile,
+        depth: int,
+        *,
+        ahead: int = 0,
+        samples: Any = None,
+        snapshot: Callable[[], Any] | None = None,
+        dispose: Callable[[], None] | None = None,
+        turn: Any = None,
+        skip: int = 0,
+    ) -> None:
         self.source: Any = source
-        self.profile = profile
-        self.depth: int = settings["prefetch_batches"]
-        self.ahead: int = settings["ahead"]
-        self.snapshot: Callable[[], Any] | None = settings["snapshot"]
-        self.dispose: Callable[[], None] | None = settings["dispose"]
-        self.skip: int = settings["skip"]
-        self.samples: Any = settings["samples"]
-        self.turn: Any = settings["turn"] or contextlib.nullcontext()
+        self.profile, self.depth, self.ahead, self.samples = profile, depth, ahead, samples
+        self.snapshot, self.dispose, self.skip = snapshot, dispose, skip
+        self.turn = turn or contextlib.nullcontext()
         self.stages: list[Callable[[Any], Any]] = []
         self.process = os.getpid()
         self.taken = 0
@@ -121,18 +142,18 @@ class _Loading:
 
     def take(self) -> Record:
         """Load one item here; never raises."""
-        record = self._finish(self._draw())
+        record = self._finish(self._draw(self._next))
         elsewhere = self.profile.workers or self.samples is not None  # in a worker process, or a thread of a pool
         return _explain(record, self.profile.workers) if elsewhere else record
 
-    def _draw(self) -> Record:
+    def _draw(self, take: Callable[[], Any]) -> Record:
         self.taken += 1
         try:
             with self.turn:
                 while self.skip:
                     self.skip -= 1
-                    next(self.source)
-                item = next(self.source)
+                    take()
+                item = take()
                 if self.profile.repeats:
                     item = copy_batch(item)
             return Record(item, None if self.snapshot is None else self.snapshot())
@@ -157,8 +178,6 @@ class _Loading:
     def start(self, limit: float) -> None:
         """Start the thread, which takes items until so many were taken in all."""
         self.stopping.clear()
-        if getattr(self.source, "_timeout", 0):
-            self.source._timeout = 0  # which would count from when the thread asks; see BackgroundIterator's
         self.thread = BackgroundGenerator(self._produce(ThreadState(), limit), max_prefetch=self.depth)
         self.thread.name = f"lightning_turbo-prefetch-{id(self.thread):x}"
 
@@ -175,7 +194,8 @@ class _Loading:
         while drawn and not self.dropped:
             yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
         for record in drawn:
-            _cancel(record)
+            if isinstance(record.item, Pending):
+                record.item.cancel()
         if self.samples is not None:
             self.samples.close()
         if self.dropped:
@@ -185,10 +205,47 @@ class _Loading:
     def _fill(self, drawn: deque[Record], limit: float) -> bool:
         """Draw as many records as are begun ahead; tell whether nothing follows the last of them."""
         while len(drawn) <= self.ahead and self.taken < limit and not self.stopping.is_set():
-            drawn.append(self._draw())
+            drawn.append(self._draw(self._wait_for_workers if hasattr(self.source, "_shutdown") else self._next))
             if drawn[-1].last:
                 return True
         return False
+
+    def _next(self) -> Any:
+        return next(self.source)
+
+    def _wait_for_workers(self) -> Any:
+        """Take an item from torch's iterator, whose worker processes another thread may end, as a Trainer does.
+
+        Left to itself the wait would never end, or the epoch end before its time without a word. A wait that times out
+        takes nothing, and torch looks for dead processes each time.
+        """
+        source = self.source
+        own, source._timeout = source._timeout, SLICE
+        try:
+            while True:
+                try:
+                    return next(source)
+                except Exception as error:
+                    if not self._waits_on_after(error):
+                        raise
+        finally:
+            source._timeout = own
+
+    def _waits_on_after(self, error: Exception) -> bool:
+        """Whether a wait for a worker process only timed out; raises an error that names what happened to it."""
+        source, ended = self.source, isinstance(error, StopIteration)
+        if source._shutdown and (source._persistent_workers or not ended):
+            raise RuntimeError(
+                "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that "
+                "used it. Call iter() on the loader again."
+            ) from error
+        late = str(error).startswith("DataLoader timed out after")
+        if late and self.dropped:
+            raise StopIteration
+        dead = _dead_workers(source) if isinstance(error, (OSError, EOFError)) else ""
+        if dead:
+            raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
+        return late
 
     def get(self, timeout: float | None) -> Record | None:
         """Wait for a record of the thread; ``None`` once the thread has ended."""
@@ -216,15 +273,12 @@ class _Loading:
         """
         self.stopping.set()
         kept: list[Record] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                going, box = self.thread.queue.get(timeout=PATIENCE)
-                if not going:
-                    self.thread.join()
-                    self.thread = None
-                    return kept, True
-                kept.append(box.pop())
-        return kept, False
+        with contextlib.suppress(RuntimeError):
+            while self.thread is not None:
+                record = self.get(PATIENCE)
+                if record is not None:
+                    kept.append(record)
+        return kept, self.thread is None
 
     def end(self) -> None:
         """End the thread and dispose of the source. May be called twice, by the collector, and in a forked child."""
@@ -238,20 +292,13 @@ class _Loading:
         elif thread is not threading.current_thread():  # which may hold the lock of its own queue
             _empty(thread)
             # The collector may run in another prefetching thread, which the one that ends may wait for.
-            if not isinstance(threading.current_thread(), BackgroundGenerator):
-                self._wait(thread)
-
-    def _wait(self, thread: Any) -> None:
-        thread.join(PATIENCE)
-        if not thread.is_alive():
-            self.let_go()
-            return
-        warnings.warn(
-            f"A prefetching thread is still inside the next() of {type(self.source).__name__}, or at work on what that "
-            f"gave, after {PATIENCE:g} s; it ends after that item.",
-            TurboWarning,
-            stacklevel=2,
-        )
+            if not isinstance(threading.current_thread(), BackgroundGenerator) and not self.has_ended():
+                warnings.warn(
+                    f"A prefetching thread is still inside the next() of {type(self.source).__name__}, or at work on "
+                    f"what that gave, after {PATIENCE:g} s; it ends after that item.",
+                    TurboWarning,
+                    stacklevel=2,
+                )
 
     def let_go(self) -> None:
         """Release the source. Once nobody is in it any more."""
@@ -275,10 +322,10 @@ class BackgroundIterator(Iterator[Any]):
     """Iterate over ``source`` in a background thread that keeps some items ready.
 
     The first two items are taken in the thread that asks for them: seeds that a sampler draws at its start come then
-    from the same place as without this class, and a source that goes on drawing from the global RNGs is
-    found out and stays there (see ``LoadProfile``). So does one whose items take less than half a millisecond, with
-    nothing to gain. Otherwise a thread takes all others ahead. It ends with the source, on ``close``, when this object
-    is collected, and when the interpreter ends.
+    from the same place as without this class, and a source that draws from the global RNGs again is found out and stays
+    there, with a ``NoEffectWarning``. So does one whose items take less than half a millisecond, with nothing to gain.
+    Otherwise a thread takes all others ahead. It ends with the source, on ``close``, when this object is collected, and
+    when the interpreter ends.
 
     Errors of the source, ``KeyboardInterrupt`` and ``SystemExit`` among them, are raised here, at the item where they
     happened, with their own traceback. The thread takes over grad mode, inference mode and autocast from the thread
@@ -287,15 +334,10 @@ class BackgroundIterator(Iterator[Any]):
     Args:
         source: Any iterator. Nobody else may use it meanwhile.
         prefetch_batches: How many items to keep ready, 1 or more; one more is in preparation.
-        profile: What is known of the source.
-        ahead: How many items to begin before the first of them is finished, for a source that gives ``Pending`` ones.
-        samples: The ``ThreadedDataset`` behind those.
-        snapshot: Called after each item is taken from ``source``; ``hand_out`` gets what it gave.
+        profile: What is known of the source, if anything is.
         wanted: How many items will be asked for, if that is known. No more than these are taken ahead.
-        dispose: Called once when ``source`` is done with, for example to end its worker processes.
-        turn: A lock to hold while an item is taken.
         timeout: How long to wait for an item that is asked for, in seconds; 0 for as long as it takes.
-        skip: How many items to leave out at the beginning.
+        **settings: Of loaders, for this package's own use.
 
     Raises:
         TypeError: If ``source`` is not an iterator, or ``prefetch_batches`` not an integer.
@@ -313,14 +355,9 @@ class BackgroundIterator(Iterator[Any]):
         *,
         prefetch_batches: int = 8,
         profile: LoadProfile | None = None,
-        ahead: int = 0,
-        snapshot: Callable[[], Any] | None = None,
         wanted: int | None = None,
-        dispose: Callable[[], None] | None = None,
-        turn: Any = None,
         timeout: float = 0,
-        skip: int = 0,
-        samples: Any = None,
+        **settings: Any,
     ) -> None:
         if not hasattr(source, "__next__"):
             raise TypeError(
@@ -329,11 +366,7 @@ class BackgroundIterator(Iterator[Any]):
             )
         check_count("prefetch_batches", prefetch_batches)
         self._profile = profile or LoadProfile()
-        self._loading = _Loading(
-            source, self._profile,
-            prefetch_batches=prefetch_batches, ahead=ahead, snapshot=snapshot, dispose=dispose, turn=turn, skip=skip,
-            samples=samples,
-        )  # fmt: skip
+        self._loading = _Loading(source, self._profile, prefetch_batches, **settings)
         self._wanted = float("inf") if wanted is None else wanted
         self._timeout = timeout or None
         self._kept: deque[Record] = deque()
@@ -443,19 +476,18 @@ class BackgroundIterator(Iterator[Any]):
         return going and self._profile.draws is False and not self._profile.slow
 
     def park(self) -> bool:
-        """End the thread and keep what it had ready; the next ``next()`` goes on, with a new thread if need be.
+        """End the thread and keep what it had ready; the next ``next()`` continues, with a new thread if need be.
 
         Returns:
             Whether the thread has ended.
         """
-        if self._loading.process != os.getpid():
+        loading = self._loading
+        if loading.process != os.getpid():
             return True
-        if self._loading.thread is None:
-            if self._loading.samples is not None:
-                self._loading.samples.close()  # the threads that loaded for the asking thread
-            return True
-        kept, ended = self._loading.park()
+        kept, ended = loading.park()
         self._kept.extend(kept)
+        if ended and loading.samples is not None:
+            loading.samples.close()  # the threads that loaded for the asking thread
         return ended
 
     def close(self, because: str = "it was closed") -> None:
@@ -473,6 +505,16 @@ class BackgroundIterator(Iterator[Any]):
         self._finalizer()
 
 
+def _dead_workers(source: Any, patience: float = 1.0) -> str:
+    """Return the pids of worker processes that died, as soon as there are any: a killed one closes its files first."""
+    end = time.monotonic() + patience
+    while True:
+        dead = [str(worker.pid) for worker in source._workers if not worker.is_alive()]
+        if dead or time.monotonic() >= end:
+            return ", ".join(dead)
+        time.sleep(0.01)
+
+
 def _empty(thread: Any) -> None:
     """Throw away what a thread has ready."""
     with contextlib.suppress(queue.Empty):
@@ -480,11 +522,6 @@ def _empty(thread: Any) -> None:
             _, box = thread.queue.get_nowait()
             if isinstance(box, list):
                 box.clear()
-
-
-def _cancel(record: Record) -> None:
-    if isinstance(record.item, Pending):
-        record.item.cancel()
 
 
 def _explain(record: Record, workers: bool) -> Record:

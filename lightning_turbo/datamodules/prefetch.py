@@ -27,7 +27,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader, lock_of, old_name_of_threads
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, lock_of
 from lightning_turbo.data.prefetcher import check_count
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
@@ -92,7 +92,6 @@ class PrefetchDataModule(LightningDataModule):
         pin_memory: Replaces the loaders' own ``pin_memory``; ``None`` leaves it.
         sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
             drawn while it is loaded; see ``seed_samples``. A loader that is seeded already keeps its seed.
-        prefetch_threads: The old name of ``threads``.
         **kwargs: For the class behind this one. If that class has an argument ``num_workers`` or ``pin_memory``, a
             value given for it goes there (``num_workers="auto"`` does not), and its ``hparams`` hold what it got.
 
@@ -126,12 +125,9 @@ class PrefetchDataModule(LightningDataModule):
         num_workers: int | str | None = None,
         pin_memory: bool | None = None,
         sample_seeds: int | None = None,
-        prefetch_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
-        if prefetch_threads is not None:
-            threads, prefetch_threads = old_name_of_threads(prefetch_threads), None
         theirs = inspect.signature(super().__init__).parameters
         own = {"num_workers": num_workers, "pin_memory": pin_memory}
         for name in _SHARED:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchNextEpoch
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -39,6 +38,11 @@ class Numbers(Dataset):
     def __getitem__(self, index):
         self.asked.append(index)
         return self.data[index], index
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return (Numbers()[index] for index in range(24))
 
 
 class Model(LightningModule):
@@ -269,7 +273,7 @@ def test_going_on_with_the_order_of_a_distributed_sampler(workers, tmp_path):
     "data",
     [
         pytest.param(lambda: {"train_dataloaders": DataLoader(Numbers(), batch_size=4)}, id="plain"),
-        pytest.param(lambda: {"datamodule": Data(cls=StatefulDataLoader)}, id="stateful"),
+        pytest.param(lambda: {"datamodule": Data(Streamed(), shuffle=None)}, id="stream"),
     ],
 )
 def test_where_nothing_can_begin_early_it_is_said_once(data):

@@ -10,7 +10,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
 from lightning_turbo.data.prefetcher import PATIENCE
-from lightning_turbo.data.worker_guard import guard_workers
 from tests.collecting import collect_in_its_thread
 from tests.leftovers import nothing_is_left
 
@@ -125,33 +124,3 @@ def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
     assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 40, 2)]
     loader.close()
     nothing_is_left()
-
-
-@pytest.mark.parametrize("dies", [True, False])
-@pytest.mark.parametrize("error", [ConnectionResetError("by peer"), EOFError(), FileNotFoundError("its socket")])
-def test_a_worker_that_dies_is_named_and_not_only_its_closed_files(dies, error):
-    """As ``_MultiProcessingDataLoaderIter`` meets it between the closing of a killed process's files and its death."""
-
-    class Worker:
-        pid, looks = 77, 0
-
-        def is_alive(self):
-            self.looks += 1
-            return not dies or self.looks < 5
-
-    class Iterator:
-        _workers, _persistent_workers, _shutdown, _tasks_outstanding = (Worker(),), True, False, 1
-
-        def _try_get_data(self, timeout):
-            raise error
-
-        def _next_data(self):
-            return self._try_get_data()
-
-    source = Iterator()
-    guard_workers(source, lambda: False)
-    with pytest.raises(RuntimeError if dies else type(error)) as caught:
-        source._next_data()
-    if dies:
-        assert "DataLoader worker (pid(s) 77) exited unexpectedly" in str(caught.value)
-        assert caught.value.__cause__ is error

@@ -300,17 +300,11 @@ def test_a_worker_init_fn_finds_the_dataset_itself():
     assert [batch.tolist() for batch in loader] == [[5, 5], [5, 5]]
 
 
-def stateful(**more):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    return PrefetchLoader.of(torchdata.StatefulDataLoader(Numbers(), 4), **more)
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda **more: PrefetchLoader(Stream(), 4, **more), r"an IterableDataset \(Stream\)"),
         (lambda **more: PrefetchLoader.of(Custom("x", batch_size=2), **more), "PrefetchCustom does not load by torch"),
-        (lambda **more: stateful(**more), "does not load by torch's own iterator"),
     ],
 )
 def test_threads_that_cannot_be_used_are_told_of_once(make, why):
@@ -321,15 +315,6 @@ def test_threads_that_cannot_be_used_are_told_of_once(make, why):
         warnings.simplefilter("error", NoEffectWarning)
         assert [flat(batch) for batch in loader] == first == [flat(batch) for batch in make()]
     loader.close()
-
-
-def test_the_old_name_of_threads_works_and_is_told():
-    for make in (
-        lambda: PrefetchLoader(range(3), prefetch_threads=2),
-        lambda: PrefetchLoader.of(DataLoader(range(3)), prefetch_threads=2),
-    ):
-        with pytest.warns(DeprecationWarning, match="prefetch_threads is called threads now"):
-            assert make().threads == 2
 
 
 def test_it_is_a_dataloader_with_its_constructor():

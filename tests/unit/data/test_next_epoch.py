@@ -256,7 +256,7 @@ def test_nothing_is_left_of_an_epoch_that_nobody_came_for(workers, end):
 
 def test_who_cannot_begin_early_says_so():
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    stateful = PrefetchLoader.of(torchdata.StatefulDataLoader(range(20), batch_size=3))
+    stateful = PrefetchLoader.of(torchdata.StatefulDataLoader(Stream(), batch_size=3))
     for loader in (stateful, PrefetchLoader(Stream(), batch_size=3)):
         first = [batch.tolist() for batch in loader]
         assert loader.start_next_epoch() is False
