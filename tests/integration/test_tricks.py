@@ -130,7 +130,7 @@ def test_a_skipped_step_does_not_advance_the_cycle():
     assert model.rates == pytest.approx([cycle[step] for step in steps])
 
 
-@pytest.mark.filterwarnings("ignore:.*The parameter.*", "error:This run makes")
+@pytest.mark.filterwarnings("ignore:.*The parameter.*")
 def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder():
     model = Net(by_epochs)
     finder = BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=2, margin=0.0)
@@ -426,7 +426,7 @@ def test_together_they_go_on_as_if_never_stopped(level, stop):
             MemoryFormat("channels_last"),
             EffectiveBatchSize(12, "sqrt", 3),
             ExactAccumulation(weight=batch_length),
-            GradToNone("all"),
+            GradToNone(),
         ]
         fit(model := Everything(), [*own, *callbacks], ckpt_path, plugins=[ApexAMP(level)])
         return model
