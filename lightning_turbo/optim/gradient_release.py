@@ -60,12 +60,15 @@ class GradientRelease:
         self._handle.remove()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [parameter for parameter in _parameters_of(optimizer) if id(parameter) not in self._leave]
+        parameters = self._find_parameters()
         if self.releases is None:
             self.releases = self._decide(parameters)
         if self.releases:
             for parameter in parameters:
                 parameter.grad = None
+
+    def _find_parameters(self) -> list[Tensor]:
+        return [parameter for parameter in _parameters_of(self.optimizer) if id(parameter) not in self._leave]
 
     def _decide(self, parameters: list[Tensor]) -> bool | None:
         """Return whether the loop let go of the gradients since the last step; ``None`` at the first."""
