@@ -370,10 +370,8 @@ class ApexAMP(Precision):
         if any(waiting):
             gradients = pending_gradients.collect(self._optimizers)
             own = [part if waits else {} for part, waits in zip(gradients, waiting, strict=True)]
-            ranks = gather_for_checkpoint((own, self._engine.facts(self._optimizers)), "accumulated gradients")
-            state["accumulated_gradients"] = [gradients for gradients, _ in ranks]
-            state["noted"] = [facts["noted"] for _, facts in ranks]
-            state["scaled_by"] = ranks[0][1]["scaled_by"]
+            state["accumulated_gradients"] = gather_for_checkpoint(own, "accumulated gradients")
+            state.update(self._engine.window_state(self._optimizers))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -404,10 +402,7 @@ class ApexAMP(Precision):
             for loss in scaled_by
         ]
         pending_gradients.put_back(self._optimizers, gradients, factors, self._model)
-        # An overflow of one rank is one of all when they are next averaged.
-        noted = [any(of_ranks) for of_ranks in zip(*state.get("noted", []), strict=True)]
-        waiting = [bool(own) for own in gradients]
-        self._engine.take_facts(self._optimizers, {"scaled_by": scaled_by, "noted": noted, "waiting": waiting})
+        self._engine.resume_window(self._optimizers, scaled_by, state.get("passes", []))
 
     def _read_foreign_state(self, module: Any) -> None:
         """Take over scaler state that another precision plugin wrote into the checkpoint."""
