@@ -211,13 +211,7 @@ class AmpEngine:
         """
         for optimizer in optimizers:
             self._prepare(optimizer, loss_id)
-        aside: dict[Tensor, Tensor] = {}
-        if not delay_unscale:
-            scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
-            unscaled = [o for o in optimizers if scaled.isdisjoint(params_of(o))]
-            for param in {param for optimizer in unscaled for param in params_of(optimizer)}:
-                if param.grad is not None:
-                    aside[param], param.grad = param.grad.clone() if of_buckets else param.grad, None
+        aside = {} if delay_unscale else self._put_aside(optimizers, of_buckets)
         yield
         self.note_backward(optimizers, loss_id if delay_unscale else None)
         if not delay_unscale:
@@ -239,6 +233,16 @@ class AmpEngine:
                 f"loss_id={loss_id!r}: gradients of loss {own.scaled_by!r} wait with its scale, and cannot be added to "
                 "these. Step first, or use one loss_id until the gradients are unscaled."
             )
+
+    def _put_aside(self, optimizers: Sequence[Optimizer], of_buckets: bool) -> dict[Tensor, Tensor]:
+        """Take away the gradients that are unscaled already, and return them."""
+        scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
+        unscaled = [o for o in optimizers if scaled.isdisjoint(params_of(o))]
+        aside: dict[Tensor, Tensor] = {}
+        for param in (param for optimizer in unscaled for param in params_of(optimizer)):
+            if param.grad is not None:
+                aside[param], param.grad = param.grad.clone() if of_buckets else param.grad, None
+        return aside
 
     @torch.no_grad()
     def _unscale(self, optimizers: Sequence[Optimizer], aside: dict[Tensor, Tensor], loss_id: int) -> None:
