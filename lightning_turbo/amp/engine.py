@@ -128,8 +128,8 @@ class AmpEngine:
         props = self.properties
         if props.cast_model_type is None:
             return
-        for module in (module for root in roots for module in root.modules()):
-            _check_castable(module, props.opt_level)
+        for root in roots:
+            _check_castable(root, props.opt_level)
         forward = HalfForward(
             props.cast_model_type, props.cast_model_outputs or torch.float32, bool(props.keep_batchnorm_fp32)
         )
@@ -427,7 +427,12 @@ def _skips_by_itself(optimizer: Optimizer) -> bool:
     )
 
 
-def _check_castable(module: nn.Module, opt_level: str) -> None:
+def _check_castable(model: nn.Module, opt_level: str) -> None:
+    for module in model.modules():
+        _check_module(module, opt_level)
+
+
+def _check_module(module: nn.Module, opt_level: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise AmpUsageError(
             f"{opt_level} was given a TorchScript module ({module.original_name}): expected modules of Python. "

@@ -355,14 +355,17 @@ class HalfWeights:
         if step_owner is not None:
             modules.append(step_owner)
             tensors += step_owner.parameters(recurse=False)
-        for tensor in tensors:
-            if _is_wide(tensor, self.dtype):
-                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
+        self._cast(tensors)
         for module in modules:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         self._modules = weakref.WeakSet(modules)
         self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
+
+    def _cast(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if _is_wide(tensor, self.dtype):
+                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
 
     def attach(self, optimizer: Optimizer) -> None:
         """Bring what an optimizer has gathered to the dtype of its parameters."""
