@@ -361,6 +361,7 @@ def test_a_loader_with_a_state_of_its_own_gets_it_back_at_the_end_of_an_epoch(st
 SPAWN = Path(__file__).with_name("spawn_worker.py")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_spawned_ranks_give_what_ddp_spawn_gives(tmp_path):
     run_ranks(SPAWN, tmp_path, ranks=1)
