@@ -20,6 +20,7 @@ from lightning_turbo._lightning import (
     check_binding,
     loaded_checkpoint,
     rank_zero_warn,
+    refuse_as_callback,
 )
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.checkpoints import KNOWN_KEYS, find_scaler_state
@@ -101,6 +102,7 @@ class ApexAMP(Precision):
     """
 
     owns_pending_gradients = True  # see pending_gradients
+    state_key = refuse_as_callback("plugins=[...]")
 
     def __init__(
         self,

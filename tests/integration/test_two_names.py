@@ -71,5 +71,5 @@ def test_a_binding_by_hand_or_by_the_environment_ends_a_mismatch():
     code = "import lightning_turbo\n{}\nfrom lightning_turbo import ApexAMP\nprint(ApexAMP.__mro__[1].__module__)"
     call = "lightning_turbo.bind_lightning('pytorch_lightning')"
     for line, environment in ((call, {}), ("", {"LIGHTNING_TURBO_LIGHTNING": "pytorch_lightning"})):
-        status, out, err = run(code.format(line), **environment)
+        _, out, err = run(code.format(line), **environment)
         assert "pytorch_lightning.plugins.precision.precision" in out, err
