@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from lightning_turbo._checks import expect, is_whole
@@ -14,15 +13,10 @@ from lightning_turbo._lightning import (
     Trainer,
     check_binding,
     rank_zero_info,
-    rank_zero_warn,
 )
-from lightning_turbo.errors import TurboWarning
 from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
 
 __all__ = ["EffectiveBatchSize"]
-
-# Attributes in which torch's schedules keep their number of steps.
-SCHEDULE_LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 class EffectiveBatchSize(Callback):
@@ -47,12 +41,9 @@ class EffectiveBatchSize(Callback):
             a multiple of batch size times ranks, or the batch size is unknown.
         MisconfigurationException: In ``setup``, if something else sets ``accumulate_grad_batches`` too.
 
-    Warns:
-        TurboWarning: At the start of training, if the length of a schedule is the number of batches of the run.
-
     Note:
-        ``trainer.estimated_stepping_batches`` takes the accumulation into account, in ``configure_optimizers`` and
-        later. ``LearningRateMonitor`` shows the rates without the factor.
+        Size a schedule by ``trainer.estimated_stepping_batches``, which takes the accumulation into account.
+        ``LearningRateMonitor`` shows the rates without the factor.
 
     Example:
         >>> from lightning_turbo import EffectiveBatchSize
@@ -111,7 +102,6 @@ class EffectiveBatchSize(Callback):
         if self.factor != 1.0:
             settings = self.factor, self.warmup_steps, self._warmup_done
             self._scalings = [LearningRateScaling(optimizer, *settings) for optimizer in trainer.optimizers]
-        _warn_of_long_schedules(trainer)
         rank_zero_info(
             f"EffectiveBatchSize: {size} samples x {_ranks(trainer)} rank(s) x {accumulate} batches = {self.target} "
             f"per step; learning rates x {self.factor:.4g}."
@@ -137,16 +127,7 @@ class EffectiveBatchSize(Callback):
 
         Args:
             state_dict: Result of ``state_dict``.
-
-        Raises:
-            ValueError: If the learning rates in the checkpoint include the factor.
         """
-        if state_dict.get("factor", 1.0) != 1.0:
-            raise ValueError(
-                "EffectiveBatchSize: expected a checkpoint with learning rates without the factor, got learning rates "
-                f"times {state_dict['factor']} from an earlier lightning-turbo. Load its weights only, with "
-                "load_from_checkpoint."
-            )
         self._warmup_done = state_dict["warmup_done"]
 
     def _refuse_other_owners(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -216,19 +197,3 @@ def _ranks(trainer: Trainer) -> int:
     """Return the number of ranks with different data: model parallelism has fewer than all ranks."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return int(sampler["num_replicas"]) if sampler else trainer.world_size
-
-
-def _warn_of_long_schedules(trainer: Trainer) -> None:
-    """Warn of a schedule with one step for each batch of the run, if a step takes several batches."""
-    batches, accumulate = trainer.num_training_batches, trainer.accumulate_grad_batches
-    if accumulate == 1:
-        return
-    epochs = trainer.max_epochs or -1
-    for config in trainer.lr_scheduler_configs:
-        if batches * epochs in [getattr(config.scheduler, name, None) for name in SCHEDULE_LENGTHS]:
-            rank_zero_warn(
-                f"EffectiveBatchSize: expected {type(config.scheduler).__name__} to have "
-                f"{math.ceil(batches / accumulate) * epochs} steps with accumulate_grad_batches={accumulate}, got "
-                f"{batches * epochs}. Use trainer.estimated_stepping_batches in configure_optimizers.",
-                category=TurboWarning,
-            )

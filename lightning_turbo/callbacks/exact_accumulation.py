@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_turbo._checks import expect
 from lightning_turbo._distributed import gather_for_checkpoint
 from lightning_turbo._lightning import (
     Callback,
@@ -66,11 +67,8 @@ class ExactAccumulation(Callback):
 
     def __init__(self, weight: Callable[[Any], Any] | None = None) -> None:
         check_binding("ExactAccumulation")
-        if weight is not None and not callable(weight):
-            raise TypeError(
-                f"ExactAccumulation(weight={weight!r}): expected a function from a batch to its number of samples "
-                "or tokens, or None."
-            )
+        valid = weight is None or callable(weight)
+        expect(valid, "ExactAccumulation(weight)", weight, "a function from a batch to a number, or None", TypeError)
         self.weight = weight
         self._window = AccumulationWindow()
         self._batch_weight: float | Tensor | None = None
@@ -83,15 +81,16 @@ class ExactAccumulation(Callback):
         if stage != "fit":
             return
         self._loaded = None  # of a checkpoint that was only tested
-        reason = None
-        if not pl_module.automatic_optimization:
-            reason = "manual optimization divides its losses itself. Remove the callback"
-        elif trainer.strategy.handles_gradient_accumulation:
-            reason = f"{type(trainer.strategy).__name__} accumulates gradients itself. Remove the callback"
-        elif sum(isinstance(callback, ExactAccumulation) for callback in trainer.callbacks) > 1:
-            reason = "the Trainer has several of them, each of which would correct the gradients. Keep one"
-        if reason is not None:
-            raise MisconfigurationException(f"ExactAccumulation: {reason}.")
+        several = sum(isinstance(callback, ExactAccumulation) for callback in trainer.callbacks) > 1
+        strategy = trainer.strategy
+        reasons = {
+            "manual optimization divides its losses itself. Remove the callback": not pl_module.automatic_optimization,
+            f"{type(strategy).__name__} accumulates too. Remove the callback": strategy.handles_gradient_accumulation,
+            "the Trainer has several of them, each of which would correct the gradients. Keep one": several,
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise MisconfigurationException(f"ExactAccumulation: {reason}.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with an empty window, or with the one that a checkpoint was saved in."""

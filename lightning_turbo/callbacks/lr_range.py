@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lightning_turbo._checks import expect, is_number, is_whole
+from lightning_turbo._checks import expect, is_number
 from lightning_turbo._lightning import LightningDataModule, LightningModule, Trainer, Tuner, check_binding
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 
@@ -45,7 +45,7 @@ def lr_range(
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer.
-        ValueError: If an argument is out of range, or the loss never falls.
+        ValueError: If a bound is out of range, or the curve has fewer than 5 finite losses or never falls.
 
     Note:
         The finder writes a temporary checkpoint into the Trainer's ``default_root_dir``.
@@ -54,9 +54,9 @@ def lr_range(
     """
     check_binding("lr_range")
     expect(isinstance(trainer, Trainer), "lr_range(trainer)", trainer, "a Trainer", TypeError)
-    expect(is_whole(num_training, 5), "lr_range(num_training)", num_training, "a whole number of at least 5")
+    valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
+    expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
     expect(mode in ("exponential", "linear"), "lr_range(mode)", mode, "'exponential' or 'linear'")
-    _check_numbers(min_lr, max_lr, early_stop_threshold)
     before = trainer.global_step
     finder = Tuner(trainer).lr_find(
         model,
@@ -73,14 +73,6 @@ def lr_range(
         raise ValueError("lr_range(trainer): expected a Trainer without fast_dev_run, which skips Lightning's finder.")
     losses = _correct_bias(finder.results["loss"], before)
     return propose_lr_range(finder.results["lr"][: len(losses)], losses)
-
-
-def _check_numbers(min_lr: float, max_lr: float, early_stop_threshold: float | None) -> None:
-    valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
-    expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
-    threshold = 1.0 if early_stop_threshold is None else early_stop_threshold
-    valid = is_number(threshold) and threshold > 0
-    expect(valid, "lr_range(early_stop_threshold)", early_stop_threshold, "a number above 0, or None")
 
 
 def _correct_bias(losses: list[float], steps_before: int, beta: float = 0.98) -> list[float]:

@@ -260,46 +260,35 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     path = _common_parent(layer_name, norm_name)
     parent = module.get_submodule(path.rstrip("."))
     paths = layer_name.removeprefix(path), norm_name.removeprefix(path)
-    parent.register_load_state_dict_pre_hook(_MoveBias(*paths))
-    parent.register_state_dict_post_hook(_WriteZeros(*paths))
+    parent.register_load_state_dict_pre_hook(partial(_move_bias, *paths))
+    parent.register_state_dict_post_hook(partial(_write_zeros, *paths))
     return bias.numel()
 
 
-@dataclass
-class _Dropped:
-    """A convolution without its bias and its norm, by their paths in the module with the hook."""
-
-    layer: str
-    norm: str
-
-    def still_dropped(self, module: nn.Module) -> bool:
-        """Return whether both exist and the bias does not: a program may replace either, or fuse the two."""
-        names = dict(module.named_modules())
-        layer = names.get(self.layer)
-        return isinstance(layer, LAYERS) and layer.bias is None and isinstance(names.get(self.norm), NORMS)
+def _is_still_dropped(module: nn.Module, layer: str, norm: str) -> bool:
+    """Return whether both exist and the bias does not: a program may replace either, or fuse the two."""
+    names = dict(module.named_modules())
+    part = names.get(layer)
+    return isinstance(part, LAYERS) and part.bias is None and isinstance(names.get(norm), NORMS)
 
 
-class _MoveBias(_Dropped):
+def _move_bias(layer: str, norm: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Subtract the bias in a state from the running mean in it, before the state is loaded."""
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if not self.still_dropped(module):
-            return
-        bias = state_dict.pop(f"{prefix}{self.layer}.bias", None)
-        mean = state_dict.get(f"{prefix}{self.norm}.running_mean")
-        if bias is not None and mean is not None:
-            shifted = mean.float() - bias.to(mean.device, torch.float32)
-            state_dict[f"{prefix}{self.norm}.running_mean"] = shifted.to(mean.dtype)
+    if not _is_still_dropped(module, layer, norm):
+        return
+    bias = state.pop(f"{prefix}{layer}.bias", None)
+    mean = state.get(f"{prefix}{norm}.running_mean")
+    if bias is not None and mean is not None:
+        shifted = mean.float() - bias.to(mean.device, torch.float32)
+        state[f"{prefix}{norm}.running_mean"] = shifted.to(mean.dtype)
 
 
-class _WriteZeros(_Dropped):
+def _write_zeros(layer: str, norm: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Write zeros for the bias into a state, so that the network with the bias can load it."""
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        weight = state_dict.get(f"{prefix}{self.layer}.weight")
-        if weight is not None and self.still_dropped(module):
-            channels: Any = module.get_submodule(self.layer).out_channels
-            state_dict.setdefault(f"{prefix}{self.layer}.bias", weight.new_zeros(channels))
+    weight = state.get(f"{prefix}{layer}.weight")
+    if weight is not None and _is_still_dropped(module, layer, norm):
+        channels: Any = module.get_submodule(layer).out_channels
+        state.setdefault(f"{prefix}{layer}.bias", weight.new_zeros(channels))
 
 
 def _warn_of_no_effect(module: nn.Module, kept: dict[str, str], opaque: list[str]) -> None:

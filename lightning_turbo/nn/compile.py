@@ -20,17 +20,13 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class CompileReport(NamedTuple):
-    """What torch compiled.
-
-    Attributes:
-        graphs: Number of graphs.
-        recompilations: Function and reason of each recompilation -> how many times.
-        breaks: Line and reason of each graph break -> how many times.
-    """
+    """What torch compiled."""
 
     graphs: int
     recompilations: dict[str, int]
+    """Function and reason of each recompilation -> how many times."""
     breaks: dict[str, int]
+    """Line and reason of each graph break -> how many times."""
 
     def __str__(self) -> str:
         parts = [f"{self.graphs} graphs"]
@@ -40,12 +36,7 @@ class CompileReport(NamedTuple):
 
 
 def check_compile(how: Any) -> None:
-    """Refuse a value that ``compiled_in_place`` does not accept.
-
-    Raises:
-        TypeError: If it is neither ``None``, a string nor a dict.
-        ValueError: If it is another string, or a dict with another ``"what"``.
-    """
+    """Refuse a value other than ``None`` that ``compiled_in_place`` does not accept."""
     if how is None:
         return
     options = "None, 'network', 'blocks' or a dict of arguments for torch.compile"
@@ -142,9 +133,12 @@ def _networks(module: nn.Module) -> list[nn.Module]:
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules, no containers, that have children and whose class occurs more than once."""
-    blocks = [each for each in module.modules() if not isinstance(each, _CONTAINERS) and any(each.children())]
-    often = {kind for kind, count in Counter(map(type, blocks)).items() if count > 1}
-    return list(dict.fromkeys(_outermost(module, often)))
+    counts = Counter(map(type, filter(_is_block, module.modules())))
+    return list(dict.fromkeys(_outermost(module, {kind for kind, count in counts.items() if count > 1})))
+
+
+def _is_block(module: nn.Module) -> bool:
+    return not isinstance(module, _CONTAINERS) and any(module.children())
 
 
 def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
@@ -156,10 +150,7 @@ def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
 
 
 def compile_counts() -> CompileReport:
-    """Return what torch has compiled in this process so far.
-
-    torch keeps the reasons of about the last thousand recompilations.
-    """
+    """Return what torch has compiled in this process so far; it keeps about the last thousand reasons."""
     from torch._dynamo import utils  # it takes a second to import
 
     again = Counter(_describe(each) for each in utils.get_compilation_metrics() if _is_recompilation(each))

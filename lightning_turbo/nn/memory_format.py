@@ -20,6 +20,7 @@ __all__ = ["FORMATS", "FormatTimes", "MemoryFormatName", "measure_memory_format"
 
 MemoryFormatName = Literal["contiguous", "channels_last"]
 FORMATS: tuple[MemoryFormatName, ...] = ("contiguous", "channels_last")
+STEPS = 2  # of each turn in a measurement
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of the weight
 
 
@@ -78,28 +79,24 @@ def measure_memory_format(
     module: nn.Module,
     inputs: Sequence[Any] | dict[str, Any],
     *,
-    step: Callable[[nn.Module, Any], Tensor] | None = None,
     device: torch.device | str | int | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     rounds: int = 3,
-    steps: int = 2,
     margin: float = 0.02,
 ) -> FormatTimes:
     """Measure forward and backward of a network in both memory formats, and return the faster format.
 
     The usual advice, channels last for convolutions, fails in 3D and on some devices. The measurement takes a few steps
-    on a deep copy: weights, gradients and buffers of the module, and the global RNG, do not change.
+    on a deep copy: weights, gradients and buffers of the module, and the global RNG, do not change. The loss of a step
+    is the sum of the floating-point tensors that the network returns.
 
     Args:
         module: The network.
         inputs: Positional inputs as a list, or named inputs as a dictionary, of the size used in training and on the
             device of the measurement.
-        step: Function ``(network, inputs) -> tensor`` that runs the forward pass. Default: call the network and sum
-            the floating-point tensors that it returns.
         device: Device of the measurement, for example ``"cpu"``. Default: the device of the network.
         context: Function that returns the context of a forward pass, for example one of ``torch.autocast``.
         rounds: Number of turns of each format, at least 1. The result is the median.
-        steps: Steps of each turn, at least 1.
         margin: Share of the time that channels last has to save to be chosen, at least 0 and below 1.
 
     Returns:
@@ -118,21 +115,22 @@ def measure_memory_format(
         >>> found.best in found.seconds
         True
     """
-    check_functions(step=step, context=context)
+    check_functions(context=context)
     _check_network(module)
-    valid = step is not None or isinstance(inputs, (tuple, list, dict))
+    valid = isinstance(inputs, (tuple, list, dict))
     expect(valid, "inputs", type(inputs), "a tuple of positional inputs or a dictionary of named ones", TypeError)
-    _check_numbers(rounds, steps, margin)
-    device, step = _find_device(module, device), step or _sum_outputs
+    expect(is_whole(rounds, 1), "rounds", rounds, "a whole number of at least 1")
+    expect(is_number(margin) and 0 <= margin < 1, "margin", margin, "a number of at least 0 and below 1")
+    device = _find_device(module, device)
     with same_random_numbers([device] if device.type == "cuda" else []), torch.enable_grad():
         network = copy.deepcopy(module).to(device)
-        seconds = _time_formats(network, lambda: _run(network, inputs, step, context), device, rounds, steps)
+        seconds = _time_formats(network, lambda: _run(network, inputs, context), device, rounds)
     wins = seconds["channels_last"] < (1 - margin) * seconds["contiguous"]
     return FormatTimes("channels_last" if wins else "contiguous", seconds)
 
 
 def _time_formats(
-    network: nn.Module, run: Callable[[], None], device: torch.device, rounds: int, steps: int
+    network: nn.Module, run: Callable[[], None], device: torch.device, rounds: int
 ) -> dict[MemoryFormatName, float]:
     """Return the median seconds of a step in each format. They take turns, so that a busy machine slows both."""
     turns: dict[MemoryFormatName, list[float]] = {name: [] for name in FORMATS}
@@ -140,17 +138,17 @@ def _time_formats(
         for name, seconds in turns.items():
             set_memory_format(network, name)
             run()
-            seconds.append(_time(run, device, steps) / steps)
+            seconds.append(_time(run, device))
     return {name: statistics.median(seconds[1:]) for name, seconds in turns.items()}
 
 
-def _time(run: Callable[[], None], device: torch.device, steps: int) -> float:
+def _time(run: Callable[[], None], device: torch.device) -> float:
     _wait(device)
     start = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(STEPS):
         run()
     _wait(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / STEPS
 
 
 def _find_device(module: nn.Module, device: Any) -> torch.device:
@@ -158,13 +156,6 @@ def _find_device(module: nn.Module, device: Any) -> torch.device:
         return torch.device(next(module.parameters()).device if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {device!r}.") from error
-
-
-def _check_numbers(rounds: int, steps: int, margin: float) -> None:
-    for name, value in (("rounds", rounds), ("steps", steps)):
-        expect(is_whole(value, 1), name, value, "a whole number of at least 1")
-    valid = is_number(margin) and 0 <= margin < 1
-    expect(valid, "margin", margin, "a number of at least 0 and below 1, for example 0.02")
 
 
 def _check_module(module: Any) -> None:
@@ -176,20 +167,15 @@ def _check_network(module: Any) -> None:
     expect(has_format(module), "module", type(module).__name__, "a network with 2D or 3D layers")
 
 
-def _run(network: nn.Module, inputs: Any, step: Callable[..., Tensor], context: Callable[..., Any]) -> None:
+def _run(network: nn.Module, inputs: Any, context: Callable[..., Any]) -> None:
     with context():
-        loss = step(network, inputs)
+        output = network(**inputs) if isinstance(inputs, dict) else network(*inputs)
+        loss = torch.zeros(())
+        for tensor in filter(Tensor.is_floating_point, tensors_in(output)):
+            loss = loss.to(tensor.device) + tensor.float().sum()
     if loss.requires_grad:
-        loss.sum().backward()
+        loss.backward()
     network.zero_grad(set_to_none=True)
-
-
-def _sum_outputs(network: nn.Module, inputs: Any) -> Tensor:
-    output = network(**inputs) if isinstance(inputs, dict) else network(*inputs)
-    total = torch.zeros(())
-    for tensor in filter(Tensor.is_floating_point, tensors_in(output)):
-        total = total.to(tensor.device) + tensor.float().sum()
-    return total
 
 
 def _wait(device: torch.device) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
+from lightning_turbo.optim.accumulation import AccumulationWindow, scale_gradients
 from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
-from lightning_turbo.optim.gradient_release import GradientRelease, ReleaseState, release_after_steps, release_gradients
+from lightning_turbo.optim.gradient_release import GradientRelease, release_after_steps
 from lightning_turbo.optim.layerwise import lamb, lars, split_parameters
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
@@ -17,8 +17,6 @@ __all__ = [
     "GradientRelease",
     "LRRange",
     "LearningRateScaling",
-    "ReleaseState",
-    "checked_weight",
     "cyclic_lr",
     "lamb",
     "lars",
@@ -26,7 +24,6 @@ __all__ = [
     "preview",
     "propose_lr_range",
     "release_after_steps",
-    "release_gradients",
     "scale_gradients",
     "split_parameters",
 ]

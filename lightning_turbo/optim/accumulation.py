@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_turbo._checks import expect, is_number, is_whole
 
@@ -42,36 +42,23 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
         >>> weight.grad.tolist()
         [0.5, 0.5]
     """
-    if not isinstance(factor, Tensor) and not is_number(factor):
-        raise ValueError(f"factor={factor!r}: expected a finite number or a tensor. Pass what window.factor returns.")
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups[_kind(parameter.grad)].append(parameter.grad)
-    for alike in groups.values():
-        _scale_alike(alike, factor)
+    valid = isinstance(factor, Tensor) or is_number(factor)
+    expect(valid, "factor", factor, "a finite number or a tensor, such as what window.factor returns")
+    gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        groups: Any = _group_tensors_by_device_and_dtype([gradients])
+        for (device, dtype), ((alike,), _) in groups.items():
+            _scale_alike(alike, factor, device, dtype)
 
 
-def _kind(gradient: Tensor) -> tuple[torch.device, torch.dtype, bool]:
-    """Return the device, the dtype, and whether one kernel may serve many."""
-    return gradient.device, gradient.dtype, gradient.layout is torch.strided and gradient.ndim > 0
-
-
-def _scale_alike(gradients: list[Tensor], factor: Any) -> None:
-    """Multiply gradients of one kind."""
-    device, dtype, together = _kind(gradients[0])
-    if not together:
+def _scale_alike(gradients: list[Tensor], factor: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Multiply gradients of one device and dtype."""
+    if dtype in (torch.float16, torch.bfloat16):  # torch would round the factor to them too
+        wide = torch.as_tensor(factor, dtype=torch.float32, device=device)
         for gradient in gradients:
-            gradient.mul_(factor)
-        return
-    if dtype not in (torch.float16, torch.bfloat16):
-        # On CUDA one kernel serves many gradients, if they and the factor have one dtype.
-        own = factor.to(device, dtype) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(gradients, own)
-        return
-    wide = torch.as_tensor(factor, dtype=torch.float32, device=device)
-    for gradient in gradients:
-        torch.mul(gradient, wide.expand_as(gradient), out=gradient)
+            torch.mul(gradient, wide.expand_as(gradient), out=gradient)
+    else:  # on CUDA one kernel serves many gradients, if they and the factor have one dtype
+        torch._foreach_mul_(gradients, factor.to(device, dtype) if isinstance(factor, Tensor) else factor)
 
 
 class AccumulationWindow:
@@ -100,8 +87,7 @@ class AccumulationWindow:
     """
 
     def __init__(self, unit: float = 1.0) -> None:
-        if not is_number(unit) or unit <= 0:
-            raise ValueError(f"unit={unit!r}: expected a finite number above 0. Pass the size of an ordinary weight.")
+        expect(is_number(unit) and unit > 0, "unit", unit, "a finite number above 0, the size of an ordinary weight")
         self.unit = float(unit)
         self.reset()
 
@@ -122,16 +108,12 @@ class AccumulationWindow:
             TypeError: If ``loss`` is no tensor or ``weight`` no number.
             ValueError: If ``weight`` is negative or not finite, or a tensor of several elements.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss={loss!r}: expected a tensor. Pass the loss that backward is called on.")
+        expect(isinstance(loss, Tensor), "loss", loss, "the tensor that backward is called on", TypeError)
         self.count += 1
-        if weight is None:
-            return
-        weight = checked_weight(weight)
-        self.total = weight if self.total is None else self.total + weight
-        share = weight / self.unit
-        if loss.requires_grad and (isinstance(share, Tensor) or share != 1.0):
-            loss.register_hook(lambda gradient: (gradient * share).to(gradient.dtype))
+        if weight is not None:
+            weight = checked_weight(weight)
+            self.total = weight if self.total is None else self.total + weight
+            _scale_backward(loss, weight / self.unit)
 
     def factor(self, divisor: int, total: float | Tensor | None = None, ranks: int = 1) -> float | Tensor:
         """Return what the window's gradients have to be multiplied by.
@@ -163,33 +145,20 @@ def _check_counts(**counts: int) -> None:
         expect(is_whole(value, 1), name, value, "a whole number of at least 1")
 
 
+def _scale_backward(loss: Tensor, share: float | Tensor) -> None:
+    """Multiply the gradient of a loss on its way back, unless by 1."""
+    if loss.requires_grad and (isinstance(share, Tensor) or share != 1.0):
+        loss.register_hook(lambda gradient: (gradient * share).to(gradient.dtype))
+
+
 def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
-    """Return a weight as a Python number or as a tensor without dimensions, and refuse anything else.
-
-    Args:
-        weight: A number, or a tensor of one element, whose value is not looked at.
-        name: What messages call it.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If it is negative or not finite, or a tensor of several elements.
-    """
+    """Return a weight as a Python number or as a tensor without dimensions, whose value is not looked at."""
     if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ValueError(
-                f"{name} is a tensor of shape {tuple(weight.shape)}: expected one number for a batch. "
-                "Sum over the samples, for example mask.sum()."
-            )
-        wide = torch.float32 if weight.device.type == "mps" else torch.float64
-        return weight.detach().reshape(()).to(wide)
-    if not isinstance(weight, numbers.Real):
-        raise TypeError(
-            f"{name}={weight!r}: expected a number or a tensor of one element. Pass a number of samples or tokens."
-        )
-    if not math.isfinite(weight) or weight < 0:
-        raise ValueError(
-            f"{name}={weight!r}: expected a finite number that is not negative. Pass a number of samples or tokens."
-        )
+        shape = tuple(weight.shape)
+        expect(weight.numel() == 1, f"shape of {name}", shape, "one number for a batch, for example mask.sum()")
+        return weight.detach().reshape(()).to(torch.float32 if weight.device.type == "mps" else torch.float64)
+    expect(isinstance(weight, numbers.Real), name, weight, "a number or a tensor of one element", TypeError)
+    expect(math.isfinite(weight) and weight >= 0, name, weight, "a finite number that is not negative")
     return float(weight)
 
 
@@ -197,10 +166,6 @@ def mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
     """Have a DistributedDataParallel average gradients that it did not see come, as those from a checkpoint.
 
     With ``find_unused_parameters`` it leaves out parameters that no backward pass has used since it averaged last.
-
-    Args:
-        model: A module; nothing is done if it averages all gradients, or none.
-        parameters: Parameters; those without a gradient are passed over.
     """
     if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
         used = [p for p in parameters if p.requires_grad and _has_dense_gradient(p)]

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._skipped_steps import skip_flag, was_skipped
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
-__all__ = ["CyclicSchedule", "RunLength", "cyclic_lr"]
+__all__ = ["CyclicSchedule", "EpochLength", "cyclic_lr"]
 
 Mode = Literal["triangular", "triangular2", "exp_range"]
 # Attributes in a checkpoint; the others are built again from the arguments.
 SAVED = ("last_epoch", "base_lrs", "max_lrs", "total_size", "step_ratio", "_step_count", "_last_lr", "_begun")
 
 
-class RunLength(Protocol):
-    """Length of a run, as a Lightning Trainer gives it."""
+@runtime_checkable
+class EpochLength(Protocol):
+    """Length of an epoch, as a Lightning Trainer gives it."""
 
     num_training_batches: int | float
     accumulate_grad_batches: int
-    max_epochs: int | None
-    max_steps: int
 
 
 class CyclicSchedule(LRScheduler):
@@ -49,17 +46,12 @@ class CyclicSchedule(LRScheduler):
         lengths: tuple[float, float],  # of the rise and the fall
         unit: int | None,  # optimizer steps in a length of 1; None: ask the trainer at the first step
         scale: Callable[[int, int], float],  # (cycle, step) -> scale of the height
-        scale_name: str | None,
         momentum: tuple[float, float] | None,
-        trainer: RunLength | None,
-        one_for_all: bool,  # whether groups added later take the same bounds
+        trainer: EpochLength | None,
     ) -> None:
         self.max_lrs = max_lrs
         self._lengths, self._unit, self._trainer = lengths, unit, trainer
-        self._max_steps = (
-            -1 if trainer is None else trainer.max_steps
-        )  # Lightning's finders replace it during their trials
-        self._scale, self._scale_name, self._momentum, self._one_for_all = scale, scale_name, momentum, one_for_all
+        self._scale, self._momentum = scale, momentum
         self._begun = False
         self._stepped, self._flag = False, None
         self._set_size(unit or 1)
@@ -87,7 +79,8 @@ class CyclicSchedule(LRScheduler):
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each parameter group and set their momentum; ``step`` calls it."""
         self._stepped = False
-        self._extend_bounds()
+        added = len(self.optimizer.param_groups) - len(self.base_lrs)
+        self.base_lrs, self.max_lrs = (list(x) + list(x[-1:]) * added for x in (self.base_lrs, self.max_lrs))
         share, scale = self._share_and_scale()
         if self._momentum is not None:
             low, high = self._momentum
@@ -99,24 +92,7 @@ class CyclicSchedule(LRScheduler):
         """Return the position, the bounds and the size of the cycle as plain data."""
         # A checkpoint may be written between the optimizer's step and the schedule's.
         stepped = self._stepped and not was_skipped(self._flag)
-        return {**{name: vars(self)[name] for name in SAVED}, "_stepped": stepped, "scale_fn": self._scale_name}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state. The dictionary is not changed.
-
-        Args:
-            state_dict: Result of ``state_dict``.
-
-        Raises:
-            ValueError: If the saved schedule used a ``scale_fn`` of another name.
-        """
-        if state_dict["scale_fn"] != self._scale_name:
-            raise ValueError(
-                f"scale_fn: expected {state_dict['scale_fn']}, which the saved schedule used, got {self._scale_name}. "
-                "Checkpoints do not hold the function: build the schedule with the same scale_fn before loading."
-            )
-        super().load_state_dict({name: state_dict[name] for name in (*SAVED, "_stepped")})
-        self._flag = None
+        return {**{name: vars(self)[name] for name in SAVED}, "_stepped": stepped, "_flag": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": None if self._begun else self._trainer}
@@ -134,18 +110,6 @@ class CyclicSchedule(LRScheduler):
         share = position / self.step_ratio if rising else (position - 1) / (self.step_ratio - 1)
         return share, self._scale(cycle, self.last_epoch)
 
-    def _extend_bounds(self) -> None:
-        """Give bounds to the parameter groups that were added after the last step."""
-        groups, known = len(self.optimizer.param_groups), len(self.base_lrs)
-        if groups > known and not self._one_for_all:
-            raise ValueError(
-                f"The optimizer has {groups} parameter groups, but base_lr and max_lr were given for {known}. Pass one "
-                "number for all groups to cyclic_lr, or add the groups before it is called."
-            )
-        both: list[list[Any]] = [self.base_lrs, self.max_lrs]
-        for bounds in both:
-            bounds.extend(bounds[-1:] * (groups - known))
-
     def _register_hooks(self) -> None:
         """Observe the steps of the optimizer and of the one that it wraps: SAM's second_step calls only the latter."""
         group = self.optimizer.param_groups[0]
@@ -158,28 +122,13 @@ class CyclicSchedule(LRScheduler):
 
     def _begin(self) -> None:
         """Set the size of the cycle at the first step, when the Trainer knows the length of an epoch."""
-        if self._begun:  # also true for a loaded schedule, which keeps the saved size
-            return
-        self._set_size(self._unit or _epoch_length(self._trainer))
-        self._begun = True
-        if self._trainer is not None:
-            self._warn_if_short(self._trainer)
+        if not self._begun:  # also true for a loaded schedule, which keeps the saved size
+            self._set_size(self._unit or _count_steps(self._trainer))
+            self._begun = True
 
     def _set_size(self, unit: float) -> None:
         up, down = (max(1, round(unit * length)) for length in self._lengths)
         self.total_size, self.step_ratio = float(up + down), up / (up + down)
-
-    def _warn_if_short(self, trainer: RunLength) -> None:
-        steps = _run_steps(trainer, self._max_steps)
-        up = self.total_size * self.step_ratio
-        silent = not getattr(trainer, "is_global_zero", True) or getattr(trainer, "fast_dev_run", False)
-        if steps < up and not silent:
-            warnings.warn(
-                f"This run makes {steps:.0f} steps, but the learning rate rises for {up:.0f}: it never reaches max_lr. "
-                "Lower steps_up or epochs_up, or train longer.",
-                TurboWarning,
-                stacklevel=4,
-            )
 
 
 def _set_initial_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
@@ -201,13 +150,12 @@ def cyclic_lr(
     epochs_up: float | None = None,
     epochs_down: float | None = None,
     steps_per_epoch: int | None = None,
-    trainer: RunLength | None = None,
+    trainer: EpochLength | None = None,
     mode: Mode = "triangular",
     gamma: float = 1.0,
     scale_fn: Callable[[float], float] | None = None,
     scale_mode: Literal["cycle", "iterations"] = "cycle",
     momentum: tuple[float, float] | None = None,
-    name: str | None = None,
 ) -> dict[str, Any]:
     """Build a Lightning scheduler configuration that cycles the learning rate between two bounds, step by step.
 
@@ -223,8 +171,8 @@ def cyclic_lr(
         epochs_up: Epochs of the rise, above 0; may be a fraction. Smith advises 2 to 10.
         epochs_down: Epochs of the fall. Default: ``epochs_up``.
         steps_per_epoch: Optimizer steps of an epoch, for a cycle in epochs without a Trainer.
-        trainer: The Trainer (``self.trainer``). A cycle in epochs is sized from it at the first step, when its
-            loader is ready. A run that ends before the rise gives a warning.
+        trainer: The Trainer (``self.trainer``), for a cycle in epochs. The cycle is sized at the first step, when the
+            loader is ready.
         mode: ``"triangular"``: constant height; ``"triangular2"``: half the height after each cycle;
             ``"exp_range"``: the height times ``gamma`` after each step.
         gamma: Decay of ``"exp_range"``, above 0 and at most 1.
@@ -233,24 +181,19 @@ def cyclic_lr(
             the step, from 0).
         momentum: ``(lowest, highest)`` momentum. Momentum falls while the learning rate rises. ``None`` does not
             change it. Groups without momentum, and the betas of Adam, never change.
-        name: Name of the schedule in the logs.
 
     Returns:
         The dictionary for the key ``"lr_scheduler"`` in the result of ``configure_optimizers``.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a number is out of range or the length of the cycle is missing or given twice; at the first
-            step, if the Trainer does not know the length of an epoch.
-
-    Warns:
-        NoEffectWarning: If ``momentum`` is given and no parameter group has momentum.
-        TurboWarning: At the first step, if the run ends before the rise does.
+        ValueError: If a number is out of range, the length of the cycle is missing or given twice, or ``momentum`` is
+            given and no parameter group has momentum; at the first step, if the Trainer does not know the length of an
+            epoch.
 
     Note:
-        Parameter groups that are added later take the same bounds. If ``base_lr`` or ``max_lr`` has one number for
-        each group, an added group raises a ``ValueError``. Checkpoints hold the name of ``scale_fn``, not the
-        function; loading into a schedule with another ``scale_fn`` raises a ``ValueError``.
+        A parameter group that is added later takes the bounds of the last one. Checkpoints do not hold ``scale_fn``:
+        build the schedule with the same function.
 
     Example:
         >>> import torch
@@ -267,9 +210,8 @@ def cyclic_lr(
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
     """
     expect(isinstance(optimizer, Optimizer), "optimizer", optimizer, "a torch.optim.Optimizer", TypeError)
-    known = trainer is None or all(hasattr(trainer, each) for each in RunLength.__annotations__)
+    known = trainer is None or isinstance(trainer, EpochLength)
     expect(known, "trainer", trainer, "a Trainer (self.trainer) or None", TypeError)
-    expect(name is None or isinstance(name, str), "name", name, "a string for the logs or None", TypeError)
     check_functions(scale_fn=scale_fn)
     groups = len(optimizer.param_groups)
     low, high = _rates("base_lr", base_lr, groups), _rates("max_lr", max_lr, groups)
@@ -278,16 +220,13 @@ def cyclic_lr(
         optimizer,
         low,
         high,
-        lengths=_lengths(steps_up, steps_down, epochs_up, epochs_down),
+        lengths=_lengths((steps_up, steps_down), (epochs_up, epochs_down)),
         unit=_unit(steps_up, steps_per_epoch, trainer),
         scale=_scale(mode, gamma, scale_fn, scale_mode),
-        scale_name=_name_of(scale_fn),
         momentum=_momentum(optimizer, momentum),
         trainer=trainer,
-        one_for_all=isinstance(base_lr, numbers.Real) and isinstance(max_lr, numbers.Real),
     )
-    config = {"scheduler": schedule, "interval": "step", "frequency": 1}
-    return config if name is None else {**config, "name": name}
+    return {"scheduler": schedule, "interval": "step", "frequency": 1}
 
 
 def _rates(name: str, value: Any, groups: int) -> list[float]:
@@ -299,27 +238,19 @@ def _rates(name: str, value: Any, groups: int) -> list[float]:
     return [float(v) for v in values]
 
 
-def _lengths(steps_up: Any, steps_down: Any, epochs_up: Any, epochs_down: Any) -> tuple[float, float]:
-    """Check the size of the cycle and return the lengths of the rise and the fall."""
-    passed = (steps_up, epochs_up)
-    expect((steps_up is None) != (epochs_up is None), "steps_up and epochs_up", passed, "exactly one of the two")
-    if steps_up is not None:
-        unit, up, down, other, valid, expected = "steps", steps_up, steps_down, epochs_down, _is_step_count, "whole "
-    else:
-        unit, up, down, other, valid, expected = "epochs", epochs_up, epochs_down, steps_down, _is_above_zero, ""
-    expect(other is None, "length of the fall", other, f"{unit}_down, in the unit of the rise")
+def _lengths(steps: tuple[Any, Any], epochs: tuple[Any, Any]) -> tuple[float, float]:
+    """Check the lengths of the rise and the fall, in steps or in epochs, and return them."""
+    passed = steps[0], epochs[0]
+    expect(passed.count(None) == 1, "steps_up and epochs_up", passed, "exactly one of the two")
+    in_steps = epochs[0] is None
+    (up, down), other = (steps, epochs[1]) if in_steps else (epochs, steps[1])
+    expect(other is None, "length of the fall", other, "the unit of the rise")
     down = up if down is None else down
-    for name, value in ((f"{unit}_up", up), (f"{unit}_down", down)):
-        expect(valid(value), name, value, f"a {expected}number above 0")
+    for name, value in (("up", up), ("down", down)):
+        name = f"{'steps' if in_steps else 'epochs'}_{name}"
+        expect(is_number(value) and value > 0, name, value, "a number above 0")
+        expect(is_whole(value, 1) or not in_steps, name, value, "a whole number")
     return float(up), float(down)
-
-
-def _is_step_count(value: Any) -> bool:
-    return is_whole(value, 1)
-
-
-def _is_above_zero(value: Any) -> bool:
-    return is_number(value) and value > 0
 
 
 def _unit(steps_up: Any, steps_per_epoch: Any, trainer: Any) -> int | None:
@@ -337,76 +268,37 @@ def _scale(mode: Any, gamma: Any, scale_fn: Callable[[float], float] | None, sca
     """Return the scale of the height as a function of (cycle, step) that can be pickled."""
     expect(scale_mode in ("cycle", "iterations"), "scale_mode", scale_mode, "'cycle' or 'iterations'")
     expect(is_number(gamma) and 0 < gamma <= 1, "gamma", gamma, "a number above 0 and at most 1")
-    modes = {"triangular": _triangular, "triangular2": _halved, "exp_range": functools.partial(_decayed, gamma)}
-    expect(mode in modes, "mode", mode, ", ".join(map(repr, modes)))
-    return modes[mode] if scale_fn is None else functools.partial(_custom, scale_fn, scale_mode)
+    decays = {"triangular": (1.0, 1.0), "triangular2": (0.5, 1.0), "exp_range": (1.0, gamma)}
+    expect(mode in decays, "mode", mode, ", ".join(map(repr, decays)))
+    return partial(_decay, *decays[mode]) if scale_fn is None else partial(_custom, scale_fn, scale_mode)
+
+
+def _decay(per_cycle: float, per_step: float, cycle: int, step: int) -> float:
+    return per_cycle ** (cycle - 1) * per_step**step
 
 
 def _custom(scale_fn: Callable[[float], float], scale_mode: str, cycle: int, step: int) -> float:
     return scale_fn(cycle if scale_mode == "cycle" else step)
 
 
-def _triangular(cycle: int, step: int) -> float:
-    return 1.0
-
-
-def _halved(cycle: int, step: int) -> float:
-    return 1 / (2.0 ** (cycle - 1))
-
-
-def _decayed(gamma: float, cycle: int, step: int) -> float:
-    return gamma**step
-
-
-def _name_of(scale_fn: Any) -> str | None:
-    if scale_fn is None:
-        return None
-    named = scale_fn if hasattr(scale_fn, "__qualname__") else type(scale_fn)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def _momentum(optimizer: Optimizer, momentum: Any) -> tuple[float, float] | None:
-    """Check the bounds of the momentum; warn if no group has momentum."""
+    """Check the bounds of the momentum."""
     if momentum is None:
         return None
-    expect(
-        _is_range(momentum),
-        "momentum",
-        momentum,
-        "(lowest, highest) with 0 < lowest <= highest < 1, for example (0.8, 0.9)",
-    )
-    if not any(map(_has_momentum, optimizer.param_groups)):
-        warnings.warn(
-            f"momentum={momentum!r} has no effect: no parameter group of {type(optimizer).__name__} has momentum. "
-            "Leave the argument out, or give the optimizer momentum.",
-            NoEffectWarning,
-            stacklevel=3,
-        )
+    numbers_only = isinstance(momentum, (list, tuple)) and len(momentum) == 2 and all(map(is_number, momentum))
+    valid = numbers_only and 0 < momentum[0] <= momentum[1] < 1
+    expect(valid, "momentum", momentum, "(lowest, highest) with 0 < lowest <= highest < 1, for example (0.8, 0.9)")
+    used = any(map(_has_momentum, optimizer.param_groups))
+    expect(used, "momentum", momentum, f"None, because no parameter group of {type(optimizer).__name__} has momentum")
     return momentum[0], momentum[1]
 
 
-def _is_range(pair: Any) -> bool:
-    numbers_only = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_number, pair))
-    return numbers_only and 0 < pair[0] <= pair[1] < 1
-
-
-def _steps_per_epoch(trainer: RunLength) -> float:
-    batches = trainer.num_training_batches
-    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else math.inf
-
-
-def _run_steps(trainer: RunLength, max_steps: int | None) -> float:
-    """Return the optimizer steps of the run; infinity if it has no end."""
-    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-    limits = (max_steps, epochs * _steps_per_epoch(trainer))
-    return min((limit for limit in limits if limit is not None and limit >= 0), default=math.inf)
-
-
-def _epoch_length(trainer: RunLength | None) -> float:
-    steps = math.inf if trainer is None else _steps_per_epoch(trainer)
-    if not 1 <= steps < math.inf:
+def _count_steps(trainer: EpochLength | None) -> float:
+    """Return the optimizer steps of an epoch."""
+    steps = math.inf if trainer is None else trainer.num_training_batches / trainer.accumulate_grad_batches
+    if not 0 < steps < math.inf:
         raise ValueError(
             f"Trainer: expected a finite number of training steps in an epoch to size the cycle, got {steps}. Pass "
             "steps_up, steps_per_epoch, or Trainer(limit_train_batches=...) with a whole number."
         )
-    return steps
+    return math.ceil(steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -14,33 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_turbo._checks import expect
 
-__all__ = ["GradientRelease", "ReleaseState", "release_after_steps", "release_gradients"]
-
-
-def release_gradients(parameters: Iterable[Tensor]) -> None:
-    """Set the gradient of every parameter to ``None``, so that its memory is free.
-
-    Args:
-        parameters: Parameters of any shape and device.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> weight.sum().backward()
-        >>> release_gradients([weight])
-        >>> weight.grad is None
-        True
-    """
-    for parameter in parameters:
-        parameter.grad = None
-
-
-class ReleaseState(Enum):
-    """State of a ``GradientRelease``: it watches the first two steps, releases after each step, or is off."""
-
-    WATCHING = "watching"
-    RELEASING = "releasing"
-    OFF = "off"
+__all__ = ["GradientRelease", "release_after_steps"]
 
 
 class GradientRelease:
@@ -54,11 +27,11 @@ class GradientRelease:
         optimizer: The optimizer. Groups that are added later are included.
         leave: Parameters that keep their gradients.
 
+    Attributes:
+        releases: Whether gradients are released; ``None`` before the second step.
+
     Raises:
         TypeError: If ``optimizer`` is not a torch optimizer.
-
-    Note:
-        The step hook only drops references. It starts no device work and does not synchronise.
 
     Example:
         >>> import torch
@@ -77,44 +50,33 @@ class GradientRelease:
     def __init__(self, optimizer: Optimizer, *, leave: Iterable[Tensor] = ()) -> None:
         expect(isinstance(optimizer, Optimizer), "optimizer", optimizer, "a torch.optim.Optimizer", TypeError)
         self.optimizer = optimizer
-        self.state = ReleaseState.WATCHING
+        self.releases: bool | None = None
         self._leave = {id(parameter) for parameter in leave}
-        self._seen: list[tuple[Tensor, TensorWeakRef]] = []
+        self._seen: list[tuple[Tensor, TensorWeakRef]] | None = None  # in the first step
         self._handle = optimizer.register_step_post_hook(self._after_step)
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients are released."""
-        return [parameter for parameter in _parameters_of(self.optimizer) if id(parameter) not in self._leave]
-
-    @property
-    def watched(self) -> bool:
-        """Whether exactly one step was observed."""
-        return bool(self._seen)
-
-    def holding(self) -> bool:
-        """Return whether any parameter has a gradient now."""
-        return any(parameter.grad is not None for parameter in self.parameters)
 
     def remove(self) -> None:
         """Stop observing the optimizer."""
-        self.state, self._seen = ReleaseState.OFF, []
         self._handle.remove()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.state is ReleaseState.WATCHING:
-            self._watch()
-        if self.state is ReleaseState.RELEASING:
-            release_gradients(self.parameters)
+        parameters = self._find_parameters()
+        if self.releases is None:
+            self.releases = self._decide(parameters)
+        if self.releases:
+            for parameter in parameters:
+                parameter.grad = None
 
-    def _watch(self) -> None:
-        """Decide at the second step: release unless its gradients are the tensors of the first step."""
-        if not self._seen:
-            # Weak references, so that the gradients of the first step are freed when the loop drops them.
-            self._seen = [(p, TensorWeakRef(p.grad)) for p in self.parameters if p.grad is not None]
-            return
-        kept = any(_is_same_gradient(parameter, seen()) for parameter, seen in self._seen)
-        self.state, self._seen = (ReleaseState.OFF if kept else ReleaseState.RELEASING), []
+    def _find_parameters(self) -> list[Tensor]:
+        return [parameter for parameter in _parameters_of(self.optimizer) if id(parameter) not in self._leave]
+
+    def _decide(self, parameters: list[Tensor]) -> bool | None:
+        """Return whether the loop let go of the gradients since the last step; ``None`` at the first."""
+        if self._seen is not None:
+            return not any(_is_same_gradient(parameter, seen()) for parameter, seen in self._seen)
+        # Weak references, so that the gradients of the first step are freed when the loop drops them.
+        self._seen = [(p, TensorWeakRef(p.grad)) for p in parameters if p.grad is not None]
+        return None
 
 
 def release_after_steps(optimizers: Iterable[Optimizer]) -> list[GradientRelease]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import check_switches, expect, is_number
+from lightning_turbo._checks import expect
 from lightning_turbo._optional import require
-from lightning_turbo.errors import MissingExtraError
 
 __all__ = ["lamb", "lars", "split_parameters"]
 
@@ -49,7 +47,7 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         >>> len(weights), len(rest)
         (1, 3)
     """
-    _check_module(module, "split_parameters")
+    expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
     in_norms = _parameters_of_norms(module)
     split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in module.named_parameters():
@@ -91,7 +89,7 @@ def lars(
 
     Raises:
         MissingExtraError: If the package pytorch_optimizer is absent.
-        TypeError: If ``module`` is not a module, or ``nesterov`` is not a bool.
+        TypeError: If ``module`` is not a module.
         ValueError: If a number is out of range, the module has no trainable parameter, or a normalization layer has
             parameters of two or more dimensions, because the package would apply the trust ratio to them.
 
@@ -105,20 +103,14 @@ def lars(
 
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017.
     """
-    check_switches(nesterov=nesterov)
-    _check_positive(lr=lr, trust_coefficient=trust_coefficient)
-    _check_weight_decay(weight_decay)
-    _check_below_one(momentum=momentum)
-    weights, rest = _split(module, "lars")
-    if thick := [tuple(p.shape) for p in rest if p.ndim > 1]:
+    groups = _make_groups(module, "lars", weight_decay)
+    if thick := [tuple(p.shape) for p in groups[1]["params"] if p.ndim > 1]:
         raise ValueError(
             f"lars: expected biases and normalization layers with parameters of one dimension, got the shapes {thick}. "
             "Use lamb, or normalization without elementwise weights."
         )
-    require("pytorch_optimizer", "lars")
     from pytorch_optimizer import LARS
 
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return LARS(
         [group for group in groups if group["params"]],
         lr=lr,
@@ -137,7 +129,6 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.01,
     max_grad_norm: float | None = None,
-    fused: bool = False,
 ) -> Optimizer:
     """Build LAMB: Adam that scales each layer's step by the norm of its weights.
 
@@ -152,16 +143,14 @@ def lamb(
         weight_decay: Weight decay of the weights, at least 0.
         max_grad_norm: Largest global norm of the gradients, above 0; the step clips them to it. ``None`` does not
             clip, for Trainers that do.
-        fused: Whether to use ``apex.optimizers.FusedLAMB``, for CUDA. It corrects the bias of the moments.
 
     Returns:
-        ``pytorch_optimizer.Lamb``, or FusedLAMB, with one group of weights and one of biases and norms.
+        ``pytorch_optimizer.Lamb`` with one group of weights and one of biases and norms.
 
     Raises:
-        MissingExtraError: If the package pytorch_optimizer, or for ``fused=True`` NVIDIA's apex, is absent.
-        TypeError: If an argument has the wrong type.
-        ValueError: If a number is out of range, the module has no trainable parameter, or ``fused=True`` comes with
-            ``weight_decay=0``, because FusedLAMB then drops the trust ratio.
+        MissingExtraError: If the package pytorch_optimizer is absent.
+        TypeError: If ``module`` is not a module.
+        ValueError: If a number is out of range, or the module has no trainable parameter.
 
     Example:
         >>> optimizer = lamb(nn.Linear(4, 2), lr=0.01)
@@ -170,79 +159,33 @@ def lamb(
 
     Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
     """
-    check_switches(fused=fused)
-    _check_positive(lr=lr, eps=eps, max_grad_norm=1.0 if max_grad_norm is None else max_grad_norm)
-    _check_weight_decay(weight_decay)
-    pair = isinstance(betas, (list, tuple)) and len(betas) == 2
-    expect(pair, "betas", betas, "two numbers of at least 0 and below 1, for example (0.9, 0.999)", TypeError)
-    _check_below_one(beta1=betas[0], beta2=betas[1])
-    weights, rest = _split(module, "lamb")
-    groups: list[dict[str, Any]] = [
-        {"params": weights, "weight_decay": weight_decay, "adam": False},
-        {"params": rest, "weight_decay": 0.0, "adam": True},
-    ]
-    groups = [group for group in groups if group["params"]]
-    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    if fused:
-        return _fused_lamb(groups, max_grad_norm, settings)
-    require("pytorch_optimizer", "lamb")
+    groups = _make_groups(module, "lamb", weight_decay)
+    for group, adam in zip(groups, (False, True), strict=True):
+        group["adam"] = adam
     from pytorch_optimizer import Lamb
 
     optimizer = Lamb(
-        groups,
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,  # for groups that are added later
         weight_decouple=False,  # as in the paper: the trust ratio scales the decay too
         pre_norm=max_grad_norm is not None,
         max_grad_norm=max_grad_norm or 0.0,
         adam_debias=True,  # without it the first steps are 1 / (1 - beta1) times as long
-        **settings,
     )
     optimizer.clamp = math.inf  # as in the authors' code: no limit of 10 on the norm of the weights
     return optimizer
 
 
-def _fused_lamb(groups: list[dict[str, Any]], max_grad_norm: float | None, settings: dict[str, Any]) -> Any:
-    if not settings["weight_decay"]:
-        raise ValueError(
-            "weight_decay: expected a number above 0 with fused=True, got 0: FusedLAMB would drop the trust ratio. "
-            "Raise weight_decay, or use fused=False."
-        )
-    try:
-        fused_lamb = importlib.import_module("apex.optimizers").FusedLAMB
-    except (ImportError, AttributeError) as error:
-        raise MissingExtraError(
-            "lamb(fused=True) needs apex.optimizers.FusedLAMB, which is not installed. Build apex from "
-            "https://github.com/NVIDIA/apex (the package apex on PyPI is unrelated), or use fused=False.",
-            name="apex",
-        ) from error
-    plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
-    return fused_lamb(plain, max_grad_norm=math.inf if max_grad_norm is None else max_grad_norm, **settings)
-
-
-def _split(module: nn.Module, used_by: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    _check_module(module, used_by)
+def _make_groups(module: nn.Module, used_by: str, weight_decay: float) -> list[dict[str, Any]]:
+    """Return a group of weights and one of biases and norms, for an optimizer of pytorch_optimizer."""
+    require("pytorch_optimizer", used_by)
     weights, rest = split_parameters(module)
     if not weights and not rest:
         raise ValueError(
             f"{used_by}: expected a module with trainable parameters, got {type(module).__name__} without. Set "
             "requires_grad=True on some."
         )
-    return weights, rest
-
-
-def _check_module(module: Any, used_by: str) -> None:
-    valid = isinstance(module, nn.Module)
-    expect(valid, f"{used_by}(module)", module, "a torch.nn.Module (self in configure_optimizers)", TypeError)
-
-
-def _check_positive(**numbers: float) -> None:
-    for name, value in numbers.items():
-        expect(is_number(value) and value > 0, name, value, "a finite number above 0")
-
-
-def _check_weight_decay(value: float) -> None:
-    expect(is_number(value) and value >= 0, "weight_decay", value, "a finite number of at least 0")
-
-
-def _check_below_one(**numbers: float) -> None:
-    for name, value in numbers.items():
-        expect(is_number(value) and 0 <= value < 1, name, value, "a number of at least 0 and below 1, for example 0.9")
+    return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

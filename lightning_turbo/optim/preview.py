@@ -62,14 +62,18 @@ def preview(
     schedule = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"]
     rates, momentum = [], []
     for _ in range(steps):
-        rates.append([float(group["lr"]) for group in optimizer.param_groups])
-        momentum.append([float(group["momentum"]) for group in optimizer.param_groups])
+        rates.append(_read(optimizer, "lr"))
+        momentum.append(_read(optimizer, "momentum"))
         optimizer.step()
         schedule.step()
     curves = _turn(rates)
     if path is not None:
         _draw(curves, Path(path))
     return CyclePreview(curves, _turn(momentum) if cycle.get("momentum") else [])
+
+
+def _read(optimizer: torch.optim.Optimizer, name: str) -> list[float]:
+    return [float(group[name]) for group in optimizer.param_groups]
 
 
 def _turn(rows: list[list[float]]) -> list[list[float]]:

@@ -45,7 +45,7 @@ DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
 # Section of the file, class, its arguments there, and what the object has to show for it.
 TABLE = [
-    ("callbacks", "GradToNone", {"parameters": "all"}, {"parameters": "all"}),
+    ("callbacks", "GradToNone", {}, {}),
     ("callbacks", "ExactAccumulation", {"weight": "builtins.len"}, {"weight": len}),
     (
         "callbacks",

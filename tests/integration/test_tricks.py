@@ -30,7 +30,7 @@ from lightning_turbo import (
     lamb,
     lr_range,
 )
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn import set_memory_format
 from lightning_turbo.optim import preview
 from tests.versions import FINDS_RATES
@@ -130,7 +130,7 @@ def test_a_skipped_step_does_not_advance_the_cycle():
     assert model.rates == pytest.approx([cycle[step] for step in steps])
 
 
-@pytest.mark.filterwarnings("ignore:.*The parameter.*", "error:This run makes")
+@pytest.mark.filterwarnings("ignore:.*The parameter.*")
 def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder():
     model = Net(by_epochs)
     finder = BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=2, margin=0.0)
@@ -265,15 +265,13 @@ def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
-def test_the_accumulation_is_set_early_with_a_batch_size_and_a_long_schedule_gives_a_warning():
+def test_the_accumulation_is_set_early_with_a_batch_size():
     def by_hand(optimizer, trainer):
         steps = 10 * trainer.max_epochs // trainer.accumulate_grad_batches
         return {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), "interval": "step"}
 
     trainer = fit(Net(by_hand), [EffectiveBatchSize(20, batch_size=4)])
     assert trainer.lr_scheduler_configs[0].scheduler.T_max == trainer.global_step == 6
-    with pytest.warns(TurboWarning, match=r"expected CosineAnnealingLR to have 6 steps with .*=5, got 30\."):
-        fit(Net(by_hand), [EffectiveBatchSize(20)])
 
 
 @pytest.mark.parametrize(("callbacks", "flags", "message"), [
@@ -288,8 +286,6 @@ def test_two_owners_of_the_accumulation_are_refused(callbacks, flags, message):
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: range_test(min_lr=1.0, max_lr=0.1), r"expected 0 < min_lr < max_lr, got \(1.0, 0.1\)"),
     (lambda: range_test(max_lr=math.inf), r"expected 0 < min_lr < max_lr, got .*inf"),
-    (lambda: range_test(early_stop_threshold="x"), r"early_stop_threshold\): expected a number above 0, or None, got"),
-    (lambda: range_test(num_training=2), r"num_training\): expected a whole number of at least 5, got 2"),
     (lambda: range_test(mode="cubic"), r"mode\): expected 'exponential' or 'linear', got 'cubic'"),
     (lambda: lr_range(3, Net()), r"lr_range\(trainer\): expected a Trainer, got 3"),
     (lambda: EffectiveBatchSize(0), r"target\): expected at least 1, got 0"),
@@ -299,7 +295,6 @@ def test_two_owners_of_the_accumulation_are_refused(callbacks, flags, message):
     (lambda: fit(Net(), [EffectiveBatchSize(10)]), r"=10\): expected a multiple of 4, .* for example 12\."),
     (lambda: fit(Net(), [EffectiveBatchSize(3)]), r"=3\): expected a multiple of 4, .* for example 4\."),
     (lambda: fit(Silent(), [EffectiveBatchSize(4)]), r"with a batch_size, got DataLoader without. Pass batch_size"),
-    (lambda: EffectiveBatchSize(8).load_state_dict({"factor": 2.0}), r"got learning rates times 2\.0 from an earlier"),
     (lambda: DropBiasBeforeNorm(3), r"DropBiasBeforeNorm\(network\): expected a path .* got 3"),
     (lambda: DropBiasBeforeNorm("nets").setup(Trainer(**FLAGS), Net(), "fit"), r"one of \['net'\], got 'nets'"),
     (lambda: MemoryFormat("nhwc"), r"MemoryFormat\(memory_format\): expected 'measure', .* got 'nhwc'"),
@@ -426,7 +421,7 @@ def test_together_they_go_on_as_if_never_stopped(level, stop):
             MemoryFormat("channels_last"),
             EffectiveBatchSize(12, "sqrt", 3),
             ExactAccumulation(weight=batch_length),
-            GradToNone("all"),
+            GradToNone(),
         ]
         fit(model := Everything(), [*own, *callbacks], ckpt_path, plugins=[ApexAMP(level)])
         return model

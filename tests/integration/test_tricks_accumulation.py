@@ -274,9 +274,9 @@ def test_what_accumulates_otherwise_is_refused(model, callbacks, message):
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        (lambda batch: -1, ValueError, "weight=-1: expected"),
+        (lambda batch: -1, ValueError, "weight: expected .* got -1"),
         (lambda batch: batch, ValueError, "expected one number for a batch"),
-        (lambda batch: "3", TypeError, "weight='3': expected"),
+        (lambda batch: "3", TypeError, "weight: expected .* got '3'"),
     ],
 )
 def test_an_impossible_weight_stops_the_run(weight, error, message):
@@ -285,7 +285,7 @@ def test_an_impossible_weight_stops_the_run(weight, error, message):
 
 
 def test_a_weight_must_be_a_function():
-    with pytest.raises(TypeError, match=r"ExactAccumulation\(weight=3\): expected a function"):
+    with pytest.raises(TypeError, match=r"ExactAccumulation\(weight\): expected a function .* got 3"):
         ExactAccumulation(3)
 
 

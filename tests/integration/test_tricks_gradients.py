@@ -27,42 +27,36 @@ class Net(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.outside = nn.Parameter(torch.ones(1))  # in no optimizer
         self.unused = nn.Parameter(torch.ones(1))
-        self.held, self.outside_held = [], []
+        self.held = []
 
     def look(self):
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         self.held.append(any(p.grad is not None for group in groups for p in group["params"]))
-        self.outside_held.append(self.outside.grad is not None)
 
     def training_step(self, batch, batch_idx):
         self.look()
-        return (self.net(batch) * self.outside).square().mean()
+        return self.net(batch).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD([*self.net.parameters(), self.unused], lr=0.1, momentum=0.9)
 
 
 class TwoOptimizers(Net):
-    """Manual optimization in one of the orders that loops use."""
+    """Manual optimization."""
 
-    def __init__(self, order):
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.order = order
 
     def training_step(self, batch, batch_idx):
         self.look()
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             loss = self.net(batch).square().mean()
-            if self.order == "clear first":
-                optimizer.zero_grad()
+            optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-            if self.order == "clear last":
-                optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self):
@@ -82,7 +76,7 @@ def same(a, b):
 
 CASES = {
     "accumulation": (Net, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}),
-    "two optimizers": (lambda: TwoOptimizers("clear first"), {}),
+    "two optimizers": (TwoOptimizers, {}),
     "O1": (Net, {"plugins": lambda: [ApexAMP("O1", loss_scale="dynamic")]}),
     "O2": (Net, {"plugins": lambda: [ApexAMP("O2", loss_scale="dynamic")], "accumulate_grad_batches": 2}),
 }
@@ -104,27 +98,6 @@ def test_the_numbers_stay_and_the_gradients_go(case):
     assert not released.held[first_of_third_window]
     if window == 2:
         assert released.held[first_of_third_window + 1]  # in mid-window they have to stay
-
-
-def test_parameters_outside_any_optimizer_go_only_if_asked():
-    assert fit(Net(), [GradToNone()]).outside_held[-1]
-    plain, released = fit(Net(), []), fit(Net(), [GradToNone("all")])
-    same(plain, released)
-    assert not released.outside_held[-1]
-
-
-@pytest.mark.parametrize(("order", "level", "message"), [
-    ("clear last", None, "the training loop clears the gradients before the next batch"),
-    ("never clear", "O2", "keeps the same gradients from one step"),
-])  # fmt: skip
-def test_without_an_effect_it_warns(order, level, message):
-    def run(callbacks):
-        plugins = [] if level is None else [ApexAMP(level, loss_scale="dynamic")]
-        return fit(TwoOptimizers(order), callbacks, plugins=plugins)
-
-    plain = run([])
-    with pytest.warns(NoEffectWarning, match=message):
-        same(plain, run([GradToNone()]))
 
 
 def test_the_last_step_of_weight_averaging_has_its_gradients():
@@ -152,8 +125,6 @@ def test_what_it_refuses_and_bucket_views_of_ddp():
         class model:
             gradient_as_bucket_view = True
 
-    with pytest.raises(ValueError, match=r"GradToNone\(parameters\): expected 'optimizers' or 'all', got 'some'"):
-        GradToNone("some")
     with pytest.raises(grad_to_none.MisconfigurationException, match="keeps and clears gradients itself"):
         GradToNone().setup(Trainerlike, Net(), "fit")
     with pytest.warns(NoEffectWarning, match="gradients are views of DDP's buckets"):

@@ -96,7 +96,7 @@ def test_one_call_serves_the_gradients_of_a_dtype():
     with Asked() as asked:
         scale_gradients(parameters, torch.tensor(1 / 3, dtype=torch.float64))
     calls = [dtypes for name, dtypes in asked.operations if "_foreach_mul_" in name]
-    assert sorted(calls, key=len) == [[torch.float64] * 2, [torch.float32] * 3]  # the gradients and the factor
+    assert sorted(calls, key=len) == [[torch.float64] * 2, [torch.float32] * 4]  # the gradients and the factor
 
 
 def test_a_number_gets_to_the_device_without_a_copy():
@@ -162,10 +162,10 @@ def test_sparse_gradients_are_scaled_too():
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        (-1, ValueError, "weight=-1: expected a finite number that is not negative"),
-        (math.nan, ValueError, "weight=nan: expected a finite number"),
-        (torch.ones(3), ValueError, r"tensor of shape \(3,\): expected one number for a batch"),
-        ("3", TypeError, "weight='3': expected a number or a tensor of one element"),
+        (-1, ValueError, "weight: expected a finite number that is not negative, got -1"),
+        (math.nan, ValueError, "weight: expected a finite number .* got nan"),
+        (torch.ones(3), ValueError, r"shape of weight: expected one number for a batch, .* got \(3,\)"),
+        ("3", TypeError, "weight: expected a number or a tensor of one element, got '3'"),
     ],
 )
 def test_what_is_no_weight_is_refused(weight, error, message):
@@ -176,11 +176,11 @@ def test_what_is_no_weight_is_refused(weight, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"total": math.nan}, ValueError, "total=nan: expected a finite number that is not negative"),
-        ({"total": math.inf}, ValueError, "total=inf: expected"),
-        ({"total": -1}, ValueError, "total=-1: expected"),
-        ({"total": "3"}, TypeError, "total='3': expected a number or a tensor of one element"),
-        ({"total": torch.ones(2)}, ValueError, r"total is a tensor of shape \(2,\)"),
+        ({"total": math.nan}, ValueError, "total: expected a finite number that is not negative, got nan"),
+        ({"total": math.inf}, ValueError, "total: expected .* got inf"),
+        ({"total": -1}, ValueError, "total: expected .* got -1"),
+        ({"total": "3"}, TypeError, "total: expected a number or a tensor of one element"),
+        ({"total": torch.ones(2)}, ValueError, r"shape of total: expected one number"),
         ({"divisor": math.nan}, ValueError, "divisor: expected a whole number of at least 1, got nan"),
         ({"divisor": 0}, ValueError, "divisor: expected .* got 0"),
         ({"ranks": math.inf}, ValueError, "ranks: expected a whole number of at least 1, got inf"),
@@ -197,10 +197,10 @@ def test_a_total_on_the_device_that_is_no_number_is_seen_in_the_factor():
 
 
 def test_what_is_no_loss_and_no_factor_is_refused():
-    with pytest.raises(TypeError, match=r"loss=0\.5: expected a tensor"):
+    with pytest.raises(TypeError, match=r"loss: expected the tensor .* got 0\.5"):
         AccumulationWindow().add(0.5)
     for factor in (math.nan, None, "2"):
-        with pytest.raises(ValueError, match=f"factor={factor!r}: expected a finite number or a tensor"):
+        with pytest.raises(ValueError, match=f"factor: expected a finite number or a tensor, .* got {factor!r}"):
             scale_gradients([], factor)
 
 

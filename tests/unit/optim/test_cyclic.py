@@ -3,14 +3,13 @@
 import copy
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as s
 
-from lightning_turbo.errors import MissingExtraError, NoEffectWarning, TurboWarning
+from lightning_turbo.errors import MissingExtraError
 from lightning_turbo.optim import cyclic_lr, preview, propose_lr_range
 
 
@@ -98,7 +97,7 @@ def test_in_a_sequence_each_schedule_has_its_own_rates():
 
 
 class Length:
-    num_training_batches, accumulate_grad_batches, max_epochs, max_steps = 10, 4, 100, -1
+    num_training_batches, accumulate_grad_batches = 10, 4
 
 
 def test_the_trainer_is_asked_at_the_first_step_and_no_earlier():
@@ -122,21 +121,14 @@ def test_each_group_has_its_own_bounds_and_epochs_have_steps():
     assert run(optimizer, schedule, 4) == [[0.0, 0.5], [0.5, 1.5], [1.0, 2.5], [0.5, 1.5]]
 
 
-def test_a_group_that_is_added_in_mid_cycle_takes_the_same_bounds_or_is_refused():
+def test_a_group_that_is_added_in_mid_cycle_takes_the_bounds_of_the_last_one():
     optimizer = sgd(groups=2)
-    schedule = cyclic(optimizer, 0.0, 1.0, steps_up=4)
+    schedule = cyclic(optimizer, 0.0, [1.0, 2.0], steps_up=4)
     run(optimizer, schedule, 2)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 7.0})
     optimizer.step()
     schedule.step()
-    assert run(optimizer, schedule, 3) == [[0.75] * 3, [1.0] * 3, [0.75] * 3]
-
-    optimizer = sgd()
-    schedule = cyclic(optimizer, 0.0, [1.0], steps_up=4)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    optimizer.step()
-    with pytest.raises(ValueError, match=r"has 2 parameter groups, but base_lr and max_lr were given for 1. Pass one"):
-        schedule.step()
+    assert run(optimizer, schedule, 3) == [[0.75, 1.5, 1.5], [1.0, 2.0, 2.0], [0.75, 1.5, 1.5]]
 
 
 def test_momentum_cycles_against_the_rate_where_there_is_any_and_if_asked():
@@ -152,15 +144,6 @@ def test_momentum_cycles_against_the_rate_where_there_is_any_and_if_asked():
         run(optimizer, schedule, 1)
     assert [first for first, _ in seen] == pytest.approx([0.9, 0.85, 0.8, 0.85])
     assert [second for _, second in seen] == [0.0] * 4
-
-
-def test_an_optimizer_without_momentum_gets_none():
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.warns(NoEffectWarning, match="no parameter group of Adam has momentum"):
-        schedule = cyclic(optimizer, steps_up=2, momentum=(0.8, 0.9))
-    run(optimizer, schedule, 3)
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-    assert "momentum" not in optimizer.param_groups[0]
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -222,7 +205,7 @@ def half(x):
     return 0.5**x
 
 
-@pytest.mark.parametrize("cut", [0, 1, 5, 8, 13])
+@pytest.mark.parametrize("cut", [0, 1, 8])
 @pytest.mark.parametrize(
     "arguments", [{}, {"mode": "exp_range", "gamma": 0.8}, {"scale_fn": half}], ids=["triangular", "exp", "scale_fn"]
 )
@@ -256,35 +239,13 @@ def test_a_copy_advances_by_itself(copied):
     assert run(twin, twin_schedule, 8) == run(optimizer, schedule, 8)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(half, None), (None, half), (half, lambda x: 1.0)])
-def test_another_scale_fn_is_refused(saved, loaded):
-    a, b = (cyclic(sgd(), steps_up=4, scale_fn=f) for f in (saved, loaded))
-    with pytest.raises(
-        ValueError, match=r"scale_fn: expected .* which the saved schedule used, got .* with the same scale_fn before"
-    ):
-        b.load_state_dict(a.state_dict())
-
-
-@pytest.mark.parametrize(("epochs", "steps", "times"), [(1, -1, 1), (100, 2, 1), (100, -1, 0), (-1, -1, 0)])
-def test_a_run_too_short_for_the_rise_gives_one_warning(epochs, steps, times):
-    length = Length()
-    length.max_epochs, length.max_steps = epochs, steps
-    optimizer = sgd()
-    schedule = cyclic(optimizer, steps_up=4, trainer=length)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(optimizer, schedule, 2)
-    told = [str(w.message) for w in caught if issubclass(w.category, TurboWarning)]
-    assert ["but the learning rate rises for 4: it never reaches max_lr" in each for each in told] == [True] * times
-
-
 BAD = [
     ({"base_lr": 1.0, "max_lr": 0.1, "steps_up": 4}, r"base_lr: expected no more than max_lr=0.1, got 1.0"),
     ({"max_lr": math.nan, "steps_up": 4}, r"max_lr: expected a finite number .* got nan"),
     ({"base_lr": [0.1, 0.1], "steps_up": 4}, r"each of the 1 parameter groups, got \[0.1, 0.1\]"),
-    ({"steps_up": 2.5}, r"steps_up: expected a whole number above 0, got 2.5"),
+    ({"steps_up": 2.5}, r"steps_up: expected a whole number, got 2.5"),
     ({}, r"steps_up and epochs_up: expected exactly one of the two, got \(None, None\)"),
-    ({"steps_up": 4, "epochs_down": 1}, r"expected steps_down, in the unit of the rise"),
+    ({"steps_up": 4, "epochs_down": 1}, r"length of the fall: expected the unit of the rise, got 1"),
     ({"epochs_up": 0, "steps_per_epoch": 2}, r"epochs_up: expected a number above 0, got 0"),
     ({"epochs_up": 1}, r"trainer: expected self.trainer, or steps_per_epoch=..., with epochs_up, got None"),
     ({"epochs_up": 1, "steps_per_epoch": 0}, r"steps_per_epoch: .* got 0"),
@@ -295,7 +256,7 @@ BAD = [
     ({"optimizer": 3, "steps_up": 4}, "optimizer: expected a torch.optim.Optimizer, got 3"),
     ({"scale_fn": 0.5, "steps_up": 4}, "scale_fn=0.5"),
     ({"trainer": 3, "steps_up": 4}, r"trainer: expected a Trainer \(self.trainer\) or None, got 3"),
-    ({"name": 3, "steps_up": 4}, "name: expected a string for the logs or None, got 3"),
+    ({"optimizer": sgd(), "steps_up": 4, "momentum": (0.8, 0.9)}, r"no parameter group of SGD has momentum"),
 ]
 
 
@@ -313,7 +274,7 @@ def test_preview_is_what_training_does(tmp_path):
     assert [list(step) for step in zip(*seen.lr, strict=True)] == rates
     assert seen.momentum[0][3] == pytest.approx(0.8)
     assert (tmp_path / "cycle.png").read_bytes().startswith(b"\x89PNG")
-    assert preview(0.0, 1.0, steps=3, steps_up=2, name="cycle") == ([[0.0, 0.5, 1.0]], [])
+    assert preview(0.0, 1.0, steps=3, steps_up=2) == ([[0.0, 0.5, 1.0]], [])
 
 
 def test_preview_without_matplotlib_names_the_extra(monkeypatch):

@@ -1,8 +1,5 @@
 """LARS and LAMB against the formulas of their papers."""
 
-import sys
-import types
-
 import pytest
 import torch
 from torch import nn
@@ -121,28 +118,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(make):
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), second.parameters(), strict=True))
 
 
-class FakeLAMB(torch.optim.SGD):
-    def __init__(self, params, lr, betas, eps, weight_decay, max_grad_norm):
-        super().__init__(params, lr=lr)
-        self.given = (betas, eps, max_grad_norm)
-
-
-def test_fused_uses_apex(monkeypatch):
-    fake = types.ModuleType("apex.optimizers")
-    fake.FusedLAMB = FakeLAMB
-    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
-    monkeypatch.setitem(sys.modules, "apex.optimizers", fake)
-    optimizer = lamb(network(), lr=0.1, fused=True)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
-    assert optimizer.given == ((0.9, 0.999), 1e-6, float("inf"))
-    with pytest.raises(ValueError, match="expected a number above 0 with fused=True, got 0"):
-        lamb(network(), lr=0.1, fused=True, weight_decay=0.0)
-
-
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
-    with pytest.raises(MissingExtraError, match=r"Build apex from https://github\.com/NVIDIA/apex"):
-        lamb(network(), lr=0.1, fused=True)
     monkeypatch.setattr("lightning_turbo._optional.installed", lambda module: False)
     for make in (lars, lamb):
         with pytest.raises(MissingExtraError, match=r"pytorch_optimizer.*lightning-turbo\[optim\]"):
@@ -150,19 +126,10 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(("make", "arguments", "message"), [
-    (lars, {"lr": 0}, "lr: expected a finite number above 0, got 0"),
-    (lars, {"weight_decay": -1}, "weight_decay: expected a finite number of at least 0, got -1"),
-    (lars, {"momentum": 1.0}, "momentum: expected a number of at least 0 and below 1, .* got 1.0"),
-    (lars, {"trust_coefficient": 0}, "trust_coefficient: .* above 0, got 0"),
-    (lars, {"nesterov": None}, "nesterov=None"),
-    (lars, {"module": 3}, r"lars\(module\): expected a torch.nn.Module .* got 3"),
+    (lars, {"weight_decay": -1}, "weight_decay must be non-negative"),  # by pytorch_optimizer
+    (lamb, {"betas": (0.9, 1.0)}, "beta2 must be in the range"),
+    (lars, {"module": 3}, r"module: expected a torch.nn.Module, got 3"),
     (lamb, {"module": nn.ReLU()}, "lamb: expected a module with trainable parameters, got ReLU without"),
-    (lamb, {"fused": 0}, "fused=0"),
-    (lamb, {"betas": (0.9,)}, r"betas: expected two numbers .* got \(0.9,\)"),
-    (lamb, {"betas": (0.9, 1.0)}, "beta2: expected .* got 1.0"),
-    (lamb, {"lr": "1"}, "lr: .* got '1'"),
-    (lamb, {"eps": 0.0}, "eps: .* got 0.0"),
-    (lamb, {"max_grad_norm": -1.0}, "max_grad_norm: .* got -1.0"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(make, arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
