@@ -184,47 +184,44 @@ def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
         pictures: Names of suites that have a picture beside the report.
     """
     machine = results["machine"]
-    settings = results["settings"]
     where = machine.get("gpu") or machine["processor"]
-    lines = [
-        f"# Benchmark on {where}",
-        "",
-        f"Begun {results['started']}, ended {results['finished'] or 'not'}"
-        + (", **interrupted**: the numbers below are of the rounds until then" if results["interrupted"] else "")
-        + ".",
-        "",
-        f"Command: `{shlex.join(results['command'])}`",
-        "",
-        HOW,
-        "",
-        "| | |",
-        "| --- | --- |",
-    ]
+    lines = [f"# Benchmark on {where}"]
+    if results["not_run"]:
+        lines += ["", f"Not run, because no time was left: {', '.join(results['not_run'])}."]
+    for suite in results["suites"]:
+        lines += ["", f"## {suite['suite']}", ""]
+        if suite["suite"] in pictures:
+            lines += [f"![{suite['suite']}]({suite['suite']}.png)", ""]
+        rounds = max((len(row["rounds"]) for row in suite["rows"]), default=0)
+        steps = f"{rounds} rounds of {suite['steps']} x {suite['unit']}, after {suite['warmup']} to warm up."
+        lines += [suite["about"], "", f"{steps} {_baselines(suite['rows'])}"]
+        for table in suite_tables(suite, machine):
+            lines += ["", *markdown_table(*table)]
+        if suite["left_out"]:
+            lines += ["", "Left out by the settings: " + ", ".join(suite["left_out"]) + "."]
+    return "\n".join([*lines, "", *_settings(results)]) + "\n"
+
+
+def _settings(results: Mapping[str, Any]) -> list[str]:
+    """The folded end of a report: when, by which command and how it was measured, on which machine."""
+    machine = results["machine"]
+    ended = f"Begun {results['started']}, ended {results['finished'] or 'not'}"
+    if results["interrupted"]:
+        ended += ", **interrupted**: the numbers are of the rounds until then"
     environment = [f"{name}={value}" for name, value in machine.get("environment", {}).items()]
     facts = {
         **{key: value for key, value in machine.items() if key not in ("environment", "versions")},
         **({"environment": environment} if environment else {}),
         **machine["versions"],
-        **{f"setting {key}": value for key, value in settings.items()},
+        **{f"setting {key}": value for key, value in results["settings"].items()},
     }
+    lines = ['<details markdown="1"><summary>Settings</summary>', "", f"{ended}.", ""]
+    lines += [f"Command: `{shlex.join(results['command'])}`", "", HOW, "", "| | |", "| --- | --- |"]
     for key, value in facts.items():
         text = f"{value / 2**30:.1f} GiB" if key.endswith("_bytes") and value else str(value)
         text = f"`{text}`" if isinstance(value, list) else text  # patterns hold asterisks, names underscores
         lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {text} |")
-    if results["not_run"]:
-        lines += ["", f"Not run, because no time was left: {', '.join(results['not_run'])}."]
-    for suite in results["suites"]:
-        lines += ["", f"## {suite['suite']}", "", suite["about"], ""]
-        rounds = max((len(row["rounds"]) for row in suite["rows"]), default=0)
-        steps = f"{rounds} rounds of {suite['steps']} x {suite['unit']}, after {suite['warmup']} to warm up."
-        lines += [f"{steps} {_baselines(suite['rows'])}"]
-        for table in suite_tables(suite, machine):
-            lines += ["", *markdown_table(*table)]
-        if suite["left_out"]:
-            lines += ["", "Left out by the settings: " + ", ".join(suite["left_out"]) + "."]
-        if suite["suite"] in pictures:
-            lines += ["", f"![{suite['suite']}]({suite['suite']}.png)"]
-    return "\n".join(lines) + "\n"
+    return [*lines, "", "</details>"]
 
 
 def _baselines(rows: Sequence[Mapping[str, Any]]) -> str:

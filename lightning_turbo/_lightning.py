@@ -65,6 +65,7 @@ __all__ = [
     "is_followed",
     "loaded_checkpoint",
     "loss_scale",
+    "refuse_as_callback",
     "register_strategies",
     "replace_strategy",
     "takes_batch_index",
@@ -326,6 +327,15 @@ def callbacks_named(*names: str) -> tuple[type, ...]:
     """Return Lightning's callbacks of these names, as far as this version has them."""
     callbacks = importlib.import_module(f"{bound_name()}.callbacks")
     return tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
+
+
+def refuse_as_callback(instead: str) -> property:
+    """Return a property ``state_key``, which a Trainer asks of each callback, that says where an object belongs."""
+
+    def state_key(self: Any) -> str:
+        raise TypeError(f"callbacks: expected callbacks, got {type(self).__name__}. Pass it as Trainer({instead}).")
+
+    return property(state_key)
 
 
 def takes_batch_index(training_step: Any) -> bool:

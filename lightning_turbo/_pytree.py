@@ -21,7 +21,6 @@ __all__ = [
     "can_move",
     "copy_batch",
     "holders_in",
-    "map_batch",
     "map_tensors",
     "move_batch",
     "pin_batch",
@@ -46,72 +45,40 @@ _LEAVES = (
 MOST_PARTS = 10_000
 
 
-def map_batch(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
-    """Return a batch of the same structure with ``function`` called on its parts.
-
-    Args:
-        batch: Tensors, mappings, lists, tuples, named tuples, dataclasses and objects with ``method``, in any nesting.
-            It is not changed.
-        function: Called on tensors and on objects that have ``method``. Everything else stays as it is.
-        method: Name of the method that tells that an object is a part, for example ``"to"``.
-    """
-    if isinstance(batch, Tensor) or (callable(getattr(batch, method, None)) and not isinstance(batch, type)):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return _with_values(batch, {key: map_batch(value, function, method) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)):
-        parts = [map_batch(value, function, method) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return _with_fields(batch, function, method)
-    return batch
-
-
-def _with_fields(batch: Any, function: Callable[[Any], Any], method: str) -> Any:
-    twin = copy.copy(batch)
-    for field in dataclasses.fields(batch):
-        object.__setattr__(twin, field.name, map_batch(getattr(batch, field.name), function, method))
-    return twin
-
-
-def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping like ``mapping`` with other values."""
-    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
-        return values
-    twin = copy.copy(mapping)
-    twin.update(values)
-    return twin
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Any], Any], method: str = "") -> Any:
     """Return ``value`` with ``change`` applied to its tensors, in any structure.
 
-    Structures are mappings, lists, tuples, deques, dataclasses, their subclasses, and objects with a method ``to``,
-    whose attributes count. Where a tensor in them changes, a shallow copy takes their position; ``value`` itself, and
-    all that it holds, stays as it is.
+    Structures are mappings, lists, tuples, deques, dataclasses and their subclasses, and, without ``method``, objects
+    with a method ``to``, whose attributes count. ``value`` itself, and all that it holds, stays as it is: where a
+    tensor changes, a shallow copy takes the position of what holds it.
 
     Args:
         value: Anything.
         change: Returns the tensor that it is given, or another one.
+        method: Name of a method, such as ``"pin_memory"``: objects that have it are passed to ``change`` as a whole.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or (method and _has(value, method)):
         return change(value)
     if isinstance(value, (*_LEAVES, torch.nn.Module)):
         return value
     if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_tensors(item, change, method) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is list:
-        return [map_tensors(item, change) for item in value]
+        return [map_tensors(item, change, method) for item in value]
     if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return _map_object(value, change)
+        return {key: map_tensors(item, change, method) for key, item in value.items()}
+    return _map_object(value, change, method)
 
 
-def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _has(value: Any, method: str) -> bool:
+    return callable(getattr(value, method, None)) and not isinstance(value, type)
+
+
+def _map_object(value: Any, change: Callable[[Any], Any], method: str) -> Any:
     """Do the same for a container of a class of its own, and for an object with attributes."""
-    parts = _parts_of(value)
-    changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change)) is not part}
+    parts = _parts_of(value, opens=not method)
+    changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change, method)) is not part}
     if not changed:
         return value
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
@@ -125,12 +92,12 @@ def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return twin
 
 
-def _parts_of(value: Any) -> dict[Any, Any]:
+def _parts_of(value: Any, opens: bool) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value.items())
     if isinstance(value, (list, deque)):
         return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) or callable(getattr(value, "to", None)):
+    if dataclasses.is_dataclass(value) or (opens and _has(value, "to")):
         slots = [slot for slot in _slots(type(value)) if hasattr(value, slot.__name__)]
         return {**{slot.__name__: slot.__get__(value) for slot in slots}, **getattr(value, "__dict__", {})}
     return {}
@@ -147,29 +114,10 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 def holders_in(batch: Any) -> Iterator[Any]:
     """Yield what ``tensors_in`` does, and every object with ``.to`` and ``.record_stream``, as graph libraries have.
 
-    Such an object may keep tensors where Python does not see them.
+    Such an object may keep tensors where Python does not see them. Each comes once, and what is near comes first.
     """
-    if isinstance(batch, Tensor):
-        yield from _strided(batch)
-    elif type(batch) is dict:
-        for value in batch.values():
-            yield from holders_in(value)
-    elif type(batch) in (list, tuple):
-        for value in batch:
-            yield from holders_in(value)
-    elif not isinstance(batch, _LEAVES):
-        yield from _held_by(batch)
-
-
-def _strided(tensor: Tensor) -> list[Tensor]:
-    parts = _SPARSE.get(tensor.layout)
-    return [tensor] if parts is None else [getattr(tensor, name)() for name in parts]
-
-
-def _held_by(owner: Any) -> Iterator[Any]:
-    """Yield what ``holders_in`` does of all that an object leads to, what is near first, each once."""
     seen: dict[int, Any] = {}  # the parts themselves, because a part that is gone leaves its id to another
-    waiting = deque([owner, *(owner.values() if isinstance(owner, Mapping) else ())])
+    waiting = deque([batch, *(batch.values() if isinstance(batch, Mapping) else ())])
     while waiting:
         part = waiting.popleft()
         if isinstance(part, _LEAVES) or id(part) in seen:
@@ -178,10 +126,15 @@ def _held_by(owner: Any) -> Iterator[Any]:
         if isinstance(part, Tensor):
             yield from _strided(part)
             continue
-        if all(callable(getattr(type(part), name, None)) for name in ("to", "record_stream")):
+        if _has(part, "to") and _has(part, "record_stream"):
             yield part
         if len(seen) < MOST_PARTS:
             waiting.extend(_directly_in(part))
+
+
+def _strided(tensor: Tensor) -> list[Tensor]:
+    parts = _SPARSE.get(tensor.layout)
+    return [tensor] if parts is None else [getattr(tensor, name)() for name in parts]
 
 
 def _directly_in(part: Any) -> Iterator[Any]:
@@ -205,11 +158,21 @@ def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
     )
 
 
+def _parts(batch: Any, method: str) -> list[Any]:
+    """Return the tensors of a batch, and the objects that have ``method``."""
+    parts: list[Any] = []
+
+    def keep(part: Any) -> Any:
+        parts.append(part)
+        return part
+
+    map_tensors(batch, keep, method)
+    return parts
+
+
 def can_move(batch: Any) -> bool:
     """Tell whether any part of a batch is a tensor or an object with ``.to``."""
-    parts: list[Any] = []
-    map_batch(batch, parts.append, "to")
-    return bool(parts)
+    return bool(_parts(batch, "to"))
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
@@ -223,7 +186,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
             return part.to(device, non_blocking=device.type != "cpu")
         return part.to(device)
 
-    return map_batch(batch, move, "to")
+    return map_tensors(batch, move, "to")
 
 
 @functools.cache
@@ -243,16 +206,14 @@ def pin_batch(batch: Any) -> Any:
             return part
         return part.pin_memory()
 
-    return map_batch(batch, pin, "pin_memory")
+    return map_tensors(batch, pin, "pin_memory")
 
 
 def addresses_in(batch: Any) -> set[int]:
     """Return where in memory the tensors and arrays of a batch begin, those in objects not among them."""
-    parts: list[Any] = []
-    map_batch(batch, parts.append, "__array__")
     found = {
         part.data_ptr() if isinstance(part, Tensor) else part.__array_interface__["data"][0]
-        for part in parts
+        for part in _parts(batch, "__array__")
         if (isinstance(part, Tensor) and part.layout == torch.strided) or isinstance(part, np.ndarray)
     }
     return found - {0}
@@ -264,4 +225,4 @@ def copy_batch(batch: Any) -> Any:
     def clone(part: Any) -> Any:
         return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
 
-    return map_batch(batch, clone, "__array__")
+    return map_tensors(batch, clone, "__array__")

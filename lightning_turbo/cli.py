@@ -269,6 +269,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _add_tune(commands: Commands) -> None:
     parser = commands.add_parser(
         "tune",
+        examples=("--minutes 5 train.py --max_epochs 1", "--only 'workers-*',fused -m package fit"),
         help="find by measurement what makes a training script faster, and write the settings down",
         description="Run a script in fresh processes for some steps of fit, with one setting after the other and then "
         "with what helps together. The script is not edited. Writes tune.json, turbo.yaml for LightningCLI, turbo.py, "

@@ -23,7 +23,7 @@ __all__ = ["BannedFunctionError", "FunctionCasts", "to_float", "to_half", "to_wi
 # Autocast casts these to half itself, weights from its cache; only float64 is left for us.
 _AUTOCAST_KNOWS = {
     "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "__matmul__",
-    "__rmatmul__",     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "__rmatmul__", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 }  # fmt: skip
 
 
@@ -40,10 +40,7 @@ def to_float(value: Any) -> Any:
 def to_widest(value: Any) -> Any:
     """Return ``value`` with its floating tensors in the widest dtype among them."""
     dtypes = _float_dtypes(value)
-    if len(dtypes) < 2:
-        return value
-    widest = functools.reduce(torch.promote_types, dtypes)
-    return cast_floats(value, widest)
+    return value if len(dtypes) < 2 else cast_floats(value, functools.reduce(torch.promote_types, dtypes))
 
 
 def _float_dtypes(value: Any, counts: Callable[[Tensor], bool] = torch.is_floating_point) -> list[torch.dtype]:
@@ -103,9 +100,7 @@ class FunctionCasts:
     def region(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that casts on this thread."""
         casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self._cache)
-        if self._mode is None:
-            return casts
-        return _both(casts, self._mode)
+        return casts if self._mode is None else _both(casts, self._mode)
 
     def backward_region(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which nothing is cast, for the backward pass.
@@ -173,36 +168,33 @@ class _ApexLists(TorchFunctionMode):
     def here(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.device.type == self.device_type
 
-    def half(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def cast(self, call: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> Any:
+        """Return the arguments of a call with their floating tensors in ``dtype``, or those alone that are ``only``."""
+
         def change(tensor: Tensor) -> Tensor:
-            return tensor.to(self.dtype) if tensor.dtype is not self.dtype and self.here(tensor) else tensor
+            wanted = tensor.dtype is not dtype and only in (None, tensor.dtype) and self.here(tensor)
+            return tensor.to(dtype) if wanted else tensor
 
-        return map_tensors(args, change), map_tensors(kwargs, change)
+        return map_tensors(call, change)
 
-    def half_beyond_autocast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def change(tensor: Tensor) -> Tensor:
-            return tensor.to(self.dtype) if tensor.dtype is torch.float64 and self.here(tensor) else tensor
+    # These change the arguments.
 
-        return map_tensors(args, change), map_tensors(kwargs, change)
+    def half(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.cast((args, kwargs), self.dtype)
 
-    def float(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def change(tensor: Tensor) -> Tensor:
-            return tensor.float() if tensor.dtype is not torch.float32 and self.here(tensor) else tensor
+    def half_beyond_autocast(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.cast((args, kwargs), self.dtype, only=torch.float64)
 
-        return map_tensors(args, change), map_tensors(kwargs, change)
+    def float(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.cast((args, kwargs), torch.float32)
 
-    def promote(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def promote(self, func: Any, args: Any, kwargs: Any) -> Any:
         return to_widest((args, kwargs))
 
-    def match_self(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        own = args[0].dtype
+    def match_self(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.cast((args, kwargs), args[0].dtype)
 
-        def change(tensor: Tensor) -> Tensor:
-            return tensor.to(own) if tensor.dtype is not own and self.here(tensor) else tensor
-
-        return map_tensors(args, change), map_tensors(kwargs, change)
-
-    def refuse(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.dtype in _float_dtypes((args, kwargs), self.here):
             name = func.__name__
             instead = cast_lists.BANNED["torch.nn.functional"].get(name) or f"{name.rstrip('_')}, which is not in place"

@@ -217,7 +217,7 @@ def _find_parts(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return what Lightning 2 would have saved in place of a plain script's file."""
     parts = _find_parts(path, checkpoint)
-    epoch, step = int(parts["epoch"] or 0), int(parts["step"] or 0)
+    epoch, step = (_count_in(path, part, parts[part]) for part in ("epoch", "step"))
     return {
         _LIGHTNING: "2.0.0",
         "epoch": epoch,
@@ -228,6 +228,13 @@ def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str
         "lr_schedulers": _as_list(parts["lr_scheduler"]),
         "callbacks": {},
     }
+
+
+def _count_in(path: Path, part: str, value: Any) -> int:
+    try:
+        return int(value or 0)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} has {part}={value!r}: expected a number. Leave the entry out.") from error
 
 
 def _as_list(value: Any) -> list[Any]:

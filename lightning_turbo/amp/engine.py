@@ -22,7 +22,7 @@ from lightning_turbo._checks import is_whole
 from lightning_turbo.amp.autocast import FunctionCasts
 from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, find_kept, round_weights
 from lightning_turbo.amp.levels import Properties, half_dtype_for, resolve
-from lightning_turbo.amp.loss_scaling import LossScaler
+from lightning_turbo.amp.loss_scaling import LossScaler, is_finite
 from lightning_turbo.errors import AmpLookupError, AmpUsageError, TurboWarning
 
 __all__ = ["AmpEngine", "params_of"]
@@ -101,7 +101,7 @@ class AmpEngine:
         self.half_forward: HalfForward | None = None
         self.half_weights: HalfWeights | None = None
         self._gradients: WeakKeyDictionary[Optimizer, _Gradients] = WeakKeyDictionary()
-        self._last_flag: Tensor | None = None
+        self.last_flag: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_gradients": None}  # which are of this process
@@ -128,7 +128,8 @@ class AmpEngine:
         props = self.properties
         if props.cast_model_type is None:
             return
-        _check_castable(roots, props.opt_level)
+        for root in roots:
+            _check_castable(root, props.opt_level)
         forward = HalfForward(
             props.cast_model_type, props.cast_model_outputs or torch.float32, bool(props.keep_batchnorm_fp32)
         )
@@ -138,8 +139,7 @@ class AmpEngine:
         forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)
         self.half_forward = forward
         if not self.keeps_masters:
-            owner = roots[0] if steps else None
-            self.half_weights = HalfWeights(forward, roots if owner is None else _with_weights(owner), owner)
+            self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
         elif not self.exact_masters:
             round_weights(forward, roots)
 
@@ -200,7 +200,7 @@ class AmpEngine:
     def backward(
         self, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool = False, of_buckets: bool = False
     ) -> Iterator[None]:
-        """Around a backward pass: take gradients of earlier passes aside, and at the end unscale what was made.
+        """Around a backward pass: put gradients of earlier passes aside, and at the end unscale what was made.
 
         Args:
             optimizers: Whose gradients the pass makes.
@@ -211,37 +211,42 @@ class AmpEngine:
         """
         for optimizer in optimizers:
             self._prepare(optimizer, loss_id)
-        scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
-        alone = [] if delay_unscale else [o for o in optimizers if scaled.isdisjoint(params_of(o))]
-        kept = self._take_aside(alone, of_buckets)
+        aside = {} if delay_unscale else self._put_aside(optimizers, of_buckets)
         yield
-        for optimizer in optimizers:
-            self._of(optimizer).waiting = True
-            self._of(optimizer).scaled_by = loss_id if delay_unscale else None
+        self.note_backward(optimizers, loss_id if delay_unscale else None)
         if not delay_unscale:
-            self._unscale(optimizers, kept, loss_id)
+            self._unscale(optimizers, aside, loss_id)
+
+    def note_backward(self, optimizers: Iterable[Optimizer], scaled_by: int | None) -> None:
+        """Note that a pass has made gradients for these, and the loss by whose scale they are multiplied still."""
+        for optimizer in optimizers:
+            own = self._of(optimizer)
+            own.waiting, own.scaled_by = True, scaled_by
 
     def _prepare(self, optimizer: Optimizer, loss_id: int) -> None:
         own = self._of(optimizer)
         # An overflow is over when its gradients are: stepped with, or released.
         if not own.waiting or all(param.grad is None for param in params_of(optimizer)):
             own.overflow = None
-        if self.scales and own.scaled_by not in (None, loss_id):
+        if own.scaled_by not in (None, loss_id):
             raise AmpUsageError(
                 f"loss_id={loss_id!r}: gradients of loss {own.scaled_by!r} wait with its scale, and cannot be added to "
                 "these. Step first, or use one loss_id until the gradients are unscaled."
             )
 
-    def _take_aside(self, optimizers: Sequence[Optimizer], of_buckets: bool) -> dict[Tensor, Tensor | None]:
-        kept: dict[Tensor, Tensor | None] = {}
-        for param in dict.fromkeys(param for optimizer in optimizers for param in params_of(optimizer)):
-            kept[param] = param.grad.clone() if of_buckets and param.grad is not None else param.grad
-            param.grad = None
-        return kept
+    def _put_aside(self, optimizers: Sequence[Optimizer], of_buckets: bool) -> dict[Tensor, Tensor]:
+        """Take away the gradients that are unscaled already, and return them."""
+        scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
+        unscaled = [o for o in optimizers if scaled.isdisjoint(params_of(o))]
+        aside: dict[Tensor, Tensor] = {}
+        for param in (param for optimizer in unscaled for param in params_of(optimizer)):
+            if param.grad is not None:
+                aside[param], param.grad = param.grad.clone() if of_buckets else param.grad, None
+        return aside
 
     @torch.no_grad()
-    def _unscale(self, optimizers: Sequence[Optimizer], kept: dict[Tensor, Tensor | None], loss_id: int) -> None:
-        """Unscale what a pass made and add what was taken aside; a parameter of several optimizers counts once."""
+    def _unscale(self, optimizers: Sequence[Optimizer], aside: dict[Tensor, Tensor], loss_id: int) -> None:
+        """Unscale what a pass made and add what was put aside; a parameter of several optimizers counts once."""
         done: dict[Tensor, Optimizer] = {}
         for optimizer in optimizers:
             params = list(params_of(optimizer))
@@ -249,15 +254,15 @@ class AmpEngine:
             self._unscale_grads(optimizer, [p.grad for p in fresh if p.grad is not None], self.scaler(loss_id))
             for other in {done[param] for param in params if param in done}:
                 self._share(self._of(other).overflow, optimizer)
-            for param in fresh:
-                done[param] = optimizer
-                _add(param, kept.get(param))
+            done.update(dict.fromkeys(fresh, optimizer))
+        for param, before in aside.items():
+            _add(param, before)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Unscale an optimizer's gradients if they are scaled still, and note an overflow."""
+        """Unscale an optimizer's gradients if they are scaled still, and look for an overflow."""
         own = self._of(optimizer)
         if own.scaled_by is not None:
-            self.forget_overflow(optimizer)
+            own.overflow = None
             self._unscale([optimizer], {}, own.scaled_by)
             own.scaled_by = None
 
@@ -291,23 +296,18 @@ class AmpEngine:
             for optimizer in optimizers:
                 self._share(scaler.found_inf(next(params_of(optimizer)).device), optimizer)
 
-    def forget_overflow(self, optimizer: Optimizer) -> None:
-        """Drop what was noted of this optimizer's gradients, because there are others."""
-        self._of(optimizer).overflow = None
+    def overflow_flag(self, optimizer: Optimizer) -> Tensor | None:
+        """Return 1.0 on the device if an overflow was found in this optimizer's gradients; ``None`` if none looked."""
+        return self._of(optimizer).overflow
 
     def will_skip(self, optimizer: Optimizer) -> bool:
-        """Whether an overflow was found in this optimizer's gradients; waits for the device."""
-        flag = self._of(optimizer).overflow
-        return flag is not None and bool(flag.item())
-
-    def overflow_flag(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the same on the device; ``None`` where no scaler looked."""
-        return self._of(optimizer).overflow
+        """Return the same on the host; waits for the device."""
+        return _is_set(self.overflow_flag(optimizer))
 
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last call of ``step`` skipped the optimizer's; waits for the device."""
-        return self._last_flag is not None and bool(self._last_flag.item())
+        return _is_set(self.last_flag)
 
     # The step
 
@@ -324,7 +324,7 @@ class AmpEngine:
         Returns:
             What ``run`` returned, ``None`` for a skipped step.
         """
-        flag = self._last_flag = self._of(optimizer).overflow
+        flag = self.last_flag = self.overflow_flag(optimizer)
         self.note_step(optimizer)
         if flag is None:
             return run()
@@ -336,20 +336,18 @@ class AmpEngine:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None if flag.item() else run()
 
-    def note_backward(self, optimizers: Iterable[Optimizer], loss_id: int) -> None:
-        """Note that a pass whose scale is 1.0 has made gradients for these."""
-        for optimizer in optimizers:
-            own = self._of(optimizer)
-            own.waiting, own.scaled_by = True, loss_id
+    def note_no_step(self) -> None:
+        """Note that there were no gradients to step with; it counts as no skipped step."""
+        self.last_flag = None
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step has used the gradients."""
         own = self._of(optimizer)
         own.waiting, own.scaled_by = False, None
 
-    def note_no_step(self) -> None:
-        """Note that there were no gradients to step with; it counts as no skipped step."""
-        self._last_flag = None
+    def forget_overflow(self, optimizer: Optimizer) -> None:
+        """Let the next step with the same gradients be taken."""
+        self._of(optimizer).overflow = None
 
     def update(self) -> None:
         """Settle the pass of every scaler that has unscaled gradients since it was settled last."""
@@ -363,29 +361,25 @@ class AmpEngine:
         """Whether there are gradients that wait for this optimizer's step."""
         return self._of(optimizer).waiting
 
-    def facts(self, optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
+    def window_state(self, optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
         """Return what a checkpoint needs beside gradients that wait for their step; waits for the device."""
         return {
-            "waiting": [self._of(optimizer).waiting for optimizer in optimizers],
             "scaled_by": [self._of(optimizer).scaled_by for optimizer in optimizers],
-            "noted": [self.is_waiting(optimizer) and self.will_skip(optimizer) for optimizer in optimizers]
-            + [fact for scaler in self.scalers for fact in (scaler.is_pending, scaler.overflowed)],
+            "passes": [(scaler.is_pending, scaler.overflowed) for scaler in self.scalers],
         }
 
-    def take_facts(self, optimizers: Sequence[Optimizer], facts: dict[str, list[Any]]) -> None:
-        """Continue with gradients of another run, from what its ``facts`` returned."""
-        noted = facts["noted"] or [False] * (len(optimizers) + 2 * len(self.scalers))
-        device = next(params_of(optimizers[0])).device
-        known = zip(optimizers, facts["waiting"], facts["scaled_by"], noted, strict=False)
-        for optimizer, waiting, scaled_by, overflow in known:
-            self._of(optimizer).waiting, self._of(optimizer).scaled_by = waiting, scaled_by
-            if overflow:
-                self._flag(optimizer, next(params_of(optimizer)).device).fill_(1.0)
-        rest = noted[len(optimizers) :]
-        for scaler, pending, overflowed in zip(self.scalers, rest[::2], rest[1::2], strict=False):
-            scaler.is_pending = pending
-            if overflowed and scaler.dynamic:
-                scaler.found_inf(device).fill_(1.0)
+    def resume_window(
+        self, optimizers: Sequence[Optimizer], scaled_by: Sequence[int | None], passes: Sequence[tuple[bool, bool]]
+    ) -> None:
+        """Continue with the gradients that optimizers have, from what another run's ``window_state`` returned."""
+        for optimizer, loss_id in zip(optimizers, scaled_by, strict=True):
+            grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
+            self._of(optimizer).waiting, self._of(optimizer).scaled_by = bool(grads), loss_id
+            if grads and loss_id is None and self.is_dynamic:  # unscaled already: an overflow is in them
+                self._flag(optimizer, grads[0].device).fill_(not all(is_finite(grad) for grad in grads))
+        for scaler, (is_pending, overflowed) in zip(self.scalers, passes, strict=False):
+            scaler.is_pending = is_pending
+            scaler.found_inf(next(params_of(optimizers[0])).device).fill_(overflowed)
 
     def state_dict(self) -> OrderedDict[str, dict[str, Any]]:
         """Return the scalers' state in apex's format: ``loss_scaler0``, ``loss_scaler1``, ..."""
@@ -407,9 +401,11 @@ def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _add(param: Tensor, before: Tensor | None) -> None:
-    if before is None:
-        return
+def _is_set(flag: Tensor | None) -> bool:
+    return flag is not None and bool(flag.item())
+
+
+def _add(param: Tensor, before: Tensor) -> None:
     if param.grad is None:
         param.grad = before
     elif before.is_sparse:
@@ -431,13 +427,8 @@ def _skips_by_itself(optimizer: Optimizer) -> bool:
     )
 
 
-def _with_weights(owner: nn.Module) -> list[nn.Module]:
-    """Return the parts of a LightningModule that have weights; losses and metrics have none, and stay as they are."""
-    return [child for child in owner.children() if next(child.parameters(), None) is not None]
-
-
-def _check_castable(roots: Sequence[nn.Module], opt_level: str) -> None:
-    for module in (module for root in roots for module in root.modules()):
+def _check_castable(model: nn.Module, opt_level: str) -> None:
+    for module in model.modules():
         _check_module(module, opt_level)
 
 

@@ -341,21 +341,24 @@ class HalfWeights:
     Args:
         forward: Says which modules are cast, and to what.
         models: Whose parameters and buffers are cast, in place; the ``Parameter`` objects stay the same.
-        step_owner: A module of whose own tensors only the parameters are cast: its training step uses the buffers,
-            outside of any module's call.
+        step_owner: The only model, if its training step is not its call. The step uses its buffers, and children
+            without weights, as losses and metrics, outside of any call: these stay as they are.
     """
 
     def __init__(self, forward: HalfForward, models: Iterable[nn.Module], step_owner: nn.Module | None = None) -> None:
         self.dtype = forward.dtype
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        if step_owner is not None:
+            models = [child for child in step_owner.children() if next(child.parameters(), None) is not None]
         modules = [module for model in models for module in forward.cast_modules(model)]
+        tensors = [tensor for module in modules for tensor in _tensors_of(module)]
+        if step_owner is not None:
+            modules.append(step_owner)
+            tensors += step_owner.parameters(recurse=False)
+        self._cast(tensors)
         for module in modules:
-            self._cast(_tensors_of(module))
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
-        if step_owner is not None:
-            self._cast(p for p in step_owner._parameters.values() if p is not None)
-            modules.append(step_owner)
         self._modules = weakref.WeakSet(modules)
         self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
 

@@ -13,7 +13,7 @@ from lightning_turbo._checks import is_number, is_whole
 from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "is_finite"]
 
 # Passes. A number is read on the host so long after it was sent from a CUDA device: it has arrived then.
 HEARD_LATE = 8
@@ -201,6 +201,11 @@ class _Heard:
         if self.arrival is not None:
             self.arrival.synchronize()
         return int(self.number.numpy())
+
+
+def is_finite(grad: Tensor) -> bool:
+    """Whether no number of a gradient is inf or NaN; waits for the device."""
+    return bool(torch.isfinite(_numbers_of(grad)).all())
 
 
 def _numbers_of(grad: Tensor) -> Tensor:

@@ -356,7 +356,7 @@ class PrefetchLoader(DataLoader[T]):
 
         The count and, over a dataset with indices, the states of the random generators from which the order follows
         and, for the epoch after it, of those of torch that belong to the loader and its samplers. With a class behind
-        this one that keeps its own state, one of its latest states, from which the rest is run through. Random numbers
+        this one that keeps its own state, that after each of the latest batches. Random numbers
         that worker processes draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
         """
         sampler, position, loaded = self._prefetch_sampler, self._prefetch_position, self._state_to_load()
@@ -370,8 +370,7 @@ class PrefetchLoader(DataLoader[T]):
             "length": length,
         }
         if self._keeps_state:
-            at, start = position.states[0]
-            return {**state, "base": {"at": at, "start": start}}
+            return {**state, "base": [list(pair) for pair in position.states]}
         own = [] if sampler is None else sampler.states_now() if position.consumed else sampler.start
         return {**state, "order": None if sampler is None else sampler.began, "own": own}
 

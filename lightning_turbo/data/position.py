@@ -294,7 +294,7 @@ def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-# ---- A class with a state of its own, as torchdata's over a stream: one of its states, and the batches after it.
+# ---- A class with a state of its own, as torchdata's over a stream: its states after the latest batches.
 
 
 def note_state(state_dict: Callable[[], Any]) -> dict[str, Any]:
@@ -325,18 +325,14 @@ def restore_epoch(loader: Any, behind: Any, loaded: dict[str, Any]) -> tuple[Any
     Returns:
         The iterator, and its position.
     """
-    at, start = loaded["base"]["at"], loaded["base"]["start"]
-    source, position = _begin_at(loader, behind, start), Position(at, start)
-    while position.consumed < loaded["consumed"]:
-        next(source, None)
-        position.advance(note_state(getattr(source, "state_dict", behind.state_dict)))
-    position.begun = position.consumed
-    if not loaded["whole"]:
-        return source, position
-    if loaded["ended"]:
-        next(source, None)
-        position.ended = True
-    return _begin_again(loader, behind, source), Position(0, start_after(position))
+    position = Position(loaded["consumed"])
+    position.ended = loaded["ended"]
+    states = [(at, start) for at, start in loaded["base"] if at <= position.consumed]
+    position.states = deque(states, maxlen=KEPT)
+    if loaded["whole"]:
+        start = start_after(position)
+        return _begin_at(loader, behind, start), Position(0, start)
+    return _begin_at(loader, behind, position.state), Position(loaded["consumed"], position.state)
 
 
 def _begin_at(loader: Any, behind: Any, start: dict[str, Any] | None) -> Any:
@@ -347,14 +343,10 @@ def _begin_at(loader: Any, behind: Any, start: dict[str, Any] | None) -> Any:
     _count_once(source, start["state"])
     if start["over"]:
         next(source, None)
-        source = _begin_again(loader, behind, source)
+        if not loader.persistent_workers:
+            end_workers(source)
+        source = behind.__iter__()
     return source
-
-
-def _begin_again(loader: Any, behind: Any, source: Any) -> Any:
-    if not loader.persistent_workers:
-        end_workers(source)
-    return behind.__iter__()
 
 
 def _count_once(source: Any, state: dict[str, Any]) -> None:

@@ -196,7 +196,7 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
         if seeds is not None and not isinstance(loader.dataset, SeededDataset):
             loader = seed_samples(loader, seeds)
         twin = _convert(datamodule, loader, place, transfer)
-        twin._prefetch_turn = lock_of(datamodule)
+        vars(twin)["_prefetch_turn"] = lock_of(datamodule)  # a lock cannot be copied, and Lightning records attributes
         if trainer is not None:
             twin._prefetch_wanted = _Wanted(trainer, *place)
             if isinstance(twin.dataset, SeededDataset):  # also one that is made again for each epoch begins here

@@ -20,6 +20,7 @@ from lightning_turbo._lightning import (
     check_binding,
     loaded_checkpoint,
     rank_zero_warn,
+    refuse_as_callback,
 )
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.checkpoints import KNOWN_KEYS, find_scaler_state
@@ -101,6 +102,7 @@ class ApexAMP(Precision):
     """
 
     owns_pending_gradients = True  # see pending_gradients
+    state_key = refuse_as_callback("plugins=[...]")
 
     def __init__(
         self,
@@ -373,10 +375,8 @@ class ApexAMP(Precision):
         if any(waiting):
             gradients = pending_gradients.collect(self._optimizers)
             own = [part if waits else {} for part, waits in zip(gradients, waiting, strict=True)]
-            ranks = gather_for_checkpoint((own, self._engine.facts(self._optimizers)), "accumulated gradients")
-            state["accumulated_gradients"] = [gradients for gradients, _ in ranks]
-            state["noted"] = [facts["noted"] for _, facts in ranks]
-            state["scaled_by"] = ranks[0][1]["scaled_by"]
+            state["accumulated_gradients"] = gather_for_checkpoint(own, "accumulated gradients")
+            state.update(self._engine.window_state(self._optimizers))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -403,10 +403,7 @@ class ApexAMP(Precision):
         scaled_by = [loss if own else None for loss, own in zip(scaled_by, gradients, strict=True)]
         factors = [self._factor(state, loss) for loss in scaled_by]
         pending_gradients.put_back(self._optimizers, gradients, factors, self._model)
-        # An overflow of one rank is one of all when they are next averaged.
-        noted = [any(of_ranks) for of_ranks in zip(*state["noted"], strict=True)]
-        waiting = [bool(own) for own in gradients]
-        self._engine.take_facts(self._optimizers, {"scaled_by": scaled_by, "noted": noted, "waiting": waiting})
+        self._engine.resume_window(self._optimizers, scaled_by, state["passes"])
 
     def _factor(self, state: dict[str, Any], loss: int | None) -> float:
         """Return what brings gradients from the scale that a loss had in a state to the one that it has now."""

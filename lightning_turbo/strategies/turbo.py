@@ -24,6 +24,7 @@ from lightning_turbo._lightning import (
     is_followed,
     rank_zero_info,
     rank_zero_warn,
+    refuse_as_callback,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.callbacks.grad_to_none import release_in
@@ -46,6 +47,7 @@ class TurboParts(Strategy):
 
     sigterm_every = 1
     strategy_name = ""
+    state_key = refuse_as_callback("strategy=...")
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ def test_they_need_little(tmp_path):
     assert modules == there - {"tests/gpu/test_dali.py"}, "DALI's are skipped, no others"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja")
 def test_they_pass_on_pretended_devices():

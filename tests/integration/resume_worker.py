@@ -1,8 +1,9 @@
-"""Trains, and goes on from a checkpoint, in a process of its own; run by test_resume.py.
+"""Trains, and goes on from a checkpoint; run in processes of its own too.
 
-``python resume_worker.py straight|resumed FOLDER CASES`` with CASES a comma-separated list of ``level-optimizer``.
+``python resume_worker.py straight|resumed FOLDER LEVEL-OPTIMIZER-DTYPE,...``
 """
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP
@@ -23,7 +24,8 @@ OPTIMIZERS = {
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
 }
 MOMENTS = ("mid_epoch", "mid_window", "epoch_end")
-EPOCHS, BATCHES, WINDOW = 2, 6, 2
+BATCHES = 6
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Net(pl.LightningModule):
@@ -33,8 +35,7 @@ class Net(pl.LightningModule):
         self.kind = optimizer
 
     def training_step(self, batch, index):
-        x, y = batch
-        loss = nn.functional.cross_entropy(self.layers(x), y)
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
         # One overflow in the first epoch, so that the scaler's state matters.
         overflow = self.current_epoch == 0 and index == 1 and self.trainer.precision_plugin.half_dtype == torch.float16
         return loss * 1e30 if overflow else loss
@@ -74,31 +75,31 @@ class Bits(pl.Callback):
         }
 
 
-def run(case, folder, ckpt=None):
+def run(case, folder, moment=None):
+    """Trains from the beginning, or from the checkpoint of a moment, and returns the end."""
     level, optimizer, half = case.split("-")
-    torch.manual_seed(1 if ckpt else 0)  # a resumed run must not depend on how it is initialized
+    torch.manual_seed(1 if moment else 0)  # a resumed run must not depend on how it is initialized
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4 * BATCHES * 2, 6, generator=generator)
-    y = torch.randint(0, 3, (len(x),), generator=generator)
-    world = int(__import__("os").environ.get("WORLD_SIZE", 1))
-    loader = StatefulDataLoader(TensorDataset(x, y), batch_size=8 // world)
-    if world > 1:
-        sampler = torch.utils.data.DistributedSampler(
-            loader.dataset, world, int(__import__("os").environ["RANK"]), shuffle=False
-        )
-        loader = StatefulDataLoader(loader.dataset, batch_size=8 // world, sampler=sampler)
+    x = torch.randn(8 * BATCHES, 6, generator=generator)
+    data = TensorDataset(x, torch.randint(0, 3, (len(x),), generator=generator))
+    sampler = DistributedSampler(data, RANKS, RANK, shuffle=False) if RANKS > 1 else None
     bits = Bits()
-    callbacks = [bits] if ckpt else [bits, Saves(folder)]
+    place = folder / case
+    place.mkdir(parents=True, exist_ok=True)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_epochs=EPOCHS,
-        accumulate_grad_batches=WINDOW, gradient_clip_val=1.0, callbacks=callbacks, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto", max_epochs=2,
+        accumulate_grad_batches=2, gradient_clip_val=1.0, callbacks=[bits] if moment else [bits, Saves(place)],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, plugins=[ApexAMP(level, dtype=getattr(torch, half))],
     )  # fmt: skip
-    trainer.fit(Net(optimizer), loader, ckpt_path=ckpt, **unpickling(True if ckpt else None))
-    name = f"{Path(ckpt).stem}.final" if ckpt else "straight.final"
-    rank = trainer.global_rank
-    torch.save(bits.state, folder / f"{name}.{rank}")
+    ckpt = str(place / f"{moment}.ckpt") if moment else None
+    loader = StatefulDataLoader(data, batch_size=8 // RANKS, sampler=sampler)
+    trainer.fit(Net(optimizer), loader, ckpt_path=ckpt, **unpickling(True if moment else None))
+    return bits.state
+
+
+def run_all(case, folder):
+    return {moment or "straight": run(case, folder, moment) for moment in (None, *MOMENTS)}
 
 
 def main():
@@ -106,13 +107,8 @@ def main():
     warnings.simplefilter("ignore")
     how, folder, cases = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(",")
     for case in cases:
-        place = folder / case
-        place.mkdir(parents=True, exist_ok=True)
-        if how == "straight":
-            run(case, place)
-        else:
-            for moment in MOMENTS:
-                run(case, place, str(place / f"{moment}.ckpt"))
+        for moment in (None,) if how == "straight" else MOMENTS:
+            torch.save(run(case, folder, moment), folder / case / f"{moment or how}.final.{RANK}")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def torchrun(folder, *words, cwd=None, **variables):
         return said
 
 
+@pytest.mark.slow
 def test_four_ranks_on_two_hosts_equal_one_process_on_the_joint_batch(tmp_path):
     torchrun(tmp_path, RANK_SCRIPT, WORKER, tmp_path)
     with warnings.catch_warnings():

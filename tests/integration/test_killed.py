@@ -265,7 +265,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_goes_on(tmp_path):
     loader = PrefetchLoader(TensorDataset(torch.ones(8, 4)), batch_size=1)
     with small_disk(tmp_path / "disk", 2**20 + 2**19) as disk:
         full = trainer(disk)
-        with pytest.raises(OSError, match=r"last\.ckpt' could not be written \(No space left on device, 0\..* MiB are"):
+        with pytest.raises(OSError, match=r"last\.ckpt' could not be written \(No space left on device\)"):
             full.fit(Growing(), loader)
         assert [path.name for path in disk.iterdir()] == ["last.ckpt"]
         whole = torch.load(disk / "last.ckpt", weights_only=True)

@@ -212,6 +212,7 @@ def test_a_lightning_1_file_with_objects_needs_trust(trained, tmp_path, monkeypa
     ({"model": {}, "amp": APEX}, r"has \['amp', 'model'\]: expected a checkpoint of Lightning, or \{'model', 'opt"),
     ({"model": 3, "optimizer": {}}, r"has \['model', 'optimizer'\]: expected .* with what state_dict\(\) returned"),
     ({"weights": 1}, r"has \['weights'\]: expected"),
+    ({"model": {}, "optimizer": {}, "epoch": "last"}, r"has epoch='last': expected a number. Leave the entry out"),
     ([1, 2], r"holds a list: expected a checkpoint"),
     (b"not a checkpoint at all", r"cannot be read as a checkpoint.*Expected a whole file"),
     (0.5, "cannot be read as a checkpoint"),

@@ -1,4 +1,4 @@
-"""Every two techniques together, at O0 to O3: they run, and those that promise the same bits keep them."""
+"""Techniques together, at O0 to O3: every two and all train, keep the bits they promise, and resume bit for bit."""
 
 import functools
 import itertools
@@ -6,16 +6,19 @@ import math
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from tests.registry import BY_NAME, TECHNIQUES, run
+from tests.versions import unpickling
 
 LEVELS = ("O0", "O1", "O2", "O3")
-PAIRS = list(itertools.combinations(BY_NAME, 2))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode"),
     pytest.mark.filterwarnings("ignore::lightning_turbo.errors.NoEffectWarning"),
     pytest.mark.filterwarnings("ignore::lightning_turbo.errors.TurboWarning"),
+    pytest.mark.usefixtures("capsys"),
 ]
 
 
@@ -26,20 +29,42 @@ def losses(level, names):
     return [*model.losses, float(trainer.callback_metrics["loss"])]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_every_two_techniques_run_together(pair, capsys):
-    changing = tuple(name for name in pair if not BY_NAME[name].same_bits)
+@pytest.mark.parametrize("names", [*itertools.combinations(BY_NAME, 2), tuple(BY_NAME)], ids="+".join)
+def test_techniques_run_together(names):
+    changing = tuple(name for name in names if not BY_NAME[name].same_bits)
     for level in LEVELS:
-        together = losses(level, pair)
+        together = losses(level, names)
         assert len(together) == 11
         assert all(math.isfinite(loss) for loss in together)
-        assert together[-1] < together[0], level
-        # What promises the same bits keeps them, next to whatever else.
-        assert together == losses(level, changing), level
+        if len(names) == 2:
+            assert together[-1] < together[0], level
+            # What promises the same bits keeps them, next to whatever else.
+            assert together == losses(level, changing), level
 
 
-def test_all_techniques_run_together(capsys):
-    for level in LEVELS:
-        _, model = run(pl, level, TECHNIQUES)
-        assert len(model.losses) == 10
-        assert all(math.isfinite(loss) for loss in model.losses)
+class Save(pl.Callback):
+    """Writes a checkpoint in the middle of a window of the first epoch, or at its end."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if (trainer.current_epoch, index) == (0, self.batch):
+            trainer.save_checkpoint("first.ckpt")
+
+    def on_train_epoch_end(self, trainer, module):
+        if (trainer.current_epoch, self.batch) == (0, None):
+            trainer.save_checkpoint("first.ckpt")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("batch", [None, 2])
+@pytest.mark.parametrize("left_out", ["effective_batch_size", "exact_accumulation"])
+def test_stop_save_load_and_continue_equals_never_having_stopped(left_out, batch, level, tmp_path):
+    # EffectiveBatchSize sets the accumulation that ExactAccumulation is given otherwise; each is tried.
+    techniques = [t for t in TECHNIQUES if t.name not in (left_out, "doctor")]
+    _, straight = run(pl, level, techniques, epochs=3, callbacks=[Save(batch)])
+    _, resumed = run(pl, level, techniques, epochs=3, fit={"ckpt_path": "first.ckpt", **unpickling(True)})
+    assert resumed.losses == straight.losses[5 if batch is None else batch + 1 :]
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name

@@ -1,5 +1,6 @@
 """Which batches a run sees that goes on from a checkpoint: those that a run without a stop sees."""
 
+import itertools
 import multiprocessing
 
 import pytest
@@ -22,6 +23,24 @@ pytestmark = [
     # torchdata calls a function of torch that is on its way out.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
 ]
+
+
+def matrix(names, *axes):
+    """Parametrize by all combinations of values; those that stay in the short form have each value twice or more."""
+    sizes = [len(axis) for axis in axes]
+    most = max(sizes)
+    short = {tuple((k + k // most * n) % size for n, size in enumerate(sizes)) for k in range(2 * most)}
+    cases = []
+    for places in itertools.product(*map(range, sizes)):
+        parts = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        parts = [part if hasattr(part, "marks") else pytest.param(part, id=str(part)) for part in parts]
+        marks = [mark for part in parts for mark in part.marks] + [pytest.mark.slow] * (places not in short)
+        name = "-".join(part.id for part in parts)
+        cases.append(pytest.param(*(part.values[0] for part in parts), marks=marks, id=name))
+    return pytest.mark.parametrize(names, cases)
+
+
+STRATEGIES = ["auto", "turbo"]
 
 
 def loader(length, seed, cls=DataLoader):
@@ -87,9 +106,7 @@ def check(make, base, path, batches, hook="on_train_batch_end", callbacks=(), **
     return straight
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
-@pytest.mark.parametrize("batches", [1, 2, 3, 4, 5])
+@matrix(("mode", "batches", "strategy"), ["max_size", "max_size_cycle", "min_size"], [1, 2, 3, 4, 5], STRATEGIES)
 def test_loaders_of_unequal_length(mode, batches, strategy, tmp_path):
     def make():
         return CombinedLoader({"a": loader(8, 1), "b": loader(4, 2)}, mode)
@@ -120,9 +137,7 @@ def early(hook):
     return type("Early", (Model,), {hook: reads})
 
 
-@pytest.mark.parametrize("hook", ["configure_optimizers", "on_fit_start", "setup"])
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("batches", [2, 4, 6])
+@matrix(("batches", "strategy", "hook"), [2, 4, 6], STRATEGIES, ["configure_optimizers", "on_fit_start", "setup"])
 def test_loaders_that_are_set_up_early(batches, strategy, hook, tmp_path):
     make, path = (lambda: loader(8, 1)), tmp_path / "c"
     check(make, PrefetchDataModule, path, batches, strategy=strategy, model=early(hook))
@@ -173,9 +188,10 @@ IN_A_STEP = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("batches", [0, 1, 3, 4, 6])
-@pytest.mark.parametrize("make", IN_A_STEP.values(), ids=IN_A_STEP)
+@matrix(
+    ("make", "batches", "strategy"), [pytest.param(make, id=name) for name, make in IN_A_STEP.items()],
+    [0, 1, 3, 4, 6], STRATEGIES,
+)  # fmt: skip
 def test_a_batch_whose_step_was_not_finished_comes_again(make, batches, strategy, tmp_path):
     base, cls = (PrefetchDataModule, DataLoader) if strategy == "auto" else (LightningDataModule, PrefetchLoader)
     check(lambda: make(cls), base, tmp_path / "c", batches, "on_train_batch_start", strategy=strategy)
@@ -241,19 +257,21 @@ WITH_STATES = {
 MARKS = {"own": BEGINS_ONCE, "single": BEGINS_ONCE}
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("stops", [
+STOPS = [
     [(1, "on_train_batch_end")],
     [(3, "on_train_batch_start")],
     [(4, "on_train_batch_start"), (6, "on_train_batch_end")],
     [(5, "on_after_backward"), (6, "on_train_batch_start")],
     [(4, "on_train_batch_end"), (4, "on_train_batch_start"), (5, "on_before_backward")],
-    pytest.param([(4, "on_train_epoch_end"), (8, "on_train_epoch_start")], marks=BEGINS_ONCE),
-    pytest.param([(4, "on_train_epoch_end"), (4, "on_train_start")], marks=BEGINS_ONCE),
-], ids=lambda stops: "-".join(f"{hook[9:]}{batches}" for batches, hook in stops))  # fmt: skip
-@pytest.mark.parametrize(
-    "make", [pytest.param(make, id=name, marks=MARKS.get(name, ())) for name, make in WITH_STATES.items()]
-)
+    pytest.param([(4, "on_train_epoch_end"), (8, "on_train_epoch_start")], marks=BEGINS_ONCE, id="epochs"),
+    pytest.param([(4, "on_train_epoch_end"), (4, "on_train_start")], marks=BEGINS_ONCE, id="epoch and start"),
+]
+
+
+@matrix(
+    ("make", "stops", "strategy"),
+    [pytest.param(make, id=name, marks=MARKS.get(name, ())) for name, make in WITH_STATES.items()], STOPS, STRATEGIES,
+)  # fmt: skip
 def test_loaders_with_a_state_of_their_own(make, stops, strategy, tmp_path):
     cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     base, of = (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))

@@ -45,7 +45,7 @@ def srun(folder, *words):
     ("batch", "ranks", "every", "saved"),
     [
         pytest.param(5, "01", 1, 15, marks=pytest.mark.slow),  # in the step
-        pytest.param(5, "1", 4, 16, marks=LEAN),  # after the batch at which the ranks agree
+        pytest.param(5, "1", 4, 16, marks=[LEAN, pytest.mark.slow]),  # after the batch at which the ranks agree
         pytest.param(9, "0", 16, 20, marks=[LEAN, pytest.mark.slow]),  # after the validation of the epoch
     ],
 )

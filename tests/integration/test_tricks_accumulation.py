@@ -1,8 +1,6 @@
 """ExactAccumulation under a real Trainer, against the gradients of big batches."""
 
 import itertools
-import multiprocessing
-import os
 
 import pytest
 import torch
@@ -11,12 +9,11 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP, ExactAccumulation
 from lightning_turbo.errors import NoEffectWarning
-from tests.ranks import free_port
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
@@ -287,88 +284,3 @@ def test_an_impossible_weight_stops_the_run(weight, error, message):
 def test_a_weight_must_be_a_function():
     with pytest.raises(TypeError, match=r"ExactAccumulation\(weight\): expected a function .* got 3"):
         ExactAccumulation(3)
-
-
-class Shards(Dataset):
-    """Rank-dependent batch sizes: a collate function drops samples of every other one."""
-
-    def __init__(self, n):
-        self.points = Points(n)
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitem__(self, index):
-        return index, self.points[index]
-
-
-def uneven(samples):
-    """Keeps 3 samples of an even first index, 1 of an odd one: ranks get different weights."""
-    keep = 3 if samples[0][0] % 2 == 0 else 1
-    return torch.stack([x for _, x in samples[:keep]])
-
-
-def two_ranks(rank, port, queue):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    for weighted in (False, True):
-        model = Net(lr=0.1)
-        trainer = Trainer(
-            **{**FLAGS, "devices": 2},
-            strategy="ddp",
-            use_distributed_sampler=False,
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            gradient_clip_val=0.5,
-            callbacks=[ExactAccumulation(size if weighted else None)],
-            plugins=[ApexAMP("O0", loss_scale=256.0)] if weighted else None,
-        )
-        data = Shards(40)
-        sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
-        loader = DataLoader(data, batch_size=4, collate_fn=uneven if weighted else whole, sampler=sampler)
-        trainer.fit(model, loader)  # 5 batches a rank: windows of 3 and 2
-        queue.put((weighted, rank, [p.detach().numpy() for p in model.parameters()]))
-
-
-def whole(samples):
-    return torch.stack([x for _, x in samples])
-
-
-def joint_batches(weighted):
-    """Both ranks' batches of a window in one, in a plain loop."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = Shards(40)
-    collate = uneven if weighted else whole
-    per_rank = []
-    for rank in range(2):
-        own = list(range(rank, 40, 2))  # as DistributedSampler deals them
-        per_rank.append([collate([data[i] for i in own[s : s + 4]]) for s in range(0, 20, 4)])
-    for _ in range(2):
-        for start in (0, 3):
-            optimizer.zero_grad()
-            model.loss(torch.cat([x for batches in per_rank for x in batches[start : start + 3]])).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-    return list(model.parameters())
-
-
-@pytest.mark.distributed
-def test_two_ranks_equal_one_joint_batch():
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    port = free_port()
-    ranks = [context.Process(target=two_ranks, args=(rank, port, queue)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        got = [queue.get(timeout=150) for _ in range(4)]
-    finally:
-        for process in ranks:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-    for weighted, _, parameters in got:
-        for a, b in zip(parameters, joint_batches(weighted), strict=True):
-            torch.testing.assert_close(torch.from_numpy(a), b.detach(), rtol=1e-6, atol=1e-6)

@@ -193,6 +193,10 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     (lambda: TurboDDPStrategy(gradient_as_bucket_view="no"), TypeError, "gradient_as_bucket_view='no': expected True"),
     (lambda: TurboDDPStrategy(None, None, None, None, None, None, print, grad_compression="fp16"), ValueError,
      "expected one of grad_compression and ddp_comm_hook"),
+    (lambda: TurboStrategy().state_key, TypeError,  # which fit asks of callbacks
+     "callbacks: expected callbacks, got TurboStrategy. Pass it as Trainer(strategy=...)."),
+    (lambda: pl.Trainer(accelerator="cpu", callbacks=[ApexAMP()]), TypeError,
+     "callbacks: expected callbacks, got ApexAMP. Pass it as Trainer(plugins=[...])."),
 ])  # fmt: skip
 def test_bad_settings_are_refused_in_words(make, error, text):
     with pytest.raises(error) as caught:
@@ -361,6 +365,7 @@ def test_a_loader_with_a_state_of_its_own_gets_it_back_at_the_end_of_an_epoch(st
 SPAWN = Path(__file__).with_name("spawn_worker.py")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_spawned_ranks_give_what_ddp_spawn_gives(tmp_path):
     run_ranks(SPAWN, tmp_path, ranks=1)

@@ -35,7 +35,7 @@ def run(code, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("name", [pytest.param("lightning.pytorch", marks=pytest.mark.slow), "pytorch_lightning"])
 def test_either_name_is_served_whichever_comes_first(name):
     """The second one to be imported finds the strategies registered by the first."""
     first = "import lightning_turbo\n" if name == "pytorch_lightning" else ""
@@ -44,7 +44,7 @@ def test_either_name_is_served_whichever_comes_first(name):
     assert f"trained under {name} TurboStrategy" in out
 
 
-def test_a_mismatch_is_explained_and_a_binding_by_hand_ends_it():
+def test_a_mismatch_is_explained():
     code = """
 import lightning_turbo
 from lightning_turbo import ApexAMP
@@ -64,8 +64,12 @@ for call in (ApexAMP, lambda: lightning_turbo.bind_lightning("lightning"),
     assert "lightning_turbo.bind_lightning('pytorch_lightning')" in refused
     assert "expected 'lightning.pytorch' or 'pytorch_lightning', got 'lightning'." in unknown
     assert "lightning_turbo is bound to lightning.pytorch already, because no Lightning was" in bound
+
+
+@pytest.mark.slow
+def test_a_binding_by_hand_or_by_the_environment_ends_a_mismatch():
     code = "import lightning_turbo\n{}\nfrom lightning_turbo import ApexAMP\nprint(ApexAMP.__mro__[1].__module__)"
     call = "lightning_turbo.bind_lightning('pytorch_lightning')"
     for line, environment in ((call, {}), ("", {"LIGHTNING_TURBO_LIGHTNING": "pytorch_lightning"})):
-        status, out, err = run(code.format(line), **environment)
+        _, out, err = run(code.format(line), **environment)
         assert "pytorch_lightning.plugins.precision.precision" in out, err

@@ -108,7 +108,10 @@ def past_errors(loader, batches, pause=0.0):
     return seen
 
 
-@pytest.mark.parametrize("where", ["dataset", "threads", "workers", "transform", "threads and transform"])
+@pytest.mark.parametrize(
+    "where",
+    ["dataset", "threads", pytest.param("workers", marks=pytest.mark.slow), "transform", "threads and transform"],
+)
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loader(make, where):
     workers = {"num_workers": int(where == "workers")}

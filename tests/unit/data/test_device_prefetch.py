@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo._pytree import MOST_PARTS, holders_in, map_batch, move_batch, tensors_in
+from lightning_turbo._pytree import MOST_PARTS, holders_in, map_tensors, move_batch, tensors_in
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
 from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.position import Position
@@ -147,7 +147,7 @@ def test_the_search_behind_an_object_finds_what_tells_the_allocator_and_ends():
         chain = Plain(chain)
     assert list(tensors_in(Plain(chain, tensor))) == [tensor]  # what is near first
     part = object()
-    assert map_batch([part, 1], lambda t: t, "to") == [part, 1]
+    assert map_tensors([part, 1], lambda t: t, "to") == [part, 1]
 
 
 def test_a_copy_to_the_cpu_is_waited_for():

@@ -175,6 +175,46 @@ def test_a_loader_class_with_state_of_its_own():
     assert [b.tolist() for b in other] == [b.tolist() for b in iterator]
 
 
+class Shards(IterableDataset):
+    """A shard for each of two workers, of unequal length, and a count of its epochs."""
+
+    def __init__(self):
+        self.begin = self.at = self.epoch = 0
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info().id
+        self.at, self.begin = self.begin, 0
+        while self.at < 4 + 5 * worker:
+            self.at += 1
+            yield 100 * self.epoch + 10 * worker + self.at
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.begin, self.epoch = state["at"], state["epoch"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_stream_with_a_state_in_each_worker_begins_its_next_epoch(persistent):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make():
+        settings = {"batch_size": None, "num_workers": 2, "persistent_workers": persistent}
+        return PrefetchLoader.of(torchdata.StatefulDataLoader(Shards(), **settings))
+
+    loader = make()
+    assert len(list(loader)) == 13
+    state = saved(loader.state_dict())
+    following = list(loader)
+    other = make()
+    other.load_state_dict(state)
+    assert [int(item) for item in other] == [int(item) for item in following]
+    loader.close()
+    other.close()
+
+
 def test_a_loader_without_state_is_counted():
     loader = on_device_of_a_plain_loader(batch_size=3)
     iterator = iter(loader)

@@ -1,0 +1,186 @@
+"""Two ranks: techniques agree, settings are compared, stopped runs resume, windows are exact.
+
+What runs to its end shares one start of the ranks, which costs more than the runs.
+"""
+
+import inspect
+import math
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.connectors import signal_connector
+from torch import nn
+
+from lightning_turbo import TurboDDPStrategy, _distributed
+from lightning_turbo.strategies.turbo_ddp import compare_settings, read_settings
+from tests.integration.ranks_worker import LEVELS, POINTS, Mean, uneven, whole
+from tests.integration.test_resume import assert_same, check_resumed
+from tests.ranks import run_ranks
+from tests.registry import BY_NAME
+
+WORKER = Path(__file__).with_name("ranks_worker.py")
+distributed = pytest.mark.distributed
+
+
+def load(folder, name):
+    """What each rank saved under a name."""
+    return [torch.load(folder / f"{name}.{rank}", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(WORKER, folder, "agreement", "techniques", "resume", "stopped", "accumulation", "places")
+    return folder
+
+
+def check_techniques(folder, names):
+    ranks = load(folder, names)
+    assert all(math.isfinite(loss) for rank in ranks for loss in rank["losses"]), names
+    for key, value in ranks[0]["module"].items():
+        if "running" not in key:  # each rank sees its own batches
+            assert torch.equal(value, ranks[1]["module"][key]), (names, key)
+
+
+@distributed
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_techniques_together_keep_the_ranks_equal(level, ended):
+    check_techniques(ended, f"{'+'.join(BY_NAME)}.{level}")
+
+
+@pytest.mark.slow
+@distributed
+@pytest.mark.timeout(1000)
+def test_every_two_techniques_keep_the_ranks_equal(tmp_path):
+    run_ranks(WORKER, tmp_path, "pairs", timeout=900)
+    names = {path.name[:-2] for path in tmp_path.iterdir()}
+    assert len(names) == len(LEVELS) * len(BY_NAME) * (len(BY_NAME) - 1) // 2
+    for name in names:
+        check_techniques(tmp_path, name)
+
+
+@distributed
+@pytest.mark.parametrize("case", ["O1-adamw_fused-float16", "O2-sgd-float16"])
+def test_a_resumed_run_equals_one_that_never_stopped(case, ended):
+    ranks = load(ended, f"resume.{case}")
+    for ends in ranks:
+        check_resumed(case, ends)
+    assert_same(ranks[0]["straight"]["updated"], ranks[1]["straight"]["updated"])
+
+
+# Settings that differ
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ([{"level": "'O1'"}] * 3, []),
+    ([{"level": "'O1'"}, {"level": "'O2'"}, {"level": "'O1'"}], ["level: 'O1' on ranks 0, 2, 'O2' on rank 1"]),
+    ([{"a": "1", "b": "2"}, {"a": "1"}], ["b: 2 on rank 0, not set on rank 1"]),
+    ([*[{"v": "2.12"}] * 10, {"v": "2.13"}], ["v: 2.12 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, 2.13 on rank 10"]),
+])  # fmt: skip
+def test_what_differs_is_named_with_each_value_and_its_ranks(settings, said):
+    assert compare_settings(settings) == said
+
+
+def test_an_object_of_the_same_kind_is_the_same_setting():
+    """A process group has another address on every rank."""
+    settings = []
+    for group in (object(), object()):
+        trainer = pl.Trainer(accelerator="cpu", strategy=TurboDDPStrategy(process_group=group), logger=False)
+        trainer.strategy.connect(BoringModel())
+        settings.append(read_settings(trainer.strategy, trainer))
+    assert compare_settings(settings) == []
+    assert "'process_group': <object object>" in settings[0]["ddp_kwargs"]
+
+
+@distributed
+@pytest.mark.parametrize(("case", "said"), {
+    "same": "",
+    "level": "settings: precision: 'bf16-mixed' on rank 0, 'bf16-true' on rank 1; opt_level: 'O1' on rank 0, 'O2'",
+    "scale": "settings: loss_scale: 128.0 on rank 0, 256.0 on rank 1. Start every",
+    "trainer": "settings: accumulate_grad_batches: 1 on rank 0, 2 on rank 1; max_epochs: 1 on rank 0, 2 on rank 1.",
+    "strategy": "settings: grad_compression: None on rank 0, 'fp16' on rank 1; ddp_kwargs: {",
+    "network": "settings: parameters: (2, 15) on rank 0, (2, 20) on rank 1. Start",
+    "checkpoint": "one.ckpt' on rank 0, None on rank 1. Start",
+}.items())  # fmt: skip
+def test_ranks_that_disagree_are_refused_before_the_first_step(case, said, ended):
+    zero, one = load(ended, f"agreement.{case}")
+    assert zero == one
+    assert said in zero["said"]
+    assert zero["steps"] == (0 if said else 2)
+    assert bool(zero["said"]) == bool(said)
+
+
+# Runs that are stopped
+
+
+@distributed
+def test_a_run_that_was_told_to_stop_ends_as_if_it_had_not_been(ended):
+    for straight, again in zip(load(ended, "stopped.straight"), load(ended, "stopped.again"), strict=True):
+        assert straight["steps"] == again["steps"] == 6
+        assert len(straight["seen"]) == 20
+        assert again["seen"] == straight["seen"][6:]
+        assert_same(straight["module"], again["module"])
+
+
+@distributed
+def test_ranks_at_different_batches_have_nothing_in_common_where_they_were_stopped(ended):
+    zero, one = load(ended, "places")
+    assert (zero["ordinary"], one["ordinary"]) == ([0, 1], [1, 1])  # only rank 0 writes
+    assert (zero["stopped"], one["stopped"]) == ([0], [1])
+    assert zero["same"] == one["same"] == [0, 1]
+    assert ["which are at other batches" in text for text in zero["said"]] == [True]
+    assert one["said"] == []
+
+
+@pytest.mark.slow
+@distributed
+def test_a_rank_that_an_error_left_alone_writes_its_checkpoint(tmp_path):
+    run_ranks(WORKER, tmp_path, "alone")
+    alone = torch.load(tmp_path / "alone")
+    assert any("the error of rank 0" in error for error in alone["errors"])
+    assert len(alone["said"]) == 3  # gradients, window and loaders
+    assert all("without those of the other ranks" in text for text in alone["said"])
+    run_ranks(WORKER, tmp_path, "after_alone")
+    zero, one = load(tmp_path, "after_alone")
+    assert zero["steps"] == one["steps"] == 6
+    assert (bool(zero["said"]), bool(one["said"])) == (True, False)
+
+
+def test_a_checkpoint_from_a_signal_handler_may_be_of_one_rank_alone():
+    assert not _distributed._may_be_alone()
+    handler = inspect.getsource(signal_connector)
+    assert f"def {_distributed.SIGNAL_HANDLER}" in handler  # Lightning's, whichever version
+    there = {}
+    exec(f"def {_distributed.SIGNAL_HANDLER}(): return ask()", {"ask": _distributed._may_be_alone}, there)
+    assert there[_distributed.SIGNAL_HANDLER]()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert _distributed._may_be_alone()
+
+
+# ExactAccumulation
+
+
+@distributed
+@pytest.mark.parametrize("weighted", [False, True])
+def test_two_ranks_equal_one_joint_batch(weighted, ended):
+    model = Mean()
+    optimizer = model.configure_optimizers()
+    collate = uneven if weighted else whole
+    batches = [
+        [collate([POINTS[i] for i in range(rank + 2 * start, rank + 2 * start + 8, 2)])[0] for start in range(0, 20, 4)]
+        for rank in (0, 1)  # as DistributedSampler deals them
+    ]
+    for start in (0, 3, 0, 3):
+        optimizer.zero_grad()
+        window = torch.cat([x for own in batches for x in own[start : start + 3]])
+        model.training_step([window], 0).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for rank in load(ended, f"accumulation.{weighted}"):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(rank["module"][name], value, rtol=1e-6, atol=1e-6)
