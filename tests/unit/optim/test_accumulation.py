@@ -159,52 +159,26 @@ def test_sparse_gradients_are_scaled_too():
     assert table.weight.grad.to_dense()[1].tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("weight", "error", "message"),
-    [
-        (-1, ValueError, "weight: expected a finite number that is not negative, got -1"),
-        (math.nan, ValueError, "weight: expected a finite number .* got nan"),
-        (torch.ones(3), ValueError, r"shape of weight: expected one number for a batch, .* got \(3,\)"),
-        ("3", TypeError, "weight: expected a number or a tensor of one element, got '3'"),
-    ],
-)
-def test_what_is_no_weight_is_refused(weight, error, message):
-    with pytest.raises(error, match=message):
-        AccumulationWindow().add(torch.ones(()), weight)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"total": math.nan}, ValueError, "total: expected a finite number that is not negative, got nan"),
-        ({"total": math.inf}, ValueError, "total: expected .* got inf"),
-        ({"total": -1}, ValueError, "total: expected .* got -1"),
-        ({"total": "3"}, TypeError, "total: expected a number or a tensor of one element"),
-        ({"total": torch.ones(2)}, ValueError, r"shape of total: expected one number"),
-        ({"divisor": math.nan}, ValueError, "divisor: expected a whole number of at least 1, got nan"),
-        ({"divisor": 0}, ValueError, "divisor: expected .* got 0"),
-        ({"ranks": math.inf}, ValueError, "ranks: expected a whole number of at least 1, got inf"),
-    ],
-)
-def test_what_makes_no_factor_is_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        AccumulationWindow().factor(**{"divisor": 4, **arguments})
-
-
 def test_a_total_on_the_device_that_is_no_number_is_seen_in_the_factor():
     assert AccumulationWindow().factor(4, torch.tensor(math.nan)).isnan()
     assert AccumulationWindow().factor(4, torch.tensor(0.0)).item() == 0.0
 
 
-def test_what_is_no_loss_and_no_factor_is_refused():
-    with pytest.raises(TypeError, match=r"loss: expected the tensor .* got 0\.5"):
-        AccumulationWindow().add(0.5)
-    for factor in (math.nan, None, "2"):
-        with pytest.raises(ValueError, match=f"factor: expected a finite number or a tensor, .* got {factor!r}"):
-            scale_gradients([], factor)
-
-
-@pytest.mark.parametrize("unit", [0.0, -1.0, math.inf, "1", True])
-def test_what_is_no_unit_is_refused(unit):
-    with pytest.raises(ValueError, match="expected a finite number above 0"):
-        AccumulationWindow(unit)
+@pytest.mark.parametrize(("function", "arguments", "message"), [
+    ("add", (torch.ones(()), -1), "weight: expected a finite number that is not negative, got -1"),
+    ("add", (torch.ones(()), math.nan), "weight: expected a finite number .* got nan"),
+    ("add", (torch.ones(()), torch.ones(3)), r"shape of weight: expected one number for a batch, .* got \(3,\)"),
+    ("add", (torch.ones(()), "3"), "weight: expected a number or a tensor of one element, got '3'"),
+    ("add", (0.5,), r"loss: expected the tensor .* got 0\.5"),
+    ("factor", (4, math.inf), "total: expected .* got inf"),
+    ("factor", (4, torch.ones(2)), r"shape of total: expected one number"),
+    ("factor", (0,), "divisor: expected a whole number of at least 1, got 0"),
+    ("factor", (4, None, math.inf), "ranks: expected a whole number of at least 1, got inf"),
+    ("__init__", (0.0,), "unit: expected a finite number above 0, .* got 0.0"),
+    ("__init__", (True,), "unit: expected a finite number above 0, .* got True"),
+])  # fmt: skip
+def test_impossible_values_are_refused(function, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        getattr(AccumulationWindow(), function)(*arguments)
+    with pytest.raises(ValueError, match=r"factor: expected a finite number or a tensor, .* got nan"):
+        scale_gradients([], math.nan)
