@@ -289,7 +289,7 @@ class LeanEpochLoop(TrainingEpochLoop):
         self.batch_progress.is_last_batch = data_fetcher.done
         batch = self._to_device(trainer.strategy.precision_plugin.convert_input(batch))
         self.batch_progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
+        self._begin_batch(trainer._logger_connector, batch)
         output, ends_epoch = self._train_on_batch(batch, batch_idx)
         self.batch_progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -306,14 +306,22 @@ class LeanEpochLoop(TrainingEpochLoop):
         own_batches = isinstance(data_fetcher, DataLoaderIterDataFetcher)
         return self._restarting or own_batches or not is_unprofiled(self.trainer)
 
+    def _begin_batch(self, connector: Any, batch: Any) -> None:
+        # The connector's own methods look for the loop that runs whenever they need its results: seven times a batch.
+        connector._first_loop_iter = connector._first_loop_iter is None
+        self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
+
     def _end_batch(self, connector: Any) -> None:
-        if not self._results:  # nothing was logged
-            self._results.batch = self._results.batch_size = None
-            self.batch_progress.increment_completed()
-            return
-        connector.on_batch_end()
+        results = self._results
+        if results:  # something was logged
+            metrics = results.metrics(on_step=True)
+            connector._progress_bar_metrics.update(metrics["pbar"])
+            connector._callback_metrics.update(metrics["callback"])
+            connector._logged_metrics.update(metrics["log"])
+        results.batch = results.batch_size = None
         self.batch_progress.increment_completed()
-        connector.update_train_step_metrics()
+        if results:
+            connector.update_train_step_metrics()
 
     def _train_on_batch(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
         """Return the output of the step, and whether a hook ended the epoch before it."""

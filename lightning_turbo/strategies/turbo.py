@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import compress
 from typing import Any, Literal
 from weakref import ref
@@ -147,7 +146,8 @@ class TurboParts(Strategy):
             self._borrowed.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
             cudnn.benchmark = benchmark
         if self.matmul_precision is not None:
-            self._borrowed.enter_context(_use_matmul_precision(self.matmul_precision))
+            self._borrowed.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision(self.matmul_precision)
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
@@ -184,20 +184,15 @@ class TurboParts(Strategy):
             return loader
         module: Any = self.lightning_module
         if hooks := hooks_before_transfer(module, getattr(module.trainer, "datamodule", None)):
-            self._warn_of_hooks(hooks)
-            return loader
-        prefetcher = DevicePrefetcher(loader, self.root_device, prefetch_batches=self.prefetch_batches)
-        self._borrowed.callback(_close, ref(prefetcher))  # weak, so that a loader that is replaced can end its workers
-        return prefetcher
-
-    def _warn_of_hooks(self, hooks: list[str]) -> None:
-        if "hooks" not in self._said:
-            self._said.add("hooks")
             rank_zero_warn(
                 f"device_prefetch is off, because {' and '.join(hooks)} is overridden and must run just before its "
                 "batch is used. Override on_after_batch_transfer instead, or pass device_prefetch=False.",
                 category=NoEffectWarning,
             )
+            return loader
+        prefetcher = DevicePrefetcher(loader, self.root_device, prefetch_batches=self.prefetch_batches)
+        self._borrowed.callback(_close, ref(prefetcher))  # weak, so that a loader that is replaced can end its workers
+        return prefetcher
 
     def teardown(self) -> None:
         """Undo what ``setup`` changed in the process, the Trainer and the network, and end the prefetching."""
@@ -311,21 +306,3 @@ def _close(prefetcher: ref[DevicePrefetcher]) -> None:
     alive = prefetcher()
     if alive is not None:
         alive.close()
-
-
-@contextmanager
-def _use_matmul_precision(value: MatmulPrecision) -> Iterator[None]:
-    # torch 2.9 added a second interface, fp32_precision, and refuses to read the first where both were used. So the
-    # second is saved and set to "ieee" before the first is read, and restored afterwards.
-    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-    found = [(each, each.fp32_precision) for each in backends if hasattr(each, "fp32_precision")]
-    for each, _ in found:
-        each.fp32_precision = "ieee"
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(value)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        for each, precision in found:
-            each.fp32_precision = precision

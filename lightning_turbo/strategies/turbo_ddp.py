@@ -169,11 +169,7 @@ def read_settings(strategy: Any, trainer: Any) -> dict[str, str]:
 
 
 def compare_settings(gathered: Sequence[dict[str, str]]) -> list[str]:
-    """Return a text for each setting that differs: its name, and each value with its ranks.
-
-    Args:
-        gathered: The settings of each rank, in the order of ranks.
-    """
+    """Return a text for each setting that differs between ranks: its name, and each value with its ranks."""
     texts = []
     for name in dict.fromkeys(chain.from_iterable(gathered)):
         ranks: dict[str, list[int]] = {}

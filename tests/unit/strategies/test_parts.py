@@ -21,26 +21,11 @@ def on_cuda(**settings):
     return strategy
 
 
-FIRST, SECOND = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-newer = pytest.mark.skipif(not hasattr(FIRST, "fp32_precision"), reason="torch 2.9 brought the second interface")
-
-
 @pytest.fixture
 def said(monkeypatch):
     lines = []
     monkeypatch.setattr(module, "rank_zero_info", lines.append)
     return lines
-
-
-@pytest.fixture
-def precisions():
-    """Lets a test use both interfaces, which torch then refuses to tell apart."""
-    yield
-    for each in (FIRST, SECOND):
-        each.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
-    for each in (FIRST, SECOND):
-        each.fp32_precision = "none"
 
 
 def in_the_run(read=lambda: torch.backends.cudnn.benchmark, **settings):
@@ -73,28 +58,7 @@ def test_a_deterministic_run_chooses_no_algorithm_by_the_clock(asked, how, said,
     assert said == ["turbo: cudnn_benchmark is off in a deterministic run."] * 2
 
 
-def state():
-    torch_refuses = False
-    try:
-        torch.get_float32_matmul_precision()
-    except RuntimeError:
-        torch_refuses = True
-    return torch_refuses, FIRST.fp32_precision, SECOND.fp32_precision
-
-
-@newer
-@pytest.mark.parametrize("found", ["none", "ieee", "tf32"])
-def test_the_newer_interface_of_tf32_is_left_alone_or_put_back(found, precisions):
-    FIRST.fp32_precision = found
-    before = state()
-    assert in_the_run(state) == before
-    assert in_the_run(torch.get_float32_matmul_precision, matmul_precision="high") == "high"
-    assert state() == before
-    assert in_the_run(lambda: FIRST.fp32_precision, matmul_precision="highest") == "ieee"
-    assert state() == before
-
-
-def test_the_older_interface_is_put_back():
+def test_the_precision_of_matrix_products_is_put_back():
     torch.set_float32_matmul_precision("medium")
     try:
         assert in_the_run(torch.get_float32_matmul_precision) == "medium"
