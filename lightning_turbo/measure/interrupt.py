@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,9 +49,6 @@ class Interrupt:
     @contextmanager
     def caught(self) -> Iterator[Interrupt]:
         """Catch both signals within the block; the handlers that were there before come back after it."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
         before = {number: signal.signal(number, self._press) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self

@@ -58,14 +58,6 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _system(name: str) -> int | None:
-    """What the system says of itself, or ``None`` where it does not."""
-    try:
-        return os.sysconf(name)
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def _commit() -> str | None:
     """The commit of the checkout that the package runs from, ``+`` if it was edited; ``None`` outside of one."""
     folder = Path(lightning_turbo.__file__).parent
@@ -91,7 +83,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
         "cores": count_cores(),
-        "memory_bytes": (_system("SC_PAGE_SIZE") or 0) * (_system("SC_PHYS_PAGES") or 0) or None,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_instructions": computes_in_bfloat16(),
         "transparent_huge_pages": huge_pages(),

@@ -25,15 +25,7 @@ LATE = "no time was left for it"
 
 def new_row() -> dict[str, Any]:
     """Return the row of something that is not measured yet: its state, its rounds, and what it returned."""
-    return {
-        "status": UNENDED,
-        "reason": "",
-        "rounds": [],
-        "numbers": {},
-        "start_bytes": None,
-        "peak_bytes": None,
-        "threads": None,
-    }
+    return {"status": UNENDED, "reason": "", "rounds": [], "numbers": {}, "peak_bytes": None}
 
 
 class Turns:
@@ -203,6 +195,5 @@ class Turns:
             self._progress.show(f"{self._title}{name}, ending")
             event = self._event(name, timeout)
             if event is not None:
-                keys = ("numbers", "start_bytes", "peak_bytes", "threads")
-                self.rows[name].update(status="ok", **{key: event[key] for key in keys})
+                self.rows[name].update(status="ok", numbers=event["numbers"], peak_bytes=event["peak_bytes"])
                 self.alive.pop(name).close()

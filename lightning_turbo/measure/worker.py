@@ -14,10 +14,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-import torch
-
 from lightning_turbo.errors import MissingExtraError
-from lightning_turbo.measure.memory import current_bytes, peak_bytes
+from lightning_turbo.measure.memory import peak_bytes
 from lightning_turbo.measure.meter import Meter
 
 __all__ = ["Channel", "SkippedError", "open_channel", "serve"]
@@ -89,18 +87,9 @@ def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) 
         run: Returns numbers by name, or lists and dicts of them. A ``SkippedError`` or ``MissingExtraError`` says that
             it cannot run here, any other error that it failed.
     """
-    at_start = current_bytes(meter.device)
     try:
         numbers = _plain(run())
-        channel.tell(
-            {
-                "event": "done",
-                "numbers": numbers,
-                "start_bytes": at_start,
-                "peak_bytes": peak_bytes(meter.device),
-                "threads": torch.get_num_threads(),
-            }
-        )
+        channel.tell({"event": "done", "numbers": numbers, "peak_bytes": peak_bytes(meter.device)})
     except (SkippedError, MissingExtraError) as error:
         channel.tell({"event": "skipped", "reason": str(error)})
     except Exception as error:

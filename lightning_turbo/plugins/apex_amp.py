@@ -403,7 +403,7 @@ class ApexAMP(Precision):
         scaled_by = [loss if own else None for loss, own in zip(scaled_by, gradients, strict=True)]
         factors = [self._factor(state, loss) for loss in scaled_by]
         pending_gradients.put_back(self._optimizers, gradients, factors, self._model)
-        self._engine.resume_window(self._optimizers, scaled_by, state["passes"])
+        self._engine.resume_window(self._optimizers, scaled_by, state.get("passes", []))
 
     def _factor(self, state: dict[str, Any], loss: int | None) -> float:
         """Return what brings gradients from the scale that a loss had in a state to the one that it has now."""

@@ -70,7 +70,7 @@ class FakeProcess:
         if fault == (self.order or "start"):
             raise ProcessError("gone")
         if self.order == "end" or fault == f"{self.order or 'start'} done":
-            return {"event": "done", "numbers": {"n": 1}, "start_bytes": 0, "peak_bytes": 0, "threads": 1}
+            return {"event": "done", "numbers": {"n": 1}, "peak_bytes": 0}
         self.machine.clock[0] += ROUND if self.order else START
         self.machine.order += [self.name] * bool(self.order)
         return {"event": "round" if self.order else "ready", "seconds": ROUND, "steps": 1, "samples": 0}
