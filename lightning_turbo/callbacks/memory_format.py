@@ -27,6 +27,7 @@ from lightning_turbo.nn.memory_format import (
     measure_memory_format,
     set_memory_format,
 )
+from lightning_turbo.plugins.apex_amp import ApexAMP
 
 __all__ = ["MemoryFormat"]
 
@@ -113,7 +114,7 @@ def _make_context(precision: Any, device: torch.device) -> Callable[[], Abstract
 
     The strategy converts weights to half precision after ``setup``: autocast replaces that here.
     """
-    if hasattr(precision, "place_on"):  # ApexAMP
+    if isinstance(precision, ApexAMP):
         precision.place_on(device.type)
     half = {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision.precision)
     return precision.forward_context if half is None else partial(torch.autocast, device.type, dtype=half)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._lightning import DDPStrategy, MisconfigurationException, check_lean, is_fitting
+from lightning_turbo.plugins.apex_amp import ApexAMP
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.turbo import TurboParts, check_choice
 
@@ -157,8 +158,8 @@ def read_settings(strategy: Any, trainer: Any) -> dict[str, str]:
     settings.update({name.strip("_"): getattr(strategy, name, None) for name in _STRATEGY})
     settings["precision plugin"] = type(precision).__name__
     settings["precision"] = precision.precision
-    settings["opt_level"] = getattr(precision, "opt_level", None)
-    settings.update(getattr(precision, "_settings", {}))  # ApexAMP's overrides
+    if isinstance(precision, ApexAMP):
+        settings.update(opt_level=precision.opt_level, **precision._settings)
     parameters = list(module.parameters())
     settings["parameters"] = (len(parameters), sum(p.numel() for p in parameters))
     settings["parameters that train"] = sum(p.requires_grad for p in parameters)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -239,18 +238,9 @@ def test_a_checkpoint_io_is_given_once_in_either_place(make):
         make(checkpoint_io="disk")
 
 
-@pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])
-def test_a_precision_is_given_in_either_place(make):
-    own = MixedPrecision("bf16-mixed", "cpu")
-    for strategy, plugins in ((make(precision_plugin=own), []), (make(), [own])):
-        assert pl.Trainer(accelerator="cpu", strategy=strategy, plugins=plugins).strategy.precision_plugin is own
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_checkpoints_are_written_in_another_thread(wrapped, tmp_path):
-    given = AsyncCheckpointIO(AmpCheckpointIO()) if wrapped else AsyncCheckpointIO()
+def test_checkpoints_are_written_in_another_thread(tmp_path):
     trainer = pl.Trainer(
-        accelerator="cpu", strategy=TurboStrategy(checkpoint_io=given), max_epochs=1, logger=False,
+        accelerator="cpu", strategy=TurboStrategy(checkpoint_io=AsyncCheckpointIO()), max_epochs=1, logger=False,
         default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     model = Net()
