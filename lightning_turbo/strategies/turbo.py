@@ -118,7 +118,6 @@ class TurboParts(Strategy):
         self._set_switches()
         if self.memory_format is not None:
             MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
-        self._before_lightning(trainer)
         super().setup(trainer)
         if self.compile is not None:
             self._borrowed.enter_context(compiled_in_place(trainer.lightning_module, self.compile, self._say))
@@ -127,9 +126,6 @@ class TurboParts(Strategy):
                 self._borrowed.callback(release.remove)
         if is_fitting(trainer):
             self._make_lean(trainer)
-
-    def _before_lightning(self, trainer: Any) -> None:
-        """Change the module before Lightning moves and wraps it."""
 
     def _set_switches(self) -> None:
         if self.root_device.type != "cuda":

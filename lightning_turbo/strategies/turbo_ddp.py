@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo._distributed import rank_and_size
-from lightning_turbo._lightning import DDPStrategy, MisconfigurationException, check_lean, is_fitting
+from lightning_turbo._lightning import DDPStrategy, MisconfigurationException, check_lean
 from lightning_turbo.plugins.apex_amp import ApexAMP
 from lightning_turbo.strategies.lean import LeanStrategy
 from lightning_turbo.strategies.turbo import TurboParts, check_choice
@@ -29,7 +28,7 @@ _TRAINER = (
     "limit_train_batches", "limit_val_batches", "log_every_n_steps", "max_epochs", "max_steps", "min_epochs",
     "min_steps", "num_sanity_val_steps", "overfit_batches", "val_check_interval",
 )  # fmt: skip
-_STRATEGY = ("static_graph", "grad_compression", "sync_batchnorm", "sigterm_every", "compile", "_ddp_kwargs")
+_STRATEGY = ("static_graph", "grad_compression", "sigterm_every", "compile", "_ddp_kwargs")
 
 
 class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
@@ -43,7 +42,6 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         static_graph: Every step uses the same parameters in the same way; torch checks it once. Not with accumulated
             gradients.
         grad_compression: ``"bf16"`` (CUDA) or ``"fp16"``: send half the bytes, rounded. Not with ``ddp_comm_hook``.
-        sync_batchnorm: Compute batch norm over all ranks (CUDA).
         sigterm_every: Number of batches between two agreements of the ranks on signals, at least 1. Above 1 (Lightning
             2.6), all ranks stop at SIGTERM, or save and requeue the job at Slurm's signal, after the same batch. Off
             where the Trainer's loop or automatic optimization is not Lightning's own.
@@ -68,14 +66,11 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         grad_compression: Literal["bf16", "fp16"] | None = None,
-        sync_batchnorm: bool = False,
         sigterm_every: int = 1,
         **kwargs: Any,
     ) -> None:
         check_choice("grad_compression", grad_compression, (None, *_COMPRESS))
-        check_switches(
-            gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, sync_batchnorm=sync_batchnorm
-        )
+        check_switches(gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph)
         expect(is_whole(sigterm_every, 1), "sigterm_every", sigterm_every, "an integer of at least 1")
         if sigterm_every > 1:
             check_lean(f"sigterm_every={sigterm_every}")
@@ -88,7 +83,6 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
             )
         self.static_graph = static_graph
         self.grad_compression = grad_compression
-        self.sync_batchnorm = sync_batchnorm
         self.sigterm_every = sigterm_every
 
     def setup(self, trainer: Any) -> None:
@@ -103,14 +97,6 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
                 f"grad_compression='bf16': expected CUDA with NCCL, got {self.root_device}. Pass 'fp16' or None."
             )
         super().setup(trainer)
-
-    def _before_lightning(self, trainer: Any) -> None:
-        if not (self.sync_batchnorm and is_fitting(trainer)):
-            return
-        if self.root_device.type == "cuda" and isinstance(self.model, nn.Module):
-            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-        else:
-            self._say(f"no effect on {self.root_device}: sync_batchnorm.")
 
     def configure_ddp(self) -> None:
         """Wrap the module in DDP, and register the hook for ``grad_compression``."""

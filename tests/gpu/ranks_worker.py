@@ -16,7 +16,7 @@ LEVELS = ("O0", "O1", "O2")
 SETTINGS = {
     "stock": lambda: "ddp",
     "turbo": lambda: "turbo_ddp",
-    "synced": lambda: TurboDDPStrategy(sync_batchnorm=True),
+    "synced": TurboDDPStrategy,
     "bf16": lambda: TurboDDPStrategy(grad_compression="bf16"),
     "fp16": lambda: TurboDDPStrategy(grad_compression="fp16", static_graph=True),
     "windows": lambda: "turbo_ddp",
@@ -73,7 +73,8 @@ def main():
     for level in LEVELS:
         for name, strategy in SETTINGS.items():
             windows = {"accumulate_grad_batches": 3, "callbacks": [GradToNone(), ExactAccumulation(weight=length)]}
-            model, trainer = fit(strategy(), level, **(windows if name == "windows" else {}))
+            flags = {"windows": windows, "synced": {"sync_batchnorm": True}}.get(name, {})
+            model, trainer = fit(strategy(), level, **flags)
             end = {
                 "weights": {key: value.detach().cpu() for key, value in model.named_parameters()},
                 "synced": "SyncBatchNorm" in model.kinds,

@@ -86,7 +86,7 @@ TABLE = [
         "strategy",
         "TurboDDPStrategy",
         {
-            "gradient_as_bucket_view": False, "static_graph": True, "grad_compression": "fp16", "sync_batchnorm": True,
+            "gradient_as_bucket_view": False, "static_graph": True, "grad_compression": "fp16",
             "find_unused_parameters": True, "process_group_backend": "gloo", "timeout": "0:05:00",
             **RANKS, **GIVEN, **PARTS,
         },
@@ -94,7 +94,7 @@ TABLE = [
             "_ddp_kwargs": {
                 "gradient_as_bucket_view": False, "static_graph": True, "find_unused_parameters": True,
             },
-            "static_graph": True, "grad_compression": "fp16", "sync_batchnorm": True, "process_group_backend": "gloo",
+            "static_graph": True, "grad_compression": "fp16", "process_group_backend": "gloo",
             "_timeout": timedelta(minutes=5),
             **GOT, **RANKS,
         },
