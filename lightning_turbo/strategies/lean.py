@@ -320,8 +320,14 @@ class LeanEpochLoop(TrainingEpochLoop):
             connector._logged_metrics.update(metrics["log"])
         results.batch = results.batch_size = None
         self.batch_progress.increment_completed()
-        if results:
+        if results and self._may_log():
             connector.update_train_step_metrics()
+
+    def _may_log(self) -> bool:
+        """Whether values may be due for the loggers; the connector decides, after a search for the loop that runs."""
+        trainer: Any = self.trainer
+        step = self._batches_that_stepped + 1
+        return trainer.should_stop or trainer.fast_dev_run or step % (trainer.log_every_n_steps or 1) == 0
 
     def _train_on_batch(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
         """Return the output of the step, and whether a hook ended the epoch before it."""
@@ -501,17 +507,19 @@ class LeanResults(ResultCollection):
         metrics: Any = {"callback": {}, "log": {}, "pbar": {}}
         for _, metric in self.valid_items():
             value = self._get_cache(metric, on_step)
-            if not isinstance(value, Tensor):
-                continue
-            name, forked_name = self._forked_name(metric, on_step)
-            if metric.meta.logger:
-                metrics["log"][forked_name] = value
-            if self.training or (metric.meta.on_epoch and not on_step):
-                metrics["callback"][name] = value
-                metrics["callback"][forked_name] = value
-            if metric.meta.prog_bar:
-                metrics["pbar"][forked_name] = value if metric.is_tensor else value.item()
+            if isinstance(value, Tensor):
+                self._add(metrics, metric, value, on_step)
         return metrics
+
+    def _add(self, metrics: Any, metric: Any, value: Tensor, on_step: bool) -> None:
+        meta = metric.meta
+        name, forked_name = self._forked_name(metric, on_step)
+        if meta.logger:
+            metrics["log"][forked_name] = value
+        if self.training or (meta.on_epoch and not on_step):
+            metrics["callback"][name] = metrics["callback"][forked_name] = value
+        if meta.prog_bar:
+            metrics["pbar"][forked_name] = value if metric.is_tensor else value.item()
 
 
 class LeanLoggerConnector(LoggerConnector):
