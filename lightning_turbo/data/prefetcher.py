@@ -32,8 +32,8 @@ WORTH = 5e-4
 # Seconds. How long the thread waits for a worker process before it looks whether anybody still wants the batch.
 SLICE = 0.1
 ENDED = (
-    "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used it. Call "
-    "iter() on the loader again."
+    "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used it. "
+    "Call iter() on the loader again."
 )
 
 
