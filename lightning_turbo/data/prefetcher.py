@@ -31,6 +31,10 @@ PATIENCE = 20.0
 WORTH = 5e-4
 # Seconds. How long the thread waits for a worker process before it looks whether anybody still wants the batch.
 SLICE = 0.1
+ENDED = (
+    "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used it. "
+    "Call iter() on the loader again."
+)
 
 
 class Record(NamedTuple):
@@ -224,10 +228,14 @@ class _Loading:
         try:
             while True:
                 try:
-                    return next(source)
+                    item = next(source)
                 except Exception as error:
                     if not self._waits_on_after(error):
                         raise
+                    continue
+                if source._shutdown:  # torch leaves out the batches of workers that were ended, and returns later ones
+                    raise RuntimeError(ENDED)
+                return item
         finally:
             source._timeout = own
 
@@ -235,10 +243,7 @@ class _Loading:
         """Whether a wait for a worker process only timed out; raises an error that names what happened to it."""
         source, ended = self.source, isinstance(error, StopIteration)
         if source._shutdown and (source._persistent_workers or not ended):
-            raise RuntimeError(
-                "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that "
-                "used it. Call iter() on the loader again."
-            ) from error
+            raise RuntimeError(ENDED) from error
         late = str(error).startswith("DataLoader timed out after")
         if late and self.dropped:
             raise StopIteration

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
+from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, PrefetchLoader
 from lightning_turbo.data.prefetcher import PATIENCE
 from tests.collecting import collect_in_its_thread
 from tests.leftovers import nothing_is_left
@@ -64,6 +64,30 @@ def test_workers_that_somebody_else_ends_are_an_error_and_no_hang(dataset, wrap)
     assert [next(again).tolist() for _ in got] == got
     loader.close()
     nothing_is_left()
+
+
+class LeavesOut:
+    """Torch's iterator as its workers are ended while it looks for the next batch: it returns a later one."""
+
+    _timeout, _shutdown, _persistent_workers, _workers = 0, False, True, ()
+
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._shutdown = self.given == 3
+        self.given += 1 + self._shutdown
+        return self.given
+
+
+def test_a_batch_behind_one_that_was_left_out_is_not_handed_out():
+    iterator = BackgroundIterator(LeavesOut())
+    assert [next(iterator) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
+        next(iterator)
 
 
 def test_workers_of_a_stateful_loader_that_end():
