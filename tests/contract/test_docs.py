@@ -154,7 +154,7 @@ def test_tests_that_a_card_names_exist(card):
         ("# no front matter\n", "opens with front matter"),
         ("---\nname: x\n", "opens with front matter"),
         ("---\n- a\n---\n", "holds no fields"),
-        ("---\nname: x\nclass: y\n---\n", "lacks function, maths_unchanged, needs, status"),
+        ("---\nname: x\nclass: y\n---\n", "lacks function, maths_unchanged, needs"),
     ],
 )
 def test_a_card_without_its_fields_is_refused_in_words(tmp_path, content, message):
