@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
-API, SITE = ROOT / "docs" / "api.md", ROOT / "zensical.toml"
+API, SITE = ROOT / "docs" / "api" / "README.md", ROOT / "zensical.toml"
 KEYS = ("name", "class", "function", "maths_unchanged", "needs")
 
 
@@ -79,14 +79,14 @@ def reference(page):
         lines += [f"## {kind}", ""]
         for name in names:
             first = " ".join(inspect.getdoc(getattr(lightning_turbo, name)).partition("\n\n")[0].split())
-            lines += [f"- [`{name}`](api/{name}.md): {first.replace('``', '`')}"]
+            lines += [f"- [`{name}`]({name}.md): {first.replace('``', '`')}"]
         lines += [""]
     return "\n".join(lines).strip()
 
 
 def navigation(page):
     """The pages of the API in the navigation of the site."""
-    lines = ['  { API = [', '    "api.md",']
+    lines = ['  { API = [', '    "api/README.md",']
     for kind, names in public_names().items():
         lines += [f'    {{ "{kind}" = [', *(f'      {{ "{name}" = "api/{name}.md" }},' for name in names), "    ] },"]
     return "\n".join([*lines, "  ] },"])
@@ -102,7 +102,7 @@ PARTS = {
 
 def generated():
     """Each generated file -> its text."""
-    pages = {API.parent / "api" / f"{name}.md": f"::: lightning_turbo.{name}\n" for names in public_names().values() for name in names}
+    pages = {API.parent / f"{name}.md": f"::: lightning_turbo.{name}\n" for names in public_names().values() for name in names}
     return pages | {page: updated(page) for page in PARTS}
 
 
@@ -121,13 +121,12 @@ def updated(page):
 
 def main(argv):
     texts = generated()
-    old = set((API.parent / "api").glob("*.md")) - set(texts)
+    old = set(API.parent.glob("*.md")) - set(texts)
     stale = [page for page, text in texts.items() if not page.exists() or page.read_text() != text] + sorted(old)
     if "--check" in argv:
         for page in stale:
             print(f"{page} is out of date: run python docs/overview.py")
         return 1 if stale else 0
-    API.with_suffix("").mkdir(exist_ok=True)
     for page in stale:
         page.unlink() if page in old else page.write_text(texts[page])
     return 0
