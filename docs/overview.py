@@ -7,15 +7,14 @@ python docs/overview.py --check    only tell, by the exit status, whether they a
 import inspect
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
-API, SITE = ROOT / "docs" / "api.md", ROOT / "zensical.toml"
-KEYS = ("name", "class", "function", "maths_unchanged", "needs", "status")
+API, SITE = ROOT / "docs" / "api" / "README.md", ROOT / "zensical.toml"
+KEYS = ("name", "class", "function", "maths_unchanged", "needs")
 
 
 def front_matter(path):
@@ -40,17 +39,13 @@ def cards():
 
 def table(page):
     """The table as ``page`` shows it, with links that start from there."""
-    lines = ["| Technique | In the Trainer | In any loop | Maths unchanged | Needs |", "|---|---|---|---|---|"]
+    lines = ["| Technique | In the Trainer | In any loop | Maths unchanged |", "|---|---|---|---|"]
     for path in cards():
         fields = front_matter(path)
         link = f"[{fields['name']}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
-        cells = [link, *(_code(fields[key]) for key in ("class", "function")), *map(_words, _rest(fields))]
+        cells = [link, _code(fields["class"]), _code(fields["function"]), _words(fields["maths_unchanged"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _rest(fields):
-    return fields["maths_unchanged"], fields["needs"]
 
 
 def _code(value):
@@ -76,30 +71,24 @@ def public_names():
 
 
 def reference(page):
-    """A table for each kind of public names, with the first sentence of each docstring."""
+    """A list for each kind of public names, with the first sentence of each docstring."""
     import lightning_turbo
 
     lines = []
     for kind, names in public_names().items():
-        lines += [f"## {kind}", "", "| Name | What it is |", "|---|---|"]
+        lines += [f"## {kind}", ""]
         for name in names:
             first = " ".join(inspect.getdoc(getattr(lightning_turbo, name)).partition("\n\n")[0].split())
-            lines += [f"| [`{name}`](api/{name}.md) | {first.replace('``', '`').replace('|', chr(92) + '|')} |"]
+            lines += [f"- [`{name}`]({name}.md): {first.replace('``', '`')}"]
         lines += [""]
     return "\n".join(lines).strip()
 
 
-def page_of(name):
-    """The page of one public name: its docstring and those of its methods."""
-    options = {"heading_level": 1, "members": None, "filters": ["!^_"]}
-    return f"---\ntitle: {name}\n---\n\n::: lightning_turbo.{name}\n" + textwrap.indent(yaml.safe_dump({"options": options}), "    ")
-
-
 def navigation(page):
     """The pages of the API in the navigation of the site."""
-    lines = ['  { API = [', '    "api.md",']
+    lines = ['  { API = [', '    "api/README.md",']
     for kind, names in public_names().items():
-        lines += [f'    {{ "{kind}" = [', *(f'      "api/{name}.md",' for name in names), "    ] },"]
+        lines += [f'    {{ "{kind}" = [', *(f'      {{ "{name}" = "api/{name}.md" }},' for name in names), "    ] },"]
     return "\n".join([*lines, "  ] },"])
 
 
@@ -113,7 +102,7 @@ PARTS = {
 
 def generated():
     """Each generated file -> its text."""
-    pages = {API.parent / "api" / f"{name}.md": page_of(name) for names in public_names().values() for name in names}
+    pages = {API.parent / f"{name}.md": f"::: lightning_turbo.{name}\n" for names in public_names().values() for name in names}
     return pages | {page: updated(page) for page in PARTS}
 
 
@@ -132,13 +121,12 @@ def updated(page):
 
 def main(argv):
     texts = generated()
-    old = set((API.parent / "api").glob("*.md")) - set(texts)
+    old = set(API.parent.glob("*.md")) - set(texts)
     stale = [page for page, text in texts.items() if not page.exists() or page.read_text() != text] + sorted(old)
     if "--check" in argv:
         for page in stale:
             print(f"{page} is out of date: run python docs/overview.py")
         return 1 if stale else 0
-    API.with_suffix("").mkdir(exist_ok=True)
     for page in stale:
         page.unlink() if page in old else page.write_text(texts[page])
     return 0

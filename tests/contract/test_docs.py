@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CARDS = sorted(path for path in (DOCS / "cards").glob("*.md") if path.name != "README.md")
 SECTIONS = (
-    "What it does", "Use when", "How to use", "Arguments", "What it brings", "Limits", "Checked by", "Sources",
+    "What it does", "Use when", "How to use", "Arguments", "What it brings", "Limits", "Sources",
 )  # fmt: skip
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=fence) *$", re.M | re.S
@@ -91,6 +91,10 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+def test_the_readme_links_to_no_file_that_a_package_index_lacks():
+    assert re.findall(r"(?<!!)\[[^\]]*\]\((?!https://)([^)]*)\)", prose(ROOT / "README.md")) == []
+
+
 def test_every_extra_that_is_named_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set()
@@ -130,7 +134,7 @@ def test_the_architecture_names_every_package_and_no_other():
 def test_generated_pages_are_current_and_list_every_public_name():
     made = overview()
     texts = made.generated()
-    assert {p.stem for p in texts if p.parent.name == "api"} == set(lightning_turbo.__all__)
+    assert {p.stem for p in texts if p.parent.name == "api"} - {"README"} == set(lightning_turbo.__all__)
     assert made.main(["--check"]) == 0, "run python docs/overview.py"
 
 
@@ -142,9 +146,9 @@ def test_card_has_its_parts(card):
     assert [part for part in SECTIONS if not any(heading.startswith(part) for heading in headings)] == []
 
 
-@pytest.mark.parametrize("card", CARDS, ids=name_of)
-def test_tests_that_a_card_names_exist(card):
-    for path in set(re.findall(r"\btests/[\w/]+\.py", card.read_text())):
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_that_a_page_names_exist(page):
+    for path in set(re.findall(r"\btests/[\w/]+\.py", page.read_text())):
         assert (ROOT / path).exists(), path
 
 
@@ -154,7 +158,7 @@ def test_tests_that_a_card_names_exist(card):
         ("# no front matter\n", "opens with front matter"),
         ("---\nname: x\n", "opens with front matter"),
         ("---\n- a\n---\n", "holds no fields"),
-        ("---\nname: x\nclass: y\n---\n", "lacks function, maths_unchanged, needs, status"),
+        ("---\nname: x\nclass: y\n---\n", "lacks function, maths_unchanged, needs"),
     ],
 )
 def test_a_card_without_its_fields_is_refused_in_words(tmp_path, content, message):

@@ -252,7 +252,7 @@ def test_the_rate_is_told_in_words():
 PAGE = Path(__file__).parents[3] / "docs" / "symptoms.md"
 
 
-def test_the_page_of_symptoms_has_each_rule_with_its_card():
-    rows = dict(re.findall(r"^\| `([a-z0-9-]+)` \| .* \| \[.*\]\(cards/(.*)\.md\) \|$", PAGE.read_text("utf-8"), re.M))
-    assert rows == {rule.name: rule.card for rule in RULES}
+def test_the_page_of_symptoms_has_each_rule():
+    names = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text("utf-8"), re.M)
+    assert sorted(names) == sorted(rule.name for rule in RULES)
     assert {rule.card for rule in RULES} <= {path.stem for path in (PAGE.parent / "cards").glob("*.md")}
