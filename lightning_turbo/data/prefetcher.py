@@ -134,6 +134,7 @@ class _Loading:
         skip: int = 0,
     ) -> None:
         self.source: Any = source
+        self.has_workers = hasattr(source, "_try_get_data")  # torch's iterator over worker processes
         self.profile, self.depth, self.ahead, self.samples = profile, depth, ahead, samples
         self.snapshot, self.dispose, self.skip = snapshot, dispose, skip
         self.turn = turn or contextlib.nullcontext()
@@ -209,45 +210,54 @@ class _Loading:
     def _fill(self, drawn: deque[Record], limit: float) -> bool:
         """Draw as many records as are begun ahead; tell whether nothing follows the last of them."""
         while len(drawn) <= self.ahead and self.taken < limit and not self.stopping.is_set():
-            drawn.append(self._draw(self._wait_for_workers if hasattr(self.source, "_shutdown") else self._next))
+            drawn.append(self._draw(self._wait_for_workers if self.has_workers else self._next))
             if drawn[-1].last:
                 return True
         return False
 
     def _next(self) -> Any:
-        return next(self.source)
+        """Take an item, unless somebody, such as a Trainer, has ended the worker processes of torch's iterator.
+
+        It would leave out the batches that they had not sent yet, and return a later one or end before its time.
+        """
+        try:
+            item = next(self.source)
+        except Exception as error:
+            ends = isinstance(error, StopIteration)
+            if self._are_workers_ended() and (self.source._persistent_workers or not ends):
+                raise RuntimeError(ENDED) from error
+            raise
+        if self._are_workers_ended():
+            raise RuntimeError(ENDED)
+        return item
+
+    def _are_workers_ended(self) -> bool:
+        return self.has_workers and self.source._shutdown
 
     def _wait_for_workers(self) -> Any:
-        """Take an item from torch's iterator, whose worker processes another thread may end, as a Trainer does.
+        """Take an item in the thread, while another one may end the worker processes.
 
-        Left to itself the wait would never end, or the epoch end before its time without a word. A wait that times out
-        takes nothing, and torch looks for dead processes each time.
+        Left to itself the wait would never end. A wait that times out takes nothing, and torch looks for dead processes
+        each time.
         """
         source = self.source
         own, source._timeout = source._timeout, SLICE
         try:
             while True:
                 try:
-                    item = next(source)
+                    return self._next()
                 except Exception as error:
                     if not self._waits_on_after(error):
                         raise
-                    continue
-                if source._shutdown:  # torch leaves out the batches of workers that were ended, and returns later ones
-                    raise RuntimeError(ENDED)
-                return item
         finally:
             source._timeout = own
 
     def _waits_on_after(self, error: Exception) -> bool:
         """Whether a wait for a worker process only timed out; raises an error that names what happened to it."""
-        source, ended = self.source, isinstance(error, StopIteration)
-        if source._shutdown and (source._persistent_workers or not ended):
-            raise RuntimeError(ENDED) from error
         late = str(error).startswith("DataLoader timed out after")
         if late and self.dropped:
             raise StopIteration
-        dead = _dead_workers(source) if isinstance(error, (OSError, EOFError)) else ""
+        dead = _dead_workers(self.source) if isinstance(error, (OSError, EOFError)) else ""
         if dead:
             raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
         return late

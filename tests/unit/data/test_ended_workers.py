@@ -24,14 +24,15 @@ WORKERS = {"num_workers": 2, "persistent_workers": True, "multiprocessing_contex
 class Slow(Dataset):
     """The thread is always waiting for it: it wants more batches ahead than there are in the time of a test."""
 
-    def __init__(self, length=200, seconds=0.05, stuck_at=None):
-        self.length, self.seconds, self.stuck_at = length, seconds, stuck_at
+    def __init__(self, length=200, seconds=0.05, stuck_at=None, slow_from=None):
+        self.length, self.seconds, self.stuck_at, self.slow_from = length, seconds, stuck_at, slow_from
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        time.sleep(120 if index == self.stuck_at else self.seconds)
+        slow = self.slow_from is not None and index >= self.slow_from
+        time.sleep(120 if index == self.stuck_at else 0.02 if slow else self.seconds)
         return index
 
 
@@ -69,7 +70,7 @@ def test_workers_that_somebody_else_ends_are_an_error_and_no_hang(dataset, wrap)
 class LeavesOut:
     """Torch's iterator as its workers are ended while it looks for the next batch: it returns a later one."""
 
-    _timeout, _shutdown, _persistent_workers, _workers = 0, False, True, ()
+    _timeout, _shutdown, _persistent_workers, _workers, _try_get_data = 0, False, True, (), None
 
     def __init__(self):
         self.given = 0
@@ -88,6 +89,20 @@ def test_a_batch_behind_one_that_was_left_out_is_not_handed_out():
     assert [next(iterator) for _ in range(3)] == [1, 2, 3]
     with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
         next(iterator)
+
+
+@pytest.mark.parametrize("taken", [1, 3])
+def test_workers_that_end_while_batches_are_loaded_where_they_are_asked_for(taken):
+    """The thread begins after the second batch, and not at all for one that is loaded faster than it is handed over."""
+    loader = PrefetchLoader(Slow(seconds=0, slow_from=10), batch_size=2, **WORKERS)
+    iterator = iter(loader)
+    got = [next(iterator).tolist() for _ in range(taken)]
+    as_a_trainer_does(loader)
+    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
+        got.extend(batch.tolist() for batch in iterator)
+    assert got == [[n, n + 1] for n in range(0, 2 * len(got), 2)]
+    loader.close()
+    nothing_is_left()
 
 
 def test_workers_of_a_stateful_loader_that_end():
