@@ -33,7 +33,8 @@ class GradToNone(Callback):
         MisconfigurationException: In ``setup``, if the strategy clears gradients itself.
 
     Warns:
-        NoEffectWarning: If gradients are views of DDP's buckets, or ``StochasticWeightAveraging`` reads them again.
+        NoEffectWarning: If gradients are views of DDP's buckets, the loop clears them before the next batch or keeps
+            them from step to step, or ``StochasticWeightAveraging`` reads them again.
 
     Note:
         Hooks after the step, such as ``on_train_batch_end`` and ``on_before_zero_grad``, see no gradients: read them in
@@ -66,6 +67,14 @@ class GradToNone(Callback):
         self._releases = release_in(trainer)
         if len(self._releases) < len(trainer.optimizers):
             _warn("StochasticWeightAveraging makes one more step with the last gradients")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Give up where releasing has no effect."""
+        for release in list(self._releases):
+            if why := release.why_idle():
+                release.remove()
+                self._releases.remove(release)
+                _warn(why)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop observing the optimizers."""

@@ -46,12 +46,13 @@ class CyclicSchedule(LRScheduler):
         lengths: tuple[float, float],  # of the rise and the fall
         unit: int | None,  # optimizer steps in a length of 1; None: ask the trainer at the first step
         scale: Callable[[int, int], float],  # (cycle, step) -> scale of the height
+        scale_name: str | None,
         momentum: tuple[float, float] | None,
         trainer: EpochLength | None,
     ) -> None:
         self.max_lrs = max_lrs
         self._lengths, self._unit, self._trainer = lengths, unit, trainer
-        self._scale, self._momentum = scale, momentum
+        self._scale, self._scale_name, self._momentum = scale, scale_name, momentum
         self._begun = False
         self._stepped, self._flag = False, None
         self._set_size(unit or 1)
@@ -92,7 +93,22 @@ class CyclicSchedule(LRScheduler):
         """Return the position, the bounds and the size of the cycle as plain data."""
         # A checkpoint may be written between the optimizer's step and the schedule's.
         stepped = self._stepped and not was_skipped(self._flag)
-        return {**{name: vars(self)[name] for name in SAVED}, "_stepped": stepped, "_flag": None}
+        saved = {name: vars(self)[name] for name in SAVED}
+        return {**saved, "_stepped": stepped, "_flag": None, "scale_fn": self._scale_name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state. The dictionary is not changed.
+
+        Args:
+            state_dict: Result of ``state_dict``.
+
+        Raises:
+            ValueError: If the saved schedule used a ``scale_fn`` of another name.
+        """
+        state = dict(state_dict)
+        name = state.pop("scale_fn")
+        expect(name == self._scale_name, "scale_fn", self._scale_name, f"{name}, which the saved schedule used")
+        super().load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": None if self._begun else self._trainer}
@@ -192,8 +208,8 @@ def cyclic_lr(
             epoch.
 
     Note:
-        A parameter group that is added later takes the bounds of the last one. Checkpoints do not hold ``scale_fn``:
-        build the schedule with the same function.
+        A parameter group that is added later takes the bounds of the last one. Checkpoints hold the name of
+        ``scale_fn``, not the function; loading into a schedule with another one raises a ``ValueError``.
 
     Example:
         >>> import torch
@@ -223,6 +239,7 @@ def cyclic_lr(
         lengths=_lengths((steps_up, steps_down), (epochs_up, epochs_down)),
         unit=_unit(steps_up, steps_per_epoch, trainer),
         scale=_scale(mode, gamma, scale_fn, scale_mode),
+        scale_name=getattr(scale_fn, "__qualname__", scale_fn and type(scale_fn).__qualname__),
         momentum=_momentum(optimizer, momentum),
         trainer=trainer,
     )

@@ -55,6 +55,17 @@ class GradientRelease:
         self._seen: list[tuple[Tensor, TensorWeakRef]] | None = None  # in the first step
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
+    def why_idle(self) -> str:
+        """Return why releasing has no effect, or an empty text; for the time between two steps."""
+        if self.releases is False:
+            return "the training loop keeps the same gradients from one step to the next"
+        if self.releases is None and self._seen is not None and not self._is_holding():
+            return "the training loop clears the gradients before the next batch"
+        return ""
+
+    def _is_holding(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._find_parameters())
+
     def remove(self) -> None:
         """Stop observing the optimizer."""
         self._handle.remove()

@@ -43,20 +43,24 @@ class Net(LightningModule):
 
 
 class TwoOptimizers(Net):
-    """Manual optimization."""
+    """Manual optimization in one of the orders that loops use."""
 
-    def __init__(self):
+    def __init__(self, order="clear first"):
         super().__init__()
         self.automatic_optimization = False
+        self.order = order
 
     def training_step(self, batch, batch_idx):
         self.look()
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             loss = self.net(batch).square().mean()
-            optimizer.zero_grad()
+            if self.order == "clear first":
+                optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
+            if self.order == "clear last":
+                optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self):
@@ -98,6 +102,20 @@ def test_the_numbers_stay_and_the_gradients_go(case):
     assert not released.held[first_of_third_window]
     if window == 2:
         assert released.held[first_of_third_window + 1]  # in mid-window they have to stay
+
+
+@pytest.mark.parametrize(("order", "level", "message"), [
+    ("clear last", None, "the training loop clears the gradients before the next batch"),
+    ("never clear", "O2", "keeps the same gradients from one step"),
+])  # fmt: skip
+def test_without_an_effect_it_warns(order, level, message):
+    def run(callbacks):
+        plugins = [] if level is None else [ApexAMP(level, loss_scale="dynamic")]
+        return fit(TwoOptimizers(order), callbacks, plugins=plugins)
+
+    plain = run([])
+    with pytest.warns(NoEffectWarning, match=message):
+        same(plain, run([GradToNone()]))
 
 
 def test_the_last_step_of_weight_averaging_has_its_gradients():

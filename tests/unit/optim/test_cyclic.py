@@ -239,6 +239,13 @@ def test_a_copy_advances_by_itself(copied):
     assert run(twin, twin_schedule, 8) == run(optimizer, schedule, 8)
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [(half, None), (None, half), (half, lambda x: 1.0)])
+def test_another_scale_fn_is_refused(saved, loaded):
+    a, b = (cyclic(sgd(), steps_up=4, scale_fn=f) for f in (saved, loaded))
+    with pytest.raises(ValueError, match=r"scale_fn: expected .*, which the saved schedule used, got"):
+        b.load_state_dict(a.state_dict())
+
+
 BAD = [
     ({"base_lr": 1.0, "max_lr": 0.1, "steps_up": 4}, r"base_lr: expected no more than max_lr=0.1, got 1.0"),
     ({"max_lr": math.nan, "steps_up": 4}, r"max_lr: expected a finite number .* got nan"),
