@@ -56,7 +56,8 @@ def _scale_alike(gradients: list[Tensor], factor: Any, device: torch.device, dty
     if dtype in (torch.float16, torch.bfloat16):  # torch would round the factor to them too
         wide = torch.as_tensor(factor, dtype=torch.float32, device=device)
         for gradient in gradients:
-            torch.mul(gradient, wide.expand_as(gradient), out=gradient)
+            held = gradient._values() if gradient.is_sparse else gradient
+            torch.mul(held, wide.expand_as(held), out=held)
     else:  # on CUDA one kernel serves many gradients, if they and the factor have one dtype
         torch._foreach_mul_(gradients, factor.to(device, dtype) if isinstance(factor, Tensor) else factor)
 

@@ -152,11 +152,13 @@ def test_the_loss_keeps_its_dtype_on_the_way_back():
     assert weight.grad.item() == pytest.approx(2 * 1024 * 5000 / 4096, rel=1e-3)  # half precision
 
 
-def test_sparse_gradients_are_scaled_too():
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    scale_gradients(table.parameters(), 3.0)
-    assert table.weight.grad.to_dense()[1].tolist() == [3.0, 3.0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [3.0, torch.tensor(3.0, dtype=torch.float64)], ids=["number", "tensor"])
+def test_sparse_gradients_are_scaled_too(dtype, factor):
+    table = nn.Embedding(4, 2, sparse=True, dtype=dtype)
+    table(torch.tensor([1, 1])).sum().backward()
+    scale_gradients(table.parameters(), factor)
+    assert table.weight.grad.to_dense()[1].tolist() == [6.0, 6.0]
 
 
 def test_a_total_on_the_device_that_is_no_number_is_seen_in_the_factor():
