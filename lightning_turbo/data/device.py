@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_functions, expect
 from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
+from lightning_turbo.data.dali.loader import DALILoader
 from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.position import Position, length_of, warn_of_gaps
@@ -258,7 +259,7 @@ class DevicePrefetcher:
         The ``close`` of another loader may be for good, and is left to its owner.
         """
         self._end("its DevicePrefetcher was closed")
-        if isinstance(self.loader, (PrefetchLoader, DevicePrefetcher)):
+        if isinstance(self.loader, (PrefetchLoader, DevicePrefetcher, DALILoader)):
             self.loader.close()
 
     def _end(self, because: str) -> None:

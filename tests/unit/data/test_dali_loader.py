@@ -14,6 +14,7 @@ pytest.importorskip("nvidia.dali")
 from nvidia.dali import Pipeline, fn, pipeline_def, types
 
 from lightning_turbo import DALILoader, _optional
+from lightning_turbo.data import DevicePrefetcher
 from lightning_turbo.data.dali import ImageFolder
 from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos
@@ -213,6 +214,18 @@ def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make):
     assert sorted(numbers(loader)) == list(range(COUNT))
     assert loader.epoch == 2
     loader.close()
+
+
+def test_a_device_prefetcher_closes_it(make):
+    loader = make()
+    prefetcher = DevicePrefetcher(loader, "cpu", transform=lambda batch: batch)
+    batches = iter(prefetcher)
+    next(batches)
+    pipeline = weakref.ref(loader._built)
+    prefetcher.close()
+    del batches
+    gc.collect()
+    assert pipeline() is None
 
 
 def test_copies_build_for_themselves_and_two_iterations_at_once_are_refused(loader):
