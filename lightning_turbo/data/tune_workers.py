@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
+from lightning_turbo._machine import count_cores
 from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.position import end_workers, generators_of
@@ -143,8 +143,7 @@ def _choose(rows: list[WorkerRow], tolerance: float) -> int:
 
 def _list_counts(max_workers: int | None) -> list[int]:
     """Return 0, 1, 2, 4, ... up to ``max_workers``, in the order in which they are tried."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    top = cores if max_workers is None else max_workers
+    top = count_cores() if max_workers is None else max_workers
     # One worker first: its process can be ended if a batch never comes. Where each process imports torch, their start
     # may be what takes too long, and 0 workers come first.
     first = int(multiprocessing.get_start_method() == "fork")

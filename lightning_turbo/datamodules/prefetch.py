@@ -135,7 +135,7 @@ class PrefetchDataModule(LightningDataModule):
                 kwargs[name], own[name] = own[name], None
         own["sample_seeds"] = sample_seeds
         self._prefetch = _Settings(prefetch_batches, threads, device_prefetch, device_transform, **own)
-        self._prefetch_found: dict[tuple[str, int], dict[str, Any]] = {}
+        self._prefetch_found: dict[tuple[str, int], int] = {}
         self._prefetch_transfers: dict[str, DeviceTransfer] = {}
         self._prefetch_warned = False
         if getattr(super().__init__, "__func__", None) is LightningDataModule.__init__:
@@ -223,13 +223,13 @@ def _convert(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int], t
 def _changes(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int]) -> dict[str, Any]:
     """Return the settings of workers and memory in which a loader is to differ from what it is."""
     settings: _Settings = datamodule._prefetch
-    chosen: dict[str, Any] = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
-    if settings.num_workers == "auto":
+    workers = settings.num_workers
+    if workers == "auto":
         found = datamodule._prefetch_found
         if place not in found:
             found[place] = _tune(loader, place[0], getattr(loader, "threads", settings.threads))
-        asked = {} if settings.pin_memory is None else {"pin_memory": settings.pin_memory}
-        chosen = {**found[place], **asked}
+        workers = found[place]
+    chosen = {"num_workers": workers, "pin_memory": settings.pin_memory}
     return {name: value for name, value in chosen.items() if value is not None and value != getattr(loader, name)}
 
 
@@ -301,8 +301,8 @@ def _defaults_behind(cls: type) -> dict[str, Any]:
     return defaults
 
 
-def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
-    """Return the settings of ``loader`` found by measurement, or its own where it has to keep them."""
+def _tune(loader: DataLoader[Any], name: str, threads: int) -> int:
+    """Return the number of worker processes found by measurement, or the loader's own where it has to keep that."""
     why = _why_processes_would_differ(loader.dataset)
     if not why:
         try:
@@ -312,7 +312,7 @@ def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
                     if threads == 1
                     else PrefetchLoader.of(_variant(loader, **settings), threads=threads)
                 )
-            ).settings
+            ).num_workers
         except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
             why = f"{error} Pass a number of processes in place of 'auto', for example what tune_workers finds."
     warnings.warn(
@@ -320,7 +320,7 @@ def _tune(loader: DataLoader[Any], name: str, threads: int) -> dict[str, Any]:
         NoEffectWarning,
         stacklevel=2,
     )
-    return {key: getattr(loader, key) for key in ("num_workers", "prefetch_factor", "pin_memory")}
+    return loader.num_workers
 
 
 def _why_processes_would_differ(dataset: Any) -> str:
@@ -359,7 +359,7 @@ def _variant(loader: DataLoader[Any], **settings: Any) -> Any:
         twin.timeout = 0
         vars(twin)["persistent_workers"] = False
     vars(twin)["_iterator"] = None
-    for name in ("num_workers", "prefetch_factor", "pin_memory"):
+    for name in ("num_workers", "pin_memory"):
         value = settings.get(name)
         if value is not None and value != getattr(twin, name):
             setattr(twin, name, value)

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_turbo._machine import count_cores
 from lightning_turbo.doctor.draws import find_draws
-from lightning_turbo.doctor.environment import count_cores
 from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, SchedulerFacts, Site
 from lightning_turbo.doctor.source import Sources
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from lightning_turbo._machine import count_cores
 from lightning_turbo._optional import installed_version
 
-__all__ = ["Line", "as_json", "as_text", "check", "count_cores", "failed"]
+__all__ = ["Line", "as_json", "as_text", "check", "failed"]
 
 MALICIOUS = {("lightning", "2.6.2"), ("lightning", "2.6.3")}
 ADVISORY = "GHSA-w37p-236h-pfx3"
@@ -78,11 +79,6 @@ def as_text(lines: Sequence[Line]) -> str:
 def as_json(lines: Sequence[Line]) -> list[dict[str, str]]:
     """Return the lines as plain dicts."""
     return [asdict(each) for each in lines]
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Measuring in fresh processes that take turns: what the benchmarks and ``lightning-turbo tune`` share."""
 
+from lightning_turbo._machine import count_cores
 from lightning_turbo.measure.interrupt import Interrupt, InterruptedRunError
-from lightning_turbo.measure.machine import computes_in_bfloat16, count_cores, describe_machine, huge_pages
+from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machine, huge_pages
 from lightning_turbo.measure.memory import current_bytes, peak_bytes
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 import lightning_turbo
+from lightning_turbo._machine import count_cores
 from lightning_turbo._optional import installed_version
 
-__all__ = ["computes_in_bfloat16", "count_cores", "describe_machine", "huge_pages"]
+__all__ = ["computes_in_bfloat16", "describe_machine", "huge_pages"]
 
 DISTRIBUTIONS = (
     *("torch", "lightning", "pytorch-lightning", "prefetch_generator", "numpy", "nvidia-dali-cuda120"),
@@ -51,11 +52,6 @@ def huge_pages() -> str | None:
     except OSError:
         return None
     return rules.partition("[")[2].partition("]")[0] or None
-
-
-def count_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _commit() -> str | None:

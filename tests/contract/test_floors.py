@@ -14,7 +14,10 @@ import lightning_turbo
 ROOT = Path(lightning_turbo.__file__).parent
 # Base; techniques, for any loop of torch; everything that speaks of Lightning.
 FLOORS = (
-    ("errors", "_checks", "_distributed", "_files", "_lightning", "_optional", "_pytree", "_random", "_skipped_steps"),
+    (
+        *("errors", "_checks", "_distributed", "_files", "_lightning", "_machine"),
+        *("_optional", "_pytree", "_random", "_skipped_steps"),
+    ),
     ("amp", "data", "measure", "nn", "optim"),
     (
         *("__init__", "__main__", "callbacks", "cli", "datamodules"),
@@ -25,7 +28,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 20_600  # of the package; the aim is 16,000. Lowered as it shrinks, raised only with a reason in the commit
 WORST_COMPLEXITY = 12  # of each function and method
 MEAN_COMPLEXITY = 3.2  # of each part
-ABOVE = {"amp": 3.42, "data": 3.57, "datamodules": 3.98, "plugins": 3.42}
+ABOVE = {"amp": 3.42, "data": 3.55, "datamodules": 3.92, "plugins": 3.42}
 FILES = sorted(ROOT.rglob("*.py"))
 
 

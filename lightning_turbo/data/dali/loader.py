@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_turbo import _optional
 from lightning_turbo._checks import expect, is_whole
 from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
+from lightning_turbo._machine import count_cores
 from lightning_turbo.data.dali.files import FilePipeline
 from lightning_turbo.data.dali.pipeline import BuiltPipeline, Placement
 
@@ -258,8 +259,7 @@ class DALILoader:
 
 def _share_cores(ranks: int) -> int:
     """Return the cores of one of several ranks on this machine, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // ranks))
+    return max(1, min(8, count_cores() // ranks))
 
 
 def _check_pipeline(pipeline: Any, **options: Any) -> None:
