@@ -58,14 +58,14 @@ def gather_for_checkpoint(own: Any, name: str, place: int | None = None, *, to_a
         return [own]
     may_be_alone = _may_be_alone()
     if may_be_alone and time.monotonic() - _missed <= PATIENCE:
-        ranks, missing = [own], "which did not come a moment ago"
+        ranks, missing = [own], "they did not come a moment ago"
     else:
         label = name, place if may_be_alone else None
         ranks, missing = _gather(own, label, PATIENCE if may_be_alone else None, to_all)
     if missing and rank == 0:
         warnings.warn(
-            f"The checkpoint holds the {name} of rank 0 alone, without those of the other ranks, {missing}. A run can "
-            "resume from it, but does not equal one that never stopped.",
+            f"The checkpoint holds the {name} of rank 0 only; those of the other ranks are lost: {missing}. A run can "
+            "resume from it, but will differ from one that never stopped.",
             TurboWarning,
             stacklevel=3,
         )
@@ -81,7 +81,7 @@ def _gather(own: Any, label: tuple[str, Any], limit: float | None, to_all: bool)
         labels: list[Any] = [None] * size
         torch.distributed.all_gather_object(labels, label, group=group)
         if any(other != label for other in labels):
-            return [own], "which are at other batches"
+            return [own], "they are at other batches"
         ranks = [own] * size
         if to_all:
             torch.distributed.all_gather_object(ranks, own, group=group)
@@ -91,7 +91,7 @@ def _gather(own: Any, label: tuple[str, Any], limit: float | None, to_all: bool)
         if limit is None:
             raise
         _missed = time.monotonic()
-        return [own], f"which did not come within {PATIENCE:g} s"
+        return [own], f"they did not come within {PATIENCE:g} s"
     return ranks, ""
 
 

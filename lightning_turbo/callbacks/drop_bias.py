@@ -65,7 +65,7 @@ class DropBiasBeforeNorm(Callback):
                 name = type(callback).__name__
                 raise ValueError(
                     f"callbacks: expected DropBiasBeforeNorm before {name}, which copies the module with its biases, "
-                    "got it after. Change their order."
+                    f"got it after {name}. Change their order."
                 )
 
     def _find_network(self, pl_module: LightningModule) -> Any:

@@ -162,7 +162,7 @@ class EffectiveBatchSize(Callback):
         if size is None:
             raise ValueError(
                 "EffectiveBatchSize: expected a training loader with a batch_size, got "
-                f"{type(trainer.train_dataloader).__name__} without. Pass batch_size=... to EffectiveBatchSize."
+                f"{type(trainer.train_dataloader).__name__} without one. Pass batch_size=... to EffectiveBatchSize."
             )
         accumulate, rest = divmod(self.target, size * ranks)
         if rest:

@@ -77,7 +77,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
         if grad_compression is not None and self._ddp_comm_hook is not None:
             raise ValueError(
-                f"expected one of grad_compression and ddp_comm_hook, got grad_compression={grad_compression!r} and "
+                f"Pass either grad_compression or ddp_comm_hook: got both, grad_compression={grad_compression!r} and "
                 f"ddp_comm_hook={self._ddp_comm_hook!r}. Wrap the hook with "
                 "ddp_comm_wrapper=default_hooks.bf16_compress_wrapper of torch.distributed instead."
             )

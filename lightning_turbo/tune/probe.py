@@ -148,7 +148,7 @@ def trainer_in_construction() -> Any:
         if isinstance(frame.f_locals.get("self"), Trainer):
             return frame.f_locals["self"]
         frame = frame.f_back
-    raise RuntimeError("no Trainer is constructed here; Lightning calls its entry points elsewhere now.")
+    raise RuntimeError("No Trainer is under construction: this version of Lightning calls its entry points elsewhere.")
 
 
 def make_callback(name: str, arguments: Mapping[str, Any]) -> Callback:

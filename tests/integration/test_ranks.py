@@ -131,7 +131,7 @@ def test_ranks_at_different_batches_have_nothing_in_common_where_they_were_stopp
     assert (zero["ordinary"], one["ordinary"]) == ([0, 1], [1, 1])  # only rank 0 writes
     assert (zero["stopped"], one["stopped"]) == ([0], [1])
     assert zero["same"] == one["same"] == [0, 1]
-    assert ["which are at other batches" in text for text in zero["said"]] == [True]
+    assert ["they are at other batches" in text for text in zero["said"]] == [True]
     assert one["said"] == []
 
 

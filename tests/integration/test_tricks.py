@@ -276,7 +276,7 @@ def test_two_owners_of_the_accumulation_are_refused(callbacks, flags, message):
     (lambda: EffectiveBatchSize(8, None, -1), r"warmup_steps\): expected at least 0, got -1"),
     (lambda: fit(Net(), [EffectiveBatchSize(10)]), r"=10\): expected a multiple of 4, .* for example 12\."),
     (lambda: fit(Net(), [EffectiveBatchSize(3)]), r"=3\): expected a multiple of 4, .* for example 4\."),
-    (lambda: fit(Silent(), [EffectiveBatchSize(4)]), r"with a batch_size, got DataLoader without. Pass batch_size"),
+    (lambda: fit(Silent(), [EffectiveBatchSize(4)]), r"with a batch_size, got DataLoader without one. Pass batch_size"),
     (lambda: DropBiasBeforeNorm(3), r"DropBiasBeforeNorm\(network\): expected a path .* got 3"),
     (lambda: DropBiasBeforeNorm("nets").setup(Trainer(**FLAGS), Net(), "fit"), r"one of \['net'\], got 'nets'"),
     (lambda: MemoryFormat("nhwc"), r"MemoryFormat\(memory_format\): expected 'measure', .* got 'nhwc'"),
