@@ -76,7 +76,8 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
         try:
             _train_levels(settings, device, progress, results["levels"])
             if settings.tune_seconds:
-                results["volumes"] = _train_volumes(settings, device, progress)
+                with _one_thread():
+                    results["volumes"] = _train_volumes(settings, device, progress)
         except KeyboardInterrupt:
             stopped = True
     write_json(results, settings.out / "results.json")
@@ -260,7 +261,7 @@ def _quiet_lightning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread for digits: the layers are so small that threads wait longer than they compute."""
+    """Compute on one core: more would wait for each other on layers this small, and the others are for loading."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -20,7 +20,7 @@ __all__ = ["CompressedVolumes", "write_volumes"]
 
 
 class CompressedVolumes(Dataset[tuple[Tensor, Tensor]]):
-    """Volumes in files ``FOLDER/CLASS/*.nii.gz``, each read and unpacked when it is asked for.
+    """Volumes in files ``FOLDER/CLASS/*.nii.gz``, each read, unpacked and clipped when it is asked for.
 
     Args:
         folder: With one folder for each class.
@@ -36,6 +36,7 @@ class CompressedVolumes(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         path = self.files[index]
         volume = load(path).get_fdata(dtype=np.float32)
+        volume = np.clip(volume, *np.percentile(volume, (0.5, 99.5)).astype(np.float32))
         return torch.from_numpy(volume).unsqueeze(0), torch.tensor(self.classes.index(path.parent.name))
 
 
@@ -52,6 +53,7 @@ def write_volumes(patches: VolumePatches, folder: Path) -> CompressedVolumes:
 
 def main() -> None:
     """Train on the volumes of a folder, on a kind of device."""
+    torch.set_num_threads(1)  # the other cores are for loading
     loader = DataLoader(CompressedVolumes(Path(sys.argv[1])), 16, shuffle=True)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator=sys.argv[2], devices=1, max_epochs=6, **quiet)

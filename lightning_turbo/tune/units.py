@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_turbo._lightning import Callback, check_binding, rank_zero_warn
+from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 
@@ -62,7 +63,8 @@ def _with_workers(loader: DataLoader[Any], num_workers: int, persistent: bool) -
 class LoaderSettings(Callback):
     """Load the batches of every loader of a Trainer with these settings, wherever the loaders are made.
 
-    For loaders of one's own, write the settings there: ``DataLoader(num_workers=...)``, ``PrefetchDataModule``.
+    For loaders of one's own, write the settings there: ``DataLoader(num_workers=...)``, ``PrefetchDataModule``. Adds
+    ``ExactResume``, as Lightning resumes loaders with worker processes in another order.
 
     Args:
         num_workers: Worker processes of each ``DataLoader``; ``None`` keeps the loader's own.
@@ -94,6 +96,7 @@ class LoaderSettings(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy, which Lightning asks about each loader, return one with the settings."""
+        attach_exact_resume(trainer)  # Lightning resumes loaders with worker processes in another order
         self._restore()
         self._strategy = trainer.strategy
         process = trainer.strategy.process_dataloader
