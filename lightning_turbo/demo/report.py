@@ -63,8 +63,9 @@ def print_results(console: Any, results: Mapping[str, Any]) -> None:
     print_table(console, title, HEADS, [_cells(name, row) for name, row in results["levels"].items()])
     if volumes := results["volumes"]:
         notes = {"stock": "Lightning as it is", "tuned": " + ".join(volumes["settings"]) or "nothing helps here"}
-        lines = [[*_cells(name, row)[:-1], notes[name]] for name, row in volumes["rows"].items()]
-        print_table(console, f"Volumes from compressed files: {volumes['headline']}.", HEADS, lines)
+        lines = [[*_cells(name, row)[:5], notes[name]] for name, row in volumes["rows"].items()]
+        heads = [*HEADS[:5], "note"]
+        print_table(console, f"Volumes from compressed files: {volumes['headline']}.", heads, lines)
 
 
 def _cells(name: str, row: Mapping[str, Any]) -> list[str]:

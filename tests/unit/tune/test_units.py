@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_turbo import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
@@ -65,6 +65,27 @@ def test_the_batches_are_those_of_the_plain_loader(settings, kind, workers):
     assert torch.equal(torch.stack(made.seen), torch.stack(plain.seen))
     assert isinstance(made.loaders[0], kind)
     assert made.loaders[0].num_workers == workers
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 1}, {"prefetch": True}])
+def test_a_run_that_resumes_has_the_order_of_one_that_never_stopped(settings, tmp_path):
+    data = torch.arange(32.0).reshape(8, 4)
+
+    def go_on(epochs, path=None):
+        module = Module(adam)
+        loader = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        callbacks = [LoaderSettings(**settings)]
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=epochs, enable_model_summary=False, callbacks=callbacks, **quiet
+        )
+        trainer.fit(module, loader, ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return module.seen
+
+    whole = go_on(3)
+    parts = go_on(1) + go_on(2, tmp_path / "last.ckpt") + go_on(3, tmp_path / "last.ckpt")
+    assert torch.equal(torch.stack(parts), torch.stack(whole))
 
 
 def test_nothing_is_left_after_an_error():
