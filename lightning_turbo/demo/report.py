@@ -64,8 +64,7 @@ def print_results(console: Any, results: Mapping[str, Any]) -> None:
     if volumes := results["volumes"]:
         notes = {"stock": "Lightning as it is", "tuned": " + ".join(volumes["settings"]) or "nothing helps here"}
         lines = [[*_cells(name, row)[:5], notes[name]] for name, row in volumes["rows"].items()]
-        heads = [*HEADS[:5], "note"]
-        print_table(console, f"Volumes from compressed files: {volumes['headline']}.", heads, lines)
+        print_table(console, f"Volumes from compressed files: {volumes['headline']}.", [*HEADS[:5], "note"], lines)
 
 
 def _cells(name: str, row: Mapping[str, Any]) -> list[str]:

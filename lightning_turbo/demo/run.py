@@ -12,7 +12,6 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +61,12 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     """
     console = console or Console()
     device = _device(settings.device)
-    _make_folder(settings.out)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(
+            f"out: expected a folder that can be written, got {str(settings.out)!r} ({error.strerror})."
+        ) from error
     results: dict[str, Any] = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": describe_machine(device.type),
@@ -72,12 +76,11 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
         "volumes": None,
     }
     stopped = False
-    with _quiet_lightning(), Progress(console=console) as progress:
+    with _quiet_lightning(), _one_thread(), Progress(console=console) as progress:
         try:
             _train_levels(settings, device, progress, results["levels"])
             if settings.tune_seconds:
-                with _one_thread():
-                    results["volumes"] = _train_volumes(settings, device, progress)
+                results["volumes"] = _train_volumes(settings, device, progress)
         except KeyboardInterrupt:
             stopped = True
     write_json(results, settings.out / "results.json")
@@ -103,8 +106,7 @@ def _train_levels(settings: DemoSettings, device: torch.device, progress: Progre
     histories = {level: RunHistory(samples=len(data.train)) for level in settings.levels}
     levels = {level: arguments(level) for level in settings.levels}
     try:
-        with _one_thread():
-            train_in_turns(levels, data, histories, progress, settings, settings.epochs, device)
+        train_in_turns(levels, data, histories, progress, settings, settings.epochs, device)
     finally:
         rows.update({level: make_row(history, settings.epochs, FLOOR) for level, history in histories.items()})
 
@@ -230,13 +232,6 @@ def _device(name: str) -> torch.device:
         known = ["auto", "cpu", *(f"cuda:{index}" for index in range(count))]
         expect(str(device) in known, "device", name, f"one of this machine, {', '.join(known)}", DemoError)
     return device
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DemoError(f"out: expected a folder that can be written, got {str(out)!r} ({error.strerror}).") from error
 
 
 @contextlib.contextmanager
