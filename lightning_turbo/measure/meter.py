@@ -17,7 +17,8 @@ class Meter:
     Args:
         ask: Sends an event to the program that measures and returns its next order.
         device: Kind of device: ``"cpu"`` or ``"cuda"``.
-        warmup: Steps before the first round.
+        warmup: Steps before the first round. All but one are done in this process's turn: beside other processes that
+            start, each with threads for every core, they can take a hundred times as long.
     """
 
     def __init__(
@@ -26,8 +27,9 @@ class Meter:
         self.device = torch.device(device)
         self.over = False
         self._ask = ask
-        self._left = max(1, warmup)
-        self._phase = "warmup"
+        self._left = 1
+        self._warmup = warmup - 1
+        self._phase = "start"
         self._steps = 0
         self._samples = 0
         self._start = 0.0
@@ -69,8 +71,9 @@ class Meter:
         if order["order"] == "end":
             self.over = True
             return False
-        self._steps = order["steps"]
-        self._open(*(("lead", order["lead"]) if order["lead"] else ("round", self._steps)))
+        self._steps, lead = order["steps"], max(order["lead"], self._warmup)
+        self._warmup = 0
+        self._open(*(("lead", lead) if lead > 0 else ("round", self._steps)))
         return True
 
     def _open(self, phase: str, steps: int) -> None:
