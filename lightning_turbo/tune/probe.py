@@ -70,13 +70,14 @@ class Probe(Callback):
         sys.exit(0)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let ``fit`` go on for as long as is measured; schedules have an end, and wait."""
+        """Let ``fit`` go on for as long as is measured, in this process's turn; schedules have an end, and wait."""
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.epoch_loop.max_steps = -1
         if pl_module.automatic_optimization:
             trainer.strategy.lr_scheduler_configs = []
         self.meter.device = trainer.strategy.root_device
         self.facts = describe(trainer, pl_module)
+        self.step()  # that is none: it waits for the turn, as nothing is computed beside processes that start
         if self.mode == "loader":
             self.load(trainer.fit_loop._combined_loader)
 
