@@ -80,7 +80,7 @@ def script(tmp_path, monkeypatch):
 def run(program, *names, mode="step", steps=20, warmup=4, module=False, arguments=("--rate", "1")):
     """Run a script in this process for so many steps."""
     asked = []
-    orders = iter([{"order": "round", "lead": 0, "steps": steps - warmup}, {"order": "end"}])
+    orders = iter([{"order": "round", "lead": warmup, "steps": steps - warmup}, {"order": "end"}])
     meter = Meter(lambda event: asked.append(event) or next(orders), warmup=warmup)
     settings = dataclasses.asdict(combine(TABLE[name] for name in names))
     task = {"program": str(program), "module": module, "arguments": list(arguments), "mode": mode}
