@@ -398,7 +398,7 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 def _as_list_of(name: str, value: Any, kind: type) -> list[Any]:
     values = value if type(value) is list else [value]
-    valid = all(issubclass(type(item), kind) for item in values)  # type: a wrapper may claim the class of another
+    valid = all(issubclass(type(item), kind) for item in values)  # a wrapper may claim another class
     expected = f"a {kind.__module__}.{kind.__name__} or a list of them (of a wrapper, as LARC, the object in it)"
     expect(valid, name, value, expected, TypeError)
     return list(values)

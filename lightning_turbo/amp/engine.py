@@ -239,12 +239,13 @@ class AmpEngine:
             )
 
     def _put_aside(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
-        """Take away the gradients that are unscaled already, and return them: copies, as DDP reuses its buckets."""
+        """Take away the gradients that are unscaled already, and return them; of DDP's buckets copies."""
         scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
-        params = {p for o in optimizers for p in params_of(o) if p.grad is not None}
-        aside = {param: param.grad.clone() for param in params - scaled}
-        for param in aside:
-            param.grad = None
+        aside: dict[Tensor, Tensor] = {}
+        for param in {p for o in optimizers for p in params_of(o)} - scaled:
+            if param.grad is not None:
+                aside[param] = param.grad.clone() if param.grad._is_view() else param.grad
+                param.grad = None
         return aside
 
     @torch.no_grad()
@@ -385,7 +386,12 @@ def _is_set(flag: Tensor | None) -> bool:
 @torch.no_grad()
 def _add(aside: dict[Tensor, Tensor]) -> None:
     for param, before in aside.items():
-        param.grad = before if param.grad is None else param.grad.add_(before)
+        if param.grad is None:
+            param.grad = before
+        elif before.is_sparse:
+            param.grad.add_(before)
+        else:  # the same tensor as before, as without scaling
+            param.grad = before.add_(param.grad)
 
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:
