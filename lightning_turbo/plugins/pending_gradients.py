@@ -36,7 +36,7 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     ]
 
 
-def entry_of_this_rank(saved: Sequence[Any] | None, sizes: Sequence[int] | None = None) -> Any:
+def entry_of_this_rank(saved: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return what this rank saved; ``None``, with a warning, if the run has other ranks than the one that saved.
 
     Gradients of a window differ between ranks, and each rank continues with data of its own: they have no meaning for
@@ -44,15 +44,13 @@ def entry_of_this_rank(saved: Sequence[Any] | None, sizes: Sequence[int] | None 
 
     Args:
         saved: An entry for each rank.
-        sizes: How many parameters each optimizer of this run has, if that is to be the same too.
+        sizes: How many parameters each optimizer of this run has.
 
     Warns:
         TurboWarning: In that case.
     """
-    if saved is None:
-        return None
     rank, ranks = rank_and_size()
-    if len(saved) == ranks and (sizes is None or _fits(saved[rank], sizes)):
+    if len(saved) == ranks and _fits(saved[rank], sizes):
         return saved[rank]
     rank_zero_warn(
         f"The checkpoint was written in the middle of an accumulation window by a run of {len(saved)} rank(s); this "

@@ -394,6 +394,18 @@ def test_an_overflow_in_one_loss_skips_all_its_optimizers_once():
     assert not same(weights(second), before[1])
 
 
+def test_an_overflow_skips_no_optimizer_that_its_pass_made_no_gradients_for():
+    models = net(0), net(1)
+    optimizers = [sgd(model) for model in models]
+    init(list(models), optimizers)
+    before = [weights(model) for model in models]
+    for model, factor in ((models[1], 1e-3), (models[0], float("inf"))):
+        backward(model(torch.ones(2, 4)).float().sum() * factor, optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [same(weights(model), old) for model, old in zip(models, before, strict=True)] == [True, False]
+
+
 # What wraps a model or repeats its forward pass
 
 
