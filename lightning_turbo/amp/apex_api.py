@@ -8,17 +8,17 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_turbo._checks import expect
 from lightning_turbo._skipped_steps import announce_skip
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.engine import AmpEngine, params_of
-from lightning_turbo.amp.half_forward import cast_floats, first_tensor_of
+from lightning_turbo.amp.half_forward import cast_floats, check_wide
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.loss_scaling import LossScaler
 from lightning_turbo.errors import AmpStateError, AmpUsageError
@@ -37,44 +37,39 @@ _logger = logging.getLogger("lightning_turbo.amp")
 
 
 class _Session:
-    """What one ``initialize`` set up; ``end`` takes all of it back."""
+    """What ``initialize`` set up; ``end`` takes all of it back."""
 
-    def __init__(self, engine: AmpEngine, models: Sequence[nn.Module], verbosity: int) -> None:
+    def __init__(self, engine: AmpEngine, verbosity: int) -> None:
         self.engine = engine
         self.verbosity = verbosity
-        self.models = WeakSet(models)
-        self._handles: list[Any] = []
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(engine.restore)
         self._hidden: dict[Optimizer, Callable[[], None]] = {}  # what brings back gradients during a skipped step
         self._casts_off = False
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         """Let the steps of an optimizer be skipped after an overflow, and run without O1's casts."""
-        self.engine.attach(optimizer, self.models)
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self.engine.attach(optimizer, models)
+        self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
-    def start_casts(self) -> None:
+    def start_casts(self, models: Sequence[nn.Module]) -> None:
         """Begin O1's casts."""
         casts, dtype = self.engine.function_casts, self.engine.properties.cast_model_outputs
         if casts is None:
             return
         if dtype is not None:
             hook = functools.partial(_cast_output, dtype)
-            self._handles += [model.register_forward_hook(hook) for model in self.models]
+            for model in models:
+                self._undo.callback(model.register_forward_hook(hook).remove)
         registration.apply_registered(casts)
+        self._undo.callback(registration.restore_registered)
         casts.start()
-
-    def end_casts(self) -> None:
-        """End O1's casts."""
-        if self.engine.function_casts is not None:
-            self.engine.function_casts.stop()
+        self._undo.callback(casts.stop)
 
     def end(self) -> None:
         """Leave models and optimizers as they were."""
-        self.end_casts()
-        self.engine.restore()
-        for handle in self._handles:
-            handle.remove()
+        self._undo.close()
 
     def _switch_casts(self, *, on: bool) -> None:
         torch.set_autocast_enabled(self.engine.device_type, on)
@@ -86,12 +81,12 @@ class _Session:
             self._switch_casts(on=True)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        engine, closure = self.engine, kwargs.get("closure", args[1] if len(args) > 1 else None)
+        engine, closure = self.engine, kwargs.get("closure", next(iter(args[1:]), None))
         skips = engine.will_skip(optimizer)
         if closure is not None and (engine.keeps_masters or skips):
             raise AmpUsageError(
-                "optimizer.step was given a closure: expected none at O2 and on a skipped step, as in apex. Run it "
-                "first and call step()."
+                "optimizer.step(closure): at O2, and on a skipped step, a closure cannot run (as in apex). Call it "
+                "first, then step()."
             )
         if skips:
             self._hidden[optimizer] = _hide_gradients(optimizer)
@@ -127,16 +122,9 @@ class _Session:
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
         """Around a backward pass: see ``AmpEngine.backward``."""
         self._resume_casts()
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        with contextlib.ExitStack() as stack:
-            if not self.engine.scaler(loss_id).is_identity:
-                stack.enter_context(
-                    self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale, of_buckets=ranks)
-                )
-            stack.enter_context(self.engine.backward_region())
+        delay_unscale = delay_unscale or not self.engine.scales
+        with self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale), self.engine.backward_region():
             yield
-        if not delay_unscale:
-            self.engine.share_overflow(optimizers, loss_id)  # apex skips the steps of all
         self.engine.forget_casts()
 
 
@@ -144,9 +132,7 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
     return cast_floats(output, dtype)
 
 
-_session: _Session | None = None  # of the last initialize, for the calls that name no optimizer
-_sessions: WeakKeyDictionary[nn.Module | Optimizer, _Session] = WeakKeyDictionary()
-_scalers: list[LossScaler] = []  # those of the last initialize, for the optimizers of all, as in apex
+_session: _Session | None = None
 _disabled = False  # by an initialize with enabled=False
 
 
@@ -176,9 +162,8 @@ def initialize(
     """Prepare models and optimizers for O0, O1, O2 or O3, in place.
 
     Call it after the models are on their device and before they are wrapped in DataParallel or
-    DistributedDataParallel. It may be called again, for other models: every optimizer keeps to the level of its own
-    call, while O1's casts and the loss scalers are those of the last one, as in apex. At O2 the models' parameters
-    stay float32, and are what the optimizers update; they are cast while a model is called.
+    DistributedDataParallel, once for all models and optimizers: a second call ends what the first one began. At O2 the
+    models' parameters stay float32, and are what the optimizers update; they are cast while a model is called.
 
     Args:
         models: A module or a list of modules, in float32.
@@ -207,8 +192,8 @@ def initialize(
         The same objects: models alone if no optimizers were given, else the pair.
 
     Raises:
-        AmpUsageError: If the level or an override is refused, a model is wrapped already, in half precision or
-            initialized already, or an optimizer comes a second time (``RuntimeError``, as in apex).
+        AmpUsageError: If the level or an override is refused, a model is wrapped or in half precision already, or an
+            optimizer comes a second time (``RuntimeError``, as in apex).
         TypeError: If models or optimizers are neither an object of the right kind nor a list of them.
 
     Warns:
@@ -254,19 +239,15 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
+    _check_optimizers(optimizer_list)
+    shutdown()
     for model in model_list:
         _check_model(model, engine)
-    for optimizer in optimizer_list:
-        _check_optimizer(optimizer, optimizer_list)
     engine.convert(model_list)
-    _end_last()
-    _session = session = _Session(engine, model_list, verbosity)
+    _session = _Session(engine, verbosity)
     for optimizer in optimizer_list:
-        session.follow(optimizer)
-    _sessions.update(dict.fromkeys((*model_list, *optimizer_list), session))
-    _scalers[:] = engine.scalers
-    engine.scalers = _scalers
-    session.start_casts()
+        _session.follow(optimizer, model_list)
+    _session.start_casts(model_list)
     return result
 
 
@@ -275,18 +256,9 @@ def shutdown() -> None:
 
     Beyond apex, whose casts last as long as the process. Weights keep what they have learned, in float32.
     """
-    _end_last()
-    for session in set(_sessions.values()):
-        session.end()
-    _sessions.clear()
-
-
-def _end_last() -> None:
-    """End what the next ``initialize`` replaces."""
     global _disabled, _session
     if _session is not None:
-        _session.end_casts()
-    registration.restore_registered()
+        _session.end()
     _session, _disabled = None, False
 
 
@@ -319,7 +291,7 @@ def scale_loss(
         AmpStateError: If ``initialize`` was not called (``RuntimeError``, as in apex), or at the exit if overflow after
             overflow has brought the dynamic scale to zero.
         AmpLookupError: If there is no scaler ``loss_id`` (``IndexError``).
-        AmpUsageError: If an optimizer is none that ``initialize`` was given.
+        AmpUsageError: If an optimizer is none of the last ``initialize``.
         TypeError: If ``optimizers`` is neither an optimizer nor a list of them.
 
     Note:
@@ -328,14 +300,16 @@ def scale_loss(
     if _disabled:
         yield loss
         return
-    session = _need_session("scale_loss")
+    session, optimizer_list = _need_session("scale_loss"), _as_list_of("optimizers", optimizers, Optimizer)
     scaler = session.engine.scaler(loss_id)
-    parts: dict[_Session, list[Optimizer]] = {}
-    for optimizer in _as_list_of("optimizers", optimizers, Optimizer):
-        parts.setdefault(_session_of(optimizer), []).append(optimizer)
-    with contextlib.ExitStack() as stack:
-        for part, own in parts.items():
-            stack.enter_context(part.backward(own, loss_id, delay_unscale))
+    foreign = [type(optimizer).__name__ for optimizer in optimizer_list if not _is_known(optimizer)]
+    if foreign:
+        raise AmpUsageError(
+            f"amp.scale_loss: expected optimizers of the last amp.initialize, got another {foreign[0]}, which would "
+            "step after an overflow. Initialize all models and optimizers in one call, as lists; or add the parameters "
+            "to a known one with optimizer.add_param_group."
+        )
+    with session.backward(optimizer_list, loss_id, delay_unscale):
         yield scaler.scale(loss)
     if not scaler.is_identity and not delay_unscale:
         _settle(scaler, loss_id, session.verbosity)
@@ -390,17 +364,13 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         AmpStateError: If ``initialize`` was not called.
     """
     engine = _need_session("load_state_dict").engine
-    unexpected = [key for key in state_dict if not key.startswith("loss_scaler")]
-    if unexpected:
-        raise AmpUsageError(
-            f"amp.load_state_dict: unexpected keys {unexpected!r}; expected loss_scaler0, loss_scaler1, ... "
-            "Pass what amp.state_dict() returned."
-        )
+    valid = all(key.startswith("loss_scaler") for key in state_dict)
+    expect(valid, "amp.load_state_dict", [*state_dict], "keys loss_scaler0, loss_scaler1, ...", AmpUsageError)
     if len(state_dict) != len(engine.scalers):
         _logger.warning("The state has %d loss scalers, this run %d.", len(state_dict), len(engine.scalers))
-    for index, scaler in enumerate(engine.scalers):
-        if f"loss_scaler{index}" in state_dict:
-            scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
+    scalers = engine.named_scalers()
+    for name in scalers.keys() & state_dict.keys():
+        scalers[name].load_state_dict(state_dict[name])
 
 
 @contextlib.contextmanager
@@ -422,23 +392,15 @@ def _need_session(call: str) -> _Session:
     return _session
 
 
-def _session_of(optimizer: Optimizer) -> _Session:
-    if optimizer not in _sessions:
-        raise AmpUsageError(
-            f"scale_loss was given a {type(optimizer).__name__} that amp.initialize has not seen: it would step after "
-            "an overflow. For a new optimizer call amp.shutdown() and initialize again, or add the parameters to the "
-            "known one with optimizer.add_param_group."
-        )
-    return _sessions[optimizer]
+def _is_known(optimizer: Optimizer) -> bool:
+    return _session is not None and _session.engine.knows(optimizer)
 
 
 def _as_list_of(name: str, value: Any, kind: type) -> list[Any]:
     values = value if type(value) is list else [value]
-    if not all(issubclass(type(item), kind) for item in values):  # type: a wrapper may claim the class of another
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}: expected a {kind.__module__}.{kind.__name__} or a list of "
-            "them. Of a wrapper, such as LARC, pass the object in it."
-        )
+    valid = all(issubclass(type(item), kind) for item in values)  # a wrapper may claim another class
+    expected = f"a {kind.__module__}.{kind.__name__} or a list of them (of a wrapper, as LARC, the object in it)"
+    expect(valid, name, value, expected, TypeError)
     return list(values)
 
 
@@ -450,33 +412,20 @@ def _device_type(models: Sequence[nn.Module]) -> str:
 def _check_model(model: nn.Module, engine: AmpEngine) -> None:
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise AmpUsageError(
-            f"initialize was given a model wrapped in {type(model).__name__}: expected the model itself. Wrap it "
-            "after initialize."
+            f"amp.initialize: expected the model itself, got a {type(model).__name__} around it. Wrap it afterwards."
         )
-    earlier = _sessions.get(model)
-    if earlier is not None and (earlier.engine.half_forward or engine.properties.casts_to_half):
-        raise AmpUsageError(
-            f"initialize was given a {type(model).__name__} that an earlier initialize prepared for "
-            f"{earlier.engine.properties.opt_level}: expected a model once. Call amp.shutdown() before; or, for new "
-            "layers, optimizer.add_param_group."
-        )
-    name = first_tensor_of(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
-    if name is not None:
-        raise AmpUsageError(
-            f"initialize was given a model whose {name!r} is half precision: expected float32. Do not call .half() "
-            "on the model: the level decides what becomes half."
-        )
+    check_wide(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
 
 
-def _check_optimizer(optimizer: Optimizer, together: Sequence[Optimizer]) -> None:
-    if optimizer in _sessions or sum(other is optimizer for other in together) > 1:
+def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    if len(set(optimizers)) < len(optimizers) or any(map(_is_known, optimizers)):
         raise AmpUsageError(
-            f"initialize was given a {type(optimizer).__name__} that it has been given before: expected an optimizer "
-            "once. Call amp.shutdown() before a new initialize, or build a new optimizer."
+            "amp.initialize: expected each optimizer once, got one again. Build new optimizers, or call amp.shutdown() "
+            "before a new initialize."
         )
-    for param in params_of(optimizer):
-        if param.dtype not in (torch.float32, *HALF_DTYPES) and not isinstance(param, nn.Parameter):
-            raise TypeError(f"An optimizer's parameter is {param.dtype}: expected float32 parameters.")
+    params = (param for optimizer in optimizers for param in params_of(optimizer))
+    odd = {param.dtype for param in params if not isinstance(param, nn.Parameter)} - {torch.float32, *HALF_DTYPES}
+    expect(not odd, "amp.initialize", odd, "float32 parameters in optimizers", TypeError)
 
 
 def _hide_gradients(optimizer: Optimizer) -> Callable[[], None]:

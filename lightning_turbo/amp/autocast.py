@@ -6,35 +6,20 @@ import contextlib
 import functools
 import importlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_turbo._checks import expect
 from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp import cast_lists
 from lightning_turbo.amp.half_forward import cast_floats
 from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["BannedFunctionError", "FunctionCasts", "to_float", "to_half", "to_widest"]
-
-# Autocast casts these to half itself, weights from its cache; only float64 is left for us.
-_AUTOCAST_KNOWS = {
-    "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "__matmul__",
-    "__rmatmul__", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-}  # fmt: skip
-
-
-def to_half(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with its floating tensors in the half ``dtype``."""
-    return cast_floats(value, dtype)
-
-
-def to_float(value: Any) -> Any:
-    """Return ``value`` with its floating tensors in float32."""
-    return cast_floats(value, torch.float32)
+__all__ = ["BannedFunctionError", "FunctionCasts", "to_widest"]
 
 
 def to_widest(value: Any) -> Any:
@@ -72,7 +57,8 @@ class FunctionCasts:
         dtype: The half dtype.
         lists: ``"torch"`` for autocast alone, which costs nothing per call; ``"apex"`` to obey apex's lists where
             autocast does not (layer_norm and gelu on a CPU, gelu on CUDA, banned functions, ...), which costs a
-            few microseconds for every call of a torch function.
+            few microseconds for every call of a torch function. ``None`` takes apex's with float16 and torch's with
+            bfloat16, which apex never had.
         cache: Whether autocast keeps a weight's cast for the next function, until the region ends or the cache is
             cleared, as apex does; a weight that is changed in between is then used as it was.
 
@@ -80,12 +66,10 @@ class FunctionCasts:
         AmpUsageError: If ``lists`` is neither.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype, lists: str = "apex", *, cache: bool = False) -> None:
-        if lists not in ("apex", "torch"):
-            raise AmpUsageError(
-                f"cast_lists={lists!r} is unknown: expected 'apex' (apex's lists of functions) or 'torch' "
-                "(those of torch.autocast). Leave it out if unsure."
-            )
+    def __init__(self, device_type: str, dtype: torch.dtype, lists: str | None = None, *, cache: bool = False) -> None:
+        lists = lists or ("apex" if dtype is torch.float16 else "torch")
+        known = "'apex' (apex's lists of functions) or 'torch' (those of torch.autocast)"
+        expect(lists in ("apex", "torch"), "cast_lists", lists, known, AmpUsageError)
         self.device_type = device_type
         self.dtype = dtype
         self._lists = lists
@@ -113,6 +97,10 @@ class FunctionCasts:
             return lists or contextlib.nullcontext()
         off = torch.autocast(self.device_type, enabled=False)  # a plain loop, or manual optimization
         return off if lists is None else _both(off, lists)
+
+    def forget(self) -> None:
+        """Drop the casts that are kept."""
+        torch.clear_autocast_cache()
 
     def start(self) -> None:
         """Cast on this thread from now on until ``stop``, as ``apex.amp.initialize`` does for O1.
@@ -152,18 +140,12 @@ class _ApexLists(TorchFunctionMode):
         self.actions = actions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        action = self.actions.get(func)
-        if action is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        change, run = action
-        kwargs = kwargs or {}
-        if run is _ApexLists.look_into:
-            return self.look_into(func, args, kwargs)
-        if not torch.is_autocast_enabled(self.device_type):
+        action, kwargs = self.actions.get(func), kwargs or {}
+        if action is None or not (action is _LOOK_INTO or torch.is_autocast_enabled(self.device_type)):
             return func(*args, **kwargs)
-        if change is not None:
-            args, kwargs = change(self, func, args, kwargs)
-        return func(*args, **kwargs) if run is None else run(self, func, args, kwargs)
+        change, run = action
+        args, kwargs = change(self, func, args, kwargs)
+        return run(self, func, args, kwargs)
 
     def here(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.device.type == self.device_type
@@ -178,6 +160,9 @@ class _ApexLists(TorchFunctionMode):
         return map_tensors(call, change)
 
     # These change the arguments.
+
+    def nothing(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs
 
     def half(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.cast((args, kwargs), self.dtype)
@@ -204,7 +189,10 @@ class _ApexLists(TorchFunctionMode):
             )
         return args, kwargs
 
-    # These run the function themselves.
+    # These run the function.
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def leave_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
         with torch.autocast(self.device_type, enabled=False):
@@ -237,6 +225,20 @@ _DISPATCH_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch
 
 
 _CHANGES = {"half": _ApexLists.half, "float": _ApexLists.float, "promote": _ApexLists.promote}
+_LOOK_INTO = (_ApexLists.nothing, _ApexLists.look_into)
+# How the arguments of the functions in a list change, and what runs them; the last list with a function counts.
+_ACTIONS: tuple[tuple[Mapping[str, Iterable[str]], tuple[Any, Any]], ...] = (
+    (cast_lists.PROMOTE, (_ApexLists.promote, _ApexLists.call)),
+    (cast_lists.HALF, (_ApexLists.half, _ApexLists.call)),
+    (cast_lists.HALF_IN_AUTOCAST, (_ApexLists.half_beyond_autocast, _ApexLists.call)),
+    (cast_lists.FLOAT, (_ApexLists.float, _ApexLists.call)),
+    (cast_lists.MATCH_SELF, (_ApexLists.match_self, _ApexLists.call)),
+    (cast_lists.NOT_IN_PLACE, (_ApexLists.refuse, _ApexLists.call)),
+    (cast_lists.BANNED, (_ApexLists.refuse, _ApexLists.call)),
+    (cast_lists.LEFT_ALONE, (_ApexLists.nothing, _ApexLists.leave_alone)),
+    (cast_lists.LEFT_ALONE_IF_ALIKE, (_ApexLists.nothing, _ApexLists.leave_alone_if_alike)),
+    (cast_lists.LOOKED_INTO, _LOOK_INTO),
+)
 
 
 class BannedFunctionError(AmpUsageError, NotImplementedError):
@@ -244,20 +246,8 @@ class BannedFunctionError(AmpUsageError, NotImplementedError):
 
 
 def _actions() -> Iterator[tuple[Any, tuple[Any, Any]]]:
-    """Yield each function with how its arguments change and what runs it in place of a plain call."""
-    for names, change, run in (
-        (cast_lists.PROMOTE, _ApexLists.promote, None),
-        (cast_lists.HALF, _ApexLists.half, None),
-        (cast_lists.FLOAT, _ApexLists.float, None),
-        (cast_lists.MATCH_SELF, _ApexLists.match_self, None),
-        (cast_lists.NOT_IN_PLACE, _ApexLists.refuse, None),
-        (cast_lists.BANNED, _ApexLists.refuse, None),
-        (cast_lists.LEFT_ALONE, None, _ApexLists.leave_alone),
-        (cast_lists.LEFT_ALONE_IF_ALIKE, None, _ApexLists.leave_alone_if_alike),
-        (cast_lists.LOOKED_INTO, None, _ApexLists.look_into),
-    ):
+    """Yield each function with what is done with it."""
+    for names, action in _ACTIONS:
         for namespace, functions in names.items():
             home: Any = torch.Tensor if namespace == "torch.Tensor" else importlib.import_module(namespace)
-            for name in functions:
-                beyond = change is _ApexLists.half and name in _AUTOCAST_KNOWS
-                yield getattr(home, name), (_ApexLists.half_beyond_autocast if beyond else change, run)
+            yield from ((getattr(home, name), action) for name in functions)

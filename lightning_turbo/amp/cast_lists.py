@@ -10,6 +10,7 @@ __all__ = [
     "BANNED",
     "FLOAT",
     "HALF",
+    "HALF_IN_AUTOCAST",
     "LEFT_ALONE",
     "LEFT_ALONE_IF_ALIKE",
     "LOOKED_INTO",
@@ -30,19 +31,23 @@ _POINTWISE = [
     "sinh", "tan",
 ]  # fmt: skip
 _REDUCTIONS = ["cumprod", "cumsum", "dist", "norm", "prod", "renorm", "std", "sum", "var"]
-_PRODUCTS = ["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "matmul", "mm", "mv", "prelu"]
-_CONVOLUTIONS = [
-    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-]  # fmt: skip
+_PRODUCTS = ["addmv", "addr", "mv", "prelu"]
+_AUTOCAST_PRODUCTS = ["addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"]
+_CONVOLUTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 
 # Floating arguments become half precision.
 HALF: dict[str, list[str]] = {
-    "torch": [
-        *_CONVOLUTIONS, *_PRODUCTS, "gru", "gru_cell", "lstm", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell",
-    ],
+    "torch": ["conv_tbc", *_PRODUCTS, "gru", "gru_cell", "lstm", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"],
+    "torch.nn.functional": ["conv_tbc"],
+    "torch.Tensor": _PRODUCTS,
+}
+
+# The same, but autocast casts these itself, weights from its cache; only float64 is left for us.
+HALF_IN_AUTOCAST: dict[str, list[str]] = {
+    "torch": [*_CONVOLUTIONS, *_AUTOCAST_PRODUCTS],
     "torch.nn.functional": [*_CONVOLUTIONS, "linear"],
-    "torch.Tensor": [*_PRODUCTS, "__matmul__", "__rmatmul__"],
-}  # fmt: skip
+    "torch.Tensor": [*_AUTOCAST_PRODUCTS, "__matmul__", "__rmatmul__"],
+}
 
 # Floating arguments become float32.
 FLOAT: dict[str, list[str]] = {

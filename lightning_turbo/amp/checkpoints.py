@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import expect
 from lightning_turbo._files import whole_file
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import TurboError, TurboWarning
@@ -69,15 +70,18 @@ def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | N
         ``({"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, key)``, or ``(None, None)``.
     """
     for key in KNOWN_KEYS:
-        state = checkpoint.get(key)
-        if not isinstance(state, Mapping):
-            continue
-        if any(str(name).startswith("loss_scaler") for name in state):
-            return dict(state), key
-        if "scale" in state and "_growth_tracker" in state:  # torch's GradScaler
-            own = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
-            return {"loss_scaler0": own}, key
+        state = _read_scalers(checkpoint.get(key))
+        if state is not None:
+            return state, key
     return None, None
+
+
+def _read_scalers(state: Any) -> dict[str, Any] | None:
+    if not isinstance(state, Mapping):
+        return None
+    if {"scale", "_growth_tracker"} <= state.keys():  # torch's GradScaler
+        return {"loss_scaler0": {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}}
+    return dict(state) if any(str(name).startswith("loss_scaler") for name in state) else None
 
 
 def to_torch_adam(optimizer: Any) -> Any:
@@ -102,15 +106,14 @@ def to_torch_adam(optimizer: Any) -> Any:
         optimizer = optimizer["optimizer_state_dict"]
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
         return optimizer
-    state, groups = dict(optimizer["state"]), []
-    for group in optimizer["param_groups"]:
+    state, groups = dict(optimizer["state"]), list(optimizer["param_groups"])
+    for index, group in enumerate(groups):
         # torch's groups have neither of the first two, and those of apex's other optimizers have the third.
         if {"step", "bias_correction"} <= group.keys() and "grad_averaging" not in group:
-            for name in group["params"]:
-                if "exp_avg_sq" in state.get(name, ()):
-                    state[name] = {"step": torch.tensor(float(group["step"]), dtype=torch.float32), **state[name]}
-            group = {**group, "fused": True}
-        groups.append(group)
+            groups[index] = {**group, "fused": True}
+            with_moments = [name for name in group["params"] if "exp_avg_sq" in state.get(name, ())]
+            count = torch.tensor(float(group["step"]), dtype=torch.float32)
+            state.update({name: {"step": count.clone(), **state[name]} for name in with_moments})
     return {**optimizer, "state": state, "param_groups": groups}
 
 
@@ -149,8 +152,7 @@ def convert_checkpoint(
         TurboWarning: For entries that are left out because Lightning has no place for them, for a file without scaler
             state, and for scalers beyond the one that ``"16-mixed"`` has.
     """
-    if to not in ("apex", "mixed"):
-        raise ValueError(f"to={to!r} is unknown: expected 'apex' (ApexAMP) or 'mixed' (precision='16-mixed').")
+    expect(to in ("apex", "mixed"), "to", to, "'apex' (ApexAMP) or 'mixed' (precision='16-mixed')")
     old, new = Path(old), Path(new)
     if new.exists():
         raise FileExistsError(f"{str(new)!r} exists: expected a path that is free. Name another file.")
@@ -203,14 +205,14 @@ def _from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _find_parts(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a plain script's file, ``None`` where there is none; warn of what is left out."""
-    left = {name: value for name, value in checkpoint.items() if value is not None and name != "amp"}
-    parts = {
-        part: next((left.pop(name) for name in names if name in left), None) for part, names in _PLAIN_NAMES.items()
-    }
+    given = {name: value for name, value in checkpoint.items() if value is not None and name != "amp"}
+    taken = {part: next((name for name in names if name in given), "") for part, names in _PLAIN_NAMES.items()}
+    parts = {part: given.get(name) for part, name in taken.items()}
     if not isinstance(parts["model"], Mapping) or parts["optimizer"] is None:
         raise CheckpointError(f"{str(path)!r} has {sorted(map(str, checkpoint))}: {_EXPECTED}")
+    left = sorted(map(str, given.keys() - set(taken.values())))
     if left:
-        _warn(f"Left out, because Lightning has no entry for them: {', '.join(sorted(map(str, left)))}.")
+        _warn(f"Left out, because Lightning has no entry for them: {', '.join(left)}.")
     return parts
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_turbo._checks import is_whole
+from lightning_turbo._checks import expect, is_whole
 from lightning_turbo.amp.autocast import FunctionCasts
-from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, find_kept, round_weights
+from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, cast_state, find_kept, round_weights
 from lightning_turbo.amp.levels import Properties, half_dtype_for, resolve
-from lightning_turbo.amp.loss_scaling import LossScaler, is_finite
+from lightning_turbo.amp.loss_scaling import LossScaler
 from lightning_turbo.errors import AmpLookupError, AmpUsageError, TurboWarning
 
 __all__ = ["AmpEngine", "params_of"]
@@ -37,7 +37,25 @@ class _Gradients:
     scaled_by: int | None = None
     """The loss by whose scale they are multiplied still."""
     overflow: Tensor | None = None
-    """1.0 on their device if an entry was inf or NaN when they were unscaled."""
+    """1.0 on their device if a pass that made some overflowed."""
+
+    def note_overflow(self, found: Tensor) -> None:
+        self.overflow = found if self.overflow is None else torch.maximum(self.overflow, found.to(self.overflow.device))
+
+
+class _NoCasts:
+    """The casts of O0, and of O1 with its casts off: none."""
+
+    def region(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    backward_region = region
+
+    def forget(self) -> None:
+        pass
+
+
+_NO_CASTS = _NoCasts()
 
 
 class AmpEngine:
@@ -47,16 +65,7 @@ class AmpEngine:
         opt_level: ``"O0"`` to ``"O3"``.
         device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``.
         dtype: The half dtype; ``None`` takes float16 on CUDA and bfloat16 elsewhere.
-        exact_masters: Whether O2 begins with the float32 weights as they are, not rounded to half first.
-        keep_float32: For O2 and O3: names or classes of modules that compute in float32.
-        num_losses: How many losses have a scaler of their own; 1 or more.
-        min_loss_scale: Floor of the dynamic scale, ``None`` for none.
-        max_loss_scale: Ceiling of the dynamic scale.
-        scale_window: Settled passes without overflow before the dynamic scale doubles.
-        cast_lists: For O1, ``"apex"`` or ``"torch"``, see ``FunctionCasts``; ``None`` takes apex's lists with
-            float16 and torch's with bfloat16, which apex never had.
-        cast_cache: For O1, whether a weight's cast is used again until ``forget_casts``.
-        **overrides: apex's overrides of the level, see ``resolve``.
+        **overrides: apex's overrides of the level, see ``resolve``. All others are as in ``amp.initialize``.
 
     Raises:
         AmpUsageError: If the level, an override or a limit is refused.
@@ -78,8 +87,7 @@ class AmpEngine:
         cast_cache: bool = False,
         **overrides: Any,
     ) -> None:
-        if not is_whole(num_losses, 1):
-            raise AmpUsageError(f"num_losses={num_losses!r}: expected a whole number from 1 on.")
+        expect(is_whole(num_losses, 1), "num_losses", num_losses, "a whole number from 1 on", AmpUsageError)
         self.dtype = half_dtype_for(device_type) if dtype is None else dtype
         self.properties: Properties = resolve(opt_level, dtype=self.dtype, **overrides)
         self.device_type = device_type
@@ -92,22 +100,28 @@ class AmpEngine:
             )
         limits = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale, "scale_window": scale_window}
         self.scalers = [LossScaler(self.properties.loss_scale, **limits) for _ in range(num_losses)]
-        # Whether any scaler does anything, and whether steps can be skipped.
-        self.scales = not all(scaler.is_identity for scaler in self.scalers)
-        self.is_dynamic = any(scaler.dynamic for scaler in self.scalers)
-        lists = cast_lists or ("apex" if self.dtype is torch.float16 else "torch")
-        casts = FunctionCasts(device_type, self.dtype, lists, cache=cast_cache)
+        casts = FunctionCasts(device_type, self.dtype, cast_lists, cache=cast_cache)
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.half_forward: HalfForward | None = None
         self.half_weights: HalfWeights | None = None
         self._gradients: WeakKeyDictionary[Optimizer, _Gradients] = WeakKeyDictionary()
-        self.last_flag: Tensor | None = None
+        self._last_overflow: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_gradients": None}  # which are of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _gradients=WeakKeyDictionary())
+
+    @property
+    def scales(self) -> bool:
+        """Whether the scalers do anything; all of them have the same settings."""
+        return not self.scalers[0].is_identity
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether steps can be skipped."""
+        return self.scalers[0].dynamic
 
     @property
     def keeps_masters(self) -> bool:
@@ -130,14 +144,12 @@ class AmpEngine:
             return
         for root in roots:
             _check_castable(root, props.opt_level)
-        forward = HalfForward(
-            props.cast_model_type, props.cast_model_outputs or torch.float32, bool(props.keep_batchnorm_fp32)
-        )
+        output_dtype = props.cast_model_outputs or torch.float32
+        self.half_forward = forward = HalfForward(props.cast_model_type, output_dtype, bool(props.keep_batchnorm_fp32))
         kept = find_kept(roots, self.keep_float32)
         beneath = {part for module in kept for part in module.modules()}
         forward.keep(kept)
         forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)
-        self.half_forward = forward
         if not self.keeps_masters:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
         elif not self.exact_masters:
@@ -149,18 +161,23 @@ class AmpEngine:
         Warns:
             TurboWarning: If the optimizer holds parameters that none of the models has, at O2 and O3.
         """
+        self._gradients[optimizer] = _Gradients()
         if self.half_weights is not None:
-            self.half_weights.attach(optimizer)
+            cast_state(optimizer)
         own = {param for model in models for param in model.parameters()}
-        foreign = sum(param not in own for param in params_of(optimizer)) if self.properties.casts_to_half else 0
-        if foreign:
+        foreign = sum(param not in own for param in params_of(optimizer))
+        if foreign and self.properties.casts_to_half:
             warnings.warn(
-                f"{type(optimizer).__name__} holds {foreign} parameters that the model does not have: "
-                f"{self.properties.opt_level} casts nothing of theirs. Make them part of a model, or give "
-                "amp.initialize every model that the optimizer trains.",
+                f"{type(optimizer).__name__} holds {foreign} parameters of no model, which "
+                f"{self.properties.opt_level} does not cast. Make them part of a model, or give amp.initialize every "
+                "model that the optimizer trains.",
                 TurboWarning,
                 stacklevel=4,
             )
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer was attached."""
+        return optimizer in self._gradients
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of a loss.
@@ -168,38 +185,30 @@ class AmpEngine:
         Raises:
             AmpLookupError: If ``loss_id`` is not below ``num_losses``.
         """
-        if not is_whole(loss_id, 0) or loss_id >= len(self.scalers):
-            raise AmpLookupError(
-                f"loss_id={loss_id!r} has no scaler: expected 0 to {len(self.scalers) - 1}. "
-                f"Pass num_losses={loss_id + 1 if isinstance(loss_id, int) else 2} or more."
-            )
+        valid = is_whole(loss_id, 0) and loss_id < len(self.scalers)
+        expect(valid, "loss_id", loss_id, f"0 to {len(self.scalers) - 1}, or a larger num_losses", AmpLookupError)
         return self.scalers[loss_id]
 
     # Forward and backward
 
+    @property
+    def _casts(self) -> FunctionCasts | HalfForward | _NoCasts:
+        return self.function_casts or self.half_forward or _NO_CASTS
+
     def region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
-        if self.half_forward is not None:
-            return self.half_forward.step_region()
-        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.region()
+        return self._casts.region()
 
     def backward_region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass, so that checkpointed forward passes are repeated as they were."""
-        if self.half_forward is not None:
-            return self.half_forward.backward_region()
-        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_region()
+        return self._casts.backward_region()
 
     def forget_casts(self) -> None:
         """Drop half copies of weights, because the weights have changed or soon will."""
-        if self.half_forward is not None:
-            self.half_forward.forget_copies()
-        if self.function_casts is not None:
-            torch.clear_autocast_cache()
+        self._casts.forget()
 
     @contextlib.contextmanager
-    def backward(
-        self, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool = False, of_buckets: bool = False
-    ) -> Iterator[None]:
+    def backward(self, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool = False) -> Iterator[None]:
         """Around a backward pass: put gradients of earlier passes aside, and at the end unscale what was made.
 
         Args:
@@ -207,94 +216,61 @@ class AmpEngine:
             loss_id: Which scaler the loss is scaled with.
             delay_unscale: Leave the gradients scaled and added to those of before, until a pass without it or
                 ``unscale``.
-            of_buckets: Whether gradients may be views of DDP's buckets, which it writes over; copies are taken then.
         """
         for optimizer in optimizers:
             self._prepare(optimizer, loss_id)
-        aside = {} if delay_unscale else self._put_aside(optimizers, of_buckets)
+        aside = {} if delay_unscale else self._put_aside(optimizers)
         yield
-        self.note_backward(optimizers, loss_id if delay_unscale else None)
+        for own in map(self._of, optimizers):
+            own.waiting, own.scaled_by = True, loss_id if delay_unscale else None
         if not delay_unscale:
-            self._unscale(optimizers, aside, loss_id)
-
-    def note_backward(self, optimizers: Iterable[Optimizer], scaled_by: int | None) -> None:
-        """Note that a pass has made gradients for these, and the loss by whose scale they are multiplied still."""
-        for optimizer in optimizers:
-            own = self._of(optimizer)
-            own.waiting, own.scaled_by = True, scaled_by
+            self._unscale(optimizers, loss_id)
+        _add(aside)
 
     def _prepare(self, optimizer: Optimizer, loss_id: int) -> None:
         own = self._of(optimizer)
         # An overflow is over when its gradients are: stepped with, or released.
         if not own.waiting or all(param.grad is None for param in params_of(optimizer)):
             own.overflow = None
-        if own.scaled_by not in (None, loss_id):
+        if self.scales and own.scaled_by not in (None, loss_id):
             raise AmpUsageError(
-                f"loss_id={loss_id!r}: gradients of loss {own.scaled_by!r} wait with its scale, and cannot be added to "
-                "these. Step first, or use one loss_id until the gradients are unscaled."
+                f"loss_id={loss_id!r}: expected loss_id={own.scaled_by!r}, whose scaled gradients are still "
+                "accumulated. Step first, or use one loss_id per window."
             )
 
-    def _put_aside(self, optimizers: Sequence[Optimizer], of_buckets: bool) -> dict[Tensor, Tensor]:
-        """Take away the gradients that are unscaled already, and return them."""
+    def _put_aside(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
+        """Take away the gradients that are unscaled already, and return them; of DDP's buckets copies."""
         scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
-        unscaled = [o for o in optimizers if scaled.isdisjoint(params_of(o))]
         aside: dict[Tensor, Tensor] = {}
-        for param in (param for optimizer in unscaled for param in params_of(optimizer)):
+        for param in {p for o in optimizers for p in params_of(o)} - scaled:
             if param.grad is not None:
-                aside[param], param.grad = param.grad.clone() if of_buckets else param.grad, None
+                aside[param] = param.grad.clone() if param.grad._is_view() else param.grad
+                param.grad = None
         return aside
 
     @torch.no_grad()
-    def _unscale(self, optimizers: Sequence[Optimizer], aside: dict[Tensor, Tensor], loss_id: int) -> None:
-        """Unscale what a pass made and add what was put aside; a parameter of several optimizers counts once."""
-        done: dict[Tensor, Optimizer] = {}
-        for optimizer in optimizers:
-            params = list(params_of(optimizer))
-            fresh = [param for param in params if param not in done]
-            self._unscale_grads(optimizer, [p.grad for p in fresh if p.grad is not None], self.scaler(loss_id))
-            for other in {done[param] for param in params if param in done}:
-                self._share(self._of(other).overflow, optimizer)
-            done.update(dict.fromkeys(fresh, optimizer))
-        for param, before in aside.items():
-            _add(param, before)
+    def _unscale(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:
+        """Unscale what a pass made; an overflow is one of all that it made gradients for, as in apex."""
+        # A dict: a parameter of several optimizers counts once.
+        grads = {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None}
+        found = self.scaler(loss_id).unscale_(list(grads.values()))
+        if found is not None:
+            made = [optimizer for optimizer in optimizers if not grads.keys().isdisjoint(params_of(optimizer))]
+            for own in map(self._of, made):
+                own.note_overflow(found)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients if they are scaled still, and look for an overflow."""
         own = self._of(optimizer)
         if own.scaled_by is not None:
             own.overflow = None
-            self._unscale([optimizer], {}, own.scaled_by)
+            self._unscale([optimizer], own.scaled_by)
             own.scaled_by = None
-
-    def _unscale_grads(self, optimizer: Optimizer, grads: list[Tensor], scaler: LossScaler) -> None:
-        if grads and not scaler.is_identity:
-            scaler.unscale_(grads, self._flag(optimizer, grads[0].device) if scaler.dynamic else None)
 
     # Overflows
 
     def _of(self, optimizer: Optimizer) -> _Gradients:
-        own = self._gradients.get(optimizer)
-        if own is None:
-            own = self._gradients[optimizer] = _Gradients()
-        return own
-
-    def _flag(self, optimizer: Optimizer, device: torch.device) -> Tensor:
-        own = self._of(optimizer)
-        if own.overflow is None:
-            own.overflow = torch.zeros((), dtype=torch.float32, device=device)
-        return own.overflow
-
-    def _share(self, overflow: Tensor | None, optimizer: Optimizer) -> None:
-        if overflow is not None:
-            flag = self._flag(optimizer, overflow.device)
-            torch.maximum(flag, overflow.to(flag.device), out=flag)
-
-    def share_overflow(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:
-        """Let an overflow of this pass be one of all its optimizers, whichever one's gradients it was in."""
-        scaler = self.scaler(loss_id)
-        if scaler.dynamic and len(optimizers) > 1:
-            for optimizer in optimizers:
-                self._share(scaler.found_inf(next(params_of(optimizer)).device), optimizer)
+        return self._gradients[optimizer]
 
     def overflow_flag(self, optimizer: Optimizer) -> Tensor | None:
         """Return 1.0 on the device if an overflow was found in this optimizer's gradients; ``None`` if none looked."""
@@ -307,7 +283,7 @@ class AmpEngine:
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last call of ``step`` skipped the optimizer's; waits for the device."""
-        return _is_set(self.last_flag)
+        return _is_set(self._last_overflow)
 
     # The step
 
@@ -324,7 +300,7 @@ class AmpEngine:
         Returns:
             What ``run`` returned, ``None`` for a skipped step.
         """
-        flag = self.last_flag = self.overflow_flag(optimizer)
+        flag = self._last_overflow = self.overflow_flag(optimizer)
         self.note_step(optimizer)
         if flag is None:
             return run()
@@ -338,7 +314,7 @@ class AmpEngine:
 
     def note_no_step(self) -> None:
         """Note that there were no gradients to step with; it counts as no skipped step."""
-        self.last_flag = None
+        self._last_overflow = None
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step has used the gradients."""
@@ -365,32 +341,34 @@ class AmpEngine:
         """Return what a checkpoint needs beside gradients that wait for their step; waits for the device."""
         return {
             "scaled_by": [self._of(optimizer).scaled_by for optimizer in optimizers],
+            "overflows": [self.will_skip(optimizer) for optimizer in optimizers],
             "passes": [(scaler.is_pending, scaler.overflowed) for scaler in self.scalers],
         }
 
-    def resume_window(
-        self, optimizers: Sequence[Optimizer], scaled_by: Sequence[int | None], passes: Sequence[tuple[bool, bool]]
-    ) -> None:
-        """Continue with the gradients that optimizers have, from what another run's ``window_state`` returned."""
-        for optimizer, loss_id in zip(optimizers, scaled_by, strict=True):
-            grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
-            self._of(optimizer).waiting, self._of(optimizer).scaled_by = bool(grads), loss_id
-            if grads and loss_id is None and self.is_dynamic:  # unscaled already: an overflow is in them
-                self._flag(optimizer, grads[0].device).fill_(not all(is_finite(grad) for grad in grads))
-        for scaler, (is_pending, overflowed) in zip(self.scalers, passes, strict=False):
-            scaler.is_pending = is_pending
-            scaler.found_inf(next(params_of(optimizers[0])).device).fill_(overflowed)
+    def resume_window(self, optimizers: Sequence[Optimizer], gradients: Sequence[Any], state: dict[str, Any]) -> None:
+        """Continue with gradients that optimizers have again, from what another run's ``window_state`` returned."""
+        rows = zip(optimizers, gradients, state["scaled_by"], state["overflows"], strict=True)
+        for optimizer, own, scaled_by, overflow in rows:
+            if own:
+                found = torch.tensor(overflow, dtype=torch.float32, device=next(params_of(optimizer)).device)
+                self._gradients[optimizer] = _Gradients(True, scaled_by, found if self.is_dynamic else None)
+        for scaler, passed in zip(self.scalers, state["passes"], strict=False):
+            scaler.resume(*passed)
+
+    def named_scalers(self) -> dict[str, LossScaler]:
+        """Return the scalers by their names in a checkpoint: ``loss_scaler0``, ``loss_scaler1``, ..."""
+        return {f"loss_scaler{index}": scaler for index, scaler in enumerate(self.scalers)}
 
     def state_dict(self) -> OrderedDict[str, dict[str, Any]]:
-        """Return the scalers' state in apex's format: ``loss_scaler0``, ``loss_scaler1``, ..."""
-        return OrderedDict((f"loss_scaler{i}", scaler.state_dict()) for i, scaler in enumerate(self.scalers))
+        """Return the scalers' state in apex's format."""
+        return OrderedDict((name, scaler.state_dict()) for name, scaler in self.named_scalers().items())
 
     def restore(self) -> None:
         """Give models and optimizers back as they were."""
         if self.half_forward is not None:
             self.half_forward.remove()
         if self.half_weights is not None:
-            self.half_weights.restore()
+            self.half_weights.restore(list(self._gradients))
         self.half_forward = self.half_weights = None
         self._gradients.clear()
 
@@ -405,41 +383,39 @@ def _is_set(flag: Tensor | None) -> bool:
     return flag is not None and bool(flag.item())
 
 
-def _add(param: Tensor, before: Tensor) -> None:
-    if param.grad is None:
-        param.grad = before
-    elif before.is_sparse:
-        param.grad.add_(before)
-    else:  # the same tensor as before, as without scaling
-        param.grad = before.add_(param.grad)
+@torch.no_grad()
+def _add(aside: dict[Tensor, Tensor]) -> None:
+    for param, before in aside.items():
+        if param.grad is None:
+            param.grad = before
+        elif before.is_sparse:
+            param.grad.add_(before)
+        else:  # the same tensor as before, as without scaling
+            param.grad = before.add_(param.grad)
 
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer's ``step`` reads ``found_inf`` on the device: torch's own where they are fused."""
-    if type(optimizer) not in (SGD, Adam, AdamW) or not all(group.get("fused") for group in optimizer.param_groups):
-        return False
-    # SGD's first step with momentum would keep uninitialised memory for its momentum if it skipped by itself.
-    return type(optimizer) is not SGD or not any(
-        group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.grad is not None
-    )
+    fused = type(optimizer) in (SGD, Adam, AdamW) and all(group.get("fused") for group in optimizer.param_groups)
+    return fused and not (type(optimizer) is SGD and _makes_momentum(optimizer))
+
+
+def _makes_momentum(optimizer: SGD) -> bool:
+    """Whether a step makes memory for momentum, which stays uninitialised if the step skips by itself."""
+    with_momentum = (group for group in optimizer.param_groups if group["momentum"])
+    params = (param for group in with_momentum for param in group["params"] if param.grad is not None)
+    return any(optimizer.state.get(param, {}).get("momentum_buffer") is None for param in params)
 
 
 def _check_castable(model: nn.Module, opt_level: str) -> None:
     for module in model.modules():
-        _check_module(module, opt_level)
-
-
-def _check_module(module: nn.Module, opt_level: str) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise AmpUsageError(
-            f"{opt_level} was given a TorchScript module ({module.original_name}): expected modules of Python. "
-            "Train the module that it was made of, and script or trace that afterwards; or take O0 or O1."
-        )
-    if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
-        raise AmpUsageError(
-            f"{opt_level} was given a {type(module).__name__} that has not seen a batch yet, so that it has no "
-            "weights: expected modules with weights. Call the model on a batch before, as in configure_model."
-        )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AmpUsageError(
+                f"{opt_level}: expected modules of Python, got a TorchScript module ({module.original_name}). Train "
+                "the module that it was made of, and script or trace that afterwards; or take O0 or O1."
+            )
+        if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            raise AmpUsageError(
+                f"{opt_level}: expected modules with weights, got a {type(module).__name__} that has not seen a batch "
+                "yet. Call the model on a batch before, as in configure_model."
+            )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_turbo._checks import expect
 from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import AmpUsageError, TurboWarning
@@ -30,8 +31,9 @@ __all__ = [
     "HalfForward",
     "HalfWeights",
     "cast_floats",
+    "cast_state",
+    "check_wide",
     "find_kept",
-    "first_tensor_of",
     "round_weights",
 ]
 
@@ -49,37 +51,39 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
-def first_tensor_of(model: nn.Module, dtypes: Iterable[torch.dtype]) -> str | None:
-    """Return the name of the model's first parameter or buffer in one of ``dtypes``, or ``None``."""
-    wanted = set(dtypes)
+def check_wide(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
+    """Refuse a model that has tensors in half precision already.
+
+    Raises:
+        AmpUsageError: If a parameter or buffer has one of the dtypes; it is named.
+    """
     named = (*model.named_parameters(), *model.named_buffers())
-    return next((name for name, tensor in named if tensor.dtype in wanted), None)
+    half = next((f"{tensor.dtype} in {name!r}" for name, tensor in named if tensor.dtype in refused), None)
+    if half is not None:
+        raise AmpUsageError(
+            f"{type(model).__name__}: expected a model in float32, got {half}. Do not call .half() on it or create it "
+            "under half precision: the level decides what becomes half."
+        )
 
 
 def find_kept(models: Iterable[nn.Module], keep_float32: Iterable[str | type[nn.Module]]) -> list[nn.Module]:
     """Return the modules that ``keep_float32`` names, by class or by their name in one of the models.
 
     Raises:
-        AmpUsageError: If an entry is neither, or no module has that name or class.
+        AmpUsageError: If no module has that name or class.
     """
     named = [pair for model in models for pair in model.named_modules()]
-    kept = []
+    expected = "a name from model.named_modules(), as 'net.codebook', or a class of a module there"
+    kept: dict[nn.Module, None] = {}
     for entry in keep_float32:
-        if isinstance(entry, str):
-            found = [module for name, module in named if name == entry]
-        elif isinstance(entry, type) and issubclass(entry, nn.Module):
-            found = [module for _, module in named if isinstance(module, entry)]
-        else:
-            raise AmpUsageError(
-                f"keep_float32={entry!r}: expected names of modules as in model.named_modules(), or their classes."
-            )
-        if not found:
-            raise AmpUsageError(
-                f"keep_float32={entry!r} is in none of the models. Take a name from model.named_modules(), as in "
-                "'net.codebook', or a class of a module there."
-            )
-        kept += found
-    return list(dict.fromkeys(kept))
+        found = [module for name, module in named if _is_meant(entry, name, module)]
+        expect(found, "keep_float32", entry, expected, AmpUsageError)
+        kept.update(dict.fromkeys(found))
+    return list(kept)
+
+
+def _is_meant(entry: Any, name: str, module: nn.Module) -> bool:
+    return isinstance(module, entry) if isinstance(entry, type) else name == entry
 
 
 class HalfForward:
@@ -145,7 +149,7 @@ class HalfForward:
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.reset()
-        self.forget_copies()
+        self.forget()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -156,13 +160,13 @@ class HalfForward:
         self._swap_out()
         self.outermost, self._recursions = 0, 0
 
-    def forget_copies(self) -> None:
+    def forget(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
         self._copies.clear()
         self._called.clear()
 
     @contextlib.contextmanager
-    def step_region(self) -> Iterator[None]:
+    def region(self) -> Iterator[None]:
         """Around a training step: end a call that a ``KeyboardInterrupt`` has broken off without its hooks."""
         try:
             yield
@@ -191,12 +195,10 @@ class HalfForward:
         modules, waiting = [], [root]
         while waiting:
             module = waiting.pop()
-            if module._forward_pre_hooks and _is_kept(module):
-                continue
-            waiting += [child for child in module._modules.values() if child is not None]
-            if not (self.keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine):
+            if not (module._forward_pre_hooks and _is_kept(module)):
+                waiting += [child for child in module._modules.values() if child is not None]
                 modules.append(module)
-        return modules
+        return [module for module in modules if not _is_batch_norm(module)] if self.keep_batchnorm_fp32 else modules
 
     # The hooks
 
@@ -208,7 +210,7 @@ class HalfForward:
                 return None
         elif self.outermost == id(module):
             self._recursions += 1
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype:
+        if not kwargs and _is_tensor_of(args, self.dtype):
             return None  # nothing to cast, as in most calls
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
@@ -253,10 +255,10 @@ class HalfForward:
         if "_amp_replica" in vars(module):  # it is called by another replica
             return
         for part in self.cast_modules(module):
-            vars(part)["_amp_replica"] = "inner"
             weights = {**part._parameters, **vars(part).get("_former_parameters", {})}
-            vars(part).update({k: t.to(self.dtype) for k, t in weights.items() if _is_wide(t, self.dtype)})
-            part._buffers.update({k: t.to(self.dtype) for k, t in part._buffers.items() if _is_wide(t, self.dtype)})
+            for holder, tensors in ((vars(part), weights), (part._buffers, part._buffers)):
+                holder.update({name: t.to(self.dtype) for name, t in tensors.items() if _is_wide(t, self.dtype)})
+            vars(part)["_amp_replica"] = "inner"
         vars(module)["_amp_replica"] = "outermost"
 
     def _positions_below(self, root: nn.Module) -> list[_Position]:
@@ -265,7 +267,7 @@ class HalfForward:
             for holder in (module._parameters, module._buffers):
                 positions += [(holder, name) for name, tensor in holder.items() if _is_wide(tensor, self.dtype)]
             if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
-                positions += [(vars(module), name) for name in ("_flat_weights", "_flat_weight_refs")]
+                positions += [(vars(module), "_flat_weights"), (vars(module), "_flat_weight_refs")]
         return positions
 
     def _swap_in(self, positions: Iterable[_Position]) -> None:
@@ -302,11 +304,10 @@ class HalfForward:
                 holder[name] = wide
             elif now is half:
                 holder[name] = wide
-                # Batch norm's kernel does not count its changes as such.
-                if not half.is_inference() and (half._version > 0 or name[:8] == "running_"):
+                if _may_have_changed(name, half):
                     _take_changes(wide, half)
-            elif isinstance(now, Tensor) and now.dtype is half.dtype and not isinstance(now, nn.Parameter):
-                holder[name] = now.detach().to(wide.dtype)  # a buffer that the module has replaced
+            elif _is_new_buffer(now, half):
+                holder[name] = now.detach().to(wide.dtype)
 
     def _warn_of_kept_copies(self, root: nn.Module) -> None:
         copies = {id(half) for _, _, half in self._copies.values()}
@@ -328,11 +329,10 @@ _ENTER_FLOAT32 = HalfForward._enter_float32
 @torch.no_grad()
 def round_weights(forward: HalfForward, models: Iterable[nn.Module]) -> None:
     """Round all that ``forward`` casts in these models to half, once, as apex's masters begin."""
-    for model in models:
-        for module in forward.cast_modules(model):
-            for tensor in _tensors_of(module):
-                if _is_wide(tensor, forward.dtype):
-                    tensor.copy_(tensor.to(forward.dtype))
+    modules = (module for model in models for module in forward.cast_modules(model))
+    for tensor in (tensor for module in modules for tensor in _tensors_of(module)):
+        if _is_wide(tensor, forward.dtype):
+            tensor.copy_(tensor.to(forward.dtype))
 
 
 class HalfWeights:
@@ -347,18 +347,16 @@ class HalfWeights:
 
     def __init__(self, forward: HalfForward, models: Iterable[nn.Module], step_owner: nn.Module | None = None) -> None:
         self.dtype = forward.dtype
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if step_owner is not None:
             models = [child for child in step_owner.children() if next(child.parameters(), None) is not None]
         modules = [module for model in models for module in forward.cast_modules(model)]
-        tensors = [tensor for module in modules for tensor in _tensors_of(module)]
-        if step_owner is not None:
-            modules.append(step_owner)
-            tensors += step_owner.parameters(recurse=False)
-        self._cast(tensors)
         for module in modules:
+            self._cast(_tensors_of(module))
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
+        if step_owner is not None:
+            self._cast(step_owner.parameters(recurse=False))
+            modules.append(step_owner)
         self._modules = weakref.WeakSet(modules)
         self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
 
@@ -367,32 +365,32 @@ class HalfWeights:
             if _is_wide(tensor, self.dtype):
                 tensor.data, tensor.grad = tensor.data.to(self.dtype), None
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Bring what an optimizer has gathered to the dtype of its parameters."""
-        self._optimizers.add(optimizer)
-        _cast_state(optimizer)
-
-    def restore(self) -> None:
+    def restore(self, optimizers: Iterable[Optimizer]) -> None:
         """Give modules their float32 back, what was added to them too, and optimizers theirs."""
         for handle in self._handles:
             handle.remove()
-        for module in {part for known in self._modules for part in known.modules()}:
-            for tensor in _tensors_of(module):
-                if tensor.dtype is self.dtype:
-                    tensor.data, tensor.grad = tensor.data.float(), None
-        for optimizer in list(self._optimizers):
-            _cast_state(optimizer)
+        parts = {part for module in self._modules for part in module.modules()}
+        for tensor in (tensor for part in parts for tensor in _tensors_of(part)):
+            if tensor.dtype is self.dtype:
+                tensor.data, tensor.grad = tensor.data.float(), None
+        for optimizer in optimizers:
+            cast_state(optimizer)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
-def _cast_state(optimizer: Optimizer) -> None:
+def cast_state(optimizer: Optimizer) -> None:
+    """Bring what an optimizer has gathered to the dtype of its parameters."""
     for param, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(param, Tensor) else ():
-            if name != "step" and isinstance(value, Tensor) and value.is_floating_point():
-                state[name] = value.to(param.dtype) if value.shape == param.shape else value
+        if isinstance(param, Tensor):
+            moments = {name: value for name, value in state.items() if name != "step" and _is_moment(value, param)}
+            state.update({name: value.to(param.dtype) for name, value in moments.items()})
+
+
+def _is_moment(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape
 
 
 def _save_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -410,6 +408,23 @@ def _is_kept(module: nn.Module) -> bool:
     return any(getattr(hook, "__func__", None) is _ENTER_FLOAT32 for hook in module._forward_pre_hooks.values())
 
 
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.affine
+
+
+def _is_tensor_of(args: tuple[Any, ...], dtype: torch.dtype) -> bool:
+    return len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is dtype
+
+
+def _may_have_changed(name: str, half: Tensor) -> bool:
+    # Batch norm's kernel does not count its changes as such.
+    return not half.is_inference() and (half._version > 0 or name[:8] == "running_")
+
+
+def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:
+    return isinstance(now, Tensor) and now.dtype is half.dtype and not isinstance(now, nn.Parameter)
+
+
 @torch.no_grad()
 def _take_changes(wide: Tensor, half: Tensor) -> None:
     """Let a float32 tensor take the entries that a module has changed in its half copy; the others stay exact."""
@@ -418,7 +433,7 @@ def _take_changes(wide: Tensor, half: Tensor) -> None:
 
 def _explain_refusal(error: BaseException | None) -> None:
     """Add to an error that a half tensor caused what to do; hooks cannot raise another one in its place."""
-    if isinstance(error, RuntimeError) and error.args and isinstance(error.args[0], str):
-        text = error.args[0]
-        if _HINT not in text and any(word in text for word in ("Half", "BFloat16", "dtype", "scalar type")):
-            error.args = (f"{text}\n{_HINT}", *error.args[1:])
+    text = str(error)
+    told = _HINT in text or not any(word in text for word in ("Half", "BFloat16", "dtype", "scalar type"))
+    if isinstance(error, RuntimeError) and not told:
+        error.args = (f"{text}\n{_HINT}",)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lightning_turbo._checks import expect, is_number
 from lightning_turbo.errors import AmpOverrideError, AmpUsageError
 
 __all__ = ["HALF_DTYPES", "INITIAL_DYNAMIC_SCALE", "LEVELS", "Properties", "half_dtype_for", "resolve"]
@@ -18,7 +20,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 INITIAL_DYNAMIC_SCALE = 2.0**16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Properties:
     """What a level does, after the user's overrides.
 
@@ -46,39 +48,15 @@ class Properties:
 
 
 # float16 here means the half dtype: resolve() puts in the one that is asked for.
-LEVELS: dict[str, Properties] = {
-    "O0": Properties(
-        opt_level="O0",
-        cast_model_type=torch.float32,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=None,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
-    "O1": Properties(
-        opt_level="O1",
-        cast_model_type=None,
-        patch_torch_functions=True,
-        keep_batchnorm_fp32=None,
-        master_weights=None,
-        loss_scale="dynamic",
-    ),
-    "O2": Properties(
-        opt_level="O2",
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-        loss_scale="dynamic",
-    ),
-    "O3": Properties(
-        opt_level="O3",
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=False,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
+LEVELS = {
+    level.opt_level: level
+    for level in (
+        # level, cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+        Properties("O0", torch.float32, False, None, False, 1.0),
+        Properties("O1", None, True, None, None, "dynamic"),
+        Properties("O2", torch.float16, False, True, True, "dynamic"),
+        Properties("O3", torch.float16, False, False, False, 1.0),
+    )
 }
 
 
@@ -93,8 +71,7 @@ def half_dtype_for(device_type: str) -> torch.dtype:
 def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properties:
     """Return the properties of a level with the user's overrides applied and checked.
 
-    With bfloat16, whose exponent is float32's, a dynamic scale is not needed: the default scale of O1 and O2 is
-    then 1.0.
+    With bfloat16, whose exponent is float32's, no loss scale is needed: the default is then 1.0 at every level.
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``: the letter O and a digit.
@@ -112,113 +89,70 @@ def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properti
 
     Source: the semantics of NVIDIA apex.amp, ``initialize`` and its ``Properties``.
     """
-    if not isinstance(opt_level, str) or opt_level not in LEVELS:
-        hint = " It is the letter O, not the digit zero." if str(opt_level)[:1] == "0" else ""
-        raise AmpUsageError(
-            f"opt_level={opt_level!r} is unknown: expected one of {', '.join(map(repr, LEVELS))}.{hint} "
-            "Pass one of these texts."
-        )
-    _check_dtype("dtype", dtype)
-    if dtype not in HALF_DTYPES:
-        raise AmpUsageError(
-            f"dtype={dtype!r}: expected torch.float16 or torch.bfloat16. "
-            "Leave it out for the device's own choice, or take O0 for float32."
-        )
+    known = "'O0', 'O1', 'O2' or 'O3' (the letter O and a digit)"
+    expect(opt_level in tuple(LEVELS), "opt_level", opt_level, known, AmpUsageError)
+    expect(isinstance(dtype, torch.dtype), "dtype", dtype, "a torch dtype, as torch.float16", TypeError)
+    half = "torch.float16 or torch.bfloat16 (for float32 take O0)"
+    expect(dtype in HALF_DTYPES, "dtype", dtype, half, AmpUsageError)
     level = LEVELS[opt_level]
-    if level.casts_to_half:
-        level = replace(level, cast_model_type=dtype)
-    if level.loss_scale == "dynamic" and dtype is torch.bfloat16:
-        level = replace(level, loss_scale=1.0)
-    known = {field.name for field in fields(Properties)} - {"opt_level"}
-    changes = {}
-    for name, value in overrides.items():
-        if name not in known:
-            raise AmpUsageError(f"Unknown override {name}={value!r}: expected {', '.join(sorted(known))}.")
-        if value is not None:
-            changes[name] = _CHECKS[name](level, name, value)
-    return replace(level, **changes)
+    weights = dtype if level.casts_to_half else level.cast_model_type
+    scale = 1.0 if dtype is torch.bfloat16 else level.loss_scale
+    changes = {name: _read(level, name, value) for name, value in overrides.items() if value is not None}
+    return replace(level, **{"cast_model_type": weights, "loss_scale": scale, **changes})
 
 
-def _check_dtype(name: str, value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a torch dtype, as torch.float16.")
+def _read(level: Properties, name: str, value: Any) -> Any:
+    """Return an override as a property, unless the level refuses it."""
+    read = _READERS[name](name, value)
+    accepted, reason = _FIXED.get((level.opt_level, name), (read, ""))
+    if read != accepted:
+        raise AmpUsageError(f"{name}={value!r} contradicts {level.opt_level}: {reason}.")
+    return read
+
+
+def _read_dtype(name: str, value: Any) -> torch.dtype:
+    expect(isinstance(value, torch.dtype), name, value, "a torch dtype, as torch.float16", TypeError)
+    expect(value.is_floating_point, name, value, "a floating dtype, as torch.float32", AmpUsageError)
     return value
 
 
-def _check_cast_model_type(level: Properties, name: str, value: Any) -> torch.dtype:
-    _check_dtype(name, value)
-    if not value.is_floating_point:
-        raise AmpUsageError(f"{name}={value!r}: expected a floating dtype: torch.float32 or half precision.")
-    if level.opt_level == "O1" and value is not torch.float32:
-        raise AmpUsageError(
-            f"{name}={value!r} contradicts O1, which keeps the weights in float32 and casts around functions. "
-            f"Leave it out, or take O2 or O3 for a model in {value!r}."
-        )
+def _read_truth(name: str, value: Any) -> bool:
+    expect(isinstance(value, bool), name, value, "True or False", AmpOverrideError)
     return value
 
 
-def _check_outputs(level: Properties, name: str, value: Any) -> torch.dtype:
-    _check_dtype(name, value)
-    if not value.is_floating_point:
-        raise AmpUsageError(f"{name}={value!r}: expected a floating dtype, as torch.float32.")
-    return value
+def _read_truth_or_text(name: str, value: Any) -> bool:
+    return _read_truth(name, {"True": True, "False": False}.get(str(value), value))
 
 
-def _check_patch(level: Properties, name: str, value: Any) -> bool:
-    flag = _truth(name, value)
-    if flag and level.opt_level != "O1":
-        raise AmpUsageError(
-            f"{name}={value!r} contradicts {level.opt_level}: only O1 casts around functions. Leave it out, or take O1."
-        )
-    return flag
-
-
-def _check_keep_batchnorm(level: Properties, name: str, value: Any) -> bool:
-    flag = _truth(name, {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value)
-    if level.opt_level == "O1":
-        raise AmpUsageError(
-            f"{name}={value!r} contradicts O1, where batch norm keeps its float32 weights anyway and the function "
-            "runs in the dtype of its input. Leave it out, or take O2 or O3."
-        )
-    return flag
-
-
-def _check_master_weights(level: Properties, name: str, value: Any) -> bool:
-    flag = _truth(name, value)
-    if level.opt_level == "O1":
-        raise AmpUsageError(
-            f"{name}={value!r} contradicts O1, whose weights are float32 themselves. Leave it out, or take O2 or O3."
-        )
-    return flag
-
-
-def _truth(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        texts = " or the texts 'True' and 'False'" if name == "keep_batchnorm_fp32" else ""
-        raise AmpOverrideError(f"{name}={value!r}: expected True or False{texts}.")
-    return value
-
-
-def _check_loss_scale(level: Properties, name: str, value: Any) -> float | str:
+def _read_scale(name: str, value: Any) -> float | str:
     if value == "dynamic":
         return "dynamic"
-    try:
-        scale = float(value)
-    except (TypeError, ValueError):
-        scale = math.nan
-    if isinstance(value, bool) or not (math.isfinite(scale) and scale > 0.0):
-        raise AmpUsageError(
-            f"{name}={value!r}: expected 'dynamic' or a finite number above zero, also as text. "
-            "Pass 'dynamic' if unsure."
-        )
-    return scale
+    number = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+    scales = "'dynamic' or a finite number above zero, also as text"
+    expect(is_number(number) and number > 0.0, name, value, scales, AmpUsageError)
+    return float(number)
 
 
-_CHECKS = {
-    "cast_model_outputs": _check_outputs,
-    "cast_model_type": _check_cast_model_type,
-    "keep_batchnorm_fp32": _check_keep_batchnorm,
-    "loss_scale": _check_loss_scale,
-    "master_weights": _check_master_weights,
-    "patch_torch_functions": _check_patch,
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "cast_model_outputs": _read_dtype,
+    "cast_model_type": _read_dtype,
+    "keep_batchnorm_fp32": _read_truth_or_text,
+    "loss_scale": _read_scale,
+    "master_weights": _read_truth,
+    "patch_torch_functions": _read_truth,
+}
+
+# The only value that a level accepts for an override, and why; None where it accepts none.
+_FIXED: dict[tuple[str, str], tuple[Any, str]] = {
+    ("O1", "cast_model_type"): (torch.float32, "its weights stay float32. Take O2 or O3 for a model in half precision"),
+    ("O1", "keep_batchnorm_fp32"): (None, "batch norm keeps its float32 weights anyway. Leave it out"),
+    ("O1", "master_weights"): (None, "its weights are float32 themselves. Leave it out, or take O2 or O3"),
+    **{
+        (level, "patch_torch_functions"): (False, "O1 alone casts around functions. Leave it out, or take O1")
+        for level in ("O0", "O2", "O3")
+    },
 }

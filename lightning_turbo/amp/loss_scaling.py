@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_turbo._checks import is_number, is_whole
+from lightning_turbo._checks import expect, is_number, is_whole
 from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["LossScaler", "is_finite"]
+__all__ = ["LossScaler"]
 
 # Passes. A number is read on the host so long after it was sent from a CUDA device: it has arrived then.
 HEARD_LATE = 8
@@ -46,16 +46,12 @@ class LossScaler:
         max_loss_scale: float = 2.0**24,
         scale_window: int = 2000,
     ) -> None:
-        least = 1.0 if min_loss_scale is None else min_loss_scale
-        for name, limit in (("min_loss_scale", least), ("max_loss_scale", max_loss_scale)):
-            if not (is_number(limit) and limit > 0.0):
-                raise AmpUsageError(f"{name}={limit!r}: expected a finite number above zero.")
-        if min_loss_scale is not None and min_loss_scale > max_loss_scale:
-            raise AmpUsageError(
-                f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; exchange or widen them."
-            )
-        if not is_whole(scale_window, 1):
-            raise AmpUsageError(f"scale_window={scale_window!r}: expected an int from 1 on.")
+        _check_limit("max_loss_scale", max_loss_scale)
+        if min_loss_scale is not None:
+            _check_limit("min_loss_scale", min_loss_scale)
+            most = f"at most max_loss_scale={max_loss_scale!r}"
+            expect(min_loss_scale <= max_loss_scale, "min_loss_scale", min_loss_scale, most, AmpUsageError)
+        expect(is_whole(scale_window, 1), "scale_window", scale_window, "a whole number from 1 on", AmpUsageError)
         self.dynamic = loss_scale == "dynamic"
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = float(max_loss_scale)
@@ -89,34 +85,38 @@ class LossScaler:
             return loss.float()
         return loss.float() * (self.to(loss.device)._scale if self.dynamic else self._static)
 
-    def unscale_(self, grads: Sequence[Tensor], flag: Tensor | None = None) -> None:
+    def unscale_(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Divide gradients by the scale in place, and note an overflow.
 
         Args:
             grads: Floating or complex tensors of any shape and dtype, half precision included, on one device; sparse
                 ones too.
-            flag: Zero-dimensional float32 tensor on that device, set to 1.0 if any entry is inf or NaN and left
-                as it is otherwise. Not touched by a static scale.
+
+        Returns:
+            1.0 on that device if any entry is inf or NaN, else 0.0; ``None`` where nobody looks: a static scale.
         """
         if not grads or self.is_identity:
-            return
+            return None
         self.is_pending = True
-        grads = [_numbers_of(grad) for grad in grads]
-        if not self.dynamic:
-            torch._foreach_mul_(grads, 1.0 / self._static)
-            return
+        numbers = [_numbers_of(grad) for grad in grads]
+        if self.dynamic:
+            return self._unscale_and_look(numbers)
+        torch._foreach_mul_(numbers, 1.0 / self._static)
+        return None
+
+    def _unscale_and_look(self, grads: Sequence[Tensor]) -> Tensor:
         self.to(grads[0].device)
         inverse = self._scale.double().reciprocal_().float()
         found = torch.zeros_like(self._found_inf)
-        for group in _by_dtype(grads):
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            alike = [grad for grad in grads if grad.dtype is dtype]
             # CUDA's kernel does not take bfloat16.
-            wide = [grad.float() for grad in group] if group[0].dtype is torch.bfloat16 else group
+            wide = [grad.float() for grad in alike] if dtype is torch.bfloat16 else alike
             torch._amp_foreach_non_finite_check_and_unscale_(wide, found, inverse)
-            if wide is not group:
-                torch._foreach_copy_(group, wide)
+            if wide is not alike:
+                torch._foreach_copy_(alike, wide)
         torch.maximum(self._found_inf, found, out=self._found_inf)
-        if flag is not None:
-            torch.maximum(flag, found, out=flag)
+        return found
 
     def update(self) -> None:
         """Settle one pass: halve the scale on overflow, count and perhaps double it otherwise."""
@@ -137,9 +137,10 @@ class LossScaler:
         self._heard.rotate(-1)
         self._found_inf.zero_()
 
-    def found_inf(self, device: torch.device) -> Tensor:
-        """Return what notes an overflow until the next ``update``, as a tensor to change: 1.0 or 0.0."""
-        return self.to(device)._found_inf
+    def resume(self, is_pending: bool, overflowed: bool) -> None:
+        """Continue in a pass that another scaler has begun and not settled."""
+        self.is_pending = is_pending
+        self._found_inf.fill_(overflowed)
 
     @property
     def overflowed(self) -> bool:
@@ -203,19 +204,11 @@ class _Heard:
         return int(self.number.numpy())
 
 
-def is_finite(grad: Tensor) -> bool:
-    """Whether no number of a gradient is inf or NaN; waits for the device."""
-    return bool(torch.isfinite(_numbers_of(grad)).all())
+def _check_limit(name: str, limit: Any) -> None:
+    expect(is_number(limit) and limit > 0.0, name, limit, "a finite number above zero", AmpUsageError)
 
 
 def _numbers_of(grad: Tensor) -> Tensor:
     """Return a view of what a gradient holds: real numbers in a dense tensor."""
     values = grad._values() if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values
-
-
-def _by_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault(grad.dtype, []).append(grad)
-    return groups.values()

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_turbo.amp.autocast import FunctionCasts, to_float, to_half, to_widest
+from lightning_turbo.amp.autocast import FunctionCasts, to_widest
+from lightning_turbo.amp.half_forward import cast_floats
 
 __all__ = [
     "apply_registered",
@@ -26,8 +27,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _active: FunctionCasts | None = None
 _CASTS: dict[str, Callable[[Any, torch.dtype], Any]] = {
-    "half": to_half,
-    "float": lambda values, _: to_float(values),
+    "half": cast_floats,
+    "float": lambda values, _: cast_floats(values, torch.float32),
     "promote": lambda values, _: to_widest(values),
 }
 _registered: list[tuple[Any, str, str]] = []
@@ -104,7 +105,7 @@ def restore_registered() -> None:
 
 def _register(module: Any, name: str, kind: str) -> None:
     if not callable(getattr(module, name, None)):
-        raise ValueError(f"register_{kind}_function: {module!r} has no function {name!r}. Check the name.")
+        raise ValueError(f"register_{kind}_function: expected the name of a function in {module!r}, got {name!r}.")
     _registered[:] = [entry for entry in _registered if entry[0] is not module or entry[1] != name]
     _registered.append((module, name, kind))
 

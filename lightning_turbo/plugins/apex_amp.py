@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightning_turbo._checks import check_switches, is_whole
+from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo._distributed import gather_for_checkpoint
 from lightning_turbo._lightning import (
     LightningModule,
@@ -24,8 +24,8 @@ from lightning_turbo._lightning import (
 )
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.checkpoints import KNOWN_KEYS, find_scaler_state
-from lightning_turbo.amp.engine import AmpEngine
-from lightning_turbo.amp.half_forward import cast_floats, first_tensor_of
+from lightning_turbo.amp.engine import AmpEngine, params_of
+from lightning_turbo.amp.half_forward import cast_floats, check_wide
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins import pending_gradients
@@ -41,19 +41,10 @@ NO_SCALE = {"loss_scale": 1.0, "unskipped": 0}  # what a run without a scale sav
 class ApexAMP(Precision):
     """apex's O0-O3 for Lightning: ``Trainer(plugins=[ApexAMP("O1")])``.
 
-    | Level | Weights | Batch norm | Forward | Default loss scale |
-    |---|---|---|---|---|
-    | O0 | float32 | float32 | float32 | 1.0 |
-    | O1 | float32 | float32 | autocast | dynamic |
-    | O2 | float32, half copies in calls | float32 | half; inputs to half, outputs back | dynamic |
-    | O3 | half | half | as O2 | 1.0 |
-
-    "half" is float16 on CUDA and bfloat16 elsewhere, or what ``dtype`` says. With bfloat16 the default scale is 1.0.
-
-    At O2 the module's parameters are float32 and what the optimizers update; while the module, or a module in it, is
-    called, half copies take their positions. At O3 the weights are half while the Trainer runs, and float32 again
-    afterwards. The ``state_dict`` of the module is float32 at every level, so that a run can continue at another
-    level.
+    O0 is float32, and O1 casts function by function. At O2 the module's parameters are float32 and what the optimizers
+    update; while the module, or a module in it, is called, half copies take their positions. At O3 the weights are
+    half while the Trainer runs. "half" is float16 on CUDA and bfloat16 elsewhere, or what ``dtype`` says. The
+    ``state_dict`` of the module is float32 at every level, so that a run can continue at another level.
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
@@ -138,10 +129,10 @@ class ApexAMP(Precision):
             return
         super().__init__()
         check_binding("ApexAMP")
-        if not isinstance(max_consecutive_skips, int) or isinstance(max_consecutive_skips, bool):
-            raise TypeError(f"max_consecutive_skips={max_consecutive_skips!r}: expected an int from 1 on.")
-        if not is_whole(max_consecutive_skips, 1):
-            raise AmpUsageError(f"max_consecutive_skips={max_consecutive_skips!r}: expected an int from 1 on.")
+        number = "a whole number from 1 on"
+        expect(
+            is_whole(max_consecutive_skips, 1), "max_consecutive_skips", max_consecutive_skips, number, AmpUsageError
+        )
         self.opt_level = opt_level
         self.max_consecutive_skips = max_consecutive_skips
         self.log_scale = log_scale
@@ -156,11 +147,8 @@ class ApexAMP(Precision):
         likely = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = AmpEngine(opt_level, device_type=likely, **self._settings)
         self._compress_gradients = compress_gradients
-        self._knows_device = self._has_double = False
-        self._model: Any = None
-        self._ddp: DistributedDataParallel | None = None
-        self._optimizers: list[Optimizer] = []
-        self._is_automatic = True
+        self._has_double = False
+        self._model: Any = None  # the module, or what wraps it for several ranks
         self._loaded_window: dict[str, Any] | None = None
         self._watch: NonFiniteWatch | None = None
         self._undo = contextlib.ExitStack()  # what teardown ends
@@ -198,14 +186,8 @@ class ApexAMP(Precision):
         """Let the module compute as the level says. Called by the strategy, before optimizers are made."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
         self.place_on(device.type)
-        half = first_tensor_of(module, HALF_DTYPES)
-        if half is not None:
-            raise AmpUsageError(
-                f"ApexAMP({self.opt_level!r}) was given a module whose {half!r} is half precision already: expected "
-                "float32. Do not call .half() on it or create it under half precision: the level decides what becomes "
-                "half."
-            )
-        self._has_double = first_tensor_of(module, (torch.float64,)) is not None
+        check_wide(module, HALF_DTYPES)
+        self._has_double = any(param.dtype is torch.float64 for param in module.parameters())
         if self._engine.properties.casts_to_half:
             # A training step calls parts of the module on their own. Parts without weights, as losses and metrics,
             # then compute in the dtype that they are given.
@@ -215,47 +197,55 @@ class ApexAMP(Precision):
 
     def place_on(self, device_type: str) -> None:
         """Settle the half dtype by the kind of device, as ``"cuda"``; a strategy that sets up does so itself."""
-        if not self._knows_device or self._engine.device_type != device_type:
+        if self._engine.device_type != device_type:
             self._engine = AmpEngine(self.opt_level, device_type=device_type, **self._settings)
-            self._knows_device = True
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Meet the optimizers, and let schedulers wait on skipped steps."""
-        engine = self._engine
-        self._model, self._ddp = model, model if isinstance(model, DistributedDataParallel) else None
-        module: Any = model if self._ddp is None else self._ddp.module
-        self._is_automatic = module.automatic_optimization
+        engine, module = self._engine, _unwrapped(model)
+        self._model = model
         for optimizer in optimizers:
-            self._take(optimizer, module)
-        if optimizers and engine.keeps_masters and self._compress_gradients:
-            _compress(self._ddp, engine.dtype)
-        if engine.is_dynamic:
-            lr_schedulers = [self._around(config) for config in lr_schedulers]
+            self._meet(optimizer, module)
         if engine.function_casts is not None:
             registration.apply_registered(engine.function_casts)
             self._undo.callback(registration.restore_registered)
         if optimizers:
-            self._watch = NonFiniteWatch(module, self.max_consecutive_skips)
-            self._undo.callback(self._watch.remove)
-            self._read_foreign_state(module)
+            self._prepare_training(model, module)
+        if engine.is_dynamic:
+            lr_schedulers = [self._around(config) for config in lr_schedulers]
         return model, optimizers, lr_schedulers
+
+    def _prepare_training(self, model: nn.Module, module: Any) -> None:
+        if self._compress_gradients and self._engine.keeps_masters and isinstance(model, DistributedDataParallel):
+            _compress(model, self._engine.dtype)
+        self._watch = NonFiniteWatch(module, self.max_consecutive_skips)
+        self._undo.callback(self._watch.remove)
+        self._read_foreign_state(module)
 
     def _around(self, config: Any) -> Any:
         return SkipAwareConfig.around(config, self) if config.interval == "step" else config
 
-    def _take(self, optimizer: Optimizer, module: nn.Module) -> None:
-        _refuse_many_closures(optimizer, self._engine, automatic=self._is_automatic)
-        self._engine.attach(optimizer, [module])
-        self._optimizers.append(optimizer)
+    def _meet(self, optimizer: Optimizer, module: Any) -> None:
+        if not self._engine.knows(optimizer):
+            _refuse_many_closures(optimizer, self._engine, automatic=module.automatic_optimization)
+            self._engine.attach(optimizer, [module])
+
+    def _meet_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of now; a program may have made some while it trains."""
+        if self._model is None:
+            return []
+        module = _unwrapped(self._model)
+        for optimizer in module.trainer.optimizers:
+            self._meet(optimizer, module)
+        return list(module.trainer.optimizers)
 
     def teardown(self) -> None:
         """Give module and optimizers back as they were."""
         self._undo.close()
         self._engine.restore()
-        self._optimizers = []
-        self._model = self._ddp = self._watch = self._loaded_window = None
+        self._model = self._watch = self._loaded_window = None
 
     # A step
 
@@ -290,32 +280,22 @@ class ApexAMP(Precision):
         """
         if not isinstance(model, LightningModule):
             raise AmpUsageError(
-                f"ApexAMP was given a {type(model).__name__} outside of a Trainer: expected a LightningModule that "
-                "one trains. In a loop by hand, with Fabric too, take lightning_turbo.amp."
+                f"ApexAMP: expected a LightningModule that a Trainer trains, got a {type(model).__name__}. Without a "
+                "Trainer, with Fabric too, take lightning_turbo.amp."
             )
-        engine, scaler, ddp = self._engine, self._engine.scaler(loss_id), self._ddp
-        trained = [optimizer for optimizer in self._optimizers if _is_trained(optimizer)]
-        if not engine.scales:
-            with engine.backward_region():
-                model.backward(tensor.float(), *args, **kwargs)
-            engine.note_backward(trained, loss_id)
-            engine.forget_casts()
-            return
-        if not trained:
+        engine = self._engine
+        trained = [optimizer for optimizer in self._meet_optimizers() if _is_trained(optimizer)]
+        if engine.scales and not trained:
             raise MisconfigurationException(
-                f"ApexAMP({self.opt_level!r}) scales losses, and Lightning was given no optimizer: expected optimizers "
-                "that configure_optimizers returns, whose gradients are unscaled. Return yours there, and get them by "
-                "self.optimizers(); or pass loss_scale=1.0."
+                f"ApexAMP({self.opt_level!r}): expected optimizers from configure_optimizers, whose gradients are "
+                "unscaled, got none. Return yours there, and get them by self.optimizers(); or pass loss_scale=1.0."
             )
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
-        later = model.automatic_optimization or (ddp is not None and not ddp.require_backward_grad_sync)
-        of_buckets = ddp is not None and ddp.gradient_as_bucket_view
-        with (
-            engine.backward(trained, loss_id, delay_unscale=later, of_buckets=of_buckets),
-            engine.backward_region(),
-        ):
-            model.backward(scaler.scale(tensor), *args, **kwargs)
+        averages = getattr(self._model, "require_backward_grad_sync", True)
+        later = model.automatic_optimization or not averages or not engine.scales
+        with engine.backward(trained, loss_id, delay_unscale=later), engine.backward_region():
+            model.backward(engine.scaler(loss_id).scale(tensor), *args, **kwargs)
         engine.forget_casts()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -325,22 +305,21 @@ class ApexAMP(Precision):
             What the optimizer's step returned, and for a skipped step what the closure did.
         """
         engine = self._engine
-        if all(known is not optimizer for known in self._optimizers):  # made while training
-            self._take(optimizer, model)
-            current = list(model.trainer.optimizers)
-            self._optimizers = [known for known in self._optimizers if any(known is other for other in current)]
-        if not engine.scales:
-            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-            engine.forget_casts()
-            engine.note_step(optimizer)
-            return result
-        result = closure()
-        if model.automatic_optimization and result is None and not engine.is_waiting(optimizer):
-            self._after_closure(model, optimizer)
-            engine.note_no_step()
-            return result
+        self._meet(optimizer, model)
+        if engine.scales:
+            return self._scaled_step(optimizer, model, closure(), **kwargs)
+        result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        engine.forget_casts()
+        engine.note_step(optimizer)
+        return result
+
+    def _scaled_step(self, optimizer: Any, model: Any, result: Any, **kwargs: Any) -> Any:
+        engine = self._engine
         engine.unscale(optimizer)
         self._after_closure(model, optimizer)
+        if model.automatic_optimization and result is None and not engine.is_waiting(optimizer):
+            engine.note_no_step()
+            return None
         output = engine.step(optimizer, lambda: optimizer.step(closure=lambda: result, **kwargs))
         engine.update()
         engine.forget_casts()
@@ -349,11 +328,9 @@ class ApexAMP(Precision):
 
     def _follow_up(self, model: Any) -> None:
         engine = self._engine
-        if engine.is_dynamic:
-            if self._watch is not None:
-                self._watch.after_step(max(scaler.recent_skips_in_a_row for scaler in engine.scalers))
-            if not self._state_found:
-                self._warn_of_missing_state(model)
+        if engine.is_dynamic and self._watch is not None:
+            self._watch.after_step(max(scaler.recent_skips_in_a_row for scaler in engine.scalers))
+            self._warn_of_missing_state(model)
         if self.log_scale:
             scale, skipped = engine.scalers[0].values_to_log()
             model.log("amp/loss_scale", scale)
@@ -367,16 +344,17 @@ class ApexAMP(Precision):
         In manual optimization these are of every optimizer that has not stepped since a backward pass which it was
         not toggled off for. In mid-window this is a collective call under DDP: every rank's gradients are gathered.
         """
-        state: dict[str, Any] = dict(self._engine.state_dict())
-        for scaler, own in zip(self._engine.scalers, state.values(), strict=True):
-            if scaler.dynamic and own == NO_SCALE:
-                own["dynamic"] = True
-        waiting = [self._engine.is_waiting(optimizer) for optimizer in self._optimizers]
+        engine, optimizers = self._engine, self._meet_optimizers()
+        state: dict[str, Any] = dict(engine.state_dict())
+        for name, scaler in engine.named_scalers().items():
+            if scaler.dynamic and state[name] == NO_SCALE:
+                state[name]["dynamic"] = True
+        waiting = [engine.is_waiting(optimizer) for optimizer in optimizers]
         if any(waiting):
-            gradients = pending_gradients.collect(self._optimizers)
-            own = [part if waits else {} for part, waits in zip(gradients, waiting, strict=True)]
+            gradients = zip(pending_gradients.collect(optimizers), waiting, strict=True)
+            own = [part if waits else {} for part, waits in gradients]
             state["accumulated_gradients"] = gather_for_checkpoint(own, "accumulated gradients")
-            state.update(self._engine.window_state(self._optimizers))
+            state.update(engine.window_state(optimizers))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -386,24 +364,22 @@ class ApexAMP(Precision):
         scale.
         """
         self._state_found = True
-        for index, scaler in enumerate(self._engine.scalers):
-            state = state_dict.get(f"loss_scaler{index}")
-            if state is not None and scaler.dynamic and state != NO_SCALE:
+        for name, scaler in self._engine.named_scalers().items():
+            state = state_dict.get(name, NO_SCALE)
+            if scaler.dynamic and state != NO_SCALE:
                 scaler.load_state_dict(state)
         if "accumulated_gradients" in state_dict:
             self._loaded_window = state_dict
 
     def _restore_window(self, state: dict[str, Any]) -> None:
         """Put gradients back that a checkpoint holds, now that Lightning clears them no more."""
-        sizes = [len(list(self.main_params(optimizer))) for optimizer in self._optimizers]
+        optimizers = self._meet_optimizers()
+        sizes = [len(list(params_of(optimizer))) for optimizer in optimizers]
         gradients = pending_gradients.entry_of_this_rank(state["accumulated_gradients"], sizes)
-        if gradients is None:
-            return
-        scaled_by = state["scaled_by"]
-        scaled_by = [loss if own else None for loss, own in zip(scaled_by, gradients, strict=True)]
-        factors = [self._factor(state, loss) for loss in scaled_by]
-        pending_gradients.put_back(self._optimizers, gradients, factors, self._model)
-        self._engine.resume_window(self._optimizers, scaled_by, state.get("passes", []))
+        if gradients is not None:
+            factors = [self._factor(state, loss) for loss in state["scaled_by"]]
+            pending_gradients.put_back(optimizers, gradients, factors, self._model)
+            self._engine.resume_window(optimizers, gradients, state)
 
     def _factor(self, state: dict[str, Any], loss: int | None) -> float:
         """Return what brings gradients from the scale that a loss had in a state to the one that it has now."""
@@ -419,6 +395,8 @@ class ApexAMP(Precision):
                 self.load_state_dict(state)
 
     def _warn_of_missing_state(self, model: Any) -> None:
+        if self._state_found:
+            return
         self._state_found = True
         rank_zero_warn(
             f"The checkpoint at {model.trainer.ckpt_path} holds no loss scaler's state under any of "
@@ -429,8 +407,12 @@ class ApexAMP(Precision):
         )
 
 
+def _unwrapped(model: Any) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def _is_trained(optimizer: Optimizer) -> bool:
-    return any(param.requires_grad for group in optimizer.param_groups for param in group["params"])
+    return any(param.requires_grad for param in params_of(optimizer))
 
 
 def _refuse_many_closures(optimizer: Optimizer, engine: AmpEngine, *, automatic: bool) -> None:
@@ -440,29 +422,26 @@ def _refuse_many_closures(optimizer: Optimizer, engine: AmpEngine, *, automatic:
         MisconfigurationException: If the optimizer's step runs the closure several times while there is a loss scale,
             or if an overflow could not be skipped.
     """
+    plugin, kind = f"ApexAMP({engine.properties.opt_level!r})", type(optimizer).__name__
     two_steps = hasattr(optimizer, "first_step")  # SAM and its kin
     many = isinstance(optimizer, LBFGS) or (two_steps and automatic)
-    what = None
     if many and engine.scales:
         instead = "step by first_step and second_step in manual optimization" if two_steps else "another optimizer"
-        what = f"runs the closure several times a step: expected one that steps once. Take O0, or {instead}"
-    elif two_steps and engine.is_dynamic:
-        what = (
-            "steps in two halves, between which an overflow cannot be skipped: expected a fixed loss scale. Pass "
-            "dtype=torch.bfloat16 or loss_scale=128.0"
+        raise MisconfigurationException(
+            f"{plugin}: expected an optimizer that runs its closure once a step, got {kind}. Take O0, or {instead}."
         )
-    if what is not None:
-        level = engine.properties.opt_level
-        raise MisconfigurationException(f"ApexAMP({level!r}) was given {type(optimizer).__name__}, which {what}.")
+    if two_steps and engine.is_dynamic:
+        raise MisconfigurationException(
+            f"{plugin}: expected a fixed loss scale for {kind}, between whose two steps an overflow cannot be skipped, "
+            "got a dynamic one. Pass dtype=torch.bfloat16 or loss_scale=128.0."
+        )
 
 
-def _compress(ddp: DistributedDataParallel | None, dtype: torch.dtype) -> None:
+def _compress(ddp: DistributedDataParallel, dtype: torch.dtype) -> None:
     """Let gradients travel between ranks in half precision, unless the user has a hook of their own there."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-    half = dtype is torch.float16
-    if (
-        ddp is not None and not ddp._comm_hooks and (half or next(ddp.parameters()).is_cuda)
-    ):  # torch's hook for bfloat16 needs NCCL
-        hook: Any = fp16_compress_hook if half else bf16_compress_hook
+    hook: Any = fp16_compress_hook if dtype is torch.float16 else bf16_compress_hook
+    works = hook is fp16_compress_hook or next(ddp.parameters()).is_cuda  # that for bfloat16 needs NCCL
+    if works and not ddp._comm_hooks:
         ddp.register_comm_hook(None, hook)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_turbo._checks import expect
 from lightning_turbo._lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
 from lightning_turbo.amp.checkpoints import OWN_KEY, find_scaler_state, to_torch_adam
 
@@ -120,11 +121,8 @@ class AmpCheckpointIO(WrappingCheckpointIO):
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
         check_binding("AmpCheckpointIO")
-        if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
-            raise TypeError(
-                f"checkpoint_io={checkpoint_io!r} is a {type(checkpoint_io).__name__}: expected a CheckpointIO of "
-                "Lightning. Leave it out for AtomicCheckpointIO."
-            )
+        valid = checkpoint_io is None or isinstance(checkpoint_io, CheckpointIO)
+        expect(valid, "checkpoint_io", checkpoint_io, "a CheckpointIO of Lightning or None", TypeError)
         super().__init__(checkpoint_io)
         self.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter: taken where there is none, in a wrapper too
 

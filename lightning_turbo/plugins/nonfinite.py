@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_turbo._pytree import tensors_in
 from lightning_turbo.errors import TurboError
 
 __all__ = ["NonFiniteError", "NonFiniteWatch"]
@@ -20,11 +22,11 @@ class NonFiniteWatch:
     """Counts skipped steps in a row; near the limit it looks at the outputs of every module.
 
     Args:
-        module: The model.
+        module: The LightningModule.
         limit: Skipped steps in a row that end the run.
     """
 
-    def __init__(self, module: nn.Module, limit: int) -> None:
+    def __init__(self, module: Any, limit: int) -> None:
         self.module = module
         self.limit = limit
         self._handles: list[Any] = []
@@ -40,9 +42,9 @@ class NonFiniteWatch:
         if skips_in_a_row >= self.limit:
             raise NonFiniteError(
                 f"{skips_in_a_row} optimizer steps in a row were skipped for inf or NaN in the gradients, the last at "
-                f"step {self._step()}, and a lower loss scale did not help. First non-finite values: {self._where()}. "
-                f"Look at the loss, the data and the learning rate, or raise the limit: ApexAMP(..., "
-                f"max_consecutive_skips={2 * self.limit})."
+                f"step {self.module.trainer.global_step}, and a lower loss scale did not help. First non-finite "
+                f"values: {self._where()}. Look at the loss, the data and the learning rate, or raise the limit: "
+                f"ApexAMP(..., max_consecutive_skips={2 * self.limit})."
             )
         if skips_in_a_row == 0:
             self.remove()
@@ -53,7 +55,7 @@ class NonFiniteWatch:
         """Look at the output of each module from now on."""
         for name, module in self.module.named_modules():
             if name:
-                self._handles.append(module.register_forward_hook(self._look(name)))
+                self._handles.append(module.register_forward_hook(functools.partial(self._look, name)))
 
     def remove(self) -> None:
         """Look no more."""
@@ -62,23 +64,15 @@ class NonFiniteWatch:
         self._handles.clear()
         self._first = None
 
-    def _look(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = output if isinstance(output, (tuple, list)) else [output]
-            if self._first is None and any(_bad(t) for t in tensors):
-                self._first = f"the output of module {name!r} ({type(module).__name__})"
-
-        return hook
+    def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._first is None and any(map(_is_bad, tensors_in(output))):
+            self._first = f"the output of module {name!r} ({type(module).__name__})"
 
     def _where(self) -> str:
         """Return what was not finite first: an output, else a parameter, else the gradients alone."""
-        bad = (f"the parameter {name!r}" for name, parameter in self.module.named_parameters() if _bad(parameter))
+        bad = (f"the parameter {name!r}" for name, param in self.module.named_parameters() if _is_bad(param))
         return self._first or next(bad, "no module's output: only the gradients overflow")
 
-    def _step(self) -> int:
-        trainer = getattr(self.module, "trainer", None)
-        return int(trainer.global_step) if trainer is not None else 0
 
-
-def _bad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())
+def _is_bad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())

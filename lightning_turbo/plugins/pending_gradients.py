@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._lightning import rank_zero_warn
+from lightning_turbo.amp.engine import params_of
 from lightning_turbo.errors import TurboWarning
 from lightning_turbo.optim.accumulation import mark_as_used
 
@@ -30,12 +31,12 @@ def owns_pending_gradients(plugin: Any) -> bool:
 def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     """Return copies of the gradients on the host."""
     return [
-        {str(i): p.grad.detach().cpu().clone() for i, p in enumerate(_params(o)) if p.grad is not None}
+        {str(i): p.grad.detach().cpu().clone() for i, p in enumerate(params_of(o)) if p.grad is not None}
         for o in optimizers
     ]
 
 
-def entry_of_this_rank(saved: Sequence[Any] | None, sizes: Sequence[int] | None = None) -> Any:
+def entry_of_this_rank(saved: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return what this rank saved; ``None``, with a warning, if the run has other ranks than the one that saved.
 
     Gradients of a window differ between ranks, and each rank continues with data of its own: they have no meaning for
@@ -43,15 +44,13 @@ def entry_of_this_rank(saved: Sequence[Any] | None, sizes: Sequence[int] | None 
 
     Args:
         saved: An entry for each rank.
-        sizes: How many parameters each optimizer of this run has, if that is to be the same too.
+        sizes: How many parameters each optimizer of this run has.
 
     Warns:
         TurboWarning: In that case.
     """
-    if saved is None:
-        return None
     rank, ranks = rank_and_size()
-    if len(saved) == ranks and (sizes is None or _fits(saved[rank], sizes)):
+    if len(saved) == ranks and _fits(saved[rank], sizes):
         return saved[rank]
     rank_zero_warn(
         f"The checkpoint was written in the middle of an accumulation window by a run of {len(saved)} rank(s); this "
@@ -78,12 +77,8 @@ def put_back(optimizers: Sequence[Optimizer], gradients: Gradients, factors: Seq
         model: What wraps the module; a ``DistributedDataParallel`` is told that the parameters have been used.
     """
     for optimizer, own, factor in zip(optimizers, gradients, factors, strict=True):
-        params = list(_params(optimizer))
+        params = list(params_of(optimizer))
         for index, gradient in own.items():
             param = params[int(index)]
             param.grad = gradient.to(param.device, param.dtype) * factor
         mark_as_used(model, params)
-
-
-def _params(optimizer: Optimizer) -> Iterable[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])

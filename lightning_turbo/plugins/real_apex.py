@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_turbo._checks import expect
 from lightning_turbo._lightning import MisconfigurationException, Precision, check_binding, loaded_checkpoint
 from lightning_turbo.amp.checkpoints import find_scaler_state
 from lightning_turbo.amp.levels import resolve
@@ -65,8 +66,8 @@ class RealApexAMP(Precision):
             del settings["dtype"]  # apex has no other
         for name in settings.keys() - {*_OVERRIDES, *_LIMITS}:
             raise AmpUsageError(
-                f"{name}={settings[name]!r} is unknown to apex, which is what backend='apex' uses: expected "
-                f"{', '.join((*_OVERRIDES, *_LIMITS))}. Leave it out, or take the native backend."
+                f"ApexAMP(backend='apex'): expected arguments that apex has, {', '.join((*_OVERRIDES, *_LIMITS))}, got "
+                f"{name}={settings[name]!r}. Leave it out, or take the native backend."
             )
         resolve(opt_level, dtype=torch.float16, **{n: settings[n] for n in _OVERRIDES if n in settings})
         self._settings = settings
@@ -91,8 +92,8 @@ class RealApexAMP(Precision):
         wrapped = isinstance(model, DistributedDataParallel)
         if wrapped and self.opt_level in ("O2", "O3"):
             raise MisconfigurationException(
-                f"ApexAMP({self.opt_level!r}, backend='apex') was given a model in DistributedDataParallel, which "
-                "Lightning wraps before apex could cast the weights: expected O0 or O1. Take the native backend."
+                f"ApexAMP(backend='apex') with DistributedDataParallel: expected 'O0' or 'O1', got {self.opt_level!r}: "
+                "Lightning wraps the model before apex could cast its weights. Take the native backend."
             )
         module: Any = model.module if wrapped else model
         self._optimizers = list(optimizers)
@@ -128,8 +129,7 @@ class RealApexAMP(Precision):
 
 def is_native(backend: str) -> bool:
     """Whether ``backend`` is ``"native"`` and not ``"apex"``."""
-    if backend not in ("native", "apex"):
-        raise AmpUsageError(f"backend={backend!r} is unknown: expected 'native' or 'apex'. Leave it out if unsure.")
+    expect(backend in ("native", "apex"), "backend", backend, "'native' or 'apex'", AmpUsageError)
     return backend == "native"
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_turbo._lightning import LRSchedulerConfig
 
 __all__ = ["SkipAwareConfig"]
-
-
-class _Skipping(Protocol):
-    @property
-    def skipped_last_step(self) -> bool: ...
 
 
 class SkipAwareConfig(LRSchedulerConfig):
@@ -22,10 +17,10 @@ class SkipAwareConfig(LRSchedulerConfig):
     when Lightning is about to step, and only with a dynamic loss scale.
     """
 
-    _plugin: _Skipping
+    _plugin: Any  # ApexAMP
 
     @classmethod
-    def around(cls, config: Any, plugin: _Skipping) -> SkipAwareConfig:
+    def around(cls, config: Any, plugin: Any) -> SkipAwareConfig:
         """Return a configuration that is like ``config`` but for skipped steps."""
         new = object.__new__(cls)
         new.__dict__.update(config.__dict__)

@@ -20,7 +20,7 @@ HALVES = (torch.bfloat16, torch.float16)
 class Net(pl.LightningModule):
     """Written for float32: batch norm, a frozen and an unused layer, a loss and a metric as children."""
 
-    def __init__(self, how="forward", optimizer=None, poison=()):
+    def __init__(self, optimizer=None, poison=()):
         super().__init__()
         self.net = nn.Sequential(
             nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
@@ -32,7 +32,6 @@ class Net(pl.LightningModule):
         self.frozen = nn.Linear(4, 4)
         self.frozen.requires_grad_(False)
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.1, 1.2, 1.3]))
-        self.how = how
         self.make_optimizer = optimizer or (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
         self.poison = set(poison)
         self.losses, self.seen = [], {}
@@ -42,11 +41,7 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch, index):
         x, y = batch
-        out = {
-            "forward": lambda: self(x),
-            "children": lambda: self.frozen(self.head(self.net(x))),
-            "inner": lambda: self.frozen(self.head(self.net[4](self.net[3](self.net[2](self.net[1](self.net[0](x))))))),
-        }[self.how]()
+        out = self(x)
         loss = self.criterion(out, y)
         self.losses.append(float(loss.detach()))
         self.seen.update(out=out.dtype, loss=loss.dtype, x=x.dtype)
@@ -141,65 +136,6 @@ def test_dtypes_at_every_level(level, half):
     t.test(model, batches(16), verbose=False)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_way_to_call_the_model_trains_alike(level):
-    losses = {}
-    for how in ("forward", "children", "inner"):
-        torch.manual_seed(0)
-        model = Net(how)
-        trainer(ApexAMP(level)).fit(model, batches(64))
-        losses[how] = model.losses
-    # O1 casts functions, so nothing differs; at O2 and O3 a call of each module rounds between them, nothing else.
-    tolerance = 0.0 if level in ("O0", "O1") else 2e-2
-    for how in ("children", "inner"):
-        assert losses[how] == pytest.approx(losses["forward"], abs=tolerance)
-
-
-def naive_o2(model, loader, steps, half, *, scale, lr=0.1, momentum=0.9, clip=None):
-    """O2 by hand: float32 masters of exact weights, half forward and backward, SGD with momentum in float32."""
-    masters = [p.detach().clone() for p in model.parameters()]
-    moments = [None] * len(masters)
-    keep = {id(p) for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
-    for p in model.parameters():
-        if id(p) not in keep:
-            p.data = p.data.to(half)
-    done = 0
-    while done < steps:
-        for x, y in loader:
-            if done == steps:
-                break
-            for p in model.parameters():
-                p.grad = None
-            out = model.frozen(model.head(model.net(x.to(half)))).float()
-            (model.criterion(out, y) * scale).backward()
-            grads = [None if p.grad is None else p.grad.float() / scale for p in model.parameters()]
-            if clip is not None:
-                norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads if g is not None]))
-                factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
-                grads = [None if g is None else g * factor for g in grads]
-            for i, (p, g) in enumerate(zip(model.parameters(), grads, strict=True)):
-                if g is None:
-                    continue
-                moments[i] = g.clone() if moments[i] is None else moments[i] * momentum + g
-                masters[i] = masters[i] - lr * moments[i]
-                p.data.copy_(masters[i])
-            done += 1
-    return masters
-
-
-@pytest.mark.parametrize("half", HALVES, ids=str)
-def test_o2_equals_a_naive_loop_after_50_steps(half):
-    torch.manual_seed(0)
-    model = Net()
-    reference = copy.deepcopy(model)
-    plugin = ApexAMP("O2", dtype=half)
-    trainer(plugin, max_epochs=-1, max_steps=50).fit(model, batches())
-    masters = naive_o2(reference, batches(), 50, half, scale=plugin.loss_scale)
-    for (name, ours), theirs in zip(model.named_parameters(), masters, strict=True):
-        # float32 sums in another order: torch's SGD kernels fuse the update.
-        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6, msg=name)
-
-
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_clipping_acts_on_unscaled_gradients(level, algorithm):
@@ -251,21 +187,6 @@ def test_the_scale_doubles_after_its_window_and_keeps_its_limits():
     trainer(plugin).fit(Net(), batches(96))
     assert plugin.loss_scale == 2.0**17
     assert plugin.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**17, "unskipped": 0}}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_accumulation_equals_the_large_batch(level):
-    """Four micro-batches of 8 make the gradient of a batch of 32, up to the level's rounding."""
-    results = []
-    for size, windows in ((32, 1), (8, 4)):
-        torch.manual_seed(0)
-        model = Net()
-        model.net[1] = nn.Identity()  # batch norm sees other statistics in smaller batches
-        trainer(ApexAMP(level), accumulate_grad_batches=windows).fit(model, batches(64, size))
-        results.append(model.head.weight.detach().clone())
-    weights = torch.tensor([1.0, 1.1, 1.2, 1.3])
-    assert weights.std() > 0
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=2e-2 if level != "O0" else 5e-3)
 
 
 def test_a_custom_batch_class_a_dict_and_integers_pass():
@@ -354,7 +275,7 @@ def test_buffers_come_back_although_a_move_made_them_anew(level):
 def test_a_half_model_is_refused_by_name(level, dtype):
     model = Net()
     model.head.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"'head\.weight' is half precision already"):
+    with pytest.raises(ValueError, match=r"expected a model in float32, got torch.bfloat16 in 'head\.weight'"):
         trainer(ApexAMP(level, dtype=dtype)).fit(model, batches(32))
 
 

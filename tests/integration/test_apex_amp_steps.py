@@ -220,7 +220,7 @@ def test_each_loss_of_a_gan_has_its_own_scale(level):
 
 
 def test_a_loss_without_a_scaler_is_refused():
-    with pytest.raises(IndexError, match=r"loss_id=1 has no scaler: expected 0 to 0\. Pass num_losses=2"):
+    with pytest.raises(IndexError, match=r"loss_id: expected 0 to 0, or a larger num_losses, got 1"):
         fit(Gan(losses=2), ApexAMP("O1", dtype=torch.float16))
 
 

@@ -422,8 +422,8 @@ def test_a_module_is_kept_in_float32(level, by_name):
         assert model(torch.ones(2, 4)).dtype is torch.float32
         assert seen == [(torch.float32, torch.float32)]
     amp.shutdown()
-    for wrong, words in (("nothing", "in none of the models"), (3, "names of modules")):
-        with pytest.raises(AmpUsageError, match=f"keep_float32=.*{words}"):
+    for wrong in ("nothing", 3, nn.LSTM):
+        with pytest.raises(AmpUsageError, match=r"keep_float32: expected a name from model.named_modules\(\)"):
             amp.initialize(net, keep_float32=[wrong], **settings)
     with pytest.raises(AmpUsageError, match="contradicts O1"):
         amp.initialize(net, opt_level="O1", keep_float32=keep)
@@ -435,7 +435,7 @@ def test_the_trainer_keeps_a_module_in_float32():
     wanted = Net()
     fit(wanted)
     assert torch.equal(flat(module), flat(wanted))
-    with pytest.raises(AmpUsageError, match="in none of the models"):
+    with pytest.raises(AmpUsageError, match="keep_float32: expected a name"):
         fit(Net(), level="O2", keep_float32=["backbone.9"])
 
 
@@ -451,7 +451,7 @@ def test_what_does_not_follow_is_told():
 
     net, criterion = Keeping(), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net.parameters(), criterion], lr=0.1)
-    with pytest.warns(TurboWarning, match="SGD holds 1 parameters that the model does not have: O2"):
+    with pytest.warns(TurboWarning, match="SGD holds 1 parameters of no model, which O2 does not cast"):
         amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
     with pytest.warns(TurboWarning, match=r"Keeping '' keeps the half copy of a weight in 'seen'.*keep_float32"):
         net(torch.ones(1, 4))

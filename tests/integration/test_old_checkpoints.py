@@ -239,7 +239,7 @@ def test_nothing_is_overwritten_and_paths_are_named(trained, tmp_path):
         convert_checkpoint(tmp_path / "absent", tmp_path / "new")
     with pytest.raises(FileNotFoundError, match="absent/new"):
         convert_checkpoint(trained, tmp_path / "absent" / "new")
-    with pytest.raises(ValueError, match=r"to='native' is unknown: expected 'apex' .* or 'mixed'"):
+    with pytest.raises(ValueError, match=r"to: expected 'apex' .* or 'mixed' .*, got 'native'"):
         convert_checkpoint(trained, tmp_path / "new", to="native")
 
 

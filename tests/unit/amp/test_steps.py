@@ -16,6 +16,12 @@ def _shut_down():
     amp.shutdown()
 
 
+def engine_of(optimizer):
+    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+    engine.attach(optimizer, [])
+    return engine
+
+
 def arrive(engine, optimizer, *gradients):
     """Lets a backward pass make these gradients, scaled."""
     with engine.backward([optimizer], 0, delay_unscale=True):
@@ -59,7 +65,7 @@ def test_an_overflow_in_the_first_fused_step_leaves_no_momentum(momentum):
     for fused in (True, False):
         weight = Parameter(torch.ones(1 << 16))
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum, fused=fused)
-        engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+        engine = engine_of(optimizer)
         for gradient in (float("inf"), float("inf"), 1.0, 1.0):
             left_behind = [torch.full((1 << 16,), 123.0) for _ in range(4)]
             del left_behind  # by activations: what torch.empty may find
@@ -72,9 +78,9 @@ def test_an_overflow_in_the_first_fused_step_leaves_no_momentum(momentum):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_of_any_dtype_are_unscaled(dtype):
-    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
     weight = Parameter(torch.zeros(3, dtype=dtype))
     optimizer = torch.optim.SGD([weight], lr=1.0)
+    engine = engine_of(optimizer)
     engine.scaler(0).load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
     arrive(engine, optimizer, torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024)
     assert weight.grad.tolist() == [1.0, -2.0, 0.5]
@@ -92,7 +98,7 @@ def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
 
     weight = Parameter(torch.ones(4))
     optimizer = Capturable([weight], lr=1.0)
-    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+    engine = engine_of(optimizer)
     arrive(engine, optimizer, torch.full((4,), float("inf")))
     engine.step(optimizer, optimizer.step)
     assert weight.tolist() == [1.0] * 4
@@ -103,7 +109,7 @@ def test_a_weight_whose_first_gradient_overflows_beside_others_has_no_momentum()
     for fused in (True, False):
         weights = [Parameter(torch.ones(1 << 16)) for _ in range(2)]
         optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=fused)
-        engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+        engine = engine_of(optimizer)
         for which, gradient in ((0, 1.0), (1, float("inf")), (1, 1.0), (0, 1.0)):
             optimizer.zero_grad()
             left_behind = [torch.full((1 << 16,), 123.0) for _ in range(4)]
@@ -124,7 +130,7 @@ def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
     plain.step()
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     optimizer.load_state_dict(plain.state_dict())
-    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
+    engine = engine_of(optimizer)
     before = weight.detach().clone()
     for gradient in (float("inf"), 1.0):
         arrive(engine, optimizer, torch.full((4,), gradient))

@@ -1,4 +1,4 @@
-"""What ApexAMP refuses at construction: what was given, what is accepted, what to do."""
+"""What ApexAMP refuses at construction, in words."""
 
 import math
 import pickle
@@ -12,38 +12,33 @@ from lightning_turbo.errors import AmpUsageError
 
 
 @pytest.mark.parametrize(("level", "settings", "error", "text"), [
-    ("01", {}, ValueError, "opt_level='01' is unknown: expected one of 'O0', 'O1', 'O2', 'O3'. It is the letter O"),
-    ("O4", {}, ValueError, "opt_level='O4' is unknown"),
-    ("o1", {}, RuntimeError, "opt_level='o1' is unknown"),
-    (1, {}, RuntimeError, "opt_level=1 is unknown"),
-    ("O1", {"loss_scale": "fast"}, ValueError, "loss_scale='fast': expected"),
-    ("O1", {"loss_scale": 0}, ValueError, "loss_scale=0: expected"),
-    ("O1", {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0: expected"),
-    ("O1", {"loss_scale": math.nan}, ValueError, "loss_scale=nan: expected"),
-    ("O1", {"loss_scale": math.inf}, ValueError, "loss_scale=inf: expected"),
-    ("O1", {"loss_scale": True}, ValueError, "loss_scale=True: expected"),
-    ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "keep_batchnorm_fp32='maybe': expected"),
+    ("01", {}, ValueError, "opt_level: expected 'O0', 'O1', 'O2' or 'O3' (the letter O and a digit), got '01'."),
+    (1, {}, RuntimeError, "opt_level: expected 'O0', 'O1', 'O2' or 'O3' (the letter O and a digit), got 1."),
+    ("O1", {"loss_scale": "fast"}, ValueError, "loss_scale: expected 'dynamic' or a finite number"),
+    ("O1", {"loss_scale": 0}, ValueError, "loss_scale: expected"),
+    ("O1", {"loss_scale": math.nan}, ValueError, "also as text, got nan."),
+    ("O1", {"loss_scale": math.inf}, ValueError, "also as text, got inf."),
+    ("O1", {"loss_scale": True}, ValueError, "also as text, got True."),
+    ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "expected True or False, got 'maybe'"),
     ("O1", {"keep_batchnorm_fp32": True}, ValueError, "keep_batchnorm_fp32=True contradicts O1"),
     ("O1", {"keep_batchnorm_fp32": "False"}, ValueError, "keep_batchnorm_fp32='False' contradicts O1"),
     ("O1", {"master_weights": True}, ValueError, "master_weights=True contradicts O1"),
-    ("O2", {"master_weights": 1}, ValueError, "master_weights=1: expected"),
+    ("O2", {"master_weights": 1}, ValueError, "master_weights: expected True or False, got 1."),
     ("O1", {"cast_model_type": torch.float16}, ValueError, "cast_model_type=torch.float16 contradicts O1"),
-    ("O2", {"cast_model_type": "half"}, TypeError, "cast_model_type='half' is a str: expected a torch dtype"),
-    ("O2", {"cast_model_type": torch.int64}, ValueError, "cast_model_type=torch.int64: expected"),
-    ("O1", {"dtype": torch.float32}, ValueError, "dtype=torch.float32: expected"),
-    ("O1", {"dtype": "fp16"}, TypeError, "dtype='fp16' is a str"),
-    ("O1", {"min_loss_scale": 0.0}, ValueError, "min_loss_scale=0.0: expected"),
-    ("O1", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min_loss_scale=8.0 is above"),
-    ("O1", {"scale_window": 0}, ValueError, "scale_window=0: expected"),
-    ("O1", {"num_losses": 0}, ValueError, "num_losses=0: expected"),
-    ("O1", {"cast_lists": "mine"}, ValueError, "cast_lists='mine' is unknown"),
-    ("O1", {"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips=0: expected an int from 1 on"),
-    ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale=None: expected a finite number above"),
+    ("O2", {"cast_model_type": "half"}, TypeError, "a torch dtype, as torch.float16, got 'half'"),
+    ("O2", {"cast_model_type": torch.int64}, ValueError, "cast_model_type: expected a floating dtype"),
+    ("O1", {"dtype": torch.float32}, ValueError, "dtype: expected torch.float16 or torch.bfloat16"),
+    ("O1", {"dtype": "fp16"}, TypeError, "dtype: expected a torch dtype"),
+    ("O1", {"min_loss_scale": 0.0}, ValueError, "min_loss_scale: expected a finite number above zero, got 0.0."),
+    ("O1", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "expected at most max_loss_scale=4.0, got 8.0."),
+    ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale: expected a finite number above zero, got None."),
+    ("O1", {"scale_window": 0}, ValueError, "scale_window: expected a whole number from 1 on, got 0."),
+    ("O1", {"num_losses": 0}, ValueError, "num_losses: expected a whole number from 1 on, got 0."),
+    ("O1", {"cast_lists": "mine"}, ValueError, "cast_lists: expected 'apex' (apex's lists of functions) or 'torch'"),
+    ("O1", {"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips: expected a whole number"),
+    ("O1", {"max_consecutive_skips": "many"}, ValueError, "from 1 on, got 'many'."),
     ("O2", {"exact_masters": None}, TypeError, "exact_masters=None"),
-    ("O1", {"cast_cache": "yes"}, TypeError, "cast_cache='yes'"),
-    ("O1", {"log_scale": 1}, TypeError, "log_scale=1"),
     ("O1", {"log_scale": 1, "backend": "apex"}, TypeError, "log_scale=1"),
-    ("O1", {"max_consecutive_skips": "many"}, TypeError, "max_consecutive_skips='many': expected"),
 ])  # fmt: skip
 def test_refused_in_words(level, settings, error, text):
     with pytest.raises(error) as caught:
@@ -83,5 +78,7 @@ def test_a_pickled_plugin_is_another_that_does_the_same(level, settings):
 
 def test_a_loop_without_a_trainer_is_sent_to_amp():
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(AmpUsageError, match=r"Linear outside of a Trainer.*lightning_turbo\.amp"):
+    with pytest.raises(
+        AmpUsageError, match=r"expected a LightningModule that a Trainer trains, got a Linear.*lightning_turbo\.amp"
+    ):
         ApexAMP("O1").backward(model(torch.ones(1, 2)).sum(), model, None)

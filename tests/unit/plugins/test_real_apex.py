@@ -106,9 +106,9 @@ def test_arguments_that_apex_does_not_have_are_refused(fake):
         ("scale_window", 100), ("dtype", torch.bfloat16), ("cast_lists", "torch"), ("exact_masters", False),
         ("cast_cache", True), ("log_scale", True),
     ):  # fmt: skip
-        with pytest.raises(AmpUsageError, match=f"{name}=.* is unknown to apex.*expected cast_model_type"):
+        with pytest.raises(AmpUsageError, match=f"expected arguments that apex has, cast_model_type.*got {name}="):
             ApexAMP("O1", backend="apex", **{name: value})
-    with pytest.raises(AmpUsageError, match=r"backend='nvidia' is unknown: expected 'native' or 'apex'.*Leave it"):
+    with pytest.raises(AmpUsageError, match=r"backend: expected 'native' or 'apex', got 'nvidia'"):
         ApexAMP("O1", backend="nvidia")
     with pytest.raises(AmpUsageError, match="keep_batchnorm_fp32=True contradicts O1"):
         ApexAMP("O1", backend="apex", keep_batchnorm_fp32=True)
