@@ -28,7 +28,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 20_600  # of the package; the aim is 16,000. Lowered as it shrinks, raised only with a reason in the commit
 WORST_COMPLEXITY = 12  # of each function and method
 MEAN_COMPLEXITY = 3.2  # of each part
-ABOVE = {"amp": 3.42, "data": 3.55, "datamodules": 3.92, "plugins": 3.42}
+ABOVE = {"amp": 3.42, "plugins": 3.42}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
