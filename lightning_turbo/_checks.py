@@ -9,8 +9,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 __all__ = [
-    "check_functions", "check_switches", "expect", "inherits", "is_list", "is_number", "is_size", "is_whole", "suggest",
+    "check_count", "check_functions", "check_switches", "expect", "inherits", "is_list", "is_number", "is_size",
+    "is_whole", "suggest",
 ]  # fmt: skip
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return ``value`` if it is an integer of ``least`` or more."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    expect(whole, name, value, f"an integer of {least} or more", TypeError)
+    expect(value >= least, name, value, f"an integer of {least} or more")
+    return value
 
 
 def check_switches(*, none: bool = False, **switches: Any) -> None:

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo._checks import check_functions, expect
+from lightning_turbo._checks import check_count, check_functions, expect
 from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.dali.loader import DALILoader
 from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.position import Position, length_of, warn_of_gaps
-from lightning_turbo.data.prefetcher import LoadProfile, check_count
+from lightning_turbo.data.prefetcher import LoadProfile
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["DevicePrefetcher", "DeviceTransfer"]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_turbo._checks import check_count
 from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.pending import PendingCollate, ThreadedDataset
 from lightning_turbo.data.position import (
@@ -29,7 +30,7 @@ from lightning_turbo.data.position import (
     warn_of_gaps,
     wrong_kind,
 )
-from lightning_turbo.data.prefetcher import LoadProfile, check_count
+from lightning_turbo.data.prefetcher import LoadProfile
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, index_sampler_name
 from lightning_turbo.errors import NoEffectWarning
 
@@ -339,8 +340,8 @@ class PrefetchLoader(DataLoader[T]):
 
         The count and, over a dataset with indices, the states of the random generators from which the order follows
         and, for the epoch after it, of those of torch that belong to the loader and its samplers. With a class behind
-        this one that keeps its own state, that after each of the latest batches. Random numbers
-        that worker processes draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
+        this one that keeps its own state, that after each of the latest batches. Random numbers that worker processes
+        draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
         """
         sampler, position, loaded = self._prefetch_sampler, self._prefetch_position, self._state_to_load()
         if position is None or (self._prefetch_next is None and loaded is not START):

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from prefetch_generator import BackgroundGenerator
 
-from lightning_turbo._checks import expect
+from lightning_turbo._checks import check_count
 from lightning_turbo._pytree import addresses_in, copy_batch
 from lightning_turbo._random import changed_generators, shared_state
 from lightning_turbo.data.pending import Pending
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
-__all__ = ["BackgroundIterator", "LoadProfile", "Record", "check_count"]
+__all__ = ["BackgroundIterator", "LoadProfile", "Record"]
 
 # Seconds. How long closing waits for the item that the thread is making.
 PATIENCE = 20.0
@@ -588,11 +588,3 @@ def _add(error: Exception, before: str, after: str) -> None:
         error.args = (f"{before}{str(error).rstrip('.')}.{after}",)
     elif isinstance(error, OSError):
         error.strerror = f"{error.strerror}.{after}"
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return ``value`` if it is an integer of ``least`` or more."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    expect(whole, name, value, f"an integer of {least} or more", TypeError)
-    expect(value >= least, name, value, f"an integer of {least} or more")
-    return value

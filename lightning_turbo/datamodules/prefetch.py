@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_turbo._checks import check_functions, check_switches
+from lightning_turbo._checks import check_count, check_functions, check_switches
 from lightning_turbo._lightning import (
     CombinedLoader,
     LightningDataModule,
@@ -28,7 +28,6 @@ from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
 from lightning_turbo.data.loader import DEPTH, PrefetchLoader, copy_loader, lock_of
-from lightning_turbo.data.prefetcher import check_count
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning

@@ -84,15 +84,12 @@ class Model(LightningModule):
 class Theirs(LightningDataModule):
     """A DataModule as users have it, with an argument of the same name as one of ours."""
 
-    def __init__(self, num_workers=0, persistent=False):
+    def __init__(self, num_workers=0):
         super().__init__()
-        self.num_workers, self.persistent = num_workers, persistent
+        self.num_workers = num_workers
 
     def loader(self, length=24, **settings):
-        persistent = self.persistent and self.num_workers > 0
-        return DataLoader(
-            Numbers(length), batch_size=4, num_workers=self.num_workers, persistent_workers=persistent, **settings
-        )
+        return DataLoader(Numbers(length), batch_size=4, num_workers=self.num_workers, **settings)
 
     def train_dataloader(self):
         return self.loader(shuffle=True)
@@ -145,14 +142,6 @@ def test_training_is_the_same_bit_for_bit_and_nothing_is_left(settings):
     ours, plain = fit(Mine(), **settings), fit(Theirs(), **settings)
     assert ours.losses == plain.losses
     assert (ours.seen, ours.others) == (plain.seen, plain.others)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_training_is_the_same_with_workers(persistent):
-    settings = {"limit_train_batches": 4, "limit_val_batches": 1}
-    ours = fit(Mine(num_workers=2, persistent=persistent), **settings)
-    plain = fit(Theirs(num_workers=2, persistent=persistent), **settings)
-    assert (ours.losses, ours.others) == (plain.losses, plain.others)
 
 
 class Stops(Model):
