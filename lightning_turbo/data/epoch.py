@@ -13,15 +13,10 @@ __all__ = ["Epoch"]
 
 
 class Epoch(BackgroundIterator):
-    """One pass over a loader.
+    """One pass over a loader, whose batches ``position`` counts.
 
     A batch goes from the source through the thread's queue and, where there is a ``transfer``, over to the device; it
     counts as used when it is handed out.
-
-    Args:
-        source: What gives the batches.
-        position: Where they are counted.
-        **settings: As in ``BackgroundIterator``.
     """
 
     def __init__(self, source: Iterator[Any], position: Position, **settings: Any) -> None:

@@ -72,12 +72,8 @@ class ThreadedDataset:
     """A dataset that hands out futures of its samples, which so many threads load. All else is the dataset's own.
 
     The first batch is loaded by the asking thread alone. If that draws from the global RNGs, or from one that the
-    dataset holds, so are all others: in several threads the numbers would depend on timing.
-
-    Args:
-        dataset: A dataset with indices. One with ``__getitems__`` is asked for a whole batch at a time.
-        threads: How many threads load at the same time.
-        profile: The ``LoadProfile`` that knows whether one thread has to load, or gets to know it.
+    dataset holds, so are all others: in several threads the numbers would depend on timing. ``profile`` keeps that. A
+    dataset with ``__getitems__`` is asked for a whole batch at a time.
     """
 
     def __init__(self, dataset: Any, threads: int, profile: Any) -> None:

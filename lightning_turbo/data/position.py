@@ -29,13 +29,8 @@ KEPT = 3
 class Position:
     """How far an iterator is. Its loader keeps it, so that it can be asked after the iterator was dropped.
 
-    Args:
-        consumed: Batches handed out before.
-        state: What the source says of itself after these, if it does.
-
     Attributes:
-        consumed: Batches handed out.
-        begun: Batches handed out before this iterator.
+        consumed: Batches handed out, those of an iterator before this one included; ``begun`` those alone.
         states: Pairs of a count of batches and what the source said of itself after them, the latest at the end.
         reached: What it said after the last batch that was handed out or raised; ``None`` before the first.
         ended: Whether the end was reached.
@@ -94,10 +89,6 @@ class ResumableSampler:
     first index is drawn, and from its epoch if it has one. That is recorded; the indices are not kept. Its own
     generators are those of torch that the loader and its samplers hold; their states are recorded after each index, so
     that an epoch that is broken off can put them back to where the last batch that was handed out left them.
-
-    Args:
-        sampler: A sampler or batch sampler.
-        generator: The loader's own random generator, if it has one.
 
     Attributes:
         began: How the latest order began; ``None`` before its first index was drawn.

@@ -89,8 +89,7 @@ class Record(NamedTuple):
 class LoadProfile:
     """What the first batches of a loader showed. One object for each loader, so that it is found out once.
 
-    Args:
-        workers: Whether worker processes load, so that only a sampler can draw here.
+    ``workers`` tells whether worker processes load, so that only a sampler can draw here.
 
     Attributes:
         draws: Whether loading draws from the global RNGs; ``None`` before the second batch. Such a loader stays in the
@@ -147,18 +146,9 @@ class _Loading:
     """The source and its thread: what the thread and the finalizer may hold without keeping the iterator alive.
 
     ``stopping`` ends the thread after the item that it is making; with ``dropped``, nobody wants what it has ready,
-    and it disposes of the source itself.
-
-    Args:
-        source: What gives the items.
-        profile: What is known of it.
-        depth: How many items to keep ready.
-        ahead: How many items to begin before the first of them is finished, for a source that gives ``Pending`` ones.
-        rest: Called when nothing is loaded for a while, to end the threads behind those.
-        snapshot: Called after each item; ``BackgroundIterator.hand_out`` gets what it gave.
-        dispose: Called once when the source is done with, for example to end its worker processes.
-        turn: A lock to hold while an item is taken.
-        skip: How many items to leave out at the beginning.
+    and it disposes of the source itself. ``ahead`` items are begun before the first of them is finished, for a source
+    that gives ``Pending`` ones, and ``rest`` ends the threads behind those. ``snapshot`` is called after each item, and
+    ``dispose`` once, when the source is done with; ``turn`` is held while an item is taken.
     """
 
     def __init__(
@@ -308,11 +298,9 @@ class _Loading:
             return bool(self.thread.queue.queue) and self.thread.queue.queue[0][0] is True
 
     def park(self) -> tuple[list[Record], bool]:
-        """End the thread.
+        """End the thread; return what it had ready, in order, and whether it has ended.
 
-        Returns:
-            What it had ready, in order, and whether it has ended. If it has not, it is still at work on an item, and
-            ``get`` gives the rest.
+        If it has not, it is still at work on an item, and ``get`` gives the rest.
         """
         self.stopping.set()
         kept: list[Record] = []
