@@ -19,10 +19,10 @@ from lightning_turbo._checks import check_count, check_functions, check_switches
 from lightning_turbo._lightning import (
     CombinedLoader,
     LightningDataModule,
-    LightningModule,
     MisconfigurationException,
     batch_limits,
     check_binding,
+    hooks_before_transfer,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
@@ -206,8 +206,7 @@ def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
     ahead = settings.device_prefetch and alone
     if not ahead and transform is None:
         return None
-    hooks = _overridden(datamodule, LightningDataModule) + _overridden(trainer.lightning_module, LightningModule)
-    if hooks:
+    if hooks := hooks_before_transfer(trainer.lightning_module, datamodule):
         _set_aside(transform, " and ".join(hooks))
         return None
     # One side stream a run.
@@ -272,13 +271,6 @@ def _why_processes_would_differ(dataset: Any) -> str:
         f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). Open it "
         "in each process, at the first sample."
     )
-
-
-def _overridden(owner: Any, base: type) -> list[str]:
-    """Which of the hooks that see a batch before its copy are not Lightning's own."""
-    names = ("on_before_batch_transfer", "transfer_batch_to_device")
-    found = [name for name in names if getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)]
-    return [f"{type(owner).__name__}.{name}" for name in found]
 
 
 def _with_workers(loader: DataLoader[Any], number: int) -> Any:
