@@ -162,7 +162,10 @@ class PrefetchLoader(DataLoader[T]):
 
     def _order(self) -> ResumableSampler:
         """The order of the indices; one of no indices over a stream."""
-        sampler, generator = (super()._index_sampler, self.generator) if self._has_order else ((), None)
+        sampler: Any = ()
+        generator = None
+        if self._has_order:
+            sampler, generator = super()._index_sampler, self.generator
         if self._prefetch_sampler.sampler is not sampler:
             self._prefetch_sampler = ResumableSampler(sampler, generator)
         return self._prefetch_sampler
