@@ -5,10 +5,21 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
-__all__ = ["check_functions", "check_switches", "expect", "inherits", "is_number", "is_whole", "suggest"]
+__all__ = [
+    "check_count", "check_functions", "check_switches", "expect", "inherits", "is_list", "is_number", "is_size",
+    "is_whole", "suggest",
+]  # fmt: skip
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return ``value`` if it is an integer of ``least`` or more."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    expect(whole, name, value, f"an integer of {least} or more", TypeError)
+    expect(value >= least, name, value, f"an integer of {least} or more")
+    return value
 
 
 def check_switches(*, none: bool = False, **switches: Any) -> None:
@@ -74,6 +85,16 @@ def is_number(value: object) -> TypeGuard[float]:
 def is_whole(value: object, least: int) -> TypeGuard[int]:
     """Tell whether a value is a whole number that is not below ``least``; ``True`` and ``False`` are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Tell whether a value is a sequence and no text."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def is_size(value: object, axes: int) -> TypeGuard[Sequence[int]]:
+    """Tell whether a value is a sequence of so many whole numbers, each at least 1."""
+    return is_list(value) and len(value) == axes and all(is_whole(length, 1) for length in value)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

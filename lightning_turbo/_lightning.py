@@ -59,7 +59,6 @@ __all__ = [
     "callbacks_named",
     "check_binding",
     "check_lean",
-    "given_hyperparameters",
     "hooks_before_transfer",
     "is_fitting",
     "is_followed",
@@ -306,21 +305,6 @@ def check_lean(option: str) -> None:
             f"{option}: expected Lightning 2.6, whose training loop it follows line by line, got {version}. Leave the "
             "option out."
         )
-
-
-@contextmanager
-def given_hyperparameters(**values: Any) -> Iterator[None]:
-    """Have ``save_hyperparameters`` save these values in place of those that LightningCLI passed.
-
-    Args:
-        **values: Name of an argument -> value.
-    """
-    noted = importlib.import_module(f"{bound_name()}.core.mixins.hparams_mixin")._given_hyperparameters
-    token = noted.set(noted.get() and {**noted.get(), **values})
-    try:
-        yield
-    finally:
-        noted.reset(token)
 
 
 def callbacks_named(*names: str) -> tuple[type, ...]:

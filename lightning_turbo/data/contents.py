@@ -19,13 +19,9 @@ _DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.FunctionT
 class Contents(pickle.Pickler):
     """Walks through an object as pickle does, past its data, functions and classes.
 
-    Args:
-        owner: The object, for example a dataset.
-
     Attributes:
         generators: The random generators of its own that it leads to.
-        error: Why it cannot be pickled: it holds something that belongs to a process, as an open file; ``None`` if it
-            can.
+        error: Why it cannot be pickled, as it holds something of this process such as an open file; ``None`` if it can.
     """
 
     def __init__(self, owner: Any) -> None:

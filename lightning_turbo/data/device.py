@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo._checks import check_functions, expect
+from lightning_turbo._checks import check_count, check_functions, expect
 from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.dali.loader import DALILoader
 from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.position import Position, length_of, warn_of_gaps
-from lightning_turbo.data.prefetcher import LoadProfile, check_count
+from lightning_turbo.data.prefetcher import LoadProfile
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["DevicePrefetcher", "DeviceTransfer"]
@@ -190,11 +190,16 @@ class DevicePrefetcher:
         if self.transfer.device.type == "cpu" or isinstance(source, Epoch):
             profile = LoadProfile()
             profile.draws = True  # which keeps it in this thread
-        state_dict = getattr(self.loader, "state_dict", None)
+        own = getattr(self.loader, "state_dict", None)
+        snapshot = {} if own is None else {"snapshot": lambda: copy.deepcopy(own())}
         return Epoch(
-            source, Position(skip), skip=skip, profile=profile, prefetch_batches=self.transfer.prefetch_batches,
-            snapshot=None if state_dict is None else lambda: copy.deepcopy(state_dict()),
-        )  # fmt: skip
+            source,
+            Position(skip),
+            skip=skip,
+            profile=profile,
+            prefetch_batches=self.transfer.prefetch_batches,
+            **snapshot,
+        )
 
     def start_next_epoch(self) -> bool:
         """Begin to load the next epoch, see ``PrefetchLoader.start_next_epoch``; other loaders cannot.
@@ -232,8 +237,7 @@ class DevicePrefetcher:
             return own() if position is None or position.state is None or position.ended else position.state
         if position is None:
             return {"consumed": self._skip, "whole": False}
-        length = length_of(self)
-        return {"consumed": position.consumed, "whole": position.ended or position.consumed == length, "length": length}
+        return position.describe(length_of(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` continue where ``state_dict`` was taken.

@@ -6,41 +6,27 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_turbo.data.position import Position, ResumableSampler
+from lightning_turbo.data.position import Position
 from lightning_turbo.data.prefetcher import BackgroundIterator, Record
 
 __all__ = ["Epoch"]
 
 
 class Epoch(BackgroundIterator):
-    """One pass over a loader.
+    """One pass over a loader, whose batches ``position`` counts.
 
     A batch goes from the source through the thread's queue and, where there is a ``transfer``, over to the device; it
     counts as used when it is handed out.
-
-    Args:
-        source: What gives the batches.
-        position: Where they are counted.
-        sampler: The sampler whose generators are recorded with each batch.
-        **settings: As in ``BackgroundIterator``.
     """
 
-    def __init__(
-        self, source: Iterator[Any], position: Position, sampler: ResumableSampler | None = None, **settings: Any
-    ) -> None:
-        self._recorder = None if sampler is None else sampler.recorder()
-        settings.setdefault("snapshot", self._recorder)
+    def __init__(self, source: Iterator[Any], position: Position, **settings: Any) -> None:
         super().__init__(source, **settings)
         self.position = position
         self.transfer: Any = None
         self._copied: deque[Record] = deque()  # on their way to the device
 
     def use(self, transfer: Any) -> None:
-        """Copy the batches to a device as they are handed out. Before the first of them.
-
-        Args:
-            transfer: A ``DeviceTransfer``.
-        """
+        """Copy the batches to a device as they are handed out. Before the first of them."""
         self.transfer = transfer
         for stage in transfer.stages:
             self.add_stage(stage)
@@ -51,21 +37,14 @@ class Epoch(BackgroundIterator):
             return self._take()
         if not self._copied:
             self._send()
-        record = self._copied.popleft()
-        if not record.last:
-            try:
-                record = record._replace(item=self.transfer.receive(record.item))
-            except BaseException as error:
-                record = record._replace(item=None, error=error)
-        return record
+        return self._copied.popleft().then(self.transfer.receive)
 
     def hand_out(self, record: Record) -> Any:
         """Count a batch and return it, or raise the error or the end."""
         position = self.position
         position.ended = record.end
         if record.error is not None:
-            recorded = self._recorder() if self._recorder is not None else None
-            position.reached = record.state if record.state is not None else recorded
+            position.reached = record.state
         elif not record.end:
             position.advance(record.state)
             while self._is_room():
@@ -81,15 +60,7 @@ class Epoch(BackgroundIterator):
 
     def _send(self) -> None:
         """Take a batch, waiting for it if need be, and start its copy; an error or the end is kept for its turn."""
-        record = self._take()
-        if not record.last:
-            try:
-                record = record._replace(item=self.transfer.send(record.item))
-            except StopIteration:
-                record = Record(end=True)
-            except Exception as error:
-                record = record._replace(item=None, error=error)
-        self._copied.append(record)
+        self._copied.append(self._take().then(self.transfer.send, Exception))
 
     def ready(self) -> bool:
         """Tell whether the next batch can be had without waiting for the loader."""

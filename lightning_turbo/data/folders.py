@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from lightning_turbo._checks import expect
+from lightning_turbo._checks import expect, is_list
 
 __all__ = ["find_classes", "list_files"]
 
@@ -22,9 +23,12 @@ def list_files(folder: str | os.PathLike[str], suffixes: Sequence[str]) -> list[
     found = []
     for root, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if _is_visible(Path(root, name))]
-        visible = (name for name in names if not name.startswith("."))
-        found += [Path(root, name) for name in visible if name.lower().endswith(tuple(suffixes))]
+        found += [Path(root, name) for name in names if _is_file(name, suffixes)]
     return sorted(found)
+
+
+def _is_file(name: str, suffixes: Sequence[str]) -> bool:
+    return not name.startswith(".") and name.lower().endswith(tuple(suffixes))
 
 
 def find_classes(
@@ -41,8 +45,8 @@ def find_classes(
         TypeError: If ``classes`` is not a sequence of names.
         ValueError: If a subfolder is not in ``classes``, or, without ``classes``, if a subfolder has no file.
     """
-    folders = sorted(path.name for path in root.iterdir() if _is_visible(path))
-    names = tuple(folders) if classes is None else _check_classes(classes)
+    folders = [path.name for path in sorted(filter(_is_visible, root.iterdir()))]
+    names = tuple(folders if classes is None else _check_classes(classes))
     if unknown := sorted(set(folders) - set(names)):
         raise ValueError(
             f"classes: expected all subfolders of {str(root)!r}, got {names!r} without {unknown!r}. Add them to "
@@ -54,15 +58,15 @@ def find_classes(
             f"Found no file ({', '.join(suffixes)}) of the class {str(root / names[found.index([])])!r}. Remove the "
             "folder, or pass classes= with the names of all classes."
         )
-    labels = np.repeat(np.arange(len(names)), [len(files) for files in found])
-    return names, [file for files in found for file in files], labels.tolist()
+    labels = np.repeat(np.arange(len(names)), list(map(len, found)))
+    return names, list(itertools.chain(*found)), labels.tolist()
 
 
-def _check_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    names = isinstance(classes, Sequence) and not isinstance(classes, str)
-    expect(names, "classes", classes, "a sequence of names such as ('cat', 'dog'), or None", TypeError)
+def _check_classes(classes: Sequence[str]) -> Sequence[str]:
+    what = "a sequence of names such as ('cat', 'dog'), or None"
+    expect(is_list(classes), "classes", classes, what, TypeError)
     expect(0 < len(set(classes)) == len(classes), "classes", classes, "at least one name, and each name once")
-    return tuple(classes)
+    return classes
 
 
 def _is_visible(path: Path) -> bool:

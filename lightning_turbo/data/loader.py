@@ -11,29 +11,30 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_turbo._checks import check_count
 from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.pending import PendingCollate, ThreadedDataset
 from lightning_turbo.data.position import (
     START,
     Position,
     ResumableSampler,
+    begin_epoch,
     end_workers,
     length_of,
     note_state,
-    restore_epoch,
-    start_after,
     warn_of_gaps,
     wrong_kind,
 )
-from lightning_turbo.data.prefetcher import LoadProfile, check_count
-from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed
+from lightning_turbo.data.prefetcher import LoadProfile
+from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, index_sampler_name
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DEPTH", "PrefetchLoader", "lock_of", "prefetching"]
+__all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "lock_of", "prefetching"]
 
 DEPTH = 8
 T = TypeVar("T", covariant=True)
@@ -71,7 +72,7 @@ class PrefetchLoader(DataLoader[T]):
 
     Warns:
         NoEffectWarning: If loading draws from the global RNGs; batches are then loaded in the
-            asking thread, because no seed would fix the result otherwise. If ``threads`` cannot be used: with an
+            asking thread, because the numbers would depend on timing otherwise. If ``threads`` cannot be used: with an
             ``IterableDataset``, ``sample_seeds``, or a class behind this one that loads by itself; one thread then
             works ahead.
 
@@ -80,6 +81,14 @@ class PrefetchLoader(DataLoader[T]):
         >>> [batch.tolist() for batch in loader]
         [[0, 1, 2], [3, 4, 5]]
     """
+
+    _prefetch_live: weakref.ref[Any] | None
+    _prefetch_loading: Any
+    _prefetch_next: Any
+    _prefetch_position: Position | None
+    _prefetch_sampler: ResumableSampler
+    _prefetch_wanted: Callable[[], float]
+    _prefetch_turn: Any
 
     def __init__(
         self,
@@ -107,16 +116,8 @@ class PrefetchLoader(DataLoader[T]):
         self.transfer = transfer
         self.sample_seeds: int | None = None
         self._prefetch_profile = LoadProfile()
-        self._prefetch_live: weakref.ref[Any] | None = None
-        self._prefetch_loading: Any = None
-        self._prefetch_next: Any = None
-        self._prefetch_position: Position | None = None
-        self._prefetch_sampler: ResumableSampler | None = None
         self._prefetch_loaded: dict[str, Any] | None = None
-        self._prefetch_wanted: Callable[[], Any] | None = None
-        self._prefetch_turn: Any = None
-        self._prefetch_samples: ThreadedDataset | None = None
-        self._prefetch_refused = False
+        vars(self).update(_idle())  # Lightning records attributes that are set
 
     @classmethod
     def of(
@@ -145,23 +146,28 @@ class PrefetchLoader(DataLoader[T]):
                 f"PrefetchLoader.of expected a torch.utils.data.DataLoader, got {loader!r}. "
                 "For other iterables use DevicePrefetcher or BackgroundIterator."
             )
-        twin: Any = copy.copy(loader)
+        twin = copy_loader(loader)
         object.__setattr__(twin, "__class__", prefetching(type(loader)))
-        for name, value in vars(twin).items():
-            if isinstance(value, list) and name.startswith("__"):  # records that a trainer keeps of this loader
-                vars(twin)[name] = list(value)
-        vars(twin)["_iterator"] = None
         twin._begin_prefetching(prefetch_batches, threads, transfer)
         return twin
 
     @property
     def _index_sampler(self) -> Any:
         """The sampler whose indices are loaded, wrapped so that it can continue where a state was taken."""
-        sampler: Any = super()._index_sampler
-        if self._keeps_state or isinstance(self.dataset, IterableDataset):
-            return sampler
-        if self._prefetch_sampler is None or self._prefetch_sampler.sampler is not sampler:
-            self._prefetch_sampler = ResumableSampler(sampler, self.generator)
+        return self._order() if self._has_order else super()._index_sampler
+
+    @property
+    def _has_order(self) -> bool:
+        return not (self._keeps_state or isinstance(self.dataset, IterableDataset))
+
+    def _order(self) -> ResumableSampler:
+        """The order of the indices; one of no indices over a stream."""
+        sampler: Any = ()
+        generator = None
+        if self._has_order:
+            sampler, generator = super()._index_sampler, self.generator
+        if self._prefetch_sampler.sampler is not sampler:
+            self._prefetch_sampler = ResumableSampler(sampler, generator)
         return self._prefetch_sampler
 
     @property
@@ -185,8 +191,6 @@ class PrefetchLoader(DataLoader[T]):
         return getattr(super().__iter__, "__func__", None) in [cls.__iter__ for cls in known]
 
     def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self._prefetch_next is not None and self.persistent_workers and self._iterator is None:
-            self.load_state_dict(self.state_dict())  # somebody else ended its workers
         if self._prefetch_next is not None:
             started = self._prefetch_next
             vars(self)["_prefetch_next"] = None
@@ -203,102 +207,87 @@ class PrefetchLoader(DataLoader[T]):
 
     def _begin_counted(self, loaded: dict[str, Any]) -> Epoch:
         """Begin an epoch of a loader without a state of its own: its order is recorded, its batches are counted."""
-        sampler = self._index_sampler
-        sampler = sampler if isinstance(sampler, ResumableSampler) else None
-        skip = done = 0 if loaded.get("whole") else loaded["consumed"]
-        if sampler is not None:
-            # A class behind with an __iter__ of its own may hand out a batch twice, or leave one out.
-            skip = 0 if self._iterates_as_torch else done
-            sampler.rewind(loaded, done - skip, seeded=self.persistent_workers)
-        source, samples = self._make_source(sampler)
-        position = Position(done)
-        if sampler is not None:
-            sampler.position = position
-        left = None if self.persistent_workers else source
-        dispose = functools.partial(_leave, left, sampler, position, None if self.num_workers else samples)
-        return self._epoch(
-            source, position, sampler=sampler, skip=skip, dispose=dispose, samples=None if self.num_workers else samples
-        )
+        sampler, skip = self._order(), 0
+        done = 0 if loaded.get("whole") else loaded["consumed"]
+        if not self._iterates_as_torch or isinstance(self.dataset, IterableDataset):
+            skip = done  # such a loader may hand out a batch twice, or leave one out
+        sampler.rewind(loaded, done - skip, seeded=self.persistent_workers)
+        source, settings = self._make_source(sampler)
+        position = sampler.position = Position(done)
+        return self._epoch(source, position, skip=skip, snapshot=sampler.recorder(), **settings)
 
-    def _make_source(self, sampler: Any) -> tuple[Any, ThreadedDataset | None]:
-        """Return torch's iterator over the batches, and the dataset of threads that it loads from, if there is one.
+    def _make_source(self, sampler: Any) -> tuple[Any, dict[str, Any]]:
+        """Return torch's iterator over the batches, and how it is loaded from.
 
         The loading of one batch is put together here, from a list of indices over samples to ``collate_fn``: whatever
         wraps the dataset or the sampler of a loader does it in this place, and in the view of the loader alone.
         """
-        if self.threads == 1 or not self._can_use_threads():
-            return cast(Any, super()).__iter__(), None
-        known = None if self.num_workers else self._prefetch_samples
-        samples = ThreadedDataset(self.dataset, self.threads, None if known is None else known.is_alone)
-        self._prefetch_samples = samples
+        if not self._can_use_threads():
+            return cast(Any, super()).__iter__(), {"turn": self._turn()}
+        samples = ThreadedDataset(self.dataset, self.threads, self._prefetch_profile)
         view: Any = object.__new__(DataLoader)
         vars(view).update(vars(self))
         vars(view).update(dataset=samples, collate_fn=PendingCollate(cast(Any, self.collate_fn)))
-        vars(view)["sampler" if self.batch_sampler is None else "batch_sampler"] = sampler
+        vars(view)[index_sampler_name(self)] = sampler
         source = iter(view)
         vars(self)["_iterator"] = view._iterator  # persistent workers, which a Trainer ends here
-        return source, samples
+        return source, {} if self.num_workers else {"ahead": self.threads, "rest": samples.close}
+
+    def _turn(self) -> Any:
+        """The lock to hold while a batch is loaded; none where worker processes load it."""
+        return None if self.num_workers else self._prefetch_turn or turn_of(self.dataset)
 
     def _can_use_threads(self) -> bool:
-        """Whether several threads can load samples; tells once why they cannot."""
-        why = ""
-        if isinstance(self.dataset, SeededDataset):
-            why = "the generators that are seeded for each sample belong to the process, and all of its threads"
-        if isinstance(self.dataset, IterableDataset):
-            why = f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
-        elif not self._iterates_as_torch:
-            why = f"{type(self).__name__} does not load by torch's own iterator"
-        if why and not self._prefetch_refused:
-            self._prefetch_refused = True
+        """Whether several threads load samples; tells once why they cannot where they were asked for."""
+        if self.threads == 1:
+            return False
+        why = self._why_one_thread()
+        if why:
             warnings.warn(
                 f"threads={self.threads} has no effect here: {why}. One thread works ahead. Leave it out, or use a "
                 "dataset with indices.",
                 NoEffectWarning,
                 stacklevel=3,
             )
+            self.threads = 1
         return not why
+
+    def _why_one_thread(self) -> str:
+        if isinstance(self.dataset, SeededDataset):
+            return "the generators that are seeded for each sample belong to the process, and all of its threads"
+        if isinstance(self.dataset, IterableDataset):
+            return f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
+        return "" if self._iterates_as_torch else f"{type(self).__name__} does not load by torch's own iterator"
 
     def _begin_stateful(self, loaded: dict[str, Any]) -> Epoch:
         """Begin an epoch of a class that keeps its own state, which is recorded with each batch."""
-        if self.threads > 1:
-            self._can_use_threads()
+        self._can_use_threads()
         behind: Any = super()
-        last = self._prefetch_position
-        if loaded["base"] is not None:
-            source, position = restore_epoch(self, behind, loaded)
-        else:
-            start = None if last is None else last.states[0][1] if last.untouched else start_after(last)
-            source = behind.__iter__()
-            if start is None and hasattr(source, "state_dict"):
-                start = note_state(source.state_dict)
-            position = Position(0, start)
+        source, position = begin_epoch(self, behind, self._prefetch_position, loaded)
         snapshot = functools.partial(note_state, getattr(source, "state_dict", behind.state_dict))
-        dispose = functools.partial(_leave, None if self.persistent_workers else source, None, position, None)
-        return self._epoch(source, position, dispose=dispose, snapshot=snapshot)
+        return self._epoch(source, position, snapshot=snapshot, turn=self._turn())
 
-    def _epoch(self, source: Any, position: Position, *, samples: Any = None, **more: Any) -> Epoch:
-        self._prefetch_profile.workers = self.num_workers > 0
-        if isinstance(self.dataset, SeededDataset) and not self.num_workers and self._prefetch_profile.draws is None:
-            self._prefetch_profile.decide(["torch", "random", "numpy.random"])  # which are put back after each batch
-        shared = self.num_workers == 0 and samples is None
+    def _epoch(self, source: Any, position: Position, **settings: Any) -> Epoch:
+        profile = self._prefetch_profile
+        profile.workers = self.num_workers > 0
+        if isinstance(self.dataset, SeededDataset) and not self.num_workers and profile.draws is None:
+            profile.decide(["torch", "random", "numpy.random"])  # which are put back after each batch
+        left = None if self.persistent_workers else source
         return Epoch(
             source, position,
-            profile=self._prefetch_profile, wanted=self._wanted(position.consumed), timeout=self.timeout,
-            prefetch_batches=self.prefetch_batches, samples=samples, ahead=0 if samples is None else self.threads,
-            turn=(self._prefetch_turn or turn_of(self.dataset)) if shared else None, **more,
+            profile=profile, timeout=self.timeout, prefetch_batches=self.prefetch_batches,
+            wanted=min(self._known_length(), self._prefetch_wanted()) - position.consumed,
+            dispose=functools.partial(_leave, left, self._prefetch_sampler, position), **settings,
         )  # fmt: skip
+
+    def _known_length(self) -> float:
+        """How many batches an epoch has, infinity if that is not sure; some samplers draw once more at their end."""
+        return inf if isinstance(self.dataset, IterableDataset) else length_of(self) or inf
 
     def _state_to_load(self) -> dict[str, Any]:
         """The state that the next epoch begins with: one that was loaded, until a batch was handed out after it."""
         state, position = self._prefetch_loaded, self._prefetch_position
         return START if state is None or (position is not None and not position.untouched) else state
-
-    def _wanted(self, done: int) -> int | None:
-        """How many batches to take ahead, ``None`` for all; some samplers draw once more if asked for their end."""
-        asked = self._prefetch_wanted and self._prefetch_wanted()
-        length = None if isinstance(self.dataset, IterableDataset) else length_of(self)
-        wanted = min(number for number in (length, asked, float("inf")) if number is not None)
-        return None if wanted == float("inf") else max(0, int(wanted) - done)
 
     def start_next_epoch(self, transfer: Any = None) -> bool:
         """Begin to load the next epoch, so that its first batches are ready when ``iter()`` is called for it.
@@ -320,8 +309,7 @@ class PrefetchLoader(DataLoader[T]):
             return False
         self._leave_current()
         epoch: Any = PrefetchLoader.__iter__(self)  # to which the __iter__ of a class in front leads in its turn
-        if self._prefetch_sampler is not None:
-            self._prefetch_sampler.draw()
+        self._prefetch_sampler.draw()
         if transfer is not None and epoch.transfer is None:
             epoch.use(transfer)
         epoch.start()
@@ -330,25 +318,24 @@ class PrefetchLoader(DataLoader[T]):
 
     def _leave_current(self) -> None:
         live = self._current()
-        if live is not None and not live.ended:
-            whole = not isinstance(self.dataset, IterableDataset) and live.position.consumed == length_of(self)
+        if live is not None:
+            whole = live.position.consumed == self._known_length()
             live.finish() if whole else live.close("the next epoch was started")
 
     def _current(self) -> Any:
-        return self._prefetch_live() if self._prefetch_live is not None else None
+        """The latest iterator, if it is in use."""
+        live = None if self._prefetch_live is None else self._prefetch_live()
+        return None if live is None or live.ended else live
 
     def _retire(self) -> None:
         """End the thread of the iterator before this one."""
         live, loading, sampler = self._current(), self._prefetch_loading, self._prefetch_sampler
-        if live is not None and not live.ended:
-            if not self.persistent_workers:
-                if live.park() and sampler is not None:
-                    sampler.put_back(sampler.position)
-                return
+        if live is not None and self.persistent_workers:
             live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
-        draws = sampler is not None and bool(sampler.own)  # what was drawn ahead is put back when the thread ends
-        ended = loading is None or not (draws or self.persistent_workers) or loading.has_ended()
-        if self.persistent_workers and not ended:
+        elif live is not None and live.park():
+            sampler.put_back(sampler.position)
+        # What was drawn ahead is put back when the thread ends.
+        if loading is not None and not loading.has_ended() and self.persistent_workers:
             raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
 
     def state_dict(self) -> dict[str, Any]:
@@ -356,23 +343,16 @@ class PrefetchLoader(DataLoader[T]):
 
         The count and, over a dataset with indices, the states of the random generators from which the order follows
         and, for the epoch after it, of those of torch that belong to the loader and its samplers. With a class behind
-        this one that keeps its own state, that after each of the latest batches. Random numbers
-        that worker processes draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
+        this one that keeps its own state, that after each of the latest batches. Random numbers that worker processes
+        draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
         """
         sampler, position, loaded = self._prefetch_sampler, self._prefetch_position, self._state_to_load()
         if position is None or (self._prefetch_next is None and loaded is not START):
             return dict(loaded)
-        length = length_of(self)
-        state = {
-            "consumed": position.consumed,
-            "whole": position.ended or position.consumed == length,
-            "ended": position.ended,
-            "length": length,
-        }
+        state = position.describe(length_of(self))
         if self._keeps_state:
-            return {**state, "base": [list(pair) for pair in position.states]}
-        own = [] if sampler is None else sampler.states_now() if position.consumed else sampler.start
-        return {**state, "order": None if sampler is None else sampler.began, "own": own}
+            return {**state, "base": list(position.states)}
+        return {**state, "order": sampler.began, "own": sampler.states_now() if position.consumed else sampler.start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
@@ -407,11 +387,7 @@ class PrefetchLoader(DataLoader[T]):
         end_workers(workers)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        gone = ("live", "loading", "next", "position", "sampler", "wanted", "turn", "samples")
-        state.update({f"_prefetch_{name}": None for name in gone}, _iterator=None)
-        state["_prefetch_loaded"] = self._state_to_load()
-        return state
+        return {**vars(self), **_idle(), "_iterator": None, "_prefetch_loaded": self._state_to_load()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         behind = getattr(type(self), "_behind", None)
@@ -421,11 +397,7 @@ class PrefetchLoader(DataLoader[T]):
 
 
 def turn_of(dataset: Any) -> Any:
-    """Return the lock that loaders of one dataset share, so that two threads do not read it at once.
-
-    Args:
-        dataset: A dataset; with ``random_split`` and its like, the one behind it.
-    """
+    """Return the lock that loaders of one dataset share, so that two threads do not read it at once."""
     for _ in range(100):
         dataset = getattr(dataset, "dataset", dataset)
     return lock_of(dataset)
@@ -436,13 +408,31 @@ def lock_of(owner: Any) -> Any:
     return _locks.setdefault((os.getpid(), id(owner)), threading.Lock())
 
 
-def _leave(source: Any, sampler: ResumableSampler | None, position: Position, samples: Any) -> None:
-    """Let go of an iterator: end its worker processes and threads, and put back what its sampler drew ahead."""
+def copy_loader(loader: DataLoader[Any]) -> Any:
+    """Return a copy of a loader with worker processes and records of its own; dataset and samplers are shared."""
+    twin = copy.copy(loader)
+    for name, value in vars(twin).items():
+        if isinstance(value, list) and name.startswith("__"):  # records that a trainer keeps of this loader
+            vars(twin)[name] = list(value)
+    vars(twin)["_iterator"] = None
+    return twin
+
+
+def _idle() -> dict[str, Any]:
+    """The attributes of a loader that is not being iterated."""
+    names = ("live", "loading", "next", "position", "turn")
+    none = {f"_prefetch_{name}": None for name in names}
+    return {**none, "_prefetch_sampler": ResumableSampler((), None), "_prefetch_wanted": _everything}
+
+
+def _everything() -> float:
+    return inf
+
+
+def _leave(source: Any, sampler: ResumableSampler, position: Position) -> None:
+    """Let go of an iterator: end its worker processes, and put back what its sampler drew ahead."""
     end_workers(source)
-    if samples is not None:
-        samples.close()
-    if sampler is not None:
-        sampler.put_back(position)
+    sampler.put_back(position)
 
 
 def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader[Any]]:

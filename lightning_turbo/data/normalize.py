@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_turbo._checks import expect, is_number
+from lightning_turbo._checks import expect, is_list, is_number
 
 __all__ = ["Normalize"]
 
@@ -55,16 +54,16 @@ class Normalize:
         means, stds = _check_constants(mean, std, scale)
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         expect(floating, "dtype", dtype, "a floating-point dtype, for example torch.float16", TypeError)
-        formats = memory_format is None or isinstance(memory_format, torch.memory_format)
+        formats = isinstance(memory_format, (torch.memory_format, type(None)))
         expect(formats, "memory_format", memory_format, "a memory format as torch.channels_last, or None", TypeError)
-        names = keys is None or (isinstance(keys, Iterable) and not isinstance(keys, str))
+        names = keys is None or is_list(keys)
         expect(names, "keys", keys, "a sequence of names or positions as ('image',), or None", TypeError)
-        self.factor = [1 / (scale * s) for s in stds]
-        self.offset = [-m / s for m, s in zip(means, stds, strict=True)]
+        self.factor: list[float] = (1 / (scale * stds)).tolist()
+        self.offset: list[float] = (-means / stds).tolist()
         self.dtype = dtype
         self.memory_format = memory_format
         self.keys = None if keys is None else tuple(keys)
-        self._constants: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._constants: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with its images normalised; everything else in it is the same object.
@@ -73,21 +72,21 @@ class Normalize:
             KeyError: If the batch has no entry of a name in ``keys``.
             ValueError: If an image has another number of channels than ``mean``.
         """
+        if not isinstance(batch, (Mapping, list, tuple)):
+            return self._normalize(batch) if _is_image(batch) else batch
+        parts = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
+        parts.update({key: self._normalize(parts[key]) for key in self._find_images(parts)})
         if isinstance(batch, Mapping):
-            return dict(self._entries(batch, list(batch)))
-        if isinstance(batch, (list, tuple)):
-            parts = [part for _, part in self._entries(batch, list(range(len(batch))))]
-            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-        return self._normalize(batch) if _is_image(batch) else batch
+            return parts
+        return getattr(type(batch), "_make", type(batch))(parts.values())
 
-    def _entries(self, batch: Any, names: list[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each name in a batch with its entry, normalised if it is an image."""
-        if missing := [key for key in self.keys or () if key not in names]:
-            raise KeyError(f"Normalize(keys={self.keys!r}): the batch has no {missing!r}; it has {names!r}.")
-        for name in names:
-            part = batch[name]
-            wanted = _is_image(part) if self.keys is None else name in self.keys
-            yield name, self._normalize(part) if wanted else part
+    def _find_images(self, parts: Mapping[Any, Any]) -> Sequence[Any]:
+        """Return the names of the images in a batch."""
+        if self.keys is None:
+            return [name for name, part in parts.items() if _is_image(part)]
+        if missing := [key for key in self.keys if key not in parts]:
+            raise KeyError(f"Normalize(keys={self.keys!r}): the batch has no {missing!r}; it has {list(parts)!r}.")
+        return self.keys
 
     def _normalize(self, image: Tensor) -> Tensor:
         channels = len(self.factor)
@@ -96,15 +95,19 @@ class Normalize:
                 f"Normalize has {channels} channels and the image {image.shape[1]} (shape {tuple(image.shape)}); "
                 "pass one mean and one std for every channel, or one for all."
             )
-        key = (image.device, image.dim())
-        if key not in self._constants:
-            shape = [1, channels] + [1] * (image.dim() - 2)
-            factor, offset = (torch.tensor(v, device=image.device).view(shape) for v in (self.factor, self.offset))
-            self._constants[key] = (factor, offset)
-        factor, offset = self._constants[key]
+        factor, offset = self._constants_for(image)
         if self.memory_format is not None:
             image = image.contiguous(memory_format=self.memory_format)  # while it is small
         return torch.addcmul(offset, image.to(torch.float32), factor).to(self.dtype)
+
+    def _constants_for(self, image: Tensor) -> list[Tensor]:
+        """Return factor and offset on the device of an image, in a shape that fits it."""
+        key = (image.device, image.dim())
+        if key not in self._constants:
+            shape = [1, len(self.factor)] + [1] * (image.dim() - 2)
+            both = torch.tensor([self.factor, self.offset], device=image.device)
+            self._constants[key] = [values.view(shape) for values in both]
+        return self._constants[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_constants": {}}
@@ -114,18 +117,18 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Tensor) and part.dtype == torch.uint8 and part.dim() >= 4
 
 
-def _check_constants(mean: Any, std: Any, scale: Any) -> tuple[list[float], list[float]]:
-    """Return ``mean`` and ``std`` as lists of numbers that fit one another and ``scale``."""
+def _check_constants(mean: Any, std: Any, scale: Any) -> tuple[Tensor, Tensor]:
+    """Return ``mean`` and ``std`` as float64 of one length, if they fit one another and ``scale``."""
     try:
-        means, stds = (torch.as_tensor(v, dtype=torch.float64).flatten().tolist() for v in (mean, std))
+        means, stds = (torch.as_tensor(values, dtype=torch.float64).flatten() for values in (mean, std))
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"mean, std: expected a number for each channel, got {(mean, std)!r}.") from error
-    same = bool(means) and len(means) == len(stds)
+    same = 0 < len(means) == len(stds)
     expect(same, "mean, std", (mean, std), "one number of each for every channel, or one for all")
-    finite = all(map(math.isfinite, (*means, *stds))) and is_number(scale)
+    finite = torch.stack([means, stds]).isfinite().all() and is_number(scale)
     expect(finite, "mean, std, scale", (mean, std, scale), "finite numbers")
-    expect(min(stds) > 0 and scale > 0, "std, scale", (std, scale), "numbers above zero")
-    if scale == 255 and max(*map(abs, means), *stds) > 1:
+    expect(min(stds.min(), scale) > 0, "std, scale", (std, scale), "numbers above zero")
+    if scale == 255 and torch.stack([means.abs(), stds]).max() > 1:
         raise ValueError(
             f"mean, std: expected at most 1 with scale=255.0, which divides the image first, got {(mean, std)!r}. "
             "Divide both by 255, or pass scale=1.0."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lightning_turbo._checks import check_functions, check_switches, expect, is_whole
+from lightning_turbo._checks import check_functions, check_switches, expect, is_size
 from lightning_turbo._optional import require
 from lightning_turbo.data.folders import find_classes, list_files
 
@@ -24,6 +25,7 @@ CONTENTS = "packed.json"
 IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 NIFTI = (".nii", ".nii.gz")
 KINDS = {"images": IMAGES, ".npy files": (".npy",), "NIfTI files": NIFTI}
+READERS = {"images": "PIL", "NIfTI files": "nibabel"}
 GREY = ("1", "L", "LA", "La")
 
 VOLUMES = {"size", "labels", "classes"}
@@ -32,6 +34,10 @@ OPTIONS = {
     ".npy files": VOLUMES,
     "NIfTI files": VOLUMES,
     "label volumes": {"size", "labels"},
+}
+SIZES = {
+    2: "(height, width) in pixels, each at least 1, or None",
+    3: "(depth, height, width) in voxels, each at least 1, or None",
 }
 
 Row = dict[str, np.ndarray]
@@ -102,11 +108,11 @@ def pack_folder(
     kind, files = _find_files(source)
     _check_options(kind, {"labels": labels, "size": size, "mode": mode, "classes": classes})
     with _replace_folder(target) as unfinished:
-        masks = None if labels is None else _find_labels(files, source, Path(labels))
-        names, files, numbers = _read_classes(source, kind, files, classes) if masks is None else ((), files, None)
-        jobs = _list_jobs(kind, files, masks, mode, size)
-        rows, broken = _write_rows(unfinished, files, numbers, jobs, progress or (lambda done, total: None))
-        _report_broken(broken, len(files), target.with_name(f"{target.name}.broken.txt") if skip_broken else None)
+        names, files, numbers = _read_classes(source, kind, files, labels, classes)
+        images = kind == "images"
+        jobs = _list_images(files, mode, size) if images else _list_volumes(files, source, labels, size)
+        rows, broken = _write_rows(unfinished, files, numbers, jobs, progress)
+        _report_broken(broken, len(files), target, skip_broken)
         arrays = [name for name in rows.first if name not in ("affine", "spacing")]
         contents = {"arrays": arrays, "classes": list(names), "samples": rows.count, "skipped": len(broken)}
         (unfinished / CONTENTS).write_text(json.dumps(contents, indent=1))
@@ -125,23 +131,20 @@ def _check_folders(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def _is_packed(folder: Path) -> bool:
-    """Return whether a folder is empty or holds a packed dataset and nothing else."""
-    found = list(folder.glob("*"))
-    others = [path.name for path in found if path.is_dir() or path.suffix != ".npy"]
-    return folder.is_dir() and (not found or others == [CONTENTS])
+    """Return whether a folder holds a packed dataset and nothing else."""
+    return [path.name for path in folder.glob("*") if path.suffix != ".npy"] == [CONTENTS]
 
 
 def _find_files(source: Path) -> tuple[str, list[Path]]:
     """Return the kind of the files below a folder, and the files."""
-    found = {kind: list_files(source, suffixes) for kind, suffixes in KINDS.items()}
-    found = {kind: files for kind, files in found.items() if files}
-    known = ", ".join(sum(KINDS.values(), ()))
+    found = {kind: files for kind, suffixes in KINDS.items() if (files := list_files(source, suffixes))}
+    known = ", ".join(itertools.chain(*KINDS.values()))
     expect(found, "folder", str(source), f"a folder with files that end in {known}", FileNotFoundError)
     expect(len(found) == 1, "folder", str(source), f"one kind of files, not {' and '.join(found)}")
-    kind = next(iter(found))
-    if kind != ".npy files":
-        require("PIL" if kind == "images" else "nibabel", f"pack_folder with {kind}")
-    return kind, found[kind]
+    ((kind, files),) = found.items()
+    if kind in READERS:
+        require(READERS[kind], f"pack_folder with {kind}")
+    return kind, files
 
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:
@@ -150,14 +153,10 @@ def _check_options(kind: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None and not all(name in OPTIONS[each] for each in kinds):
             raise ValueError(f"{name}={value!r} does not go with {' and '.join(kinds)}. Leave it out.")
-    axes = ("height", "width") if kind == "images" else ("depth", "height", "width")
-    size, what = options["size"], f"({', '.join(axes)}) in {'pixels' if kind == 'images' else 'voxels'}"
-    expect(size is None or _fits(size, len(axes)), "size", size, f"{what}, each at least 1, or None")
-    expect(options["mode"] in (None, "RGB", "L"), "mode", options["mode"], "'RGB', 'L' (grey), or None")
-
-
-def _fits(size: Any, axes: int) -> bool:
-    return isinstance(size, Sequence) and len(size) == axes and all(is_whole(length, 1) for length in size)
+    axes = 2 if kind == "images" else 3
+    size, mode = options["size"], options["mode"]
+    expect(size is None or is_size(size, axes), "size", size, SIZES[axes])
+    expect(mode in (None, "RGB", "L"), "mode", mode, "'RGB', 'L' (grey), or None")
 
 
 @contextlib.contextmanager
@@ -176,23 +175,27 @@ def _replace_folder(target: Path) -> Iterator[Path]:
 
 
 def _read_classes(
-    source: Path, kind: str, files: list[Path], classes: Sequence[str] | None
-) -> tuple[tuple[str, ...], list[Path], list[int] | None]:
-    """Return the classes of a folder, its files and their labels, or none without subfolders."""
+    source: Path, kind: str, files: list[Path], labels: Any, classes: Sequence[str] | None
+) -> tuple[Sequence[str], list[Path], list[int] | None]:
+    """Return the classes of a folder, its files and their labels, or none without subfolders or with label volumes."""
     beside = [file.name for file in files if file.parent == source]
-    if classes is None and len(beside) == len(files):
+    if labels is not None or (classes is None and len(beside) == len(files)):
         return (), files, None
     expect(not beside, "folder", str(source), f"all files in the folders of the classes, but found {beside[:1]}")
     return find_classes(source, KINDS[kind], classes)
 
 
-def _list_jobs(kind: str, files: list[Path], masks: list[Path] | None, mode: Any, size: Any) -> list[Job]:
-    """Return for each file a function that reads it."""
-    if kind != "images":
-        pairs = zip(files, masks or [None] * len(files), strict=True)
-        return [partial(_read_volume, file, mask, size) for file, mask in pairs]
-    mode = mode or ("L" if all(map(_is_grey, files)) else "RGB")
+def _list_images(files: list[Path], mode: str | None, size: Sequence[int] | None) -> list[Job]:
+    """Return for each image a function that reads it."""
+    if mode is None:
+        mode = "L" if all(map(_is_grey, files)) else "RGB"
     return [partial(_read_image, file, mode, size) for file in files]
+
+
+def _list_volumes(files: list[Path], source: Path, labels: Any, size: Sequence[int] | None) -> list[Job]:
+    """Return for each volume a function that reads it, with its label volume if there are any."""
+    masks = itertools.repeat(None) if labels is None else _find_labels(files, source, Path(labels))
+    return [partial(_read_volume, file, mask, size) for file, mask in zip(files, masks, strict=False)]
 
 
 def _find_labels(files: Sequence[Path], source: Path, labels: Path) -> list[Path]:
@@ -244,7 +247,7 @@ class _Rows:
 
 
 def _write_rows(
-    folder: Path, files: list[Path], numbers: list[int] | None, jobs: list[Job], progress: Progress
+    folder: Path, files: list[Path], numbers: list[int] | None, jobs: list[Job], progress: Progress | None
 ) -> tuple[_Rows, list[str]]:
     """Write a row for each file that can be read, and return the errors of the others."""
     rows, broken = _Rows(folder), []
@@ -256,15 +259,16 @@ def _write_rows(
             broken.append(f"{str(path)!r}: {error}")
         else:
             rows.append(path, row)
-        progress(done + 1, len(jobs))
+        if progress is not None:
+            progress(done + 1, len(jobs))
     rows.write_headers()
     return rows, broken
 
 
-def _report_broken(broken: list[str], total: int, path: Path | None) -> None:
-    """Write the list of broken files to ``path``, or raise an error that names all of them."""
-    if path is not None and len(broken) < total:
-        path.write_text("".join(f"{line}\n" for line in broken))
+def _report_broken(broken: list[str], total: int, target: Path, skip: bool) -> None:
+    """Write the list of broken files beside ``target``, or raise an error that names all of them."""
+    if skip and len(broken) < total:
+        target.with_name(f"{target.name}.broken.txt").write_text("".join(f"{line}\n" for line in broken))
     elif broken:
         raise ValueError(
             f"{len(broken)} of {total} files cannot be packed:\n" + "\n".join(broken) + "\nRepair or remove them, or "

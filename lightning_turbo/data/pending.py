@@ -25,10 +25,6 @@ class Pending:
 
     torch's worker hands a batch over to a thread that pickles it, and goes on with the next list of indices: so the
     samples of that are loaded beside those of this one.
-
-    Args:
-        samples: What loads a sample each, or one that loads them all.
-        collate_fn: Called on the samples.
     """
 
     def __init__(self, samples: Any, collate_fn: Callable[[Any], Any]) -> None:
@@ -47,11 +43,6 @@ class Pending:
         """Pin the memory of the batch as well, once it is there."""
         self.pins = True
         return self
-
-    def cancel(self) -> None:
-        """Do not begin what was not begun."""
-        for sample in [self.samples] if isinstance(self.samples, Future) else self.samples:
-            sample.cancel()
 
     def __reduce__(self) -> Any:
         try:
@@ -80,17 +71,13 @@ class PendingCollate:
 class ThreadedDataset:
     """A dataset that hands out futures of its samples, which so many threads load. All else is the dataset's own.
 
-    The first batch is loaded by the asking thread alone. If that draws from the global RNGs, or from
-    one that the dataset holds, so are all others: among several threads no seed would fix who draws what.
-
-    Args:
-        dataset: A dataset with indices. One with ``__getitems__`` is asked for a whole batch at a time.
-        threads: How many threads load at the same time.
-        alone: Whether one thread has to load; ``None`` if that is to be found out.
+    The first batch is loaded by the asking thread alone. If that draws from the global RNGs, or from one that the
+    dataset holds, so are all others: in several threads the numbers would depend on timing. ``profile`` keeps that. A
+    dataset with ``__getitems__`` is asked for a whole batch at a time.
     """
 
-    def __init__(self, dataset: Any, threads: int, alone: bool | None = None) -> None:
-        vars(self).update(_dataset=dataset, _threads=threads, _alone=alone, _pool=None)
+    def __init__(self, dataset: Any, threads: int, profile: Any) -> None:
+        vars(self).update(_dataset=dataset, _threads=threads, _profile=profile, _pool=None)
 
     def __getitem__(self, index: Any) -> Any:
         return self._begin(lambda submit: submit(self._dataset.__getitem__, index))
@@ -105,22 +92,22 @@ class ThreadedDataset:
         return len(self._dataset)
 
     def _begin(self, load: Callable[[Callable[..., Future[Any]]], Any]) -> Any:
-        if self._alone is None:
+        if self._profile.alone is None:
             contents = Contents(self._dataset)
             before = shared_state(), contents.states()
             samples = load(_call)
             self._decide(changed_generators(before[0], shared_state()), before[1] != contents.states())
             return samples
-        return load(_call if self._alone else self._executor().submit)
+        return load(_call if self._profile.alone else self._executor().submit)
 
     def _decide(self, drew: list[str], own: bool) -> None:
-        vars(self)["_alone"] = own or bool(drew)
+        self._profile.alone = own or bool(drew)
         if own or (drew and get_worker_info() is not None):  # in the process itself, the loader speaks of the others
             whose = "a random generator that the dataset holds" if own else f"the global RNG of {' and '.join(drew)}"
             warnings.warn(
-                f"Loading draws from {whose}: among several threads no seed "
-                f"would fix who draws what. One thread loads instead of threads={self._threads}. Derive the random "
-                "numbers of a sample from its index, or use more worker processes.",
+                f"Loading draws from {whose}: in several threads the numbers would depend on timing, whatever the "
+                f"seed. One thread loads instead of threads={self._threads}. Derive the random numbers of a sample "
+                "from its index, or use more worker processes.",
                 NoEffectWarning,
                 stacklevel=2,
             )
@@ -135,17 +122,12 @@ class ThreadedDataset:
                 multiprocessing.util.Finalize(None, pool.shutdown, kwargs=settings, exitpriority=1)
         return pool
 
-    @property
-    def is_alone(self) -> bool | None:
-        """Whether one thread has to load; ``None`` if that is not known yet."""
-        return self._alone
-
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and do not begin what was not begun."""
         pool = self._pool
         vars(self)["_pool"] = None
         if pool is not None:
-            pool.shutdown()
+            pool.shutdown(cancel_futures=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while this object is being unpickled

@@ -16,8 +16,8 @@ from lightning_turbo._random import set_shared_state, shared_state, uncollected
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "START", "Position", "ResumableSampler", "correct_states", "end_workers", "generators_of", "has_epoch",
-    "is_between_epochs", "length_of", "note_state", "restore_epoch", "start_after", "warn_of_gaps", "wrong_kind",
+    "START", "Position", "ResumableSampler", "begin_epoch", "correct_states", "end_workers", "generators_of",
+    "has_epoch", "is_between_epochs", "length_of", "note_state", "warn_of_gaps", "wrong_kind",
 ]  # fmt: skip
 
 # The state of a loader that has handed out nothing yet.
@@ -29,13 +29,8 @@ KEPT = 3
 class Position:
     """How far an iterator is. Its loader keeps it, so that it can be asked after the iterator was dropped.
 
-    Args:
-        consumed: Batches handed out before.
-        state: What the source says of itself after these, if it does.
-
     Attributes:
-        consumed: Batches handed out.
-        begun: Batches handed out before this iterator.
+        consumed: Batches handed out, those of an iterator before this one included; ``begun`` those alone.
         states: Pairs of a count of batches and what the source said of itself after them, the latest at the end.
         reached: What it said after the last batch that was handed out or raised; ``None`` before the first.
         ended: Whether the end was reached.
@@ -63,6 +58,11 @@ class Position:
         self.reached = state
         self.states.append((self.consumed, state))
 
+    def describe(self, length: int | None) -> dict[str, Any]:
+        """Return the count for a state of a loader of this length."""
+        whole = self.ended or self.consumed == length
+        return {"consumed": self.consumed, "whole": whole, "ended": self.ended, "length": length}
+
 
 def length_of(loader: Any) -> int | None:
     """Return the length of a loader, or ``None`` if it cannot tell."""
@@ -89,10 +89,6 @@ class ResumableSampler:
     first index is drawn, and from its epoch if it has one. That is recorded; the indices are not kept. Its own
     generators are those of torch that the loader and its samplers hold; their states are recorded after each index, so
     that an epoch that is broken off can put them back to where the last batch that was handed out left them.
-
-    Args:
-        sampler: A sampler or batch sampler.
-        generator: The loader's own random generator, if it has one.
 
     Attributes:
         began: How the latest order began; ``None`` before its first index was drawn.
@@ -259,12 +255,7 @@ class _Indices(Iterator[Any]):
 
 
 def generators_of(generator: torch.Generator | None, sampler: Any) -> list[torch.Generator]:
-    """Return the generators of torch that a loader and its samplers hold, that of the process not among them.
-
-    Args:
-        generator: The loader's own, if it has one.
-        sampler: Its sampler or batch sampler.
-    """
+    """Return the generators of torch that a loader and its samplers hold, that of the process not among them."""
     samplers = _samplers_in(sampler)
     held = [generator, *(value for each in samplers for value in getattr(each, "__dict__", {}).values())]
     found = [value for value in held if isinstance(value, torch.Generator) and value is not torch.default_generator]
@@ -302,7 +293,7 @@ def note_state(state_dict: Callable[[], Any]) -> dict[str, Any]:
     return {"state": copy.deepcopy(state_dict()), "over": False}
 
 
-def start_after(position: Position) -> dict[str, Any]:
+def _start_after(position: Position) -> dict[str, Any]:
     """Return where the epoch after this one begins.
 
     Only who has run to where an epoch was left begins the next as it would have. So that is the state from which a
@@ -314,23 +305,26 @@ def start_after(position: Position) -> dict[str, Any]:
     return {**before, "over": True}
 
 
-def restore_epoch(loader: Any, behind: Any, loaded: dict[str, Any]) -> tuple[Any, Position]:
-    """Begin the epoch that a state is of, or the one after it if it is whole.
+def begin_epoch(loader: Any, behind: Any, last: Position | None, loaded: dict[str, Any]) -> tuple[Any, Position]:
+    """Begin the epoch that a state is of, the one after it if it is whole, or the one after the last of this loader."""
+    if loaded["base"] is not None:
+        return _restore_epoch(loader, behind, loaded)
+    start = None
+    if last is not None:
+        start = last.states[0][1] if last.untouched else _start_after(last)
+    source = behind.__iter__()
+    if start is None and hasattr(source, "state_dict"):
+        start = note_state(source.state_dict)
+    return source, Position(0, start)
 
-    Args:
-        loader: The loader.
-        behind: The class with a state of its own, as ``super()``.
-        loaded: What ``PrefetchLoader.state_dict`` returned.
 
-    Returns:
-        The iterator, and its position.
-    """
+def _restore_epoch(loader: Any, behind: Any, loaded: dict[str, Any]) -> tuple[Any, Position]:
     position = Position(loaded["consumed"])
     position.ended = loaded["ended"]
     states = [(at, start) for at, start in loaded["base"] if at <= position.consumed]
     position.states = deque(states, maxlen=KEPT)
     if loaded["whole"]:
-        start = start_after(position)
+        start = _start_after(position)
         return _begin_at(loader, behind, start), Position(0, start)
     return _begin_at(loader, behind, position.state), Position(loaded["consumed"], position.state)
 
@@ -353,10 +347,6 @@ def _count_once(source: Any, state: dict[str, Any]) -> None:
     """Have an iterator of torchdata's count what it runs through as it continues; it does so twice.
 
     From the state that it would give then, nothing could continue: it tells of twice as many batches.
-
-    Args:
-        source: The iterator.
-        state: What it was made from.
     """
     snapshot = state.get("_snapshot")
     begun = state.get("_num_yielded") if snapshot is None else snapshot["_snapshot_step"]
@@ -408,12 +398,7 @@ def wrong_kind(loader: Any, state: dict[str, Any]) -> str:
 
 
 def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
-    """Warn of a state whose count of batches does not tell which samples of the epoch were used.
-
-    Args:
-        loader: The loader that continues from it.
-        state: What ``state_dict`` of a loader gave that counts.
-    """
+    """Warn of a state whose count of batches does not tell which samples of the epoch were used."""
     if not state["consumed"] or state.get("whole"):
         return
     before, now = state.get("length"), length_of(loader)
@@ -427,8 +412,8 @@ def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
         )
     for reason in why:
         warnings.warn(
-            f"{state['consumed']} batches of this epoch were used, and that does not tell which: some are missed, or "
-            f"come twice. {reason}",
+            f"The state says that {state['consumed']} batches of this epoch were used, but not which ones: samples may "
+            f"be missing or repeated. {reason}",
             TurboWarning,
             stacklevel=3,
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
+import re
 import threading
 import time
 import warnings
@@ -15,14 +17,14 @@ from typing import Any, NamedTuple
 
 from prefetch_generator import BackgroundGenerator
 
-from lightning_turbo._checks import expect
+from lightning_turbo._checks import check_count
 from lightning_turbo._pytree import addresses_in, copy_batch
 from lightning_turbo._random import changed_generators, shared_state
 from lightning_turbo.data.pending import Pending
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
-__all__ = ["BackgroundIterator", "LoadProfile", "Record", "check_count"]
+__all__ = ["BackgroundIterator", "LoadProfile", "Record"]
 
 # Seconds. How long closing waits for the item that the thread is making.
 PATIENCE = 20.0
@@ -34,6 +36,28 @@ SLICE = 0.1
 ENDED = (
     "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used it. "
     "Call iter() on the loader again."
+)
+# By whether worker processes load: what draws from the global RNGs, and what to do.
+ADVICE = {
+    False: (
+        "Loading a batch",
+        "Use num_workers=1 (a process has generators of its own), or draw from a generator of the dataset.",
+    ),
+    True: ("Drawing the indices of a batch", "Give the sampler a generator of its own."),
+}
+OPEN_FILES = (
+    " Each tensor of a batch from a worker process holds an open file, and prefetch_batches batches are kept ready: "
+    "lower prefetch_batches, or call torch.multiprocessing.set_sharing_strategy('file_system')."
+)
+OF_A_THREAD = (
+    " If the dataset holds something that belongs to the thread that made it (a database connection, an event loop, a "
+    "signal handler, threading.local), make that in the thread that asks for a sample, or take num_workers=1 or a "
+    "plain DataLoader."
+)
+# Whether worker processes load, a pattern in the text of an error, and what to say before and after that.
+HINTS = (
+    (True, "Too many open files|ancdata", "", OPEN_FILES),
+    (False, "thread", "In the background thread, which loads batches for prefetching: ", OF_A_THREAD),
 )
 
 
@@ -50,25 +74,47 @@ class Record(NamedTuple):
         """Whether it holds no item: nothing is taken from the source after it."""
         return self.end or self.error is not None
 
+    def then(self, change: Callable[[Any], Any], caught: type[BaseException] = BaseException) -> Record:
+        """Return the record of what ``change`` makes of the item, or of its error; one without an item stays."""
+        if self.last:
+            return self
+        try:
+            return self._replace(item=change(self.item))
+        except StopIteration:
+            return Record(end=True)
+        except caught as error:
+            return self._replace(item=None, error=error)
+
 
 class LoadProfile:
     """What the first batches of a loader showed. One object for each loader, so that it is found out once.
 
-    Args:
-        workers: Whether worker processes load, so that only a sampler can draw here.
+    ``workers`` tells whether worker processes load, so that only a sampler can draw here.
 
     Attributes:
-        draws: Whether loading draws from the global RNGs; ``None`` before the second batch. Such a
-            loader stays in the asking thread: in another one, no seed would fix who draws first.
+        draws: Whether loading draws from the global RNGs; ``None`` before the second batch. Such a loader stays in the
+            asking thread: in another one, the numbers would depend on timing.
         repeats: Whether batches come in the same memory again and again, so that each has to be copied.
         slow: Whether batches take ``WORTH`` seconds or more, so that a thread pays.
+        alone: Whether the samples of a batch have to be loaded by one thread; ``None`` before the first batch.
     """
 
     def __init__(self, workers: bool = False) -> None:
         self.workers = workers
         self.draws: bool | None = None
+        self.alone: bool | None = None
         self.repeats = self.slow = False
         self._batches, self._seconds = 0, 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether a thread may load, and something is gained by it."""
+        return self.draws is False and self.slow
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether a thread may load and nothing is gained by it, because nobody waits for a batch."""
+        return self.draws is False and not self.slow
 
     def measure(self, seconds: float) -> None:
         """Count a batch that took so many seconds in the asking thread."""
@@ -78,46 +124,31 @@ class LoadProfile:
         self.slow = self.slow or self._seconds >= WORTH * max(self._batches, 4)
 
     def decide(self, drew: list[str]) -> None:
-        """Decide, for good, whether a thread may load.
-
-        Args:
-            drew: Names of the global RNGs that loading the second batch changed.
-
-        Warns:
-            NoEffectWarning: If there are any.
-        """
+        """Decide, for good, whether a thread may load."""
         self.draws = bool(drew)
         if not drew:
             return
-        what = "Loading a batch"
-        remedy = "Use num_workers=1 (a process has generators of its own), or draw from a generator of the dataset."
-        if self.workers:
-            what, remedy = "Drawing the indices of a batch", "Give the sampler a generator of its own."
+        what, remedy = ADVICE[self.workers]
         warnings.warn(
-            f"{what} draws from the global RNG of {' and '.join(drew)}, which the model may use too: in "
-            "a background thread no seed would fix the result. Batches are loaded in the training thread instead, as "
-            f"by a plain DataLoader, with nothing gained. {remedy}",
+            f"{what} draws from the global RNG of {' and '.join(drew)}, which the model may use too: in a background "
+            "thread the numbers would depend on timing, whatever the seed. Batches are loaded in the training thread "
+            f"instead, as by a plain DataLoader, with nothing gained. {remedy}",
             NoEffectWarning,
             stacklevel=2,
         )
+
+
+def _nothing() -> None:
+    """Do nothing: what a loader has no need of."""
 
 
 class _Loading:
     """The source and its thread: what the thread and the finalizer may hold without keeping the iterator alive.
 
     ``stopping`` ends the thread after the item that it is making; with ``dropped``, nobody wants what it has ready,
-    and it disposes of the source itself.
-
-    Args:
-        source: What gives the items.
-        profile: What is known of it.
-        depth: How many items to keep ready.
-        ahead: How many items to begin before the first of them is finished, for a source that gives ``Pending`` ones.
-        samples: The ``ThreadedDataset`` behind those.
-        snapshot: Called after each item; ``BackgroundIterator.hand_out`` gets what it gave.
-        dispose: Called once when the source is done with, for example to end its worker processes.
-        turn: A lock to hold while an item is taken.
-        skip: How many items to leave out at the beginning.
+    and it disposes of the source itself. ``ahead`` items are begun before the first of them is finished, for a source
+    that gives ``Pending`` ones, and ``rest`` ends the threads behind those. ``snapshot`` is called after each item, and
+    ``dispose`` once, when the source is done with; ``turn`` is held while an item is taken.
     """
 
     def __init__(
@@ -127,16 +158,16 @@ class _Loading:
         depth: int,
         *,
         ahead: int = 0,
-        samples: Any = None,
-        snapshot: Callable[[], Any] | None = None,
-        dispose: Callable[[], None] | None = None,
+        rest: Callable[[], None] = _nothing,
+        snapshot: Callable[[], Any] = _nothing,
+        dispose: Callable[[], None] = _nothing,
         turn: Any = None,
         skip: int = 0,
     ) -> None:
         self.source: Any = source
         self.has_workers = hasattr(source, "_try_get_data")  # torch's iterator over worker processes
-        self.profile, self.depth, self.ahead, self.samples = profile, depth, ahead, samples
-        self.snapshot, self.dispose, self.skip = snapshot, dispose, skip
+        self.profile, self.depth, self.ahead, self.skip = profile, depth, ahead, skip
+        self.rest, self.snapshot, self.dispose = rest, snapshot, dispose
         self.turn = turn or contextlib.nullcontext()
         self.stages: list[Callable[[Any], Any]] = []
         self.process = os.getpid()
@@ -147,8 +178,8 @@ class _Loading:
 
     def take(self) -> Record:
         """Load one item here; never raises."""
-        record = self._finish(self._draw(self._next))
-        elsewhere = self.profile.workers or self.samples is not None  # in a worker process, or a thread of a pool
+        record = self._draw(self._next).then(self._finish)
+        elsewhere = self.profile.workers or self.ahead  # in a worker process, or a thread of a pool
         return _explain(record, self.profile.workers) if elsewhere else record
 
     def _draw(self, take: Callable[[], Any]) -> Record:
@@ -161,24 +192,17 @@ class _Loading:
                 item = take()
                 if self.profile.repeats:
                     item = copy_batch(item)
-            return Record(item, None if self.snapshot is None else self.snapshot())
+            return Record(item, self.snapshot())
         except StopIteration:
             return Record(end=True)
         except BaseException as error:
             return Record(error=error)
 
-    def _finish(self, record: Record) -> Record:
-        if record.last:
-            return record
-        try:
-            item = record.item.result() if isinstance(record.item, Pending) else record.item
-            for stage in self.stages:
-                item = stage(item)
-            return record._replace(item=item)
-        except StopIteration:
-            return Record(end=True)
-        except BaseException as error:
-            return record._replace(item=None, error=error)
+    def _finish(self, item: Any) -> Any:
+        item = item.result() if isinstance(item, Pending) else item
+        for stage in self.stages:
+            item = stage(item)
+        return item
 
     def start(self, limit: float) -> None:
         """Start the thread, which takes items until so many were taken in all."""
@@ -189,31 +213,23 @@ class _Loading:
     def _produce(self, state: ThreadState, limit: float) -> Iterator[list[Record]]:
         """Yield records, each in a list that its taker empties: the thread holds on to what it was given last."""
         state.enter()
-        drawn: deque[Record] = deque()
-        last = False
-        while not self.stopping.is_set():
-            last = last or self._fill(drawn, limit)
-            if not drawn or self.dropped:  # then nobody makes room for it
-                break
-            yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
-        while drawn and not self.dropped:
-            yield [_explain(self._finish(drawn.popleft()), self.profile.workers)]
-        for record in drawn:
-            if isinstance(record.item, Pending):
-                record.item.cancel()
-        if self.samples is not None:
-            self.samples.close()
+        coming = self._draw_all(limit)
+        drawn = deque(itertools.islice(coming, self.ahead + 1))
+        while drawn and not self.dropped:  # then nobody makes room for it
+            yield [_explain(drawn.popleft().then(self._finish), self.profile.workers)]
+            drawn.extend(itertools.islice(coming, 1))
+        self.rest()
         if self.dropped:
             _empty(self.thread)  # so that there is room for the mark at the end, for which nobody waits
             self.let_go()
 
-    def _fill(self, drawn: deque[Record], limit: float) -> bool:
-        """Draw as many records as are begun ahead; tell whether nothing follows the last of them."""
-        while len(drawn) <= self.ahead and self.taken < limit and not self.stopping.is_set():
-            drawn.append(self._draw(self._wait_for_workers if self.has_workers else self._next))
-            if drawn[-1].last:
-                return True
-        return False
+    def _draw_all(self, limit: float) -> Iterator[Record]:
+        """Draw records up to the last of the source, until so many were taken in all or the thread is stopped."""
+        take, last = self._wait_for_workers if self.has_workers else self._next, False
+        while not last and self.taken < limit and not self.stopping.is_set():
+            box = [self._draw(take)]
+            last = box[0].last
+            yield box.pop()  # which is kept by nobody here
 
     def _next(self) -> Any:
         """Take an item, unless somebody, such as a Trainer, has ended the worker processes of torch's iterator.
@@ -263,7 +279,9 @@ class _Loading:
         return late
 
     def get(self, timeout: float | None) -> Record | None:
-        """Wait for a record of the thread; ``None`` once the thread has ended."""
+        """Wait for a record of the thread; ``None`` if there is no thread, or it has ended."""
+        if self.thread is None:
+            return None
         try:
             going, box = self.thread.queue.get(timeout=timeout)
         except queue.Empty:
@@ -280,57 +298,54 @@ class _Loading:
             return bool(self.thread.queue.queue) and self.thread.queue.queue[0][0] is True
 
     def park(self) -> tuple[list[Record], bool]:
-        """End the thread.
+        """End the thread; return what it had ready, in order, and whether it has ended.
 
-        Returns:
-            What it had ready, in order, and whether it has ended. If it has not, it is still at work on an item, and
-            ``get`` gives the rest.
+        If it has not, it is still at work on an item, and ``get`` gives the rest.
         """
         self.stopping.set()
         kept: list[Record] = []
         with contextlib.suppress(RuntimeError):
-            while self.thread is not None:
-                record = self.get(PATIENCE)
-                if record is not None:
-                    kept.append(record)
+            while record := self.get(PATIENCE):
+                kept.append(record)
         return kept, self.thread is None
 
     def end(self) -> None:
         """End the thread and dispose of the source. May be called twice, by the collector, and in a forked child."""
         if self.process != os.getpid():
             return
-        thread = self.thread
         self.dropped = True
         self.stopping.set()
-        if thread is None or not thread.is_alive():
+        if not self._is_running():
             self.let_go()
-        elif thread is not threading.current_thread():  # which may hold the lock of its own queue
-            _empty(thread)
+        elif self.thread is not threading.current_thread():  # which may hold the lock of its own queue
+            _empty(self.thread)
             # The collector may run in another prefetching thread, which the one that ends may wait for.
             if not isinstance(threading.current_thread(), BackgroundGenerator) and not self.has_ended():
                 warnings.warn(
-                    f"A prefetching thread is still inside the next() of {type(self.source).__name__}, or at work on "
-                    f"what that gave, after {PATIENCE:g} s; it ends after that item.",
+                    f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "
+                    f"{PATIENCE:g} s. It ends after that item.",
                     TurboWarning,
                     stacklevel=2,
                 )
 
     def let_go(self) -> None:
         """Release the source. Once nobody is in it any more."""
-        dispose, self.dispose, self.snapshot = self.dispose, None, None
+        dispose, self.dispose, self.snapshot = self.dispose, _nothing, _nothing
         self.source, self.stages = iter(()), []
-        if dispose is not None:
-            dispose()
+        self.rest()
+        dispose()
 
     def has_ended(self) -> bool:
         """Wait for a thread that was told to end, perhaps by the garbage collector; tell whether it has."""
-        thread = self.thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(PATIENCE)
-        ended = thread is None or not thread.is_alive()
+        if self.thread is not None:
+            self.thread.join(PATIENCE)
+        ended = not self._is_running()
         if ended and self.dropped:
             self.let_go()
         return ended
+
+    def _is_running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
 
 
 class BackgroundIterator(Iterator[Any]):
@@ -350,7 +365,7 @@ class BackgroundIterator(Iterator[Any]):
         source: Any iterator. Nobody else may use it meanwhile.
         prefetch_batches: How many items to keep ready, 1 or more; one more is in preparation.
         profile: What is known of the source, if anything is.
-        wanted: How many items will be asked for, if that is known. No more than these are taken ahead.
+        wanted: How many items will be asked for at most. No more than these are taken ahead.
         timeout: How long to wait for an item that is asked for, in seconds; 0 for as long as it takes.
         **settings: Of loaders, for this package's own use.
 
@@ -370,7 +385,7 @@ class BackgroundIterator(Iterator[Any]):
         *,
         prefetch_batches: int = 8,
         profile: LoadProfile | None = None,
-        wanted: int | None = None,
+        wanted: float = float("inf"),
         timeout: float = 0,
         **settings: Any,
     ) -> None:
@@ -382,7 +397,7 @@ class BackgroundIterator(Iterator[Any]):
         check_count("prefetch_batches", prefetch_batches)
         self._profile = profile or LoadProfile()
         self._loading = _Loading(source, self._profile, prefetch_batches, **settings)
-        self._wanted = float("inf") if wanted is None else wanted
+        self._wanted = wanted
         self._timeout = timeout or None
         self._kept: deque[Record] = deque()
         self._first = True
@@ -396,7 +411,7 @@ class BackgroundIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._closed:
-            raise RuntimeError(f"This iterator cannot go on: {self._closed}.")
+            raise RuntimeError(f"This iterator cannot continue: {self._closed}.")
         if self.ended:
             raise StopIteration
         if self._loading.process != os.getpid():
@@ -430,43 +445,52 @@ class BackgroundIterator(Iterator[Any]):
     def _take(self) -> Record:
         """Take a record from what was kept, from the thread, or from the source itself."""
         while True:
-            if self._kept:
-                return self._kept.popleft()
-            if self._loading.thread is not None:
-                record = self._loading.get(self._timeout)
-                if record is not None:
-                    return record
+            record = self._kept.popleft() if self._kept else self._loading.get(self._timeout)
+            if record is not None:
+                return record
             if self._first or not self._start():
                 return self._load()
 
     def _load(self) -> Record:
         """Load one item in this thread, and let a thread take those after it, if there is something to gain."""
-        first, self._first = self._first, False
         profile = self._profile
-        watched = not first and profile.draws is None
-        before = shared_state() if watched else {}
-        started = time.perf_counter()
-        record = self._loading.take()
-        if not first:  # which may start worker processes
-            profile.measure(time.perf_counter() - started)
-        if watched:
-            profile.decide(changed_generators(before, shared_state()))
-            profile.repeats = bool(addresses_in(self._previous) & addresses_in(record.item))
-            if profile.repeats:
-                record = record._replace(item=copy_batch(record.item))
+        if self._first:
+            record = self._loading.take()  # which may start worker processes
+        elif profile.draws is None:
+            record = self._load_watched()
+        else:
+            record = self._load_timed()
+        self._first = False
         # Kept until the second item is there, as memory that was given back may be given out again.
         self._previous = record.item if profile.draws is None else None
         if not record.last:
             self._start()  # so that the next item is made while this one is used
         return record
 
+    def _load_timed(self) -> Record:
+        started = time.perf_counter()
+        record = self._loading.take()
+        self._profile.measure(time.perf_counter() - started)
+        return record
+
+    def _load_watched(self) -> Record:
+        """Load the second item, and decide by it what a thread may do."""
+        profile, before = self._profile, shared_state()
+        record = self._load_timed()
+        profile.decide(changed_generators(before, shared_state()))
+        profile.repeats = bool(addresses_in(self._previous) & addresses_in(record.item))
+        return record._replace(item=copy_batch(record.item)) if profile.repeats else record
+
     def _start(self) -> bool:
         """Start the thread if there is something to gain; tell whether there is one."""
-        profile, loading = self._profile, self._loading
-        if profile.draws is not False or not profile.slow or loading.taken >= self._wanted or loading.dropped:
+        if not (self._profile.pays and self._has_more()):
             return False
-        loading.start(self._wanted)
+        self._loading.start(self._wanted)
         return True
+
+    def _has_more(self) -> bool:
+        """Whether more items are wanted."""
+        return self._loading.taken < self._wanted and not self._loading.dropped
 
     def start(self) -> bool:
         """Take the first items in the background too, from now on, if the source is known to be one for a thread.
@@ -486,9 +510,7 @@ class BackgroundIterator(Iterator[Any]):
             return True
         if self._loading.thread is not None:
             return self._loading.ready()
-        # One that loads fast where it is asked for never lets anybody wait.
-        going = not (self._first or self._closed or self.ended or self._loading.taken >= self._wanted)
-        return going and self._profile.draws is False and not self._profile.slow
+        return not self._first and self._profile.is_fast and self._has_more()
 
     def park(self) -> bool:
         """End the thread and keep what it had ready; the next ``next()`` continues, with a new thread if need be.
@@ -501,8 +523,8 @@ class BackgroundIterator(Iterator[Any]):
             return True
         kept, ended = loading.park()
         self._kept.extend(kept)
-        if ended and loading.samples is not None:
-            loading.samples.close()  # the threads that loaded for the asking thread
+        if ended:
+            loading.rest()
         return ended
 
     def close(self, because: str = "it was closed") -> None:
@@ -542,36 +564,15 @@ def _empty(thread: Any) -> None:
 def _explain(record: Record, workers: bool) -> Record:
     """Add to an error what prefetching has to do with it, where it has."""
     error = record.error
-    if not isinstance(error, Exception):
-        return record
-    text, before, after = str(error), "", ""
-    if workers and ("Too many open files" in text or "ancdata" in text):
-        after = (
-            " Each tensor of a batch from a worker process holds an open file, and prefetch_batches batches are kept "
-            "ready: lower prefetch_batches, or call torch.multiprocessing.set_sharing_strategy('file_system')."
-        )
-    elif not workers and "thread" in text:
-        before = "In the background thread, which loads batches for prefetching: "
-        after = (
-            " If the dataset holds something that belongs to the thread that made it (a database connection, an event "
-            "loop, a signal handler, threading.local), make that in the thread that asks for a sample, or take "
-            "num_workers=1 or a plain DataLoader."
-        )
-    if after and len(error.args) == 1:
-        error.args = (f"{before}{text.rstrip('.')}.{after}",)
-    elif after and isinstance(error, OSError):
-        error.strerror = f"{error.strerror}.{after}"
+    for with_workers, words, before, after in HINTS:
+        if isinstance(error, Exception) and workers == with_workers and re.search(words, str(error)):
+            _add(error, before, after)
     return record
 
 
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return ``value`` if it is an integer of ``least`` or more.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is below ``least``.
-    """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    expect(whole, name, value, f"an integer of {least} or more", TypeError)
-    expect(value >= least, name, value, f"an integer of {least} or more")
-    return value
+def _add(error: Exception, before: str, after: str) -> None:
+    """Add to the text of an error, where its class lets us."""
+    if len(error.args) == 1:
+        error.args = (f"{before}{str(error).rstrip('.')}.{after}",)
+    elif isinstance(error, OSError):
+        error.strerror = f"{error.strerror}.{after}"

@@ -126,12 +126,7 @@ class _Epochs:
             self.sampler.set_epoch(epoch)
 
     def continue_after(self, epochs: list[int], over: bool) -> None:
-        """Make the next pass the one at whose beginning this sampler and those inside had ``epochs``, or the one after.
-
-        Args:
-            epochs: That of this sampler first; empty if it was not seeded then.
-            over: Whether that pass is over.
-        """
+        """Make the next pass the one at whose beginning the samplers had ``epochs``, or the one after it."""
         self.epoch = epochs[0] + over if epochs else 0
 
     def _tickets(self, batches: Iterator[Any]) -> Iterator[Ticket]:
@@ -157,12 +152,7 @@ class EpochBatchSampler(_Epochs, BatchSampler):
 
 
 class EpochSampler(_Epochs, Sampler[Any]):
-    """Any other sampler of a loader, whose batches then know their epoch and number.
-
-    Args:
-        sampler: A batch sampler, or the sampler of a loader with ``batch_size=None``.
-        batched: Whether it yields batches.
-    """
+    """Any other sampler of a loader, whose batches then know their epoch and number."""
 
     def __init__(self, sampler: Any, batched: bool) -> None:
         self.sampler, self.batched = sampler, batched

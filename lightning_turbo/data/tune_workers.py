@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,22 +133,26 @@ def _check(make_loader: Any, seconds: Any, tolerance: Any, most: Any) -> None:
 
 def _choose(rows: list[WorkerRow], tolerance: float) -> int:
     """Return the smallest number of workers within ``tolerance`` of the fastest."""
-    limit = min(row.seconds for row in rows) * (1 + tolerance)
-    fast = [row.num_workers for row in rows if row.batches and row.seconds <= limit]
-    if not fast:
+    fastest = min(row.seconds for row in rows)
+    if fastest == float("inf"):
         told = "; ".join(f"num_workers={row.num_workers}: {row.note}" for row in rows)
         raise RuntimeError(f"tune_workers got no batch ({told}). Give it more seconds, or repair the loader.")
-    return min(fast)
+    return min(row.num_workers for row in rows if row.seconds <= fastest * (1 + tolerance))
 
 
 def _list_counts(max_workers: int | None) -> list[int]:
     """Return 0, 1, 2, 4, ... up to ``max_workers``, in the order in which they are tried."""
-    top = count_cores() if max_workers is None else max_workers
+    top = count_cores() if max_workers is None else int(max_workers)
+    counts = [0, *(1 << power for power in range(top.bit_length()))]
     # One worker first: its process can be ended if a batch never comes. Where each process imports torch, their start
     # may be what takes too long, and 0 workers come first.
-    first = int(multiprocessing.get_start_method() == "fork")
-    counts = [0, *(1 << power for power in range(12))]
-    return sorted((count for count in counts if count <= top), key=lambda count: (count != first, count))
+    if top and multiprocessing.get_start_method() == "fork":
+        counts[:2] = 1, 0
+    return counts
+
+
+class _NoBatchError(Exception):
+    """A loader gave no batch, for the reason that the text tells."""
 
 
 def _measure(make_loader: Any, step: Any, end: float, parts: int, num_workers: int) -> WorkerRow:
@@ -157,37 +161,45 @@ def _measure(make_loader: Any, step: Any, end: float, parts: int, num_workers: i
     if left / parts < 0.01:
         return WorkerRow(num_workers=num_workers, note="no time")
     loader = make_loader(num_workers=num_workers)
-    sampler = loader.batch_sampler or loader.sampler
-    own, epoch, timeout = generators_of(loader.generator, sampler), getattr(sampler, "epoch", None), loader.timeout
-    states = [generator.get_state() for generator in own]
-    warm_up = num_workers * (loader.prefetch_factor or 0) + 1  # these hold the start of the workers
-    loader.timeout = left if num_workers else timeout
+    if num_workers:
+        loader.timeout = left
     try:
-        times, note = _time_batches(loader, step, lambda: max(0.0, end - time.monotonic()) / parts)
-    finally:
-        loader.timeout = timeout
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
-        if hasattr(sampler, "continue_after"):  # it counts its passes
-            sampler.continue_after([epoch], over=False)
-    if note:
-        return WorkerRow(num_workers=num_workers, note=note)
+        with _same_orders(loader):
+            times = _time_batches(loader, step or _nothing, lambda: max(0.0, end - time.monotonic()) / parts)
+    except _NoBatchError as error:
+        return WorkerRow(num_workers=num_workers, note=str(error))
+    warm_up = num_workers * (loader.prefetch_factor or 0) + 1  # these hold the start of the workers
     times = times[min(warm_up, len(times) // 2) :]
     return WorkerRow(num_workers=num_workers, batches=len(times), seconds=sum(times) / len(times))
 
 
-def _time_batches(loader: Any, step: Any, share: Callable[[], float]) -> tuple[list[float], str]:
-    """Return the seconds of each batch with its step, and why loading failed, if it did."""
+@contextlib.contextmanager
+def _same_orders(loader: Any) -> Iterator[None]:
+    """Leave the generators of a loader and its samplers, and the epoch of one that counts its passes, as they were."""
+    sampler = loader.batch_sampler or loader.sampler
+    own, epoch = generators_of(loader.generator, sampler), getattr(sampler, "epoch", None)
+    states = [generator.get_state() for generator in own]
+    try:
+        yield
+    finally:
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
+        if hasattr(sampler, "continue_after"):
+            sampler.continue_after([epoch], over=False)
+
+
+def _nothing(batch: Any) -> None:
+    """Do nothing with a batch."""
+
+
+def _time_batches(loader: Any, step: Callable[[Any], Any], share: Callable[[], float]) -> list[float]:
+    """Return the seconds of each batch with its step."""
     times: list[float] = []
-    end, step = float("inf"), step or (lambda batch: None)
+    end = float("inf")
     with contextlib.closing(_repeat(loader)) as batches:
         while not times or time.monotonic() < end:
             began = time.monotonic()
-            try:
-                batch = next(batches)
-            except Exception as error:  # whatever a dataset raises
-                late = isinstance(error, RuntimeError) and "timed out" in str(error)
-                return [], LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]
+            batch = next(batches)
             loaded = time.monotonic() - began
             if not times:
                 step(batch)  # memory that was shared at the fork of the workers is copied at the first writing
@@ -195,7 +207,7 @@ def _time_batches(loader: Any, step: Any, share: Callable[[], float]) -> tuple[l
             began = time.monotonic()
             step(batch)
             times.append(loaded + time.monotonic() - began)
-    return times, ""
+    return times
 
 
 def _repeat(loader: Any) -> Generator[Any, None, None]:
@@ -203,11 +215,13 @@ def _repeat(loader: Any) -> Generator[Any, None, None]:
     iterator: Any = None
     try:
         while True:
-            iterator, empty = iter(loader), True
-            for batch in iterator:
-                empty = False
-                yield batch
-            if empty:
-                raise ValueError("the loader is empty")
+            iterator = iter(loader)
+            yield next(iterator)
+            yield from iterator
+    except StopIteration:
+        raise _NoBatchError("the loader is empty") from None
+    except Exception as error:  # whatever a dataset raises
+        late = isinstance(error, RuntimeError) and "timed out" in str(error)
+        raise _NoBatchError(LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]) from error
     finally:
         loader.close() if isinstance(loader, PrefetchLoader) else end_workers(iterator)

@@ -28,7 +28,6 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 20_600  # of the package; the aim is 16,000. Lowered as it shrinks, raised only with a reason in the commit
 WORST_COMPLEXITY = 12  # of each function and method
 MEAN_COMPLEXITY = 3.2  # of each part
-ABOVE = {"data": 3.55, "datamodules": 3.92}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -81,8 +80,7 @@ def test_functions_are_simple(part):
     ]
     assert max(blocks, default=(0, ""))[0] <= WORST_COMPLEXITY, max(blocks)
     mean = sum(complexity for complexity, _ in blocks) / max(len(blocks), 1)
-    limit = ABOVE.get(part, MEAN_COMPLEXITY)
-    assert mean <= limit, f"{part}: a mean of {mean:.2f}, expected at most {limit}"
+    assert mean <= MEAN_COMPLEXITY, f"{part}: a mean of {mean:.2f}"
 
 
 def test_the_package_keeps_its_budget():

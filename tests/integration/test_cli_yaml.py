@@ -204,13 +204,14 @@ def test_a_file_names_a_loader_and_its_dataset():
 
 def test_a_file_names_what_a_prefetching_datamodule_takes():
     normalize = named("Normalize", mean=[0.5], std=[0.25], dtype="torch.float16", scale=1.0, keys=["image"])
-    settings = {"prefetch_batches": 3, "threads": 2, "num_workers": 1, "pin_memory": True}
-    file = {"batch_size": 2, **settings, "device_prefetch": False, "device_transform": normalize}
+    settings = {"prefetch_batches": 3, "threads": 2}
+    file = {"batch_size": 2, **settings, "device_prefetch": False, "device_transform": normalize, "sample_seeds": 1}
     datamodule = load(Data, trainer=TRAINER, data=file).datamodule
     agrees(datamodule.train_dataloader(), {"batch_size": 2, **settings})
     agrees(datamodule._prefetch, {
-        "device_prefetch": False, "device_transform.factor": [4.0], "device_transform.offset": [-2.0],
-        "device_transform.dtype": torch.float16, "device_transform.keys": ("image",),
+        "device_prefetch": False, "sample_seeds": 1, "auto_workers": False, "device_transform.factor": [4.0],
+        "device_transform.offset": [-2.0], "device_transform.dtype": torch.float16,
+        "device_transform.keys": ("image",),
     })  # fmt: skip
 
 

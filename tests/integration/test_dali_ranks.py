@@ -1,4 +1,4 @@
-"""Two gloo ranks: shards, lengths and resuming, of the loader alone and under a Trainer with DDP."""
+"""Two gloo ranks: shards, lengths and resuming under a Trainer with DDP."""
 
 import os
 import warnings
@@ -13,37 +13,6 @@ from tests.dali_samples import make_photos
 
 pytestmark = pytest.mark.distributed
 COUNT = 27  # no multiple of two ranks
-
-
-def trace(batches):
-    """What was seen: the numbers of the files, and a sum of the pixels that random crops decide."""
-    return [(numbers.tolist(), float(images.double().sum())) for images, _, numbers in batches]
-
-
-def shared(state):
-    """A state as rank 0 alone writes it to a checkpoint."""
-    holder = [state]
-    torch.distributed.broadcast_object_list(holder, src=0)
-    return holder[0]
-
-
-def plain(make):
-    """Two epochs, and a run that is stopped in its second epoch and continued elsewhere."""
-    loader, result = make(), {}
-    result["length"], result["epochs"] = len(loader), [trace(loader), trace(loader)]
-    batches = iter(loader)
-    next(batches)
-    next(batches)
-    own = loader.state_dict()
-    state = shared(own)
-    result["same"] = own == state
-    result["rest"], result["after"] = trace(batches), trace(loader)
-    loader.close()
-    other = make(seed=1)
-    other.load_state_dict(state)
-    result["resumed"], result["resumed after"] = trace(other), trace(other)
-    other.close()
-    return result
 
 
 def under_the_trainer(root, folder):
@@ -99,16 +68,7 @@ def worker(rank, root, folder):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    from lightning_turbo import DALILoader
-    from lightning_turbo.data.dali import ImageFolder
-
-    recipe = ImageFolder(root, train=True, size=8, index=True)
-
-    def ready(**kwargs):
-        return DALILoader(recipe, 4, **{"num_threads": 1, "seed": 3, **kwargs})
-
-    results = {"plain": plain(ready), "trainer": under_the_trainer(root, Path(folder))}
-    torch.save(results, f"{folder}/{rank}.pt")
+    torch.save(under_the_trainer(root, Path(folder)), f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -121,30 +81,8 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-def seen(trace):
-    return [n for numbers, _ in trace for n in numbers]
-
-
-def test_lengths_agree_and_shards_cover_the_data(ranks):
-    shards = []
-    for epoch in range(2):
-        epochs = [rank["plain"]["epochs"][epoch] for rank in ranks]
-        assert [len(batches) for batches in epochs] == [4, 4] == [rank["plain"]["length"] for rank in ranks]
-        assert sorted(seen(epochs[0]) + seen(epochs[1])) == list(range(COUNT))
-        shards.append(set(seen(epochs[0])))
-    assert shards[0] != shards[1]
-
-
-def test_each_rank_resumes_from_the_state_of_rank_0(ranks):
-    for rank in ranks:
-        assert rank["plain"]["same"]
-        assert len(rank["plain"]["rest"]) == 2
-        assert rank["plain"]["resumed"] == rank["plain"]["rest"]
-        assert rank["plain"]["resumed after"] == rank["plain"]["after"]
-
-
 def test_under_ddp_every_epoch_covers_the_data_and_steps_agree(ranks):
-    runs = [rank["trainer"]["whole"] for rank in ranks]
+    runs = [rank["whole"] for rank in ranks]
     assert [run["steps"] for run in runs] == [12, 12]
     for epoch in range(3):
         numbers = [n for run in runs for e, _, batch, _ in run["train"] for n in batch if e == epoch]
@@ -156,6 +94,6 @@ def test_under_ddp_every_epoch_covers_the_data_and_steps_agree(ranks):
 
 def test_under_ddp_a_resumed_run_equals_the_whole_one(ranks):
     for rank in ranks:
-        whole, resumed = rank["trainer"]["whole"], rank["trainer"]["resumed"]
+        whole, resumed = rank["whole"], rank["resumed"]
         assert resumed["train"] == [entry for entry in whole["train"] if entry[:2] > (1, 1)]
         assert torch.equal(resumed["weights"], whole["weights"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_turbo import PrefetchDataModule
 from lightning_turbo.data import prefetcher
@@ -104,24 +104,6 @@ def test_epochs_that_are_broken_off(loader, workers):
     assert run(PrefetchDataModule, 0.02) == want
 
 
-def test_a_limit_is_known_where_lightning_makes_a_loader_anew():
-    asked = []
-
-    class Noted(Numbers):
-        def __getitem__(self, index):
-            asked.append(index)
-            return super().__getitem__(index)
-
-    class Data(PrefetchDataModule):
-        def train_dataloader(self):
-            return DataLoader(Noted(64), 4, shuffle=True)
-
-    model = Model(0.01)
-    fit(model, Data(), max_epochs=2, overfit_batches=4, limit_val_batches=0)
-    assert len(model.seen) == 8
-    assert asked == list(range(16)) * 2
-
-
 def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
     class Kept(PrefetchDataModule):
         def train_dataloader(self):
@@ -158,12 +140,6 @@ class Data(PrefetchDataModule):
         return DataLoader(Numbers(4), 2)
 
 
-class Sharded(Data):
-    def train_dataloader(self):
-        sampler = DistributedSampler(range(8), 1, 0, seed=3)
-        return DataLoader(Numbers(8), 2, sampler=sampler, num_workers=self.workers)
-
-
 class Saves(Callback):
     def __init__(self, hook, path):
         def save(trainer, *_):
@@ -171,18 +147,6 @@ class Saves(Callback):
                 trainer.save_checkpoint(path)
 
         setattr(self, hook, save)
-
-
-@pytest.mark.parametrize("data", [Data, Sharded])
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_checkpoint_of_a_whole_epoch_has_the_order_of_the_next(hook, workers, strategy, data, tmp_path):
-    path = tmp_path / "one.ckpt"
-    whole = fit(Model(), data(workers), max_epochs=3, strategy=strategy, callbacks=[Saves(hook, path)])
-    rest = fit(Model(), data(workers), path, max_epochs=3, strategy=strategy)
-    assert rest.seen == whole.seen[4:]
-    assert rest.seen[4:] != rest.seen[:4]
 
 
 def test_the_best_checkpoint_of_a_validation_goes_on_with_the_next_epoch(tmp_path):
@@ -212,17 +176,3 @@ def test_loaders_that_are_made_anew_begin_anew(every, hook, strategy, tmp_path):
     rest = fit(Model(), Anew(), path, limit_val_batches=0, **settings)
     assert rest.seen[:4] == whole.seen[4:8]
     assert (whole.seen[:4] == whole.seen[4:8]) == (every == 1)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-def test_a_checkpoint_before_the_first_batch_has_the_order_to_come(strategy, tmp_path):
-    path = tmp_path / "begun.ckpt"
-
-    class Begun(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(path)
-
-    whole = fit(Model(), Data(), max_epochs=3, strategy=strategy, callbacks=[Begun()])
-    rest = fit(Model(), Data(), path, max_epochs=3, strategy=strategy)
-    assert rest.seen[:4] == whole.seen[4:8]  # Lightning then counts this epoch twice, and ends early

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_turbo.errors import NoEffectWarning
 from tests.ranks import run_ranks
 
 seeds_worker = pytest.importorskip("tests.integration.seeds_worker", reason="needs MONAI and torchdata")
@@ -111,8 +110,3 @@ def test_thirty_kills_and_restarts_at_random_batches(expected, tmp_path):
     assert (killed, process.exitcode) == (KILLS, 0)
     rows = torch.cat(torch.load(path)["rows"])
     assert torch.equal(rows, expected.flatten(0, 1))
-
-
-def test_threads_say_that_one_loads():
-    with pytest.warns(NoEffectWarning, match="threads=4 has no effect"):
-        seeds_worker.load(20, epochs=1, kind="threads")

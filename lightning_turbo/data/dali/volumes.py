@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lightning_turbo._checks import check_switches, expect, is_whole
+from lightning_turbo._checks import check_switches, expect, is_size
 from lightning_turbo.data.dali.files import FilePipeline, are_numbers, check_dtype
 
 __all__ = ["VolumeFiles"]
@@ -75,14 +75,23 @@ class VolumeFiles(FilePipeline):
         volume = volume if self.channels else fn.expand_dims(volume, axes=0)
         volume = fn.reshape(volume, layout="CDHW")
         volume = self._crop(fn, volume.gpu() if device == "gpu" else volume)
-        if self.flips:
-            axes = ("depthwise", "vertical", "horizontal")
-            volume = fn.flip(volume, **{axis: fn.random.coin_flip() for axis in axes})
-        if self.normalize == "volume":
-            volume = fn.normalize(volume, epsilon=1e-12)
-        elif self.normalize is not None:
-            volume = (volume - float(self.normalize[0])) / float(self.normalize[1])
+        volume = self._standardize(fn, self._flip(fn, volume))
         return fn.cast(volume, dtype=dali.types.FLOAT16) if self.dtype == "float16" else volume
+
+    def _flip(self, fn: Any, volume: Any) -> Any:
+        """Flip each axis with probability 0.5 in training."""
+        if not self.flips:
+            return volume
+        axes = ("depthwise", "vertical", "horizontal")
+        return fn.flip(volume, **{axis: fn.random.coin_flip() for axis in axes})
+
+    def _standardize(self, fn: Any, volume: Any) -> Any:
+        """Subtract a mean and divide by a standard deviation."""
+        if self.normalize is None:
+            return volume
+        if self.normalize == "volume":
+            return fn.normalize(volume, epsilon=1e-12)
+        return (volume - float(self.normalize[0])) / float(self.normalize[1])
 
     def _crop(self, fn: Any, volume: Any) -> Any:
         """Crop at random in training, else the centre."""
@@ -95,25 +104,25 @@ class VolumeFiles(FilePipeline):
 
 def _check_arguments(crop: Any, normalize: Any) -> None:
     what = "(depth, height, width), each at least 1, or None"
-    expect(crop is None or (are_numbers(crop, 3) and all(is_whole(n, 1) for n in crop)), "crop", crop, what)
+    expect(crop is None or is_size(crop, 3), "crop", crop, what)
     fixed = normalize in ("volume", None) or (are_numbers(normalize, 2) and normalize[1] > 0)
     expect(fixed, "normalize", normalize, "'volume', (mean, std) with std above 0, or None")
 
 
-def _check_shapes(files: Sequence[str], crop: tuple[int, int, int] | None) -> int:
-    """Refuse volumes that do not fit into one batch, and return their number of channels, 0 without that axis."""
+def _check_shapes(files: Sequence[str], crop: tuple[int, int, int] | None) -> tuple[int, ...]:
+    """Refuse volumes that do not fit into one batch, and return their channels, if they have that axis."""
     shapes = {file: _read_shape(file) for file in files}
     first = shapes[files[0]]
-    fixed = None if crop is None else -3  # a crop makes all axes but the channels equal
     for file, shape in shapes.items():
-        if np.less(shape[-3:], crop or 0).any():
+        cropped = tuple(crop or shape[-3:])  # a crop makes all axes but the channels equal
+        if np.less(shape[-3:], cropped).any():
             raise ValueError(f"crop: expected at most the shape {shape} of {file!r}, got {crop!r}.")
-        if shape[:fixed] != first[:fixed]:
+        if (*shape[:-3], *cropped) != (*first[:-3], *(crop or first[-3:])):
             raise ValueError(
                 f"Expected volumes of one shape, got {first} of {files[0]!r} and {shape} of {file!r}. Pass crop= to "
                 "crop them to one size; the number of channels has to be equal."
             )
-    return first[0] if len(first) == 4 else 0
+    return first[:-3]
 
 
 def _read_shape(file: str) -> tuple[int, ...]:
@@ -124,11 +133,11 @@ def _read_shape(file: str) -> tuple[int, ...]:
             version = np.lib.format.read_magic(stream)
     except (EOFError, ValueError) as error:
         raise ValueError(f"Cannot read {file!r} as a .npy file: {error}. Repair the file.") from error
-    usable = array.dtype.kind in "iuf" and array.ndim in (3, 4) and version == (1, 0) and array.flags.c_contiguous
+    layout = (array.dtype.kind in "iuf", array.ndim in (3, 4), version, array.flags.c_contiguous)
     got = f"{array.dtype} of shape {array.shape}, {'C' if array.flags.c_contiguous else 'Fortran'} order, {version}"
     what = (
         "integers or floats of shape (depth, height, width) or (channels, depth, height, width) in C order and .npy "
         "format (1, 0), as np.save(file, np.ascontiguousarray(volume)) writes"
     )
-    expect(usable, repr(file), got, what)
+    expect(layout == (True, True, (1, 0), True), repr(file), got, what)
     return array.shape

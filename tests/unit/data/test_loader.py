@@ -268,24 +268,6 @@ def test_threads_ask_a_dataset_for_whole_batches_if_it_loads_those():
     assert "lightning_turbo-prefetch" in asked[-1]
 
 
-class Bad(Numbers):
-    def __getitem__(self, index):
-        if index == 7:
-            raise LookupError("row 7 is bad")
-        return index
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_thread_comes_at_its_batch_and_the_rest_follows(workers):
-    iterator = iter(PrefetchLoader(Bad(12), 2, threads=3, num_workers=workers))
-    assert [next(iterator).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(LookupError, match="row 7 is bad") as caught:
-        next(iterator)
-    told = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
-    assert "__getitem__" in told
-    assert [batch.tolist() for batch in iterator] == [[8, 9], [10, 11]]
-
-
 def set_attribute(worker_id):
     torch.utils.data.get_worker_info().dataset.length = 5
 

@@ -228,7 +228,7 @@ def test_an_epoch_that_is_left_early_cannot_go_on(workers):
     iterator = iter(loader)
     next(iterator), next(iterator)
     assert loader.start_next_epoch()
-    with pytest.raises(RuntimeError, match="cannot go on"):
+    with pytest.raises(RuntimeError, match="cannot continue"):
         next(iterator)
     assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in DataLoader(range(20), batch_size=3)]
     loader.close()

@@ -129,7 +129,7 @@ def test_an_endless_source_ends_with_its_consumer(how):
         iterator.close()
         iterator.close()
         assert not prefetch_threads()
-        with pytest.raises(RuntimeError, match="cannot go on: it was closed"):
+        with pytest.raises(RuntimeError, match="cannot continue: it was closed"):
             next(iterator)
     if how == "in a cycle":
         iterator.itself = iterator
@@ -216,7 +216,7 @@ def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
     assert next(iterator) == 0
     thread = prefetch_threads()[0]
     assert entered.wait(30)
-    with pytest.warns(TurboWarning, match="still inside the next"):
+    with pytest.warns(TurboWarning, match="still waits for the next"):
         iterator.close()
     assert not disposed
     release.set()

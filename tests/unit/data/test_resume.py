@@ -219,11 +219,11 @@ def test_a_loader_without_state_is_counted():
     loader = on_device_of_a_plain_loader(batch_size=3)
     iterator = iter(loader)
     next(iterator), next(iterator)
-    assert loader.state_dict() == {"consumed": 2, "whole": False, "length": 7}
+    assert loader.state_dict() == {"consumed": 2, "whole": False, "ended": False, "length": 7}
     other = on_device_of_a_plain_loader(batch_size=3)
     other.load_state_dict({"consumed": 2})
     assert [b.tolist() for b in other] == [b.tolist() for b in iterator]
-    assert other.state_dict() == {"consumed": 7, "whole": True, "length": 7}
+    assert other.state_dict() == {"consumed": 7, "whole": True, "ended": True, "length": 7}
     again = on_device_of_a_plain_loader(batch_size=3)
     again.load_state_dict(other.state_dict())
     assert len(list(again)) == 7
