@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
-from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning_turbo import DevicePrefetcher, PrefetchDataModule, PrefetchLoader
+from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule
 from lightning_turbo.data import DeviceTransfer
+from tests.trainers import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(170)]
 
@@ -114,18 +115,6 @@ def test_memory_is_steady_over_20_epochs():
     assert peaks[-1] == peaks[3]
 
 
-def test_uint8_is_normalised_on_the_device():
-    images = torch.randint(0, 256, (32, 3, 64, 64), dtype=torch.uint8)
-    normalize = Normalize([0.5] * 3, [0.25] * 3, dtype=torch.float16, memory_format=torch.channels_last)
-    prefetcher = DevicePrefetcher(PrefetchLoader(images, batch_size=8), DEVICE, transform=normalize, min_bytes=0)
-    for k, batch in enumerate(prefetcher):
-        assert batch.is_contiguous(memory_format=torch.channels_last)
-        # One rounding to float16 of numbers up to 2.
-        torch.testing.assert_close(
-            batch.float().cpu(), (images[8 * k : 8 * k + 8] / 255 - 0.5) / 0.25, rtol=1e-3, atol=1e-3
-        )
-
-
 def test_throughput_is_that_of_data_on_the_device():
     """At least 95 % of synthetic data's, the copy being shorter than the step."""
     matrix = torch.rand(4096, 4096, device=DEVICE)
@@ -210,10 +199,7 @@ def test_the_datamodule_copies_ahead_under_a_trainer():
     model = Hooked()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="gpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(accelerator="gpu", max_epochs=2)
         trainer.fit(model, datamodule=Data())
     assert isinstance(trainer.train_dataloader.transfer, DeviceTransfer)
     assert iter(trainer.train_dataloader).transfer is trainer.train_dataloader.transfer
@@ -237,11 +223,9 @@ def test_worker_processes_end_with_the_loader_that_they_served(base, strategy):
     count = Count()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Trainer(
-            accelerator="gpu", devices=1, strategy=strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[count],
-        ).fit(Module(), datamodule=Reloaded())  # fmt: skip
+        quiet_trainer(
+            accelerator="gpu", strategy=strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1, callbacks=[count]
+        ).fit(Module(), datamodule=Reloaded())
     assert count.processes == [2] * 4
 
 
