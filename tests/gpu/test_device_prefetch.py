@@ -83,26 +83,6 @@ def test_what_a_transform_keeps_is_ready_for_batches_of_other_sizes():
         assert [first.item() for first in firsts] == [50.0 * n for n in range(1, 8)]
 
 
-def test_a_transform_that_draws_repeats_the_plain_loop():
-    def augment(batch):
-        return batch[0] + torch.rand(1, device=batch[0].device), batch[1]
-
-    def run(batches):
-        torch.manual_seed(0)
-        out = []
-        for data, _ in batches:
-            out.append((data.mean() + torch.rand(1, device=DEVICE)).item())
-        return out
-
-    def plain():
-        for data, index in DataLoader(Numbered(), batch_size=8):
-            yield augment((data.to(DEVICE), index.to(DEVICE)))
-
-    reference = run(plain())
-    for _ in range(3):
-        assert run(DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE, transform=augment)) == reference
-
-
 def test_memory_is_steady_over_20_epochs():
     prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE)
     peaks = []

@@ -7,8 +7,7 @@ import inspect
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from lightning.pytorch.callbacks.progress import TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -21,7 +20,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from tqdm import tqdm
 
 from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboDDPStrategy, TurboStrategy
 from lightning_turbo.errors import LightningMismatchError
@@ -213,6 +211,13 @@ class Logs(pl.Callback):
         module.log("started", float(index), prog_bar=True)
 
 
+class Stops(pl.Callback):
+    """As a timer does whose time is up."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.should_stop = index == 5
+
+
 class Stream(IterableDataset):
     def __init__(self, data):
         self.data = data
@@ -235,13 +240,13 @@ def dict_of(rows):
     return {"x": torch.stack(x), "y": torch.stack(y)}
 
 
-def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resume=None, path=None, **settings):
+def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resume=None, **settings):
     torch.manual_seed(1)
     notes, read = Notes(), Read()
     watch = recording(pl.Callback, CALLBACK_HOOKS, "callback")()
     model = make()
     model.__class__ = recording(type(model), hooks, "module")
-    settings = {"max_epochs": 2, "log_every_n_steps": 2, "enable_checkpointing": path is not None, **settings}
+    settings = {"max_epochs": 2, "log_every_n_steps": 2, **settings}
     trainer = quiet_trainer(strategy=strategy, logger=notes, callbacks=[watch, read, *callbacks], **settings)
     trainer.events = []
     with contextlib.suppress(Stop):
@@ -315,6 +320,7 @@ CASES = {
     "max_steps": {"max_steps": 13, "max_epochs": -1},
     "limit": {"limit_train_batches": 3, "limit_val_batches": 1},
     "early stopping": {"callbacks": "early", "max_epochs": 8},
+    "told to stop": {"callbacks": "stop"},
     "beside the doctor": {"callbacks": "doctor"},
     "O1": {"level": "O1"},
     "O2": {"level": "O2"},
@@ -330,6 +336,7 @@ def test_lean_calls_and_computes_what_lightning_does(name):
         parts = parts if make is lean else {k: v for k, v in parts.items() if not k.startswith("lean")}
         extra = {
             "logs": lambda: [Logs()],
+            "stop": lambda: [Stops()],
             "doctor": lambda: [Doctor(warmup=1, timed=2, watched=2)],
             "exact": lambda: [ExactAccumulation()],
             "early": lambda: [EarlyStopping("loss_step", patience=0, mode="max", check_on_train_epoch_end=True)],
@@ -356,29 +363,6 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, first, second, at
     assert resumed[0].events == again[0].events
     assert same(resumed[1].losses, again[1].losses)
     assert resumed[0].global_step == again[0].global_step > at
-
-
-def test_checkpoints_timer_and_bar_work_as_ever(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that outlives the test
-
-    class Bar(TQDMProgressBar):
-        read = 0
-
-        def get_metrics(self, trainer, module):
-            Bar.read += 1
-            return super().get_metrics(trainer, module)
-
-    saved = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
-    timer = Timer(duration="00:00:00:00", interval="step")
-    trainer, *_ = fit(
-        lean(), callbacks=[saved, Bar(refresh_rate=4)], path=tmp_path, enable_progress_bar=True, max_epochs=1
-    )
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
-    assert 0 < Bar.read < 10
-    assert all(isinstance(value, float) for value in trainer.progress_bar_metrics.values())
-    out_of_time = fit(lean(), callbacks=[timer])
-    assert out_of_time[0].global_step < 20
-    assert out_of_time[0].should_stop
 
 
 def test_no_logged_value_becomes_a_number_until_it_is_read(monkeypatch):

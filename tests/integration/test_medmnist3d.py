@@ -178,20 +178,6 @@ def test_a_file_of_another_form_is_refused(volumes, tmp_path, name, spoil, posit
             read()
 
 
-@pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: Volumes("nowhere.npz").setup("fit"), FileNotFoundError, "'nowhere.npz' is not there"),
-    (lambda: Volumes("text.npz").setup("fit"), ValueError, "cannot be read as an .npz file"),
-    (lambda: Volumes("text.npz", batch_size=0), ValueError, "batch_size=0; expected at least 1"),
-    (lambda: Volumes("text.npz", thin=2), ValueError, r"thin=2 with .*text\.npz'; expected 1, and with"),
-    (lambda: Volumes().setup("test"), ValueError, "mni152 has no part 'test'"),
-])  # fmt: skip
-def test_other_wrong_data_is_refused(make, error, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("text.npz").write_text("text")
-    with pytest.raises(error, match=message):
-        make()
-
-
 def fake_medmnist(root, download):
     module = types.ModuleType("medmnist")
     module.INFO = {"vesselmnist3d": {"python_class": "VesselMNIST3D"}, "pathmnist": {"python_class": "PathMNIST"}}

@@ -24,21 +24,6 @@ def test_a_gradient_that_the_loop_lets_go_of_is_gone_at_once():
     assert gradient() is None
 
 
-def test_a_step_that_is_skipped_releases_nothing():
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    release = GradientRelease(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    seen = []
-    for value in (1.0, float("inf"), 1.0):
-        optimizer.zero_grad()
-        scaler.scale(weight.sum() * value).backward()
-        scaler.step(optimizer)
-        seen.append((release.releases, weight.grad is None))
-        scaler.update()
-    assert seen == [(None, False), (None, False), (True, True)]
-
-
 def test_added_groups_are_released_shared_parameters_are_not_and_nothing_after_remove():
     model, late, shared = network(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizers = [torch.optim.SGD(parameters, lr=0.1) for parameters in ([*model.parameters(), shared], [shared])]
