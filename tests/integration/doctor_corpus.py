@@ -106,7 +106,9 @@ class Block(nn.Module):
 class Model(Base):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(Block(), nn.Flatten(), nn.Linear(64, 4))
+        self.net = nn.Sequential(  # <- bias-before-norm
+            Block(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4),
+        )
     def train_dataloader(self):
         return DataLoader(images(28), batch_size=4)
 ---
