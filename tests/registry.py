@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo as lt
+from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY
 
 
@@ -107,10 +108,9 @@ def run(pl, level, techniques, *, epochs=2, dtype=torch.bfloat16, **kwargs):
     owns_accumulation = any(t.name == "effective_batch_size" for t in techniques)
     model = make_model(pl, scheduler, optimizer)
     fit = kwargs.pop("fit", {})
-    trainer = pl.Trainer(**{
-        "accelerator": "cpu", "devices": devices, "strategy": strategy, "max_epochs": epochs, "logger": False,
-        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": 1 if owns_accumulation else 2, **kwargs,
-    })  # fmt: skip
+    settings = {"accumulate_grad_batches": 1 if owns_accumulation else 2, **kwargs}
+    trainer = quiet_trainer(
+        devices=devices, strategy=strategy, max_epochs=epochs, plugins=plugins, callbacks=callbacks, **settings
+    )
     trainer.fit(model, **make_data(dict(ChainMap(*prefetch)) if prefetch else None), **fit)
     return trainer, model

@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, GradToNone, PrefetchDataModule, TurboDDPStrategy
-from lightning_turbo._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_turbo._lightning import LightningModule, MisconfigurationException
+from tests.trainers import quiet_trainer
 
 LEVELS = ("O0", "O1", "O2")
 SETTINGS = {
     "stock": lambda: "ddp",
     "turbo": lambda: "turbo_ddp",
-    "synced": TurboDDPStrategy,
     "bf16": lambda: TurboDDPStrategy(grad_compression="bf16"),
     "fp16": lambda: TurboDDPStrategy(grad_compression="fp16", static_graph=True),
     "windows": lambda: "turbo_ddp",
@@ -28,13 +28,11 @@ class Net(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
-        self.kinds = ()
 
     def forward(self, x):
         return self.net(x)
 
     def training_step(self, batch, index):
-        self.kinds = {type(module).__name__ for module in self.trainer.strategy.model.modules()}
         loss = nn.functional.cross_entropy(self(batch[0]).float(), batch[1])
         self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
         return loss
@@ -56,10 +54,9 @@ def length(batch):
 
 def fit(strategy, level, **settings):
     model = Net()
-    trainer = Trainer(
-        accelerator="gpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, plugins=[ApexAMP(level)], **settings,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        accelerator="gpu", devices=2, strategy=strategy, max_epochs=2, plugins=[ApexAMP(level)], **settings
+    )
     trainer.fit(model, datamodule=Data())
     return model, trainer
 
@@ -73,11 +70,9 @@ def main():
     for level in LEVELS:
         for name, strategy in SETTINGS.items():
             windows = {"accumulate_grad_batches": 3, "callbacks": [GradToNone(), ExactAccumulation(weight=length)]}
-            flags = {"windows": windows, "synced": {"sync_batchnorm": True}}.get(name, {})
-            model, trainer = fit(strategy(), level, **flags)
+            model, trainer = fit(strategy(), level, **(windows if name == "windows" else {}))
             end = {
                 "weights": {key: value.detach().cpu() for key, value in model.named_parameters()},
-                "synced": "SyncBatchNorm" in model.kinds,
                 "loss": trainer.callback_metrics["loss"].item(),
             }
             torch.save(end, folder / f"{name}.{level}.{rank}")

@@ -4,17 +4,14 @@ import pytest
 import torch
 
 from lightning_turbo import ApexAMP, DALIDataModule, DALILoader
-from lightning_turbo._lightning import LightningModule, Trainer
+from lightning_turbo._lightning import LightningModule
 from lightning_turbo.data.dali import ImageFolder, VolumeFiles
 from tests.dali_samples import make_photos, make_volumes
+from tests.trainers import quiet_trainer
 
 pytest.importorskip("nvidia.dali")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated.*"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +51,6 @@ def test_volumes_equal_those_of_the_cpu(tmp_path):
         assert torch.equal(ours[1], reference[1])
 
 
-def test_it_resumes_in_mid_epoch(photos):
-    recipe = ImageFolder(photos, train=True, size=32, index=True)
-    loader = DALILoader(recipe, 4, device="cuda", seed=3)
-    taken = iter(loader)
-    next(taken)
-    state = loader.state_dict()
-    rest = [numbers.tolist() for _, _, numbers in taken]
-    loader.close()
-    other = DALILoader(recipe, 4, device="cuda")
-    other.load_state_dict(state)
-    assert [numbers.tolist() for _, _, numbers in other] == rest
-    other.close()
-
-
 def test_batches_are_not_overwritten_while_kernels_still_read_them(photos):
     """Each batch is summed by work that is queued behind a long one, and dropped at once."""
     recipe = ImageFolder(photos, train=False, size=64)
@@ -102,9 +85,6 @@ class Model(LightningModule):
 )
 def test_the_trainer_gets_batches_on_its_device(photos, level, dtype):
     data = DALIDataModule(photos, batch_size=4, images={"size": 32, "dtype": dtype})
-    trainer = Trainer(
-        accelerator="gpu", devices=1, max_epochs=2, limit_train_batches=3, plugins=[ApexAMP(level)], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(accelerator="gpu", max_epochs=2, limit_train_batches=3, plugins=[ApexAMP(level)])
     trainer.fit(Model(), data)
     assert trainer.global_step == 6

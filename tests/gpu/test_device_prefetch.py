@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo import DevicePrefetcher, Normalize, PrefetchDataModule, PrefetchLoader
-from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning_turbo import DevicePrefetcher, PrefetchDataModule, PrefetchLoader
+from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule
 from lightning_turbo.data import DeviceTransfer
+from tests.trainers import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(170)]
 
@@ -82,26 +83,6 @@ def test_what_a_transform_keeps_is_ready_for_batches_of_other_sizes():
         assert [first.item() for first in firsts] == [50.0 * n for n in range(1, 8)]
 
 
-def test_a_transform_that_draws_repeats_the_plain_loop():
-    def augment(batch):
-        return batch[0] + torch.rand(1, device=batch[0].device), batch[1]
-
-    def run(batches):
-        torch.manual_seed(0)
-        out = []
-        for data, _ in batches:
-            out.append((data.mean() + torch.rand(1, device=DEVICE)).item())
-        return out
-
-    def plain():
-        for data, index in DataLoader(Numbered(), batch_size=8):
-            yield augment((data.to(DEVICE), index.to(DEVICE)))
-
-    reference = run(plain())
-    for _ in range(3):
-        assert run(DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE, transform=augment)) == reference
-
-
 def test_memory_is_steady_over_20_epochs():
     prefetcher = DevicePrefetcher(PrefetchLoader(Numbered(), batch_size=8), DEVICE)
     peaks = []
@@ -112,18 +93,6 @@ def test_memory_is_steady_over_20_epochs():
         gc.collect()
         peaks.append(torch.cuda.memory_reserved(DEVICE))
     assert peaks[-1] == peaks[3]
-
-
-def test_uint8_is_normalised_on_the_device():
-    images = torch.randint(0, 256, (32, 3, 64, 64), dtype=torch.uint8)
-    normalize = Normalize([0.5] * 3, [0.25] * 3, dtype=torch.float16, memory_format=torch.channels_last)
-    prefetcher = DevicePrefetcher(PrefetchLoader(images, batch_size=8), DEVICE, transform=normalize, min_bytes=0)
-    for k, batch in enumerate(prefetcher):
-        assert batch.is_contiguous(memory_format=torch.channels_last)
-        # One rounding to float16 of numbers up to 2.
-        torch.testing.assert_close(
-            batch.float().cpu(), (images[8 * k : 8 * k + 8] / 255 - 0.5) / 0.25, rtol=1e-3, atol=1e-3
-        )
 
 
 def test_throughput_is_that_of_data_on_the_device():
@@ -210,10 +179,7 @@ def test_the_datamodule_copies_ahead_under_a_trainer():
     model = Hooked()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="gpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(accelerator="gpu", max_epochs=2)
         trainer.fit(model, datamodule=Data())
     assert isinstance(trainer.train_dataloader.transfer, DeviceTransfer)
     assert iter(trainer.train_dataloader).transfer is trainer.train_dataloader.transfer
@@ -237,11 +203,9 @@ def test_worker_processes_end_with_the_loader_that_they_served(base, strategy):
     count = Count()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Trainer(
-            accelerator="gpu", devices=1, strategy=strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[count],
-        ).fit(Module(), datamodule=Reloaded())  # fmt: skip
+        quiet_trainer(
+            accelerator="gpu", strategy=strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1, callbacks=[count]
+        ).fit(Module(), datamodule=Reloaded())
     assert count.processes == [2] * 4
 
 

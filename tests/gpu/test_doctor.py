@@ -7,14 +7,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import Doctor
-from lightning_turbo._lightning import LightningModule, Trainer
-from lightning_turbo.doctor import environment
+from lightning_turbo._lightning import LightningModule
+from tests.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*"),
-    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.` is deprecated.*"),
     pytest.mark.filterwarnings("ignore:.*Tensor Cores.*"),
 ]
 SHORT = {"warmup": 2, "timed": 3, "watched": 3}
@@ -57,10 +54,7 @@ class Sick(Model):
 def trained(model, doctor=None, **more):
     torch.manual_seed(0)
     module = model()
-    Trainer(
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        accelerator="gpu", devices=1, callbacks=[doctor] if doctor else [], **more,
-    ).fit(module)  # fmt: skip
+    quiet_trainer(max_epochs=1, accelerator="gpu", callbacks=[doctor] if doctor else [], **more).fit(module)
     return module
 
 
@@ -72,6 +66,7 @@ def test_waits_are_named():
         assert calls[name].count == 3, f"{name}: what is on the host anyway does not count"
         assert calls[name].seconds > 0
     found = {(finding.rule, finding.level) for finding in doctor.report.findings}
+    assert ("float32" in {rule for rule, _ in found}) == (torch.cuda.get_device_capability() >= (7, 0))
     assert ("host-sync", "warning") in found
     assert ("progress-bar-sync", "info") in found
     assert ("made-on-host", "warning") in found
@@ -83,13 +78,6 @@ def test_a_clean_step_has_no_wait():
     trained(Model, doctor)
     assert [call for call in doctor.report.facts.calls if call.kind == "sync"] == []
     assert "host-sync" not in {finding.rule for finding in doctor.report.findings}
-
-
-def test_losses_are_the_same_bit_for_bit():
-    settings = {"deterministic": True}
-    plain, watched = trained(Model, **settings), trained(Model, Doctor(**SHORT), **settings)
-    torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(plain.losses, watched.losses, strict=True))
 
 
 def test_the_time_line_is_the_devices():
@@ -105,16 +93,3 @@ def test_the_time_line_is_the_devices():
     phases = doctor.report.facts.phases
     # Queued in microseconds, computed in milliseconds: only events on the device see where the time goes.
     assert phases["forward"] > 0.5 * sum(phases.values())
-
-
-def test_float32_on_tensor_cores_is_told():
-    doctor = Doctor(**SHORT)
-    trained(Model, doctor)
-    rules = {finding.rule for finding in doctor.report.findings}
-    assert ("float32" in rules) == (torch.cuda.get_device_capability() >= (7, 0))
-
-
-def test_the_machine_is_known():
-    lines = {line.name: line for line in environment.check()}
-    assert lines["torch"].status == "ok"
-    assert torch.cuda.get_device_name(0) in lines["GPU 0"].what

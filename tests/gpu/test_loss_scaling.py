@@ -19,11 +19,3 @@ def test_every_rank_hears_of_skips_at_the_same_pass():
     late = HEARD_LATE - 1
     assert heard == [max(0, number - late - 9) for number in range(30)]
     assert scaler.skipped_steps == 20
-
-
-def test_bfloat16_gradients_are_unscaled():
-    scaler = LossScaler("dynamic")
-    gradient = torch.ones(8, dtype=torch.bfloat16, device="cuda") * scaler.loss_scale
-    scaler.unscale_([gradient])
-    assert gradient.tolist() == [1.0] * 8
-    assert not scaler.overflowed

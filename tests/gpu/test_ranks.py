@@ -33,12 +33,10 @@ def test_ranks_agree_with_each_other_and_with_stock_ddp(tmp_path):
                 assert weight.dtype is torch.float32
                 assert torch.equal(weight, second["weights"][key]), (level, name, key)
             assert first["loss"] == second["loss"]
-            assert first["synced"] is (name == "synced")
         # Float32: sums in another order. Otherwise half gradients in buckets of another cut, or rounded to be sent.
         limits = {"turbo": 1e-5 if level == "O0" else 1e-2, "bf16": 2e-2, "fp16": 1e-2}
         for name, limit in limits.items():
             for key, weight in ends[name][0]["weights"].items():
                 torch.testing.assert_close(weight, ends["stock"][0]["weights"][key], rtol=limit, atol=limit)
-        assert ends["synced"][0]["loss"] != ends["turbo"][0]["loss"]
     for rank in (0, 1):
         assert "bucket_cap_mb" in (tmp_path / f"refused.{rank}").read_text()

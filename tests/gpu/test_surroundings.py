@@ -2,27 +2,18 @@
 
 import threading
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_turbo import DevicePrefetcher, Doctor, ExactAccumulation, TurboStrategy, drop_bias_before_norm
-from lightning_turbo._lightning import LightningModule, Trainer
-from lightning_turbo._pytree import move_batch
+from lightning_turbo import DevicePrefetcher, Doctor, drop_bias_before_norm
+from lightning_turbo._lightning import LightningModule
 from lightning_turbo.data import BackgroundIterator
-from lightning_turbo.optim import scale_gradients
+from tests.trainers import quiet_trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings(
-        "ignore:.*does not have many workers.*",
-        "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",
-        "ignore:.*number of training batches .* is smaller than the logging interval",
-    ),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 newer = pytest.mark.skipif(
     not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 brought the second interface"
@@ -81,14 +72,6 @@ def test_memory_of_hidden_tensors_is_kept_until_the_step_is_through_with_it():
     assert [float(total) for total in sums] == [n * float(1 << 20) for n in range(24)]
 
 
-def test_what_is_moved_to_the_cpu_is_there():
-    for n in range(5):
-        x = torch.full((1 << 22,), float(n), device=CUDA)
-        for _ in range(50):
-            x = x + 1
-        assert float(move_batch({"x": x}, torch.device("cpu"))["x"].sum()) == (50.0 + n) * (1 << 22)
-
-
 class Net(LightningModule):
     def __init__(self, in_setup=lambda: None):
         super().__init__()
@@ -106,10 +89,9 @@ class Net(LightningModule):
 
 
 def fit(model, **settings):
-    Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **settings,
-    ).fit(model, DataLoader(torch.randn(24, 1, 8, 8), batch_size=2))  # fmt: skip
+    quiet_trainer(accelerator="gpu", max_epochs=1, **settings).fit(
+        model, DataLoader(torch.randn(24, 1, 8, 8), batch_size=2)
+    )
     return model
 
 
@@ -127,9 +109,8 @@ def test_a_deterministic_run_under_turbo_stays_one(deterministic):
 
 @newer
 @pytest.mark.parametrize("settings", [
-    lambda: {"strategy": "turbo"}, lambda: {"strategy": TurboStrategy(matmul_precision="high")},
-    lambda: {"callbacks": [Doctor(warmup=1, timed=1, watched=2)]},
-], ids=["turbo", "precision", "doctor"])  # fmt: skip
+    lambda: {"strategy": "turbo"}, lambda: {"callbacks": [Doctor(warmup=1, timed=1, watched=2)]},
+], ids=["turbo", "doctor"])  # fmt: skip
 def test_tf32_may_be_set_by_torchs_newer_interface(settings):
     matmul = torch.backends.cuda.matmul
 
@@ -155,40 +136,6 @@ def test_the_doctor_takes_torchs_word_about_its_debug_mode_for_itself(monkeypatc
         torch.set_warn_always(always)
     assert doctor.report.facts.watched == 2
     assert torch.cuda.get_sync_debug_mode() == 0
-
-
-def test_correcting_gradients_waits_for_nothing():
-    parameters = [nn.Parameter(torch.ones(4, device=CUDA, dtype=d)) for d in (torch.float32, torch.bfloat16)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    strategy = SimpleNamespace(root_device=CUDA, reduce=lambda total, reduce_op: total)
-    trainer = SimpleNamespace(strategy=strategy, world_size=2, accumulate_grad_batches=4)
-    optimizer = torch.optim.SGD(parameters, 0.1)
-    callback = ExactAccumulation(weight=len)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        callback._window.add(torch.zeros((), device=CUDA, requires_grad=True), 6.0)
-        callback.on_before_optimizer_step(trainer, None, optimizer)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    factor = torch.tensor(8 / 6)
-    assert all(torch.equal(p.grad.cpu(), factor.expand(4).to(p.dtype)) for p in parameters)
-
-
-@pytest.mark.skipif(
-    torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities(), reason="no kernels to count"
-)
-def test_one_kernel_corrects_the_gradients_of_a_dtype():
-    parameters = [nn.Parameter(torch.ones(64, device=CUDA)) for _ in range(50)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        scale_gradients(parameters, torch.tensor(0.5, dtype=torch.float64, device=CUDA))
-        torch.cuda.synchronize()
-    kernels = [event for event in profile.events() if "elementwise" in event.name or "multi_tensor" in event.name]
-    assert 0 < len(kernels) < 10, [event.name for event in kernels]
 
 
 def test_random_numbers_of_other_devices_are_left_alone():

@@ -1,31 +1,18 @@
 """The techniques around the step on CUDA: memory, fused optimizers, and apex's FusedLAMB where it is there."""
 
 import gc
-import importlib.util
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_turbo import ExactAccumulation, GradToNone, MemoryFormat, cyclic_lr, lamb
-from lightning_turbo._lightning import LightningModule, Trainer
+from lightning_turbo import ExactAccumulation, GradToNone, MemoryFormat, cyclic_lr
+from lightning_turbo._lightning import LightningModule
 from lightning_turbo.nn import measure_memory_format
+from tests.trainers import quiet_trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings(
-        "ignore:.*does not have many workers.*", "ignore:.*isinstance.treespec, LeafSpec.* is deprecated"
-    ),
-]
-FLAGS = {
-    "accelerator": "gpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+pytestmark = pytest.mark.gpu
 
 
 class Wide(LightningModule):
@@ -53,7 +40,9 @@ def peak_of_the_forward_pass(callbacks):
     gc.collect()
     torch.cuda.empty_cache()
     model = Wide()
-    Trainer(**FLAGS, max_steps=4, callbacks=callbacks).fit(model, DataLoader(torch.randn(4096, 4096), batch_size=1024))
+    quiet_trainer(accelerator="gpu", max_steps=4, callbacks=callbacks).fit(
+        model, DataLoader(torch.randn(4096, 4096), batch_size=1024)
+    )
     return model.peaks[3], [p.detach().cpu() for p in model.parameters()]
 
 
@@ -109,13 +98,10 @@ def test_exact_accumulation_without_a_value_on_the_host(precision):
     data = torch.randn(10, 3, 32, 32)
     seen = []
     model.on_before_optimizer_step = lambda _: seen.append([p.grad.clone() for p in model.parameters()])
-    trainer = Trainer(
-        **FLAGS,
-        max_epochs=1,
-        accumulate_grad_batches=8,
-        precision=precision,
+    trainer = quiet_trainer(
+        accelerator="gpu", max_epochs=1, accumulate_grad_batches=8, precision=precision,
         callbacks=[ExactAccumulation(device_size)],
-    )
+    )  # fmt: skip
     trainer.fit(model, DataLoader(data, batch_size=4))  # one window of 4, 4 and 2
     half = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
     with torch.autocast("cuda", dtype=half, enabled=half is not None):
@@ -129,24 +115,9 @@ def test_exact_accumulation_without_a_value_on_the_host(precision):
 
 def test_memory_format_is_measured_on_the_device():
     callback = MemoryFormat("measure", rounds=1)
-    Trainer(**FLAGS, max_epochs=1, precision="16-mixed", callbacks=[callback]).fit(
+    quiet_trainer(accelerator="gpu", max_epochs=1, precision="16-mixed", callbacks=[callback]).fit(
         Net(), DataLoader(torch.randn(32, 3, 32, 32), batch_size=16)
     )
     assert callback.chosen in ("contiguous", "channels_last")
     net = nn.Conv3d(4, 8, 3).cuda()
     assert measure_memory_format(net, [torch.randn(2, 4, 8, 8, 8, device="cuda")], rounds=1).seconds
-
-
-@pytest.mark.skipif(importlib.util.find_spec("apex") is None, reason="needs NVIDIA apex")
-def test_fused_lamb_trains():
-    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)).cuda()
-    optimizer = lamb(net, lr=0.05, fused=True)
-    x = torch.randn(64, 8, device="cuda")
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (net(x) - x.mean(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-QUIET = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*number of training batches .* is smaller than the logging interval.*"),
-    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.` is deprecated.*"),
-    pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`.*"),
-]
+from tests.trainers import quiet_trainer
+
+QUIET = [pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`.*")]
 SHORT = {"warmup": 1, "timed": 2, "watched": 3}
 
 
@@ -81,9 +78,8 @@ class Noisy(LightningModule):
 
 
 def trainer(*callbacks, **more):
-    settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-                "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0, **more}  # fmt: skip
-    return Trainer(callbacks=list(callbacks), **settings)
+    settings = {"max_epochs": 1, "num_sanity_val_steps": 0, **more}
+    return quiet_trainer(callbacks=list(callbacks), **settings)
 
 
 def trained(*callbacks, model=Noisy, **more):

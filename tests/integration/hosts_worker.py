@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO, PrefetchDataModule
 from lightning_turbo.data import prefetcher
+from tests.trainers import quiet_trainer
 
 prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
 LEVELS = ("O0", "O2")
@@ -71,10 +72,9 @@ def run(folder):
     for level in LEVELS:
         model, io = Net(seed=rank), Telling()  # ranks begin with different weights: DDP has to make them rank 0's
         saves = ModelCheckpoint(folder / f"{level}.{ranks}", every_n_train_steps=4, save_top_k=-1, filename="{step}")
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=ranks // nodes, num_nodes=nodes, strategy="turbo_ddp" if ranks > 1 else "auto",
-            max_epochs=EPOCHS, callbacks=[saves], plugins=[ApexAMP(level, dtype=torch.bfloat16), io], logger=False,
-            enable_progress_bar=False, enable_model_summary=False,
+        trainer = quiet_trainer(
+            devices=ranks // nodes, num_nodes=nodes, strategy="turbo_ddp" if ranks > 1 else "auto", max_epochs=EPOCHS,
+            callbacks=[saves], plugins=[ApexAMP(level, dtype=torch.bfloat16), io], enable_checkpointing=True,
         )  # fmt: skip
         trainer.fit(model, Data(ranks))
         end = {

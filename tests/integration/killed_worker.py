@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import ApexAMP, PrefetchDataModule
 from lightning_turbo.data import prefetcher
+from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
@@ -184,10 +185,10 @@ def run(level, folder, kills):
     saves = ModelCheckpoint(
         folder / "checkpoints", filename="{step}", every_n_train_steps=2, save_last=True, enable_version_counter=False
     )
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="turbo_ddp", max_epochs=EPOCHS, accumulate_grad_batches=WINDOW,
-        callbacks=[saves, Story(kill, folder)], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
+    trainer = quiet_trainer(
+        devices=2, strategy="turbo_ddp", max_epochs=EPOCHS, accumulate_grad_batches=WINDOW,
+        callbacks=[saves, Story(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
+        enable_checkpointing=True,
     )  # fmt: skip
     trainer.fit(Net(kill), Data(kill), ckpt_path="last", **unpickling(True))
 

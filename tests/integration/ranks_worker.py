@@ -3,9 +3,11 @@
 ``ranks_worker.py FOLDER JOB...``
 """
 
+import atexit
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import time
 import warnings
@@ -13,23 +15,31 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader, TurboDDPStrategy, _distributed
+from lightning_turbo import (
+    ApexAMP,
+    EffectiveBatchSize,
+    ExactAccumulation,
+    MemoryFormat,
+    PrefetchLoader,
+    PrefetchNextEpoch,
+    TurboDDPStrategy,
+    _distributed,
+)
+from lightning_turbo.callbacks import memory_format
 from lightning_turbo.data import prefetcher
-from tests import registry
-from tests.integration import resume_worker
-from tests.versions import unpickling
+from lightning_turbo.nn.memory_format import FormatTimes
+from tests import registry, trainers
+from tests.integration import resuming
+from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
 RANK = int(os.environ.get("RANK", 0))
 LEVELS = ("O0", "O1", "O2", "O3")
-FLAGS = {
-    "accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-    "enable_model_summary": False,
-}  # fmt: skip
+FLAGS = {**trainers.FLAGS, "devices": 2}
 
 
 def techniques(folder, groups=(tuple(registry.BY_NAME),)):
@@ -86,20 +96,39 @@ def start(folder, level="O1", scale=None, width=3, ckpt=None, strategy=None, **s
     return {"said": said, "steps": model.steps}
 
 
-def resume(folder):
+def resume(folder, cases=("O1-adamw_fused-float16", "O2-sgd-float16")):
     """Trains, and goes on from three checkpoints."""
-    for case in ("O1-adamw_fused-float16", "O2-sgd-float16"):
-        yield f"resume.{case}", resume_worker.run_all(case, folder)
+    for case in cases:
+        yield f"resume.{case}", resuming.run_all(case, folder)
+
+
+def resume_all(folder):
+    return resume(folder, resuming.ALL)
 
 
 class Net(pl.LightningModule):
+    """Notes its samples."""
+
+    def __init__(self, *more):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), *more, nn.Linear(16, 3))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        self.seen.append(batch[1].tolist())
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 3)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Stopping(Net):
     """Is told to stop in the middle of an accumulation window, with the other rank or alone."""
 
     def __init__(self, stop=None):
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-        self.stop, self.seen = stop, []
+        self.stop = stop
 
     def training_step(self, batch, index):
         if self.stop == "alone" and index == 5:
@@ -108,20 +137,16 @@ class Net(pl.LightningModule):
             while not (Path(self.trainer.default_root_dir) / "alone.ckpt").exists():
                 time.sleep(0.05)
             os._exit(0)
-        self.seen.append(batch[1].tolist())
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 3)
+        return super().training_step(batch, index)
 
     def on_train_batch_end(self, outputs, batch, index):
         if self.stop == "together" and index == 5:
             self.trainer._signal_connector.received_sigterm = True
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
 
 def fit(folder, stop=None, ckpt=None):
     """Trains two epochs of ten batches in windows of four; every rank has its own order."""
-    model = Net(stop)
+    model = Stopping(stop)
     data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40))
     generator = torch.Generator().manual_seed(RANK + 10 * (ckpt is not None))
     trainer = pl.Trainer(
@@ -223,12 +248,176 @@ def accumulation(folder):
         yield f"accumulation.{weighted}", {"module": model.state_dict()}
 
 
+class Dropping(Net):
+    """Draws random numbers, and notes how DDP was made."""
+
+    def __init__(self):
+        super().__init__(nn.Dropout(0.2))
+
+    def on_train_end(self):
+        ddp = self.trainer.model
+        self.ddp = {name: getattr(ddp, name) for name in ("static_graph", "gradient_as_bucket_view")}
+
+
+SAMPLES = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48))
+STRATEGIES = {
+    "stock": lambda: "ddp",
+    "turbo": lambda: "turbo_ddp",
+    "stock-1": lambda: "ddp",
+    "static-1": lambda: TurboDDPStrategy(static_graph=True, gradient_as_bucket_view=False),
+    "fp16": lambda: TurboDDPStrategy(grad_compression="fp16"),
+    "sized": lambda: "turbo_ddp",
+    "compiled": lambda: TurboDDPStrategy(compile={"backend": "eager"}),
+    "turbo-O2": lambda: "turbo_ddp",
+    "stock-O2": lambda: "ddp",
+}
+
+
+def strategies(folder):
+    """The turbo strategy with its parts, and Lightning's own."""
+    for name, strategy in STRATEGIES.items():
+        pl.seed_everything(0, verbose=False)
+        window = 1 if name.endswith("1") or name == "sized" else 2
+        model = Dropping()
+        trainer = pl.Trainer(
+            **FLAGS, strategy=strategy(), max_epochs=2, accumulate_grad_batches=window,
+            plugins=[ApexAMP("O2", dtype=torch.bfloat16)] if name.endswith("O2") else None,
+            callbacks=[EffectiveBatchSize(16, None)] if name == "sized" else None,  # 4 samples x 2 ranks x 2
+        )  # fmt: skip
+        trainer.fit(model, DataLoader(SAMPLES, batch_size=4, shuffle=True))
+        result = {"module": model.state_dict(), "seen": model.seen, "ddp": model.ddp, "steps": trainer.global_step}
+        yield f"strategies.{name}", result
+
+
+def own_orders(folder):
+    """Each rank's own order: a run, and runs from its checkpoints in and at the end of an epoch."""
+    for step in (None, 8, 12):
+        model = Dropping()
+        saves = ModelCheckpoint(folder, filename="own-{step}", every_n_train_steps=4, save_top_k=-1)
+        trainer = pl.Trainer(
+            **{**FLAGS, "enable_checkpointing": True}, strategy="turbo_ddp", max_epochs=2,
+            use_distributed_sampler=False, callbacks=[saves, PrefetchNextEpoch()],
+        )  # fmt: skip
+        torch.manual_seed(RANK + 10 * (step or 0))  # dropout differs from rank to rank
+        generator = torch.Generator().manual_seed(RANK + 10 * (step or 0))
+        loader = PrefetchLoader(SAMPLES, batch_size=4, shuffle=True, generator=generator)
+        ckpt = step and folder / f"own-step={step}.ckpt"
+        trainer.fit(model, loader, ckpt_path=ckpt, **unpickling(True if ckpt else None))
+        yield f"own_orders.{step}", {"module": model.state_dict(), "seen": model.seen}
+
+
+class Spawned(Mean):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("loss", loss, sync_dist=True, prog_bar=True)
+        self.log("steps", float(self.trainer.global_step + 1))
+        return loss
+
+    def on_fit_end(self):
+        # A thread of gloo may hold the last tensor still, see tests/ranks.py. Lightning has more to say until the end.
+        atexit.register(torch.distributed.destroy_process_group)
+
+
+def spawned(folder):
+    """Ranks that the Trainer spawns itself; run in one process."""
+    for name, strategy in (("stock", "ddp_spawn"), ("turbo", TurboDDPStrategy(start_method="spawn"))):
+        model = Spawned()
+        trainer = pl.Trainer(**FLAGS, strategy=strategy, max_epochs=2)
+        trainer.fit(model, DataLoader(TensorDataset(POINTS.tensors[0][:24]), batch_size=4, shuffle=False))
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        yield f"spawned.{name}", {"module": model.state_dict(), "metrics": metrics}
+
+
+class Images(pl.LightningModule):
+    example_input_array = torch.zeros(2, 2, 6, 6)
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Conv2d(2, 2, 3)
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def formats(folder):
+    """Whether the weights are channels last where rank 0 measures that to be faster, and rank 1 the contrary."""
+    best = ("channels_last", "contiguous")[RANK]
+    memory_format.measure_memory_format = lambda *_, **__: FormatTimes(best, {})
+    found = []
+    for strategy, callbacks in (("ddp", [MemoryFormat("measure")]), (TurboDDPStrategy(memory_format="measure"), [])):
+        model = Images()
+        trainer = pl.Trainer(**FLAGS, strategy=strategy, callbacks=callbacks, max_steps=1)
+        trainer.fit(model, DataLoader(torch.randn(4, 2, 6, 6), batch_size=2))
+        found.append(model.net.weight.is_contiguous(memory_format=torch.channels_last))
+    yield "formats", found
+
+
+class Logging(Net):
+    """Logs a value; rank 1 is told to end in a batch of its run."""
+
+    def __init__(self, ends_in=None):
+        super().__init__()
+        self.ends_in = ends_in
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        if len(self.seen) == self.ends_in and RANK == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.log("loss", loss, sync_dist=True, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+
+class Alone(Logging):
+    """Ranks that do not wait for each other in a batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        """Trains nothing."""
+
+
+class Uneven(IterableDataset):
+    """Two batches on the first rank and three on the second; none of them knows."""
+
+    def __iter__(self):
+        return iter(torch.ones(2 + RANK, 6))
+
+
+def lean(folder):
+    """With and without the lean parts, told to end, and with epochs of unequal lengths, which comes last."""
+    if not KNOWS_WEIGHTS_ONLY:
+        return
+    parts = {"lean_step": True, "lean_logging": True, "sigterm_every": 4}
+    off = {"lean_step": False, "lean_logging": False}
+    for name, settings, ends_in in (("stock", off, None), ("lean", parts, None), ("killed", parts, 2)):
+        model, ended = Logging(ends_in), False
+        trainer = pl.Trainer(**FLAGS, strategy=TurboDDPStrategy(**settings), max_epochs=2)
+        try:
+            trainer.fit(model, DataLoader(SAMPLES, batch_size=2))
+        except SystemExit:
+            ended = True
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        state = {"module": model.state_dict(), "metrics": metrics, "batches": len(model.seen), "ended": ended}
+        yield f"lean.{name}", state
+    trainer = pl.Trainer(**FLAGS, strategy=TurboDDPStrategy(lean_step=True, sigterm_every=3), max_epochs=1)
+    try:
+        trainer.fit(Alone(), DataLoader(Uneven(), batch_size=1))
+    except RuntimeError as error:
+        yield "lean.uneven", str(error)
+
+
 def main():
     torch.set_num_threads(1)
     prefetcher.WORTH = 0.0  # every prefetching loader gets a thread, fast as it is
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1])
-    jobs = (techniques, pairs, agreement, resume, stopped, alone, after_alone, places, accumulation)
+    jobs = (
+        techniques, pairs, agreement, resume, resume_all, stopped, alone, after_alone, places, accumulation,
+        strategies, own_orders, spawned, formats, lean,
+    )  # fmt: skip
     for job in (job for word in sys.argv[2:] for job in jobs if job.__name__ == word):
         for name, result in job(folder):
             torch.save(result, folder / f"{name}.{RANK}")

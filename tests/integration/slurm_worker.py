@@ -6,45 +6,38 @@ import sys
 import warnings
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader, TurboDDPStrategy
+from tests.integration.ranks_worker import Net
+from tests.trainers import quiet_trainer
 
 RANK = int(os.environ["SLURM_PROCID"])
 
 
-class Net(pl.LightningModule):
+class Told(Net):
     def __init__(self, told):
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-        self.told, self.seen, self.tests = told, [], 0
+        self.told, self.tests = told, 0
 
     def training_step(self, batch, index):
         if (self.current_epoch, index) == self.told:
             os.kill(os.getpid(), signal.SIGUSR1)
-        self.seen.append(batch[1].tolist())
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 3)
+        return super().training_step(batch, index)
 
     def validation_step(self, batch, index):
         self.tests += not self.trainer.sanity_checking
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
 
 def main(folder, told, **settings):
     """Train three epochs of ten batches in windows of four; every rank has its own order."""
-    model = Net(told)
+    model = Told(told)
     data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40))
     generator = torch.Generator().manual_seed(RANK + (0 if told else 10))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=TurboDDPStrategy(**settings), max_epochs=3, default_root_dir=folder,
-        accumulate_grad_batches=4, use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, logger=False, plugins=[ApexAMP("O2", dtype=torch.bfloat16)],
+    trainer = quiet_trainer(
+        devices=2, strategy=TurboDDPStrategy(**settings), max_epochs=3, default_root_dir=folder,
+        accumulate_grad_batches=4, use_distributed_sampler=False, plugins=[ApexAMP("O2", dtype=torch.bfloat16)],
         callbacks=[ExactAccumulation()],
     )  # fmt: skip
     trainer.fit(model, PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator), DataLoader(data, 40))

@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo
 from tests.dali_samples import make_photos
+from tests.trainers import FLAGS
 from tests.versions import KNOWS_WEIGHTS_ONLY
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*",
-    "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",
     # Arguments without a type, such as those of torch's own DataLoader.
     "ignore:\\s*Instantiating a subclass spec given as value for a type that accepts any value",
 )
@@ -43,42 +42,21 @@ GOT = {
 }
 DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
+SIZES = {"target": 64, "lr_rule": "sqrt", "warmup_steps": 5, "base_batch_size": 8, "batch_size": 4}
+FORMAT = {"memory_format": "channels_last", "rounds": 2}
+AMP = {"opt_level": "O2", "loss_scale": 128.0}
+
 # Section of the file, class, its arguments there, and what the object has to show for it.
 TABLE = [
     ("callbacks", "GradToNone", {}, {}),
     ("callbacks", "ExactAccumulation", {"weight": "builtins.len"}, {"weight": len}),
-    (
-        "callbacks",
-        "EffectiveBatchSize",
-        {"target": 64, "lr_rule": "sqrt", "warmup_steps": 5, "base_batch_size": 8, "batch_size": 4},
-        {"target": 64, "lr_rule": "sqrt", "warmup_steps": 5, "base_batch_size": 8, "batch_size": 4},
-    ),
-    (
-        "callbacks",
-        "DropBiasBeforeNorm",
-        {"network": "net"},
-        {"network": "net"},
-    ),
-    (
-        "callbacks",
-        "MemoryFormat",
-        {"memory_format": "channels_last", "rounds": 2},
-        {"memory_format": "channels_last", "rounds": 2},
-    ),
+    ("callbacks", "EffectiveBatchSize", SIZES, SIZES),
+    ("callbacks", "DropBiasBeforeNorm", {"network": "net"}, {"network": "net"}),
+    ("callbacks", "MemoryFormat", FORMAT, FORMAT),
     ("callbacks", "ExactResume", {}, {}),
     ("callbacks", "PrefetchNextEpoch", {}, {}),
-    (
-        "callbacks",
-        "Doctor",
-        {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR},
-        {"steps": (1, 2, 5), **DOCTOR},
-    ),
-    (
-        "plugins",
-        "ApexAMP",
-        {"opt_level": "O2", "dtype": "torch.float16", "loss_scale": 128.0},
-        {"opt_level": "O2", "half_dtype": torch.float16, "loss_scale": 128.0},
-    ),
+    ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
+    ("plugins", "ApexAMP", {"dtype": "torch.float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
     ("plugins", "AmpCheckpointIO", {"checkpoint_io": ASYNC}, {"checkpoint_io.__class__": AsyncCheckpointIO}),
     ("plugins", "AtomicCheckpointIO", {}, {}),
     ("strategy", "TurboStrategy", {"device": "cpu", **GIVEN, **PARTS}, {"root_device": torch.device("cpu"), **GOT}),
@@ -138,17 +116,6 @@ def _no_command_line(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train"])
 
 
-TRAINER = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
 def load(data_class=None, **sections):
     with open("given.yaml", "w") as file:
         yaml.safe_dump(sections, file)
@@ -177,7 +144,7 @@ def agrees(found, shown):
 def test_a_file_names_the_class_and_its_arguments(section, name, arguments, shown):
     entry = named(name, **arguments)
     value = entry if section == "strategy" else [entry]
-    trainer = load(trainer={**TRAINER, section: value}).trainer
+    trainer = load(trainer={**FLAGS, section: value}).trainer
     (found,) = [thing for thing in held(trainer, section) if type(thing) is getattr(lightning_turbo, name)]
     agrees(found, shown)
 
@@ -196,7 +163,7 @@ def test_a_file_names_a_loader_and_its_dataset():
     dataset = named("PackedDataset", source="rows.npz", keys=["x"], transform="builtins.len")
     settings = {"batch_size": 2, "drop_last": True, "prefetch_batches": 3, "threads": 2}
     file = {"loader": named("PrefetchLoader", dataset=dataset, **settings)}
-    loader = load(Given, trainer=TRAINER, data=file).datamodule.loader
+    loader = load(Given, trainer=FLAGS, data=file).datamodule.loader
     assert type(loader) is lightning_turbo.PrefetchLoader
     agrees(loader, {**settings, "dataset.transform": len})
     assert list(loader.dataset.arrays) == ["x"]
@@ -206,7 +173,7 @@ def test_a_file_names_what_a_prefetching_datamodule_takes():
     normalize = named("Normalize", mean=[0.5], std=[0.25], dtype="torch.float16", scale=1.0, keys=["image"])
     settings = {"prefetch_batches": 3, "threads": 2}
     file = {"batch_size": 2, **settings, "device_prefetch": False, "device_transform": normalize, "sample_seeds": 1}
-    datamodule = load(Data, trainer=TRAINER, data=file).datamodule
+    datamodule = load(Data, trainer=FLAGS, data=file).datamodule
     agrees(datamodule.train_dataloader(), {"batch_size": 2, **settings})
     agrees(datamodule._prefetch, {
         "device_prefetch": False, "sample_seeds": 1, "auto_workers": False, "device_transform.factor": [4.0],
@@ -221,55 +188,14 @@ def test_a_file_names_what_dali_takes():
     images, options = {"size": 8, "index": True}, {"num_threads": 1, "prefetch": 3, "seed": 5}
     folders = {"train": "photos", "val": "photos", "test": "photos", "predict": "photos"}
     file = named("DALIDataModule", **folders, batch_size=2, last_batch="drop", images=images, **options)
-    datamodule = load(trainer=TRAINER, data=file).datamodule
+    datamodule = load(trainer=FLAGS, data=file).datamodule
     assert list(datamodule.loaders) == list(folders)
     for name, loader in datamodule.loaders.items():
         last = "drop" if name == "train" else "partial"
         agrees(loader, {"batch_size": 2, "last_batch": last, **options, "pipeline.size": 8})
 
     recipe = named("data.dali.ImageFolder", root="photos", train=True, **images)
-    loader = named("DALILoader", pipeline=recipe, batch_size=3, device="cpu", seed=7)
-    rows = {"class_path": "torch.utils.data.DataLoader", "init_args": {"dataset": [1, 2], "batch_size": 1}}
-    ready = {"train": loader, "val": recipe, "test": rows, "predict": "photos"}
-    loaders = load(trainer=TRAINER, data=named("DALIDataModule", **ready, batch_size=2)).datamodule.loaders
-    agrees(loaders["train"], {"batch_size": 3, "seed": 7, "pipeline.size": 8})
-    agrees(loaders["val"], {"batch_size": 2, "pipeline.size": 8})
-    assert type(loaders["test"]) is DataLoader
-    agrees(loaders["predict"], {"batch_size": 2, "pipeline.labels": None})
-
     settings = {"batch_size": 2, "last_batch": "fill", **options}
     file = {"loader": named("DALILoader", pipeline=recipe, device="cpu", rank=1, world_size=2, **settings)}
-    loader = load(Given, trainer=TRAINER, data=file).datamodule.loader
+    loader = load(Given, trainer=FLAGS, data=file).datamodule.loader
     agrees(loader, {**settings, "device": torch.device("cpu"), "_rank": 1, "_world_size": 2, "pipeline.train": True})
-
-
-def test_a_file_can_name_two_at_once_and_fit():
-    cli = load(
-        Data,
-        trainer={
-            **TRAINER,
-            "callbacks": [
-                named("EffectiveBatchSize", target=8),
-                {"class_path": "lightning_turbo.GradToNone"},
-            ],
-        },
-        data={"batch_size": 2, "prefetch_batches": 3, "threads": 2, "device_prefetch": False},
-    )
-    assert cli.datamodule.train_dataloader().prefetch_batches == 3
-    assert cli.datamodule.train_dataloader().threads == 2
-    cli.trainer.fit(cli.model, cli.datamodule)
-    assert cli.trainer.accumulate_grad_batches == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("GradToNone", {"parameters": "some"}, "parameters"),
-        ("EffectiveBatchSize", {"target": "many"}, "target"),
-        ("MemoryFormat", {"memory_format": "nhwc"}, "memory_format"),
-    ],
-)
-def test_a_wrong_value_in_a_file_is_named(name, arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        load(trainer={**TRAINER, "callbacks": [named(name, **arguments)]})
-    assert message in capsys.readouterr().err

@@ -1,31 +1,36 @@
-"""The corpus: each bad habit is named with its line, and nothing is said about clean programs."""
+"""The corpus: each bad habit is named with its line, and nothing is said about clean programs and the examples."""
 
 import importlib.util
+import json
 import linecache
 import re
 import sys
 import time
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.demos.lstm import LightningLSTM
-from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_turbo
 from lightning_turbo import Doctor
 from lightning_turbo.demo.model import DemoNet
-from lightning_turbo.doctor.rules import RULES, diagnose
+from lightning_turbo.doctor.command import examine
+from lightning_turbo.doctor.rules import RULES
 from tests.integration.doctor_corpus import CLEAN_PROGRAMS, HEADER, SICK_PROGRAMS
 from tests.integration.doctor_runs import QUIET, trainer
 
+EXAMPLES = Path(lightning_turbo.__file__).parent.parent / "examples"
 pytestmark = [
     *QUIET,
     pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler"),
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`.*"),
+    pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary"),
 ]
 SEEN = {"warmup": 1, "timed": 3, "watched": 3}
 
@@ -36,11 +41,19 @@ def own_time(monkeypatch):
     monkeypatch.setattr("lightning_turbo.doctor.timeline.time", SimpleNamespace(perf_counter=time.thread_time))
 
 
-@pytest.fixture
-def examine(tmp_path, monkeypatch):
-    """Trains the Model of a program for an epoch; returns the doctor's report and the program's file."""
+def fit(model, data=None, **more):
+    doctor, callbacks = Doctor(**SEEN), more.pop("callbacks", [])
+    torch.manual_seed(1)
+    trainer(doctor, *callbacks, **more).fit(model, data)
+    assert not doctor.report.short
+    return doctor.report
 
-    def examine(program):
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Imports a program from a file of its own."""
+
+    def load(program):
         path = tmp_path / "program.py"
         path.write_text(HEADER + program)
         linecache.checkcache(str(path))
@@ -48,14 +61,9 @@ def examine(tmp_path, monkeypatch):
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
-        options = dict(getattr(module, "TRAINER", {}))
-        doctor = Doctor(**SEEN)
-        torch.manual_seed(1)
-        trainer(doctor, *options.pop("callbacks", []), **options).fit(module.Model())
-        assert not doctor.report.short
-        return doctor.report, path
+        return module
 
-    return examine
+    return load
 
 
 def test_every_rule_that_a_cpu_shows_is_in_the_corpus():
@@ -66,12 +74,13 @@ def test_every_rule_that_a_cpu_shows_is_in_the_corpus():
 
 
 @pytest.mark.parametrize("program", SICK_PROGRAMS)
-def test_the_bad_habit_is_named_with_its_line(program, examine):
-    report, path = examine(program)
+def test_the_bad_habit_is_named_with_its_line(program, load):
+    module = load(program)
+    report = fit(module.Model(), **getattr(module, "TRAINER", {}))
     found = {(place.site.line, finding.rule) for finding in report.findings for place in finding.places
-             if place.site is not None and place.site.file == str(path)}  # fmt: skip
+             if place.site is not None and place.site.file == module.__file__}  # fmt: skip
     found |= {(None, finding.rule) for finding in report.findings if finding.site is None}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(Path(module.__file__).read_text().splitlines(), 1):
         _, mark, rules = line.partition("# <- ")
         assert {(number, rule) for rule in rules.split(", ") if mark} <= found
         _, mark, rule = line.partition("# without a line: ")
@@ -79,38 +88,31 @@ def test_the_bad_habit_is_named_with_its_line(program, examine):
 
 
 @pytest.mark.parametrize("program", CLEAN_PROGRAMS)
-def test_nothing_is_said_about_a_clean_program(program, examine, own_time):
-    report, _ = examine(program)
+def test_nothing_is_said_about_a_clean_program(program, load, own_time):
+    module = load(program)
+    report = fit(module.Model(), **getattr(module, "TRAINER", {}))
     assert report.facts.watched == 3
     assert report.above("info") == []
 
 
-def fit(model, data=None, **more):
-    doctor = Doctor(**SEEN)
-    trainer(doctor, limit_train_batches=8, limit_val_batches=0, **more).fit(model, data)
-    return doctor.report
-
-
-def test_loading_that_computes_is_seen_by_the_same_clock_at_the_line_of_fit(own_time):
+def test_a_loader_that_is_given_to_fit_has_the_line_of_fit():
     class Slow(torch.utils.data.Dataset):
         def __len__(self):
             return 32
 
         def __getitem__(self, i):
-            end = time.thread_time() + 0.01
-            while time.thread_time() < end:
-                pass
+            time.sleep(0.01)
             return torch.ones(32)
 
-    findings = fit(BoringModel(), DataLoader(Slow(), batch_size=4)).above("info")
+    findings = fit(BoringModel(), DataLoader(Slow(), batch_size=4), limit_val_batches=0).above("info")
     assert {each.rule for each in findings} == {"waits-for-data", "workers"}
     for each in findings:
         assert ".fit(model, data)" in linecache.getline(each.site.file, each.site.line)
 
 
-def tokens(**batches):
+def tokens():
     numbers = torch.arange(32 * 5).view(32, 5) % 11
-    return DataLoader(TensorDataset(numbers, numbers), **batches)
+    return DataLoader(TensorDataset(numbers, numbers), batch_sampler=[range(5)] * 8)
 
 
 class Network(LightningLSTM):
@@ -118,36 +120,49 @@ class Network(LightningLSTM):
         """Downloads nothing."""
 
 
-class Attention(LightningTransformer):
-    def prepare_data(self):
-        """Downloads nothing."""
+def digits():
+    return DataLoader(TensorDataset(torch.randn(32, 1, 8, 8), torch.arange(32) % 10), batch_size=4)
 
 
-@pytest.mark.parametrize(
-    ("model", "data"),
-    [
-        (BoringModel, lambda: None),
-        (ManualOptimBoringModel, lambda: None),
-        (lambda: Network(vocab_size=11), lambda: tokens(batch_sampler=[range(5)] * 8)),
-        (lambda: DemoNet(dims=2, classes=10),
-         lambda: DataLoader(TensorDataset(torch.randn(32, 1, 8, 8), torch.arange(32) % 10), batch_size=4)),
-    ],
-    ids=["boring", "manual", "lstm", "demo"],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "data"), [
+    (BoringModel, None), (ManualOptimBoringModel, None), (lambda: Network(vocab_size=11), tokens),
+    (lambda: DemoNet(dims=2, classes=10), digits),
+], ids=["boring", "manual", "lstm", "demo"])  # fmt: skip
 def test_nothing_is_said_about_lightnings_own_examples_and_the_demo(model, data, own_time):
-    report = fit(model(), data())
+    report = fit(model(), data and data(), limit_train_batches=8, limit_val_batches=0)
     assert report.facts.watched == 3
     assert report.above("info") == []
 
 
-@pytest.mark.skipif(
-    not hasattr(Transformer, "generate_square_subsequent_mask"), reason="2.5.0's mask is made on the device"
-)
-def test_the_one_habit_of_lightnings_transformer_is_named(own_time):
-    """It makes its mask on the CPU in every step, and moves it: no copy here, a wait in each step on a GPU."""
-    report = fit(Attention(vocab_size=11), tokens(batch_size=4))
+@pytest.fixture(scope="module")
+def scikit_learn():
+    """Imported before a test begins: it sets environment variables."""
+    return pytest.importorskip("sklearn.datasets")
+
+
+def test_nothing_is_said_about_the_lines_to_add(monkeypatch, scikit_learn, own_time):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    add_apex_amp = importlib.import_module("add_apex_amp")
+    report = fit(
+        add_apex_amp.Digits(), add_apex_amp.FastDigitsData(),
+        limit_train_batches=8, limit_val_batches=0, max_epochs=4,
+    )  # fmt: skip
+    assert report.facts.watched == 3
     assert report.above("info") == []
-    (finding,) = [each for each in report.findings if each.rule == "made-on-host"]
-    assert ".to(inputs.device)" in linecache.getline(finding.site.file, finding.site.line)
-    on_a_gpu = diagnose(replace(report.facts, device="cuda:0"))
-    assert [each.level for each in on_a_gpu if each.rule == "made-on-host"] == ["warning"]
+
+
+def test_nothing_is_said_about_the_volumes(own_time):
+    rng, arrays = np.random.default_rng(0), {}
+    for part, count in (("train", 24), ("val", 8), ("test", 8)):
+        arrays[f"{part}_images"] = rng.integers(0, 255, (count, 12, 12, 12)).astype(np.uint8)
+        arrays[f"{part}_labels"] = (np.arange(count) % 2).astype(np.uint8)[:, None]
+    np.savez_compressed("cubes.npz", **arrays)
+    words = [
+        "fit", "--config", str(EXAMPLES / "medmnist3d" / "config.yaml"), "--data", str(Path("cubes.npz").resolve()),
+        "--data.batch_size", "4", "--model.depth", "10", "--model.widen", "0.125", "--model.epochs_up", "1",
+        "--trainer.accelerator", "cpu", "--trainer.max_epochs", "2",
+    ]  # fmt: skip
+    assert examine(EXAMPLES / "medmnist3d" / "__main__.py", words, out="doctor", warmup=1, timed=2, watched=2) == 0
+    report = json.loads(Path("doctor/doctor.json").read_text())
+    assert report["watched"] == 2
+    assert [each for each in report["findings"] if each["level"] != "info"] == []

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,10 +15,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader
+from lightning_turbo import PrefetchLoader
 from tests.integration.killed_worker import STEPS, STEPS_OF_AN_EPOCH
-from tests.integration.test_resume import assert_same
+from tests.integration.resuming import assert_same
 from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end
+from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 WORKER = Path(__file__).with_name("killed_worker.py")
@@ -149,20 +149,18 @@ def of_two_ranks(samples):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:The dirpath has changed", "ignore:'set_vital' is deprecated",
+    "ignore:The dirpath has changed", "ignore:'set_vital' is deprecated",
     "ignore:.*have no .val_dataloader",
 )  # fmt: skip
 @pytest.mark.parametrize(("loader", "settings"), [
     (PrefetchLoader, {"max_epochs": 3}),
-    (PrefetchLoader, {"max_steps": 9}),
-    (lambda samples: PrefetchLoader(samples), {"max_epochs": 3, "limit_train_batches": 3}),
     (lambda samples: PrefetchLoader(samples, **of_two_ranks(samples)), {"max_epochs": 3}),
     (lambda samples: StatefulDataLoader(samples, **of_two_ranks(samples)), {"max_steps": 9}),
     (
         lambda samples: StatefulDataLoader(samples, sampler=of_two_ranks(samples)["sampler"]),
         {"max_epochs": 3, "val_check_interval": 2},
     ),
-], ids=["in order", "steps", "limited", "one rank", "StatefulDataLoader", "validating"])  # fmt: skip
+], ids=["in order", "one rank", "StatefulDataLoader", "validating"])  # fmt: skip
 def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, tmp_path):
     """Also from a checkpoint of an epoch's last step, of a whole epoch, and from one in the epoch after it."""
     batches = 3
@@ -174,10 +172,9 @@ def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, t
         each = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         ends = ModelCheckpoint(folder, filename="end-{step}", save_on_train_epoch_end=True, save_top_k=-1)
         validated = AfterValidation(folder, filename="val-{step}", save_on_train_epoch_end=False, save_top_k=-1)
-        trainer = pl.Trainer(
-            accelerator="cpu", strategy="turbo", callbacks=[each, ends, validated], logger=False,
-            enable_progress_bar=False, enable_model_summary=False, **settings,
-        )  # fmt: skip
+        trainer = quiet_trainer(
+            enable_checkpointing=True, strategy="turbo", callbacks=[each, ends, validated], **settings
+        )
         validation = [torch.zeros(1, 2)] if "val_check_interval" in settings else None
         trainer.fit(module, loader(samples), validation, ckpt_path=ckpt, **unpickling(True))
         return module
@@ -214,62 +211,3 @@ def test_thirty_kills_change_no_bit(level, seed, undisturbed, tmp_path):
     places = random.Random(seed).sample(PLACES, len(PLACES))
     run(tmp_path / "killed", level, planned(places, seed=10 * seed + int(level[1])), torchrun=seed == 0)
     check(undisturbed(level), tmp_path / "killed", len(places))
-
-
-@contextmanager
-def small_disk(place, size):
-    """A disk of some bytes, where the kernel gives us one."""
-    place.mkdir()
-    try:
-        made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True, text=True, timeout=60
-        )
-    except FileNotFoundError:
-        pytest.skip("needs the command mount")
-    if made.returncode:
-        pytest.skip(f"no disk of its own: {made.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], check=True, timeout=60)
-
-
-class Growing(pl.LightningModule):
-    """Its checkpoints grow by a quarter MiB with every step."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["ballast"] = torch.zeros(2**16 * self.trainer.global_step)
-
-
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:The dirpath has changed")
-def test_a_full_disk_is_said_and_the_checkpoint_before_goes_on(tmp_path):
-    def trainer(folder):
-        saves = ModelCheckpoint(
-            folder, save_last=True, save_top_k=0, every_n_train_steps=1, enable_version_counter=False
-        )
-        return pl.Trainer(
-            accelerator="cpu", max_steps=8, callbacks=[saves], logger=False, enable_progress_bar=False,
-            enable_model_summary=False, plugins=[ApexAMP("O1"), AmpCheckpointIO()],
-        )  # fmt: skip
-
-    loader = PrefetchLoader(TensorDataset(torch.ones(8, 4)), batch_size=1)
-    with small_disk(tmp_path / "disk", 2**20 + 2**19) as disk:
-        full = trainer(disk)
-        with pytest.raises(OSError, match=r"last\.ckpt' could not be written \(No space left on device\)"):
-            full.fit(Growing(), loader)
-        assert [path.name for path in disk.iterdir()] == ["last.ckpt"]
-        whole = torch.load(disk / "last.ckpt", weights_only=True)
-        assert 0 < whole["global_step"] == full.global_step - 1
-        again = trainer(tmp_path / "larger")
-        again.fit(Growing(), loader, ckpt_path=disk / "last.ckpt", **unpickling(True))
-    assert again.global_step == 8

@@ -3,13 +3,11 @@
 import contextlib
 import hashlib
 import inspect
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from lightning.pytorch.callbacks.progress import TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -22,22 +20,19 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from tqdm import tqdm
 
 from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboDDPStrategy, TurboStrategy
 from lightning_turbo.errors import LightningMismatchError
 from lightning_turbo.strategies.lean import LeanResults
-from tests.ranks import run_ranks
+from tests.trainers import quiet_trainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`.*"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:.*the value needs to be floating.*"),
 ]
 if not pl.__version__.startswith("2.6."):
     pytest.skip("the lean parts are for Lightning 2.6", allow_module_level=True)  # FOLLOWED cannot be named there
-WORKER = Path(__file__).with_name("lean_worker.py")
 MODULE_HOOKS = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "backward",
@@ -68,6 +63,10 @@ def recording(base, hooks, who):
     return cls
 
 
+class Stop(Exception):
+    """Ends a run."""
+
+
 class Net(pl.LightningModule):
     def __init__(self, scheduler="", skip=(), none=(), as_dict=False, log=True):
         super().__init__()
@@ -95,6 +94,8 @@ class Net(pl.LightningModule):
             self.log("step only", loss, on_step=True, on_epoch=False, batch_size=index + 1)
             self.log("half", loss.half(), on_step=index >= 0)
             self.log("whole", torch.tensor(index))
+            if index % 4 == 1:
+                self.log("seldom", float(index))
             self.log("graph", loss, enable_graph=True, on_step=True, on_epoch=index >= 0)
         return {"loss": loss, "extra": index} if self.as_dict else loss
 
@@ -104,6 +105,7 @@ class Net(pl.LightningModule):
 
     def validation_step(self, batch, index):
         self.log("val", self.loss(batch))
+        self.log("index", 100.0 + index, batch_size=4)
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -134,6 +136,25 @@ class TwoOptimizers(Net):
 class NoIndex(Net):
     def training_step(self, batch):
         return super().training_step(batch, 0)
+
+
+class Raises(Net):
+    """In the middle of an epoch, after it has logged."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        if index == 3:
+            self.log("new", 1.0, prog_bar=True)
+            raise Stop
+        return loss
+
+
+def without_hooks():
+    model = Net()
+    for hook in ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+                 "on_before_optimizer_step", "on_train_batch_end"):  # fmt: skip
+        setattr(model, hook, None)
+    return model
 
 
 class Lbfgs(Net):
@@ -176,8 +197,25 @@ class Read(pl.Callback):
         if index % 3 == 1:
             self.seen.append((dict(trainer.progress_bar_metrics), dict(trainer.callback_metrics)))
 
-    def on_train_epoch_end(self, trainer, module):
-        self.seen.append((dict(trainer.progress_bar_metrics), dict(trainer.logged_metrics)))
+    def note(self, trainer, module):
+        metrics = trainer.callback_metrics, trainer.progress_bar_metrics, trainer.logged_metrics
+        self.seen.append(tuple(map(dict, metrics)))
+
+    on_train_epoch_end = on_validation_start = on_validation_end = note
+
+
+class Logs(pl.Callback):
+    """Logs before the batch that breaks off, too."""
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        module.log("started", float(index), prog_bar=True)
+
+
+class Stops(pl.Callback):
+    """As a timer does whose time is up."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.should_stop = index == 5
 
 
 class Stream(IterableDataset):
@@ -202,19 +240,17 @@ def dict_of(rows):
     return {"x": torch.stack(x), "y": torch.stack(y)}
 
 
-def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resume=None, path=None, **settings):
+def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resume=None, **settings):
     torch.manual_seed(1)
     notes, read = Notes(), Read()
     watch = recording(pl.Callback, CALLBACK_HOOKS, "callback")()
     model = make()
     model.__class__ = recording(type(model), hooks, "module")
-    settings = {"max_epochs": 2, "log_every_n_steps": 2, "enable_progress_bar": False, **settings}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, logger=notes, enable_checkpointing=path is not None,
-        enable_model_summary=False, callbacks=[watch, read, *callbacks], **settings,
-    )  # fmt: skip
+    settings = {"max_epochs": 2, "log_every_n_steps": 2, **settings}
+    trainer = quiet_trainer(strategy=strategy, logger=notes, callbacks=[watch, read, *callbacks], **settings)
     trainer.events = []
-    trainer.fit(model, batches(data), batches(count=8), ckpt_path=resume)
+    with contextlib.suppress(Stop):
+        trainer.fit(model, batches(data), batches(count=8), ckpt_path=resume)
     return trainer, model, notes.notes, read.seen
 
 
@@ -240,22 +276,19 @@ def compare(one, other):
     assert same(a.fit_loop.state_dict(), b.fit_loop.state_dict())
     assert same(dict(a.callback_metrics), dict(b.callback_metrics))
     assert same(dict(a.progress_bar_metrics), dict(b.progress_bar_metrics))
+    assert same(dict(a.logged_metrics), dict(b.logged_metrics))
     assert a.global_step == b.global_step
 
 
-def stock():
-    return TurboStrategy(lean_step=False, lean_logging=False)
+def stock(**settings):
+    return TurboStrategy(lean_step=False, lean_logging=False, **settings)
 
 
 lean = TurboStrategy  # on by default
 
 
 def small_trainer(strategy, **settings):
-    settings = {"max_epochs": 1, "limit_val_batches": 0, **settings}
-    return pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **settings,
-    )  # fmt: skip
+    return quiet_trainer(strategy=strategy, **{"max_epochs": 1, "limit_val_batches": 0, **settings})
 
 
 CASES = {
@@ -271,7 +304,12 @@ CASES = {
     "validation by steps": {"val_check_interval": 7, "check_val_every_n_epoch": None},
     "scheduler per step": {"make": lambda: Net(scheduler="step"), "accumulate_grad_batches": 2},
     "scheduler per epoch": {"make": lambda: Net(scheduler="epoch")},
-    "skips the rest": {"make": lambda: Net(skip=(6,))},
+    "skips the rest": {"make": lambda: Net(skip=(6,)), "callbacks": "logs"},
+    "breaks off": {"make": Raises, "callbacks": "logs"},
+    "hooks set to None": {"make": without_hooks, "hooks": ()},
+    "gradients that nobody released": {"parts": {"release_gradients": False}},
+    "lean step alone": {"parts": {"lean_logging": False}},
+    "lean logging alone": {"parts": {"lean_step": False}},
     "returns None": {"make": lambda: Net(none=(0, 5))},
     "returns a dict": {"make": lambda: Net(as_dict=True)},
     "two optimizers": {"make": TwoOptimizers},
@@ -282,6 +320,7 @@ CASES = {
     "max_steps": {"max_steps": 13, "max_epochs": -1},
     "limit": {"limit_train_batches": 3, "limit_val_batches": 1},
     "early stopping": {"callbacks": "early", "max_epochs": 8},
+    "told to stop": {"callbacks": "stop"},
     "beside the doctor": {"callbacks": "doctor"},
     "O1": {"level": "O1"},
     "O2": {"level": "O2"},
@@ -291,23 +330,22 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_lean_calls_and_computes_what_lightning_does(name):
     runs = []
-    for strategy in (stock(), lean()):
+    for make in (stock, lean):
         case = dict(CASES[name])
+        parts = case.pop("parts", {})
+        parts = parts if make is lean else {k: v for k, v in parts.items() if not k.startswith("lean")}
         extra = {
+            "logs": lambda: [Logs()],
+            "stop": lambda: [Stops()],
             "doctor": lambda: [Doctor(warmup=1, timed=2, watched=2)],
             "exact": lambda: [ExactAccumulation()],
             "early": lambda: [EarlyStopping("loss_step", patience=0, mode="max", check_on_train_epoch_end=True)],
         }.get(case.pop("callbacks", None), list)()
         if level := case.pop("level", None):
             case["plugins"] = [ApexAMP(level, dtype=torch.bfloat16)]
-        runs.append(fit(strategy, callbacks=extra, **case))
+        runs.append(fit(make(**parts), callbacks=extra, **case))
     assert len(runs[0][0].events) > 20
     compare(*runs)
-
-
-@pytest.mark.parametrize("parts", [{"lean_step": True}, {"lean_logging": True}], ids=str)
-def test_each_part_alone_changes_nothing(parts):
-    compare(fit(stock()), fit(TurboStrategy(**{"lean_step": False, "lean_logging": False, **parts})))
 
 
 @pytest.mark.parametrize(("first", "second"), [(lean, lean), (lean, stock), (stock, lean)])
@@ -325,29 +363,6 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, first, second, at
     assert resumed[0].events == again[0].events
     assert same(resumed[1].losses, again[1].losses)
     assert resumed[0].global_step == again[0].global_step > at
-
-
-def test_checkpoints_timer_and_bar_work_as_ever(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that outlives the test
-
-    class Bar(TQDMProgressBar):
-        read = 0
-
-        def get_metrics(self, trainer, module):
-            Bar.read += 1
-            return super().get_metrics(trainer, module)
-
-    saved = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
-    timer = Timer(duration="00:00:00:00", interval="step")
-    trainer, *_ = fit(
-        lean(), callbacks=[saved, Bar(refresh_rate=4)], path=tmp_path, enable_progress_bar=True, max_epochs=1
-    )
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
-    assert 0 < Bar.read < 10
-    assert all(isinstance(value, float) for value in trainer.progress_bar_metrics.values())
-    out_of_time = fit(lean(), callbacks=[timer])
-    assert out_of_time[0].global_step < 20
-    assert out_of_time[0].should_stop
 
 
 def test_no_logged_value_becomes_a_number_until_it_is_read(monkeypatch):
@@ -398,9 +413,8 @@ OWNERS = {
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in a")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", OWNERS)
-def test_what_is_set_in_the_middle_of_a_run_is_called_from_then_on(name, precision):
+def test_what_is_set_in_the_middle_of_a_run_is_called_from_then_on(name):
     owner_of, hooks = OWNERS[name]
 
     class Sets(pl.Callback):
@@ -416,7 +430,7 @@ def test_what_is_set_in_the_middle_of_a_run_is_called_from_then_on(name, precisi
     calls = []
     for strategy in (stock(), lean()):
         called = []
-        trainer = small_trainer(strategy, callbacks=[Sets()], precision=precision, limit_val_batches=1.0)
+        trainer = small_trainer(strategy, callbacks=[Sets()], precision="bf16-mixed", limit_val_batches=1.0)
         datamodule = pl.LightningDataModule()
         datamodule.train_dataloader, datamodule.val_dataloader = batches, batches
         model = Net()
@@ -425,97 +439,6 @@ def test_what_is_set_in_the_middle_of_a_run_is_called_from_then_on(name, precisi
         calls.append(called)
     assert set(calls[0]) == set(hooks)
     assert calls[0] == calls[1]
-
-
-def test_a_hook_that_was_set_to_none_is_not_called():
-    hooks = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-             "on_before_optimizer_step", "on_train_batch_end")  # fmt: skip
-
-    def make():
-        model = Net()
-        for hook in hooks:
-            setattr(model, hook, None)
-        return model
-
-    runs = [fit(strategy, make=make, hooks=()) for strategy in (stock(), lean())]
-    compare(*runs)
-    assert runs[1][0].global_step > 5
-
-
-def test_gradients_that_nobody_released_are_cleared():
-    class Looks(pl.Callback):
-        def on_before_backward(self, trainer, module, loss):
-            seen.append([p.grad for p in module.parameters() if p.grad is not None])
-
-    seen = []
-    trainer, *_ = fit(TurboStrategy(release_gradients=False), callbacks=[Looks()])
-    assert seen == [[]] * trainer.global_step
-
-
-def test_values_of_a_validation_inside_an_epoch_and_of_some_steps_are_lightnings():
-    class Both(Net):
-        def training_step(self, batch, index):
-            if index % 4 == 1:
-                self.log("seldom", float(index))
-            self.log("value", float(index), prog_bar=True)
-            return self.loss(batch)
-
-        def validation_step(self, batch, index):
-            self.log("value", 100.0 + index)
-
-    class Reads(pl.Callback):
-        def __init__(self):
-            self.read = []
-
-        def on_validation_start(self, trainer, module):
-            self.read.append(dict(trainer.callback_metrics))
-
-        def on_validation_end(self, trainer, module):
-            self.read.append((dict(trainer.logged_metrics), dict(trainer.progress_bar_metrics)))
-
-    reads = []
-    for strategy in (stock(), lean()):
-        reads.append(Reads())
-        settings = {"max_epochs": 2, "val_check_interval": 5, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
-        trainer = small_trainer(strategy, callbacks=[reads[-1]], **settings)
-        trainer.fit(Both(), batches(), batches(count=8))
-        reads[-1].read.append(dict(trainer.callback_metrics))
-    assert len(reads[0].read) == 9
-    assert same(reads[0].read, reads[1].read)
-
-
-@pytest.mark.parametrize("breaks", ["ends the epoch", "error"])
-def test_values_of_a_batch_that_breaks_off_are_not_passed_on(breaks):
-    class Breaks(Net):
-        def on_train_batch_start(self, batch, index):
-            return -1 if index == 3 and breaks == "ends the epoch" else None
-
-        def training_step(self, batch, index):
-            self.log("value", float(index), prog_bar=True)
-            if index == 3:
-                self.log("new", 1.0, prog_bar=True)
-                raise ValueError("stop here")
-            return self.loss(batch)
-
-    class Logs(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            module.log("index", float(index), prog_bar=True)
-            if index == 3:
-                module.log("late", 1.0, prog_bar=True)
-
-        def on_train_epoch_end(self, trainer, module):
-            read.append((dict(trainer.callback_metrics), dict(trainer.logged_metrics)))
-
-    reads = []
-    for strategy in (stock(), lean()):
-        read = []
-        trainer = small_trainer(strategy, callbacks=[Logs()])
-        with pytest.raises(ValueError, match="stop here") if breaks == "error" else contextlib.nullcontext():
-            trainer.fit(Breaks(), batches(), batches(count=8))
-        read.append((dict(trainer.callback_metrics), dict(trainer.logged_metrics), dict(trainer.progress_bar_metrics)))
-        reads.append(read)
-    assert reads[0][0][0]["index"] == 2
-    assert same(reads[0], reads[1])
 
 
 def test_values_are_taken_from_a_compiled_function():
@@ -636,17 +559,3 @@ FOLLOWED = [
 def test_lightning_is_still_the_one_that_was_followed():
     text = "".join(inspect.getsource(part) for part in FOLLOWED).replace("pytorch_lightning", "lightning.pytorch")
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "389488f2536617e6"
-
-
-@pytest.mark.distributed
-def test_two_ranks_compute_the_same_and_stop_after_the_same_batch(tmp_path):
-    run_ranks(WORKER, tmp_path)
-    runs = {path.name: torch.load(path, weights_only=True) for path in tmp_path.iterdir()}
-    for rank in (0, 1):
-        assert same(dict(runs[f"stock.{rank}"]["module"]), dict(runs[f"lean.{rank}"]["module"]))
-        assert runs[f"stock.{rank}"]["metrics"] == runs[f"lean.{rank}"]["metrics"]
-        # Rank 1 was told to end in batch 2; the ranks agree after batch 4.
-        assert runs[f"killed.{rank}"]["batches"] == 4
-        assert runs[f"killed.{rank}"]["ended"]
-        # One rank is at its end, the other at its third batch; neither was told to end.
-        assert f"got this one at batch {2 + rank} of its run" in runs[f"uneven.{rank}"]

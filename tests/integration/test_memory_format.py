@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, MemoryFormat, TurboStrategy
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*isinstance.treespec, LeafSpec.* is deprecated"
-)
+from tests.trainers import quiet_trainer
 
 
 class Noting(nn.Conv2d):
@@ -63,10 +60,7 @@ def test_it_measures_in_the_precision_that_trains(settings, way, monkeypatch):
     else:
         settings["strategy"] = TurboStrategy(memory_format="measure")
     Noting.seen.clear()
-    trainer = Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, **settings,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=1, **settings)
     trainer.fit(model := Net(), DataLoader(torch.randn(2, 1, 8, 8), batch_size=2))
     assert model.measured == model.trained
     assert len(model.trained) == 1

@@ -1,6 +1,5 @@
 """MONAI's datasets, loaders, transforms and tensors with metadata, as people who train on volumes use them."""
 
-import copy
 import random
 import warnings
 
@@ -15,12 +14,10 @@ from lightning_turbo import (
     DevicePrefetcher,
     PackedDataset,
     PrefetchDataModule,
-    PrefetchNextEpoch,
-    TurboStrategy,
 )
 from lightning_turbo.data import pack_folder
 from lightning_turbo.errors import NoEffectWarning
-from tests.versions import LEAN_STEP
+from tests.trainers import quiet_trainer
 
 monai_data = pytest.importorskip("monai.data")
 transforms = pytest.importorskip("monai.transforms")
@@ -80,10 +77,7 @@ def fit(datamodule, *plugins, **kwargs):
     random.seed(1)
     np.random.seed(1)  # MONAI's own generators are made from it
     net = Net()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False, plugins=list(plugins),
-        enable_progress_bar=False, enable_model_summary=False, **kwargs,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=2, plugins=list(plugins), **kwargs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=NoEffectWarning)
         trainer.fit(net, datamodule=datamodule)
@@ -101,14 +95,6 @@ def test_batches_and_losses_are_those_of_monais_loader(dataset, num_workers):
         assert (ours.sums, ours.losses, ours.kinds) == (plain.sums, plain.losses, plain.kinds)
 
 
-def test_threads_that_would_share_a_transforms_generator_are_refused_however_much_is_cached():
-    data = Prefetched(threads=2)
-    more = [{"n": [[i] for _ in range(10)]} for i in range(200)]
-    data.dataset._cache = [{**item, "more": copy.deepcopy(more)} for item in data.dataset._cache]
-    with pytest.warns(NoEffectWarning, match="One thread loads instead of threads"):
-        list(data.train_dataloader())
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_tensors_with_metadata_train_at_every_level(level):
     data = Prefetched()
@@ -122,14 +108,6 @@ def test_tensors_with_metadata_train_at_every_level(level):
     assert meta.kinds == {monai_data.MetaTensor}
     assert plain.kinds == {torch.Tensor}
     assert meta.losses == plain.losses
-
-
-def test_with_the_turbo_strategy_and_across_epochs():
-    plain = fit(Volumes(num_workers=2))
-    lean = TurboStrategy(**LEAN_STEP, device_prefetch=False, cudnn_benchmark=None)
-    ours = fit(Prefetched(num_workers=2), strategy=lean, callbacks=[PrefetchNextEpoch()])
-    assert ours.sums[:4] == plain.sums[:4]
-    assert len(ours.sums) == 8
 
 
 def test_device_prefetch_keeps_metadata():

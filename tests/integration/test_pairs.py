@@ -14,7 +14,6 @@ from tests.versions import unpickling
 LEVELS = ("O0", "O1", "O2", "O3")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode"),
     pytest.mark.filterwarnings("ignore::lightning_turbo.errors.NoEffectWarning"),
     pytest.mark.filterwarnings("ignore::lightning_turbo.errors.TurboWarning"),

@@ -1,9 +1,10 @@
-"""Two ranks: techniques agree, settings are compared, stopped runs resume, windows are exact.
+"""Two ranks: techniques agree, settings are compared, stopped runs resume, windows and strategies are exact.
 
 What runs to its end shares one start of the ranks, which costs more than the runs.
 """
 
 import inspect
+import itertools
 import math
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from torch import nn
 
 from lightning_turbo import TurboDDPStrategy, _distributed
 from lightning_turbo.strategies.turbo_ddp import compare_settings, read_settings
-from tests.integration.ranks_worker import LEVELS, POINTS, Mean, uneven, whole
-from tests.integration.test_resume import assert_same, check_resumed
+from tests.integration.ranks_worker import LEVELS, POINTS, STRATEGIES, Mean, uneven, whole
+from tests.integration.resuming import ALL, assert_same, check_resumed
 from tests.ranks import run_ranks
 from tests.registry import BY_NAME
+from tests.versions import KNOWS_WEIGHTS_ONLY
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 distributed = pytest.mark.distributed
@@ -33,7 +35,8 @@ def load(folder, name):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(WORKER, folder, "agreement", "techniques", "resume", "stopped", "accumulation", "places")
+    jobs = ("agreement", "techniques", "resume", "stopped", "accumulation", "places")
+    run_ranks(WORKER, folder, *jobs, "strategies", "own_orders", "formats", "lean")
     return folder
 
 
@@ -71,17 +74,25 @@ def test_a_resumed_run_equals_one_that_never_stopped(case, ended):
     assert_same(ranks[0]["straight"]["updated"], ranks[1]["straight"]["updated"])
 
 
+@pytest.mark.slow
+@distributed
+@pytest.mark.timeout(1000)
+def test_a_resumed_run_equals_one_that_never_stopped_at_every_level_with_every_optimizer(tmp_path):
+    run_ranks(WORKER, tmp_path, "resume_all", timeout=900)
+    for case in ALL:
+        for ends in load(tmp_path, f"resume.{case}"):
+            check_resumed(case, ends)
+
+
 # Settings that differ
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ([{"level": "'O1'"}] * 3, []),
-    ([{"level": "'O1'"}, {"level": "'O2'"}, {"level": "'O1'"}], ["level: 'O1' on ranks 0, 2, 'O2' on rank 1"]),
-    ([{"a": "1", "b": "2"}, {"a": "1"}], ["b: 2 on rank 0, not set on rank 1"]),
-    ([*[{"v": "2.12"}] * 10, {"v": "2.13"}], ["v: 2.12 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, 2.13 on rank 10"]),
-])  # fmt: skip
-def test_what_differs_is_named_with_each_value_and_its_ranks(settings, said):
-    assert compare_settings(settings) == said
+def test_what_differs_is_named_with_each_value_and_its_ranks():
+    settings = [*[{"v": "2.12"}] * 10, {"v": "2.13", "b": "1"}]
+    assert compare_settings(settings) == [
+        "v: 2.12 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, 2.13 on rank 10",
+        "b: not set on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, 1 on rank 10",
+    ]
 
 
 def test_an_object_of_the_same_kind_is_the_same_setting():
@@ -184,3 +195,67 @@ def test_two_ranks_equal_one_joint_batch(weighted, ended):
     for rank in load(ended, f"accumulation.{weighted}"):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(rank["module"][name], value, rtol=1e-6, atol=1e-6)
+
+
+# Strategies
+
+
+@distributed
+def test_turbo_ddp_equals_ddp(ended):
+    runs = {name: load(ended, f"strategies.{name}") for name in STRATEGIES}
+    for name, (zero, one) in runs.items():
+        assert_same(zero["module"], one["module"])
+        seen = [zero["seen"][k : k + 6] + one["seen"][k : k + 6] for k in (0, 6)]
+        epochs = [sorted(itertools.chain.from_iterable(batches)) for batches in seen]
+        assert epochs == [list(range(48))] * 2, name  # each sample once an epoch over the ranks
+    for turbo, stock, tolerance in (
+        ("turbo", "stock", 0.0), ("static-1", "stock-1", 0.0), ("turbo-O2", "stock-O2", 0.0),
+        ("sized", "stock", 0.0), ("compiled", "stock", 1e-6), ("fp16", "stock", 5e-4),
+    ):  # fmt: skip
+        ours, theirs = runs[turbo][0], runs[stock][0]
+        assert ours["steps"] == theirs["steps"]
+        for name, value in ours["module"].items():
+            torch.testing.assert_close(value, theirs["module"][name], rtol=0, atol=tolerance, msg=turbo)
+    stock = runs["stock"][0]["module"]
+    assert any(not torch.equal(value, stock[name]) for name, value in runs["fp16"][0]["module"].items())  # rounded
+    for name, static, view in (
+        ("stock", False, False), ("turbo", False, True), ("static-1", True, False), ("fp16", False, True),
+    ):  # fmt: skip
+        assert runs[name][0]["ddp"] == {"static_graph": static, "gradient_as_bucket_view": view}, name
+
+
+@distributed
+def test_turbo_ddp_goes_on_from_checkpoints(ended):
+    for step in (8, 12):  # in and at the end of an epoch
+        straight, again = load(ended, "own_orders.None"), load(ended, f"own_orders.{step}")
+        assert [len(rank["seen"]) for rank in straight] == [24, 24]
+        assert [rank["seen"] for rank in again] == [rank["seen"][step:] for rank in straight]
+        assert_same([rank["module"] for rank in again], [rank["module"] for rank in straight])
+
+
+@distributed
+def test_the_memory_format_is_that_which_rank_0_measured(ended):
+    assert load(ended, "formats") == [[True, True]] * 2
+
+
+@distributed
+@pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="the lean parts are for Lightning 2.6")
+def test_the_lean_parts_compute_the_same_and_stop_after_the_same_batch(ended):
+    for stock, lean, killed in zip(*(load(ended, f"lean.{name}") for name in ("stock", "lean", "killed")), strict=True):
+        assert_same(stock["module"], lean["module"])
+        assert stock["metrics"] == lean["metrics"]
+        # Rank 1 was told to end in batch 2; the ranks agree after batch 4.
+        assert (killed["batches"], killed["ended"]) == (4, True)
+    for rank, said in enumerate(load(ended, "lean.uneven")):
+        # One rank is at its end, the other at its third batch; neither was told to end.
+        assert f"got this one at batch {2 + rank} of its run" in said
+
+
+@pytest.mark.slow
+@distributed
+def test_two_spawned_ranks_give_what_ddp_spawn_gives(tmp_path):
+    run_ranks(WORKER, tmp_path, "spawned", ranks=1)
+    stock, turbo = (torch.load(tmp_path / f"spawned.{name}.0", weights_only=True) for name in ("stock", "turbo"))
+    assert_same(stock, turbo)
+    assert stock["metrics"]["steps"] == 6
+    assert not torch.equal(stock["module"]["net.0.weight"], Mean().net[0].weight)

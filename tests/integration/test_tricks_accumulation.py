@@ -3,29 +3,17 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP, ExactAccumulation
 from lightning_turbo.errors import NoEffectWarning
+from tests.trainers import FLAGS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*",
-    "ignore:.*isinstance.treespec, LeafSpec.* is deprecated",  # Lightning's own
-    "ignore:'set_vital' is deprecated",  # torchdata's loader
-)
-FLAGS = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's loader
 
 
 class Points(Dataset):
@@ -104,26 +92,6 @@ def close(model, reference, seen, rtol=1e-6, atol=1e-6):
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(("n", "accumulate", "weight", "clip"), [
-    (30, 4, None, None), (30, 4, None, 0.05), (30, 16, None, None),  # 10 batches: windows of 4, 4, 2, and of 10
-    (29, 4, None, None), (29, 4, size, None), (29, 4, size_on_device, None),  # the last batch has 2 samples
-])  # fmt: skip
-def test_the_last_window_equals_the_big_batch(n, accumulate, weight, clip):
-    model = Net()
-    fit(model, n, 3, accumulate, [ExactAccumulation(weight)], gradient_clip_val=clip)
-    alike = n == 29 and weight is None  # every batch counts the same
-    close(model, *big_batches(n, 3, accumulate, clip=clip, mean_of_batches=alike))
-
-
-def test_lightning_alone_gets_it_wrong():
-    """The gap that the callback closes is still there."""
-    model = Net(lr=0.0)
-    fit(model, 30, 3, 4, [], max_epochs=1)
-    _, seen = big_batches(30, 3, 4, epochs=1, lr=0.0)
-    ratios = [a[0].norm() / b[0].norm() for a, b in zip(model.gradients, seen, strict=True)]
-    assert torch.stack(ratios).tolist() == pytest.approx([1.0, 1.0, 0.5], rel=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # once a process
 def test_a_batch_without_a_loss_does_not_count():
     model, reference = Net(lr=0.0), Net()
@@ -136,6 +104,7 @@ def test_a_batch_without_a_loss_does_not_count():
 
 
 PRECISIONS = {
+    "32": (dict, 1e-6),
     # The scale is a power of two, so float32 gradients lose nothing by it.
     "O0, scaled": (lambda: {"plugins": [ApexAMP("O0", loss_scale=1024.0)]}, 1e-6),
     # bfloat16 has 8 bits: the gradients of single batches round at 2^-8, those of the big batch elsewhere.
@@ -149,67 +118,18 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("weight", [None, size])
-def test_it_is_right_with_every_precision(precision, weight):
+@pytest.mark.parametrize(("n", "accumulate", "weight", "clip", "precision"), [
+    (30, 4, None, None, "32"), (30, 16, None, None, "32"),  # 10 batches: windows of 4, 4, 2, and of 10
+    (29, 4, None, None, "32"), (29, 4, size, None, "32"), (29, 4, size_on_device, None, "32"),  # the last has 2 samples
+    *((30, 4, weight, 0.05, precision) for precision in PRECISIONS for weight in (None, size)),
+])  # fmt: skip
+def test_every_window_equals_the_big_batch(n, accumulate, weight, clip, precision):
     make, tolerance = PRECISIONS[precision]
     model = Net()
-    fit(model, 30, 3, 4, [ExactAccumulation(weight)], gradient_clip_val=0.5, **make())
-    close(model, *big_batches(30, 3, 4, clip=0.5), rtol=tolerance, atol=tolerance)
-
-
-class StopAt(Callback):
-    """Saves a checkpoint after a batch and ends the run."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            trainer.save_checkpoint("stopped.ckpt")
-            trainer.should_stop = True
-
-
-@pytest.mark.parametrize("stop", [1, 3, 8, 11])  # in mid-window, at its end, in the short one, in the next epoch
-@pytest.mark.parametrize("weight", [None, size])
-def test_save_load_go_on_equals_never_having_stopped(stop, weight):
-    def run(callbacks, ckpt_path=None, **flags):
-        model = Net(momentum=0.9)
-        trainer = Trainer(**FLAGS, max_epochs=2, accumulate_grad_batches=4, callbacks=callbacks, **flags)
-        trainer.fit(model, StatefulDataLoader(Points(29), batch_size=3), ckpt_path=ckpt_path)
-        return model
-
-    whole = run([ExactAccumulation(weight)])
-    run([ExactAccumulation(weight), StopAt(stop)], min_epochs=0)
-    resumed = run([ExactAccumulation(weight)], ckpt_path="stopped.ckpt")
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-SCALES = {
-    "32": list,
-    "O1": lambda: [ApexAMP("O1", dtype=torch.float16, loss_scale=128.0)],
-    "O2": lambda: [ApexAMP("O2", dtype=torch.float16, max_loss_scale=1024.0)],
-    "16-mixed": lambda: [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))],
-}
-
-
-@pytest.mark.filterwarnings("ignore:The checkpoint at .* holds no loss scaler's state")
-@pytest.mark.parametrize(("saved", "loaded"), [("32", "O1"), ("O1", "O2"), ("O2", "16-mixed"), ("16-mixed", "32")])
-def test_a_window_goes_on_at_another_scale(saved, loaded):
-    def run(precision, callbacks, **settings):
-        model = Net(lr=1.0)
-        plugins = SCALES[precision]()
-        trainer = Trainer(**FLAGS, max_epochs=1, accumulate_grad_batches=4, callbacks=callbacks, plugins=plugins)
-        trainer.fit(model, StatefulDataLoader(Points(15), batch_size=3), **settings)
-        return model
-
-    whole = run("32", [ExactAccumulation()])
-    run(saved, [ExactAccumulation(), StopAt(3)])
-    resumed = run(loaded, [ExactAccumulation()], ckpt_path="stopped.ckpt")
-    start, end, again = (torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (Net(), whole, resumed))
-    assert torch.allclose(end, again, rtol=0.02, atol=0.01)
-    assert (end - start).abs().max() > 0.15
+    fit(model, n, 3, accumulate, [ExactAccumulation(weight)], gradient_clip_val=clip, **make())
+    alike = n == 29 and weight is None  # every batch counts the same
+    reference = big_batches(n, 3, accumulate, clip=clip, mean_of_batches=alike)
+    close(model, *reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +164,8 @@ class Second(ExactAccumulation):
     (Manual, [], "manual optimization divides its losses itself"),
     (Net, [Second], "several of them"),
     (Quasi, [], "LBFGS runs a batch several times"),
+    (Net, [lambda: Second(3)], r"ExactAccumulation\(weight\): expected a function .* got 3"),
 ])  # fmt: skip
 def test_what_accumulates_otherwise_is_refused(model, callbacks, message):
-    with pytest.raises(MisconfigurationException, match=message):
+    with pytest.raises((MisconfigurationException, TypeError), match=message):
         fit(model(), 30, 3, 1, [ExactAccumulation(), *[make() for make in callbacks]])
-
-
-def test_an_impossible_weight_is_refused():
-    with pytest.raises(ValueError, match=r"weight: expected .* got -1"):
-        fit(Net(), 30, 3, 4, [ExactAccumulation(lambda batch: -1)])
-    with pytest.raises(TypeError, match=r"ExactAccumulation\(weight\): expected a function .* got 3"):
-        ExactAccumulation(3)

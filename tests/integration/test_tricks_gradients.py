@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
@@ -10,14 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_turbo import ApexAMP, GradToNone
 from lightning_turbo.callbacks import grad_to_none
 from lightning_turbo.errors import NoEffectWarning
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*isinstance.treespec, LeafSpec.* is deprecated"
-)
-FLAGS = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-    "enable_model_summary": False, "max_epochs": 2,
-}  # fmt: skip
+from tests.trainers import quiet_trainer
 
 
 class Net(LightningModule):
@@ -55,8 +48,8 @@ class TwoOptimizers(Net):
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             loss = self.net(batch).square().mean()
-            if self.order == "clear first":
-                optimizer.zero_grad()
+            if self.order in ("clear first", "to zero"):
+                optimizer.zero_grad(set_to_none=self.order == "clear first")
             self.manual_backward(loss)
             optimizer.step()
             if self.order == "clear last":
@@ -68,7 +61,7 @@ class TwoOptimizers(Net):
 
 
 def fit(model, callbacks, **flags):
-    trainer = Trainer(**{**FLAGS, **flags}, callbacks=callbacks)
+    trainer = quiet_trainer(max_epochs=flags.pop("max_epochs", 2), **flags, callbacks=callbacks)
     data = torch.randn(18, 4, generator=torch.Generator().manual_seed(3))
     trainer.fit(model, DataLoader(data, batch_size=3))
     return model
@@ -106,6 +99,7 @@ def test_the_numbers_stay_and_the_gradients_go(case):
 
 @pytest.mark.parametrize(("order", "level", "message"), [
     ("clear last", None, "the training loop clears the gradients before the next batch"),
+    ("to zero", None, "keeps the same gradients from one step"),
     ("never clear", "O2", "keeps the same gradients from one step"),
 ])  # fmt: skip
 def test_without_an_effect_it_warns(order, level, message):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -15,19 +14,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader, TurboDDPStrategy, TurboStrategy
-from tests.ranks import run_ranks
+from tests.trainers import quiet_trainer
 from tests.versions import unpickling
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-WORKER = Path(__file__).with_name("turbo_worker.py")
 
 
 class Net(pl.LightningModule):
-    def __init__(self, compiled=False):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-        self.net = torch.compile(net, backend="eager") if compiled else net
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
         self.example_input_array = torch.zeros(4, 1, 6, 6)
         self.losses = []
 
@@ -46,10 +41,7 @@ class Net(pl.LightningModule):
 def fit(model, strategy, **kwargs):
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(32, 1, 6, 6, generator=g), torch.randint(0, 3, (32,), generator=g))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **kwargs,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, **kwargs)
     trainer.fit(model, DataLoader(data, batch_size=8))
     return trainer
 
@@ -72,22 +64,14 @@ def test_turbo_computes_what_the_default_computes(settings):
         assert all(torch.equal(a, b) for a, b in zip(parameters, ends[0][1], strict=True))
 
 
-def test_turbo_takes_a_compiled_model():
-    plain, compiled = Net(), Net(compiled=True)
-    fit(plain, "turbo")
-    fit(compiled, "turbo")
-    assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
-
-
-COMPILED = {"network": {"backend": "aot_eager"}, "eager": {"backend": "eager"}}
+EAGER = {"backend": "eager"}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.parametrize("level", [None, "O0", "O1", "O2"])
-def test_a_network_is_compiled_in_place_for_the_run(level, how):
+def test_a_network_is_compiled_in_place_for_the_run(level):
     ends = []
-    for compiled in (None, COMPILED[how]):
+    for compiled in (None, {"backend": "aot_eager"}):
         model, seen = Net(), []
         model.on_train_end = lambda model=model, seen=seen: seen.append(model.net._compiled_call_impl is not None)
         plugins = [] if level is None else [ApexAMP(level, dtype=torch.bfloat16)]
@@ -104,28 +88,16 @@ def test_a_network_is_compiled_in_place_for_the_run(level, how):
 def test_a_compiled_run_goes_on_from_a_plain_one_and_back(tmp_path):
     def train(path=None, compiled=None, epochs=2):
         model, data = Net(), TensorDataset(torch.randn(16, 1, 6, 6), torch.arange(16) % 3)
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy=TurboStrategy(compile=compiled), max_epochs=epochs, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(strategy=TurboStrategy(compile=compiled), max_epochs=epochs)
         trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=path, **unpickling(False))
         return trainer, model
 
-    eager = COMPILED["eager"]
     whole = train(epochs=4)[1]
-    train(compiled=eager)[0].save_checkpoint(tmp_path / "compiled")
+    train(compiled=EAGER)[0].save_checkpoint(tmp_path / "compiled")
     train(tmp_path / "compiled", epochs=3)[0].save_checkpoint(tmp_path / "plain")
-    rest = train(tmp_path / "plain", compiled=eager, epochs=4)[1]
+    rest = train(tmp_path / "plain", compiled=EAGER, epochs=4)[1]
     assert rest.losses == whole.losses[-2:]
     assert all(torch.equal(a, b) for a, b in zip(rest.parameters(), whole.parameters(), strict=True))
-
-
-def test_a_compiled_network_is_put_back_after_an_error():
-    model = Net()
-    model.on_train_start = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        fit(model, TurboStrategy(compile=COMPILED["eager"]))
-    assert model.net._compiled_call_impl is None
 
 
 def test_the_memory_format_is_set():
@@ -170,13 +142,10 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     (lambda: TurboStrategy(cudnn_benchmark=1), TypeError, "cudnn_benchmark=1: expected True, False or None"),
     (lambda: TurboStrategy(matmul_precision="low"), ValueError, "matmul_precision: expected None, 'highest', 'high'"),
     (lambda: TurboStrategy(lean_step=1), TypeError, "lean_step=1: expected True, False or None"),
-    (lambda: TurboStrategy(lean_logging="yes"), TypeError, "lean_logging='yes': expected True, False or None"),
-    (lambda: TurboStrategy(compile="all"), ValueError, "compile: expected None, 'network', 'blocks' or a dict"),
     (lambda: TurboStrategy(compile=True), TypeError, "compile: expected None, 'network', 'blocks' or a dict"),
     (lambda: TurboDDPStrategy(sigterm_every=0), ValueError, "sigterm_every: expected an integer of at least 1, got 0"),
     (lambda: TurboDDPStrategy(grad_compression="int8"), ValueError, "grad_compression: expected None, 'bf16' or"),
     (lambda: TurboDDPStrategy(static_graph=1), TypeError, "static_graph=1: expected True or False"),
-    (lambda: TurboDDPStrategy(gradient_as_bucket_view="no"), TypeError, "gradient_as_bucket_view='no': expected True"),
     (lambda: TurboDDPStrategy(None, None, None, None, None, None, print, grad_compression="fp16"), ValueError,
      "Pass either grad_compression or ddp_comm_hook"),
     (lambda: TurboStrategy().state_key, TypeError,  # which fit asks of callbacks
@@ -239,9 +208,9 @@ def test_a_checkpoint_io_is_given_once_in_either_place(make):
 
 
 def test_checkpoints_are_written_in_another_thread(tmp_path):
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=TurboStrategy(checkpoint_io=AsyncCheckpointIO()), max_epochs=1, logger=False,
-        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+    trainer = quiet_trainer(
+        strategy=TurboStrategy(checkpoint_io=AsyncCheckpointIO()), max_epochs=1, default_root_dir=tmp_path,
+        enable_checkpointing=True,
     )  # fmt: skip
     model = Net()
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(8, 1, 6, 6), torch.arange(8) % 3), batch_size=4))
@@ -253,22 +222,13 @@ def test_checkpoints_are_written_in_another_thread(tmp_path):
 @pytest.mark.parametrize("strategy", [TurboStrategy, TurboDDPStrategy])
 def test_a_trainer_can_be_pickled_and_copied(strategy):
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy(prefetch_batches=3), logger=False)
-    trainer.strategy._borrowed.callback(lambda: None)  # as in a run
+    given_back = []
+    trainer.strategy._borrowed.callback(lambda: given_back.append(True))  # as in a run
     for twin in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
         assert type(twin.strategy) is strategy
         assert twin.strategy.prefetch_batches == 3
-
-
-def test_a_copy_made_in_a_run_gives_nothing_back():
-    class Copies(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            copy.deepcopy(trainer.strategy)._borrowed.close()
-            pickle.loads(pickle.dumps(trainer.strategy))._borrowed.close()
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            assert index == 0 or all(p.grad is None for p in module.parameters())  # the first step is watched
-
-    fit(Net(), "turbo", callbacks=[Copies()])
+        twin.strategy._borrowed.close()
+    assert given_back == []
 
 
 @pytest.mark.parametrize("step", [5, 6, 7, 8])
@@ -283,11 +243,9 @@ def test_the_rest_of_an_epoch_accumulates_what_its_scheduler_says(step, tmp_path
 
     def train(**resume):
         model = Net()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy="turbo", max_epochs=3, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}), Save()],
-        )  # fmt: skip
+        trainer = quiet_trainer(
+            strategy="turbo", max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}), Save()]
+        )
         trainer.fit(model, PrefetchLoader(data, batch_size=8), **resume)
         return model, trainer.global_step
 
@@ -295,96 +253,3 @@ def test_the_rest_of_an_epoch_accumulates_what_its_scheduler_says(step, tmp_path
     rest, at = train(ckpt_path=path, **unpickling(False))
     assert (at, rest.losses) == (steps, whole.losses[-len(rest.losses) :])
     assert all(torch.equal(a, b) for a, b in zip(rest.parameters(), whole.parameters(), strict=True))
-
-
-class Counting(DataLoader):
-    """Shuffles by an epoch of its own, which its state holds: at an epoch's end, that of the next one."""
-
-    def __init__(self):
-        super().__init__(TensorDataset(torch.randn(24, 1, 6, 6), torch.arange(24) % 3), batch_size=8)
-        self.epoch, self.given = 0, 0
-
-    def __iter__(self):
-        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).split(8)
-        first, self.given = self.given, 0
-        for rows in order[first:]:
-            self.given += 1
-            if self.given + first == len(order):
-                self.epoch, self.given = self.epoch + 1, 0
-            yield self.dataset[rows]
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "given": self.given}
-
-    def load_state_dict(self, state):
-        self.epoch, self.given = state["epoch"], state["given"]
-
-
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-def test_a_loader_with_a_state_of_its_own_gets_it_back_at_the_end_of_an_epoch(strategy, tmp_path):
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(tmp_path / "step.ckpt")
-
-    def train(**resume):
-        torch.manual_seed(0)
-        model = Net()
-        pl.Trainer(
-            accelerator="cpu", devices=1, strategy=strategy, max_epochs=3, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[] if resume else [Save()],
-        ).fit(model, Counting(), **resume)  # fmt: skip
-        return model
-
-    whole, rest = train(), train(ckpt_path=tmp_path / "step.ckpt", **unpickling(False))
-    assert rest.losses == whole.losses[3:]
-
-
-SPAWN = Path(__file__).with_name("spawn_worker.py")
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_spawned_ranks_give_what_ddp_spawn_gives(tmp_path):
-    run_ranks(SPAWN, tmp_path, ranks=1)
-    stock, turbo = (torch.load(tmp_path / name, weights_only=True) for name in ("stock", "turbo"))
-    assert turbo["metrics"] == stock["metrics"]
-    assert all(torch.equal(turbo["module"][name], value) for name, value in stock["module"].items())
-    assert stock["metrics"]["steps"] == 6
-    assert not torch.equal(stock["module"]["net.weight"], stock["start"])
-
-
-@pytest.mark.distributed
-def test_two_ranks_under_turbo_ddp_equal_ddp(tmp_path):
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    run_ranks(WORKER, folder)
-    runs = {path.name: torch.load(path, weights_only=True) for path in folder.iterdir()}
-    assert [runs.pop(f"formats.{rank}") for rank in (0, 1)] == [[True, True]] * 2  # as rank 0 measured
-    for rank in (0, 1):
-        straight, in_epoch, at_its_end = runs.pop(f"orders.{rank}")
-        assert len(straight) == 24
-        assert in_epoch == straight[8:], rank
-        assert at_its_end == straight[12:], rank
-    for rank in (0, 1):  # from a checkpoint of a whole epoch
-        again, workers = runs.pop(f"again.{rank}"), runs[f"workers.{rank}"]
-        assert again["seen"] == workers["seen"][6:]
-        assert all(torch.equal(again["module"][name], value) for name, value in workers["module"].items())
-    for name in {file.split(".")[0] for file in runs}:
-        a, b = runs[f"{name}.0"], runs[f"{name}.1"]
-        assert all(torch.equal(x, y) for x, y in zip(a["module"].values(), b["module"].values(), strict=True)), name
-        epochs = [sorted(i for batch in (*a["seen"][k : k + 6], *b["seen"][k : k + 6]) for i in batch) for k in (0, 6)]
-        assert epochs == [list(range(48))] * 2, name  # each sample once an epoch over the ranks
-    for turbo, stock, tolerance in (
-        ("turbo", "stock", 0.0), ("static-1", "stock-1", 0.0), ("turbo-O2", "stock-O2", 0.0),
-        ("sized", "stock", 0.0), ("compiled", "stock", 1e-6), ("fp16", "stock", 5e-4),
-    ):  # fmt: skip
-        assert runs[f"{turbo}.0"]["steps"] == runs[f"{stock}.0"]["steps"]
-        for name, ours in runs[f"{turbo}.0"]["module"].items():
-            torch.testing.assert_close(ours, runs[f"{stock}.0"]["module"][name], rtol=0, atol=tolerance, msg=turbo)
-    stock = runs["stock.0"]["module"]
-    assert any(not torch.equal(ours, stock[name]) for name, ours in runs["fp16.0"]["module"].items())  # rounded
-    for name, static, view in (
-        ("stock", False, False), ("turbo", False, True), ("static-1", True, False), ("fp16", False, True),
-    ):  # fmt: skip
-        assert runs[f"{name}.0"]["ddp"] == {"static_graph": static, "gradient_as_bucket_view": view}, name

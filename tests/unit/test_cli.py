@@ -132,18 +132,6 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert "classes=('a', 'b') does not go" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("nowhere", "out"), "nowhere"),
-        (("folder", "out", "--size", "8"), "size '8': expected HEIGHTxWIDTH in pixels, as 224x224, or DEPTHx"),
-        (("folder", "out", "--size", "0x4"), "size '0x4'"),
-    ],
-)
-def test_pack_refuses_in_words(capsys, argv, message):
-    assert message in refused(capsys, "pack", *argv)
-
-
 def test_errors_of_ours_are_told_without_a_traceback_and_bugs_with_one(capsys, monkeypatch):
     def fail(error):
         def run_demo(settings):

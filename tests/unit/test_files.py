@@ -1,25 +1,8 @@
 """Files that are written whole or not at all."""
 
 import os
-import resource
-
-import pytest
 
 from lightning_turbo._files import whole_file
-
-
-def test_a_full_disk_leaves_what_was_there_and_names_the_file(tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text("before")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # the system's error is that of a disk with 1000 bytes
-    try:
-        with pytest.raises(OSError, match=r"results\.json"), whole_file(path) as part:
-            part.write_text("x" * 5000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
-    assert path.read_text() == "before"
 
 
 def test_two_writers_do_not_take_each_others_file(tmp_path):

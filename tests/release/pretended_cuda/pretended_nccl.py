@@ -1,8 +1,4 @@
-"""A process group that takes what NCCL takes, tensors of a device alone, and SyncBatchNorm's kernels.
-
-gloo does the work on copies in the host's memory. The kernels follow Ioffe and Szegedy, Batch Normalization, 2015, with
-the sums over all ranks.
-"""
+"""A process group that takes what NCCL takes, tensors of a device alone; gloo does the work on copies."""
 
 import torch
 import torch.distributed as dist
@@ -135,59 +131,4 @@ def install():
     nn.parallel.DistributedDataParallel.__init__ = wrap_and_wait
 
 
-# SyncBatchNorm, channels in dimension 1
-
-
-def others(x):
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
-def spread(value, x):
-    return value.float().view(1, -1, *[1] * (x.dim() - 2))
-
-
-def stats(x, eps):
-    x = x.float()
-    return x.mean(others(x)), (x.var(others(x), unbiased=False) + eps).rsqrt()
-
-
-def gather_stats(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
-    counts = counts.float().view(-1, 1)
-    total = counts.sum()
-    joint = (mean * counts).sum(0) / total
-    variance = ((invstd.pow(-2) - eps + mean.square()) * counts).sum(0) / total - joint.square()
-    if running_mean is not None:
-        running_mean.lerp_(joint.to(running_mean.dtype), momentum)
-        running_var.lerp_((variance * total / (total - 1)).to(running_var.dtype), momentum)
-    return joint, (variance + eps).rsqrt()
-
-
-def normalise(x, weight, bias, mean, invstd, eps):
-    out = (x.float() - spread(mean, x)) * spread(invstd, x)
-    return (out if weight is None else out * spread(weight, x) + spread(bias, x)).to(x.dtype)
-
-
-def backward_sums(grad, x, mean, invstd, weight, *_):
-    grad, dtype = grad.float(), torch.float32 if weight is None else weight.dtype
-    whole, centred = grad.sum(others(x)), (grad * (x.float() - spread(mean, x))).sum(others(x))
-    return whole, centred, (centred * invstd).to(dtype), whole.to(dtype)
-
-
-def backward(grad, x, mean, invstd, weight, whole, centred, counts):
-    total = counts.sum().float()
-    out = grad.float() - spread(whole / total, x)
-    out -= (x.float() - spread(mean, x)) * spread(centred * invstd.square() / total, x)
-    out *= spread(invstd if weight is None else invstd * weight, x)
-    return out.to(x.dtype)
-
-
-kernels = torch.library.Library("aten", "IMPL", "CUDA")
-for name, kernel in {
-    "batch_norm_stats": stats,
-    "batch_norm_gather_stats_with_counts": gather_stats,
-    "batch_norm_elemt": normalise,
-    "batch_norm_backward_reduce": backward_sums,
-    "batch_norm_backward_elemt": backward,
-}.items():
-    kernels.impl(name, kernel)
 install()

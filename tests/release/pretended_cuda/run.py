@@ -26,7 +26,6 @@ REAL = (
     "tests/gpu/test_dali.py",
     "tests/gpu/test_device_prefetch.py::test_throughput_is_that_of_data_on_the_device",
     "tests/gpu/test_doctor.py::test_the_time_line_is_the_devices",
-    "tests/gpu/test_doctor.py::test_the_machine_is_known",
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_turbo.doctor.facts import Facts, Site
 from lightning_turbo.doctor.page import as_html
-from lightning_turbo.doctor.report import Report, as_json, as_text, place, verdict
+from lightning_turbo.doctor.report import Report, as_json, as_text, verdict
 from lightning_turbo.doctor.rules.rule import Finding, Place
 from lightning_turbo.doctor.timeline import PHASES, Segment, sum_phases
 
@@ -86,11 +86,6 @@ def test_picture_table_json_and_console_have_one_total(report):
     ("phases", "said"),
     [
         ({"data": 0.043, "forward": 0.057}, "Your step waits 43% of its 100.00 ms for data: loading ahead helps."),
-        ({"data": 0.001, "forward": 0.001}, "Your step waits 50% of its 2.00 ms for data."),
-        (
-            {"data": 0.001, "backward": 0.099},
-            "Compute-bound: your step waits 1% of its 100.00 ms for data, so prefetch",
-        ),
         (
             {"data": 0.009, "forward": 0.091},
             "Compute-bound: your step waits 9% of its 100.00 ms for data, so prefetching will h",
@@ -102,17 +97,13 @@ def test_picture_table_json_and_console_have_one_total(report):
 )
 def test_the_verdict_comes_first(phases, said):
     assert verdict(Facts(phases=phases)).startswith(said)
-    report = Report(facts=Facts(phases=phases), findings=())
+    report = Report(facts=Facts(phases=phases, watched=4), findings=())
     assert " ".join(as_text(report).split()).startswith(f"lightning-turbo doctor: {said}")
     assert as_json(report)["verdict"].startswith(said)
-    assert said in as_html(as_json(report))
-
-
-def test_an_empty_report_says_so():
-    empty = Report(facts=Facts(watched=4), findings=())
-    assert "Nothing to change was found." in as_html(as_json(empty))
-    assert "Nothing to change was found." in as_text(empty)
-    assert "Nothing" not in as_text(Report(facts=Facts(), findings=(), short="too short"))
+    for text in (as_html(as_json(report)), as_text(report)):
+        assert said in " ".join(text.split())
+        assert "Nothing to change was found." in text
+    assert "Nothing" not in as_text(Report(facts=Facts(phases=phases), findings=(), short="too short"))
 
 
 def test_the_json_is_plain_and_complete(report):
@@ -130,11 +121,6 @@ def test_the_json_is_plain_and_complete(report):
 def test_the_text_fits_the_terminal(report, width):
     plain = Report(facts=report.facts, findings=(finding(what="word " * 60, site=None),), short="word " * 60)
     assert max(map(len, as_text(plain, width=width).splitlines())) <= width
-
-
-def test_places_are_relative_to_the_working_directory(tmp_path):
-    assert place(Site(file=str(tmp_path / "train.py"), line=3)) == "train.py:3"
-    assert place(Site(file="/elsewhere/train.py", line=3)) == "/elsewhere/train.py:3"
 
 
 def test_files_are_written_with_their_folder(report, tmp_path):

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_turbo.doctor.facts import (
-    Call,
-    Facts,
-    Loader,
-    OptimizerFacts,
-    Part,
-    SchedulerFacts,
-    Site,
-)
+from lightning_turbo.doctor.facts import Call, Facts, Loader, OptimizerFacts, Part, SchedulerFacts, Site
 from lightning_turbo.doctor.report import Report, as_json, as_text
 from lightning_turbo.doctor.rules import RULES, diagnose
 from lightning_turbo.doctor.rules.rule import LEVELS
@@ -43,17 +35,13 @@ def cyclic(**more):
 CASES = {
     "host-sync": [
         (replace(CPU, calls=calls("sync")), "warning"),
-        (replace(CPU, calls=calls("sync", count=2, steps=2)), "warning"),
         (replace(CPU, calls=calls("sync", count=1, steps=1)), "info"),
-        (replace(CUDA, calls=calls("sync")), "warning"),
         (replace(CPU, calls=calls("sync", within="a layer of torch")), "info"),
         (replace(CUDA, calls=calls("sync", within="torchmetrics")), "warning"),
-        (replace(CPU, calls=calls("log")), None),
+        (CPU, None),
     ],
     "progress-bar-sync": [
         (replace(CUDA, calls=calls("log")), "info"),
-        (replace(CUDA, calls=calls("log", count=1, steps=1)), "info"),
-        (replace(CPU, calls=calls("log")), "info"),
         (CUDA, None),
     ],
     "made-on-host": [
@@ -64,7 +52,6 @@ CASES = {
     ],
     "housekeeping": [
         (replace(CPU, calls=calls("housekeeping")), "warning"),
-        (replace(CPU, calls=calls("housekeeping", count=1, steps=1)), "info"),
         (CPU, None),
     ],
     "retained-graph": [
@@ -90,7 +77,6 @@ CASES = {
         (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=4)), None),
         (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=9)), "warning"),
         (replace(CPU, loader=replace(LOADER, workers=9)), "info"),
-        (replace(CPU, loader=LOADER), None),
         (replace(CPU, phases=SLOW, loader=replace(LOADER, standard=False)), None),
     ],
     "pin-memory": [
@@ -104,7 +90,6 @@ CASES = {
         (replace(CPU, loader=replace(LOADER, workers=2), epochs=3, batches=50), "info"),
         (replace(CPU, loader=replace(LOADER, workers=2), epochs=1, batches=49), None),
         (replace(CPU, loader=replace(LOADER, workers=2, persistent_workers=True), epochs=3), None),
-        (replace(CPU, loader=LOADER, epochs=3), None),
     ],
     "lost-sampler": [
         (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False)), "error"),
@@ -123,7 +108,6 @@ CASES = {
         (CUDA, None),
         (replace(CUDA, capability=(6, 1), tf32=False), None),
         (replace(CUDA, precision="bf16-mixed", tf32=False), None),
-        (replace(CUDA, precision="64-true", tf32=False), None),
         (CPU, None),
     ],
     "clip-before-unscale": [(replace(CPU, calls=calls("clip")), "error"), (CPU, None)],
@@ -131,7 +115,6 @@ CASES = {
         (replace(CPU, optimizers=adam(one_by_one=True)), "warning"),
         (replace(CUDA, optimizers=adam(can_fuse=True)), "info"),
         (replace(CPU, optimizers=adam(can_fuse=True)), None),
-        (replace(CUDA, optimizers=adam()), None),
     ],
     "unused-parameters": [
         (replace(CPU, unused=(Part(name="spare.weight"),)), "info"),
@@ -143,7 +126,6 @@ CASES = {
         (replace(CPU, accumulate=4, batches=12), None),
         (replace(CPU, accumulate=4, batches=10, exact_windows=True), None),
         (replace(CPU, accumulate=1, batches=10), None),
-        (replace(CPU, accumulate=4), None),
     ],
     "bias-before-norm": [(replace(CPU, biases=(Part(name="net.0"),)), "info"), (CPU, None)],
     "graph-breaks": [(replace(CPU, graph_breaks={"Data-dependent branching": 2}), "info"), (CPU, None)],
@@ -151,7 +133,6 @@ CASES = {
     "stepped-per-epoch": [
         (replace(CPU, epochs=9, schedulers=cyclic(length=10)), "warning"),
         (replace(CPU, epochs=10, schedulers=cyclic(length=10)), None),
-        (replace(CPU, schedulers=cyclic(length=10)), None),
         (replace(CPU, epochs=9, schedulers=cyclic(length=10, interval="step")), None),
         (replace(CPU, epochs=9, automatic=False, schedulers=cyclic(length=10)), None),
         (replace(CPU, epochs=9, schedulers=(SchedulerFacts(name="StepLR"),)), None),
@@ -177,21 +158,14 @@ def test_a_rule_speaks_at_its_threshold(name, facts, level):
     assert all(finding.remedy.endswith(".") for finding in findings)
 
 
-def test_nothing_is_said_of_nothing():
-    assert diagnose(Facts()) == []
-
-
 def test_the_gravest_comes_first_and_then_the_costliest():
-    facts = replace(
-        CUDA,
-        world_size=2,
-        loader=replace(LOADER, pin_memory=True, sharded=False),
-        biases=(Part(name="conv"),),
-        calls=(
-            Call(kind="sync", name="cheap", site=SITE, count=4, steps=4, seconds=0.1),
-            Call(kind="sync", name="dear", site=SITE, count=4, steps=4, seconds=0.9),
-        ),
+    cheap, dear = (
+        Call(kind="sync", name=name, site=SITE, count=4, steps=4, seconds=seconds)
+        for name, seconds in (("cheap", 0.1), ("dear", 0.9))
     )
+    loader = replace(LOADER, pin_memory=True, sharded=False)
+    facts = replace(CUDA, world_size=2, loader=loader, biases=(Part(name="conv"),), calls=(cheap, dear))
+    assert diagnose(Facts()) == []
     found = [(finding.level, finding.what.split()[0]) for finding in diagnose(facts)]
     assert [level for level, _ in found] == sorted((level for level, _ in found), key=LEVELS.index)
     assert [what for _, what in found if what in ("cheap", "dear")] == ["dear", "cheap"]
@@ -213,7 +187,6 @@ LAYERS = tuple(Part(name=f"block.{i}.conv", site=SITE) for i in range(16))
         (replace(CUDA, calls=lines(3, 5, 9)), 3, ["/t.py:3", "/t.py:5", "/t.py:9"]),
         (replace(CUDA, calls=lines(3, 5, within="torchmetrics")), 2, ["/t.py:3", "/t.py:5"]),
         (replace(CPU, biases=LAYERS), 16, ["train.py:7 (block.0.conv, block.1.conv, block.2.conv and 13 more)"]),
-        (replace(CPU, unused=LAYERS[:2]), 2, ["train.py:7 (block.0.conv, block.1.conv)"]),
         (replace(CPU, unused=LAYERS[:1]), 1, ["train.py:7"]),
         (replace(CPU, unused=(Part(name="a"), Part(name="b"))), 2, ["a, b"]),
     ],
@@ -238,15 +211,7 @@ def test_the_remedy_fits_the_cause(within, remedy):
     (finding,) = diagnose(replace(CPU, calls=calls("sync", within=within)))
     assert remedy in finding.remedy
     assert (f"within {within}" in finding.what) == bool(within)
-
-
-def test_the_rate_is_told_in_words():
-    def told(**more):
-        return diagnose(replace(CPU, calls=calls("sync", **more)))[0].what
-
-    assert told().endswith("once a step")
-    assert told(count=12).endswith("3 times a step")
-    assert told(count=1, steps=1).endswith("in 1 of 4 steps")
+    assert finding.what.endswith("once a step")
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "symptoms.md"

@@ -1,10 +1,8 @@
 """How many processes start at the same time, in which order they measure, and how the time is kept: on a fake clock."""
 
-import io
 from unittest.mock import MagicMock
 
 import pytest
-from rich.console import Console
 
 from lightning_turbo.measure import (
     Interrupt,
@@ -163,12 +161,3 @@ def test_the_time_that_is_left_is_told_from_starts_and_rounds(clock):
     run(Machine(clock), shown=shown, rounds=5)
     assert told[:2] == [float("inf")] * 2, "no round was run yet"
     assert told[3:] == pytest.approx([3 * START + 15 * ROUND + 4 * START + 25.0] * 15)
-
-
-def test_a_terminal_shows_the_time_that_is_left(clock):
-    screen = io.StringIO()
-    with Progress(clock[0] + 105.0, Console(file=screen, force_terminal=True, width=80)) as shown:
-        shown.expect([Work(4, 100, 4.0)])
-        clock[0] += 20.0
-        shown.advance("starts")
-    assert "0:01:04" in screen.getvalue()

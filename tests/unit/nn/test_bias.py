@@ -249,28 +249,19 @@ def test_a_copy_beside_the_network_is_seen_if_its_owner_is_given():
     net = Online()
     with pytest.warns(NoEffectWarning, match="its copy in average"):
         drop_bias_before_norm(net.online, within=net)
-    for arguments, message in (
-        ((net.online, net.own), "within: expected a module that contains module=Sequential, got 'Conv2d'"),
-        ((3, net), "module: expected a torch.nn.Module, got 3"), ((net, 3), "within: expected a torch.nn.Module"),
-    ):  # fmt: skip
-        with pytest.raises((TypeError, ValueError), match=message):
-            drop_bias_before_norm(arguments[0], within=arguments[1])
+    with pytest.raises(ValueError, match="within: expected a module that contains module=Sequential, got 'Conv2d'"):
+        drop_bias_before_norm(net.online, within=net.own)
+    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got 3"):
+        drop_bias_before_norm(3, within=net)
 
 
 # Checkpoints, old and new.
 
 
 @pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("instance", [False, True])
-def test_checkpoints_load_in_both_directions(copied, instance):
-    def make():
-        net = nested()
-        if instance:
-            net[1][1] = nn.InstanceNorm2d(4)
-        return net
-
+def test_checkpoints_load_in_both_directions(copied):
     x = torch.randn(2, 3, 5, 5)
-    old, net = warmed(make(), x).eval(), make()
+    old, net = warmed(nested(), x).eval(), nested()
     state = old.state_dict()
     kept = {name: value.clone() for name, value in state.items()}
     drop_bias_before_norm(net)
@@ -285,7 +276,7 @@ def test_checkpoints_load_in_both_directions(copied, instance):
         close(net.eval()(x), old(x))
     assert all(torch.equal(value, kept[name]) for name, value in state.items())  # the checkpoint itself is not touched
     assert net[1][0].bias is None
-    plain = make()  # the network as it was written loads what is saved
+    plain = nested()  # the network as it was written loads what is saved
     plain.load_state_dict(net.state_dict())
     close(plain.eval()(x), old(x))
     assert net.half().state_dict()["1.0.bias"].dtype is torch.float16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_turbo.nn.compile import check_compile, compiled_in_place, repeated_blocks
+from lightning_turbo.nn.compile import compiled_in_place, repeated_blocks
 
 # What torch itself reads while it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -77,23 +77,6 @@ def test_repeated_blocks_are_compiled_once(backend):
     assert backend.graphs == 1
 
 
-def test_blocks_of_blocks_are_compiled_from_the_outermost():
-    inner = [nn.Sequential(Block(), Block()) for _ in range(2)]
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
-    )
-    assert repeated_blocks(model(*inner, encoder)) == [*inner[0], *inner[1], *encoder.layers]
-
-
-def test_many_networks_in_a_list_are_compiled_each(backend):
-    heads = nn.ModuleList(nn.Linear(4, 4 + n) for n in range(12))  # more than torch keeps for one function
-    with compiled_in_place(model(heads, nn.ReLU()), {"backend": backend}) as compiled:
-        for head in heads:
-            head(torch.randn(3, 4))
-    assert compiled == list(heads)
-    assert backend.graphs == 12
-
-
 def test_what_torch_compiled_again_and_where_it_left_a_graph_is_said_with_line_and_reason(backend, capsys):
     said, network = [], Prints(4, 4)
     with compiled_in_place(model(network), {"backend": backend, "dynamic": False}, said.append):
@@ -129,22 +112,3 @@ def test_it_is_taken_off_after_an_error_and_what_somebody_else_compiled_is_left(
 def test_nothing_to_compile_is_an_error(how, parts, text):
     with pytest.raises(ValueError, match=text), compiled_in_place(model(*parts), how):
         pass
-
-
-def test_bad_settings_are_refused_in_words():
-    with pytest.raises(TypeError, match="compile: expected None, 'network', 'blocks' or a dict"):
-        check_compile(True)
-    for how in ("all", {"what": "all", "backend": "eager"}):
-        with pytest.raises(ValueError, match=r"compile: expected None, 'network', .* got .*'all'"):
-            check_compile(how)
-    for how in (None, "network", "blocks", {}, {"what": "blocks", "mode": "max-autotune"}):
-        check_compile(how)
-
-
-@pytest.mark.slow
-def test_inductor_computes_the_same(tmp_path):
-    network, x = nn.Sequential(Block(), Block()), torch.randn(3, 4)
-    expected = network(x)
-    for how in ("network", "blocks"):
-        with compiled_in_place(model(network), how):
-            torch.testing.assert_close(network(x), expected)

@@ -100,24 +100,6 @@ def test_biases_and_norms_get_no_decay_and_no_trust_ratio():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0, 0.05]
 
 
-@pytest.mark.parametrize("make", [lars, lamb])
-def test_a_resumed_run_equals_one_that_never_stopped(make):
-    def train(model, optimizer, steps):
-        for step in steps:
-            gradients(model, step)
-            optimizer.step()
-        return model, optimizer
-
-    whole, _ = train(model := network(), make(model, lr=0.1), range(6))
-    first, optimizer = train(model := network(), make(model, lr=0.1), range(3))
-    second = network()
-    second.load_state_dict(first.state_dict())
-    resumed = make(second, lr=0.1)
-    resumed.load_state_dict(optimizer.state_dict())
-    train(second, resumed, range(3, 6))
-    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), second.parameters(), strict=True))
-
-
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("lightning_turbo._optional.installed", lambda module: False)
     for make in (lars, lamb):

@@ -79,22 +79,20 @@ def test_nobody_is_asked_for_what_the_prefetching_thread_does(said, monkeypatch)
     strategy._borrowed.close()
 
 
+def test_dali_s_loaders_are_not_wrapped():
+    loader = DALILoader.__new__(DALILoader)  # DALI need not be there
+    assert on_cuda().process_dataloader(loader) is loader
+
+
 def test_hooks_on_an_object_see_batches_before_their_copy_as_those_of_a_class_do():
     class Overrides(LightningModule):
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return batch
 
-    trainer = SimpleNamespace(datamodule=LightningDataModule())
-    network = Overrides()
-    network.trainer = trainer
-    network.transfer_batch_to_device = trainer.datamodule.transfer_batch_to_device = print
-    assert hooks_before_transfer(network, trainer.datamodule) == [
-        "Overrides.on_before_batch_transfer",
-        "Overrides.transfer_batch_to_device",
+    data, network = LightningDataModule(), Overrides()
+    network.trainer = SimpleNamespace(datamodule=data)
+    network.transfer_batch_to_device = data.transfer_batch_to_device = print
+    assert hooks_before_transfer(network, data) == [
+        "Overrides.on_before_batch_transfer", "Overrides.transfer_batch_to_device",
         "LightningDataModule.transfer_batch_to_device",
-    ]
-
-
-def test_dali_s_loaders_are_not_wrapped():
-    loader = DALILoader.__new__(DALILoader)  # DALI need not be there
-    assert on_cuda().process_dataloader(loader) is loader
+    ]  # fmt: skip

@@ -1,12 +1,6 @@
-"""Trains, and goes on from a checkpoint; run in processes of its own too.
-
-``python resume_worker.py straight|resumed FOLDER LEVEL-OPTIMIZER-DTYPE,...``
-"""
+"""Trains, goes on from checkpoints of three moments, and compares the ends; in one process or in each of two ranks."""
 
 import os
-import sys
-import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -15,6 +9,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP
+from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 OPTIMIZERS = {
@@ -23,6 +18,9 @@ OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
 }
+LEVELS = ("O0", "O1", "O2", "O3")
+ALL = [f"{level}-{optimizer}-bfloat16" for level in LEVELS for optimizer in OPTIMIZERS]
+ALL += [f"{level}-{optimizer}-float16" for level in ("O1", "O2") for optimizer in OPTIMIZERS]
 MOMENTS = ("mid_epoch", "mid_window", "epoch_end")
 BATCHES = 6
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -86,11 +84,10 @@ def run(case, folder, moment=None):
     bits = Bits()
     place = folder / case
     place.mkdir(parents=True, exist_ok=True)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto", max_epochs=2,
-        accumulate_grad_batches=2, gradient_clip_val=1.0, callbacks=[bits] if moment else [bits, Saves(place)],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, plugins=[ApexAMP(level, dtype=getattr(torch, half))],
+    trainer = quiet_trainer(
+        devices=RANKS, strategy="ddp" if RANKS > 1 else "auto", max_epochs=2, accumulate_grad_batches=2,
+        gradient_clip_val=1.0, callbacks=[bits] if moment else [bits, Saves(place)], use_distributed_sampler=False,
+        plugins=[ApexAMP(level, dtype=getattr(torch, half))],
     )  # fmt: skip
     ckpt = str(place / f"{moment}.ckpt") if moment else None
     loader = StatefulDataLoader(data, batch_size=8 // RANKS, sampler=sampler)
@@ -102,14 +99,28 @@ def run_all(case, folder):
     return {moment or "straight": run(case, folder, moment) for moment in (None, *MOMENTS)}
 
 
-def main():
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    how, folder, cases = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(",")
-    for case in cases:
-        for moment in (None,) if how == "straight" else MOMENTS:
-            torch.save(run(case, folder, moment), folder / case / f"{moment or how}.final.{RANK}")
+def assert_same(a, b, path=""):
+    assert type(a) is type(b), path
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, path
+        assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}/{index}")
+    else:
+        assert a == b, path
 
 
-if __name__ == "__main__":
-    main()
+def check_resumed(case, ends):
+    """The runs from each moment end as the straight one."""
+    straight = ends["straight"]
+    assert straight["step"] == 6
+    if case.endswith("float16") and case[:2] in ("O1", "O2") and "bfloat16" not in case:
+        assert straight["scale"]["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 5}
+    for moment in MOMENTS:
+        assert_same(straight, ends[moment], f"{case}/{moment}")

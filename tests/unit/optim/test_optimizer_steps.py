@@ -1,0 +1,90 @@
+"""What follows the steps of an optimizer: a step that a scaler skips is none, and a copy follows its own optimizer."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo.optim import GradientRelease, LearningRateScaling, cyclic_lr
+
+
+class Cycle:
+    def __init__(self, optimizer):
+        self.schedule = cyclic_lr(optimizer, 0.1, 1.0, steps_up=4)["scheduler"]
+
+    def follow(self):
+        self.schedule.step()
+        return self.schedule.last_epoch
+
+
+class SavedCycle(Cycle):
+    """A checkpoint stands between the optimizer's step and the schedule's."""
+
+    def follow(self):
+        state, optimizer = self.schedule.state_dict(), self.schedule.optimizer
+        self.__init__(optimizer)
+        self.schedule.load_state_dict(state)
+        return super().follow()
+
+
+class WarmUp:
+    def __init__(self, optimizer):
+        self.scaling = LearningRateScaling(optimizer, 4.0, warmup_steps=4)
+
+    def follow(self):
+        return self.scaling.done
+
+
+class Release:
+    def __init__(self, optimizer):
+        self.optimizer, self.release, self.steps = optimizer, GradientRelease(optimizer), 0
+
+    def follow(self):
+        released = all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
+        self.steps += 1 if released or self.steps == 0 else 0  # the first step is watched
+        return self.steps
+
+
+def sgd(**settings):
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(("make", "fused"), [
+    (Cycle, False), (Cycle, True), (SavedCycle, True), (WarmUp, False), (WarmUp, True), (Release, False),
+])  # fmt: skip
+def test_a_step_that_the_scaler_skipped_is_none(make, fused):
+    optimizer = sgd(fused=fused)
+    follower, scaler = make(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=100)
+    (weight,) = optimizer.param_groups[0]["params"]
+    followed = []
+    for value in (1.0, math.inf, 1.0, math.inf, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        followed.append(follower.follow())
+    assert followed == [1, 1, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("make", [Cycle, WarmUp])
+def test_a_copy_follows_the_copy_of_the_optimizer(make, copied):
+    def rates(optimizer, follower, steps):
+        seen = []
+        for _ in range(steps):
+            (weight,) = optimizer.param_groups[0]["params"]
+            before, weight.grad = weight.item(), torch.ones(1)
+            optimizer.step()
+            follower.follow()
+            seen.append(before - weight.item())
+        return seen
+
+    optimizer = sgd()
+    pair = optimizer, make(optimizer)
+    rates(*pair, 2)
+    twin = copied(pair)
+    assert rates(*twin, 5) == pytest.approx(rates(*pair, 5))
