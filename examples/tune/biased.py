@@ -30,13 +30,14 @@ class Biased(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        """Return Adam."""
-        return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
+        """Return the fastest form of Adam."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3, fused=True)
 
 
 def main() -> None:
     """Train on batches that are in memory."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the layers are too small to share
     batches = [(torch.randn(4, 3, 8, 8), torch.arange(4)) for _ in range(100)]
     loader = DataLoader(batches, batch_size=None)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Biased(), loader)
