@@ -103,7 +103,7 @@ def test_one_bad_case_stops_nothing_else(toy, names, capsys):
     assert rows["one"]["status"] == "ok", rows["one"]["reason"]
     rounds = [(part["sweep"], part["process"], part["steps"]) for part in rows["one"]["rounds"]]
     assert rounds == [(0, 0, 3), (1, 0, 3), (2, 1, 3), (3, 1, 3)]
-    assert rows["one"]["numbers"] == {"naps": 2 + 2 * (3 + 1) - 1, "loss": None}, "of the last process"
+    assert rows["one"]["numbers"] == {"naps": 2 + 3 + (1 + 3) - 1, "loss": None}, "of the last process"
     assert all(part["seconds"] >= 0.03 for part in rows["one"]["rounds"])
     assert rows["one"]["peak_bytes"] > 2**20
     assert suite["prepared"] == {"nap": 0.01}

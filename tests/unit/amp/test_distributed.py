@@ -1,7 +1,6 @@
 """amp with DistributedDataParallel: two gloo ranks on one CPU."""
 
 import contextlib
-import socket
 
 import pytest
 import torch
@@ -52,9 +51,9 @@ def accumulated(rank, level, delayed):
     return gradients
 
 
-def work(rank, folder, port):
+def work(rank, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     result = {}
     batches = torch.load(folder / "batches.pt", weights_only=True)
     for level in LEVELS:
@@ -78,10 +77,7 @@ def ranks(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("ranks")
     batches = [torch.randn(6, 4) for _ in range(4)]
     torch.save(batches, tmp_path / "batches.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.start_processes(work, (tmp_path, port), nprocs=2, join=False, start_method="spawn")
+    context = mp.start_processes(work, (tmp_path,), nprocs=2, join=False, start_method="spawn")
     while not context.join(timeout=100):
         pass
     return batches, *(torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
