@@ -207,18 +207,6 @@ def test_a_checkpoint_io_is_given_once_in_either_place(make):
         make(checkpoint_io="disk")
 
 
-def test_checkpoints_are_written_in_another_thread(tmp_path):
-    trainer = quiet_trainer(
-        strategy=TurboStrategy(checkpoint_io=AsyncCheckpointIO()), max_epochs=1, default_root_dir=tmp_path,
-        enable_checkpointing=True,
-    )  # fmt: skip
-    model = Net()
-    trainer.fit(model, DataLoader(TensorDataset(torch.randn(8, 1, 6, 6), torch.arange(8) % 3), batch_size=4))
-    (path,) = tmp_path.rglob("*.ckpt")
-    written = torch.load(path, weights_only=True)["state_dict"]
-    assert all(torch.equal(written[name], value) for name, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize("strategy", [TurboStrategy, TurboDDPStrategy])
 def test_a_trainer_can_be_pickled_and_copied(strategy):
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy(prefetch_batches=3), logger=False)

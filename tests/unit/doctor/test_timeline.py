@@ -98,19 +98,6 @@ def test_manual_backward_is_backward(clock):
     assert phases(watched) == {"data": 1, "forward": 2 + 64, "backward": 16, "hooks": 4 + 8 + 32 + 32}
 
 
-def test_a_step_with_validation_is_dropped(clock):
-    paused = []
-    watched = recorder(on_pause=lambda: paused.append(True))
-    one_step(watched, clock)
-    with watched.profile("[Callback]Other.on_validation_start"):
-        clock(100)
-    one_step(watched, clock)
-    one_step(watched, clock)
-    assert len(watched.timeline.steps) == 1
-    assert sum(phases(watched).values()) == WHOLE
-    assert paused
-
-
 def test_the_mean_of_the_steps_is_shown(clock):
     watched = recorder()
     watched.stop("begun before the doctor came")
