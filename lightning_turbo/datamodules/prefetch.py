@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -130,6 +131,16 @@ class PrefetchDataModule(LightningDataModule):
                 "passed."
             )
         super().__init__(*args, **kwargs)  # jsonargparse reads here which class takes the others
+
+    @classmethod
+    def from_datasets(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a DataModule of datasets, as Lightning's method does; takes the arguments of this class as well."""
+        theirs = inspect.signature(LightningDataModule.from_datasets).parameters
+        given = {name: kwargs.pop(name) for name in [*kwargs] if name in theirs}
+        datamodule, plain = cls(**kwargs), LightningDataModule.from_datasets(*args, **given)
+        for name in vars(plain).keys() & _LOADERS:
+            setattr(datamodule, name, vars(plain)[name])
+        return datamodule
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _LOADERS and callable(value):  # some users set the methods on the object

@@ -280,6 +280,14 @@ def test_methods_that_are_set_on_the_object():
     assert len(fit(datamodule).seen) == 4
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+def test_from_datasets():
+    datamodule = PrefetchDataModule.from_datasets(Numbers(), batch_size=4, prefetch_batches=3)
+    assert isinstance(loader := datamodule.train_dataloader(), PrefetchLoader)
+    assert (loader.batch_size, loader.prefetch_batches) == (4, 3)
+    assert len(fit(datamodule).seen) == 12
+
+
 def test_device_transform():
     class Images(PrefetchDataModule):
         def train_dataloader(self):
