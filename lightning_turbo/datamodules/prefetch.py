@@ -80,8 +80,9 @@ class PrefetchDataModule(LightningDataModule):
         device_transform: Called on each batch on the device, before ``on_after_batch_transfer``; for example
             ``Normalize``.
         auto_workers: Whether the number of worker processes of each loader is found by measurement (``tune_workers``)
-            when the loader is first asked for. One that gives no batch in time, or whose data could be other data with
-            worker processes, keeps its own number, with a warning.
+            when the loader is first asked for; ``num_workers="auto"`` says the same, except in YAML. A loader that
+            gives no batch in time, or whose data could be other data with worker processes, keeps its own number, with
+            a warning.
         sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
             drawn while it is loaded; see ``seed_samples``. A loader that is seeded already keeps its seed.
         **kwargs: For the class behind this one.
@@ -118,6 +119,9 @@ class PrefetchDataModule(LightningDataModule):
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
+        if "num_workers" in kwargs and kwargs["num_workers"] == "auto":
+            del kwargs["num_workers"]
+            auto_workers = True
         self._prefetch = _Settings(
             prefetch_batches, threads, device_prefetch, device_transform, auto_workers, sample_seeds
         )

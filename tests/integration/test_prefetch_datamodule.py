@@ -423,7 +423,7 @@ def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make,
             return DataLoader(dataset, batch_size=2)
 
     with pytest.warns(NoEffectWarning, match=f"leaves a loader of train_dataloader as it is, .*{why}"):
-        loader = Data(auto_workers=True).train_dataloader()
+        loader = Data(num_workers="auto").train_dataloader()
     assert loader.num_workers == 0
     thing = getattr(dataset, "thing", {"inside": [None]})["inside"][0]
     if hasattr(thing, "close"):
