@@ -90,7 +90,10 @@ def main() -> int:
             lines = [[str(n), str(each.chosen), each.verdict] for n, each in enumerate(found, 1)]
             print_table(console, "nothing.py", ["run", "chosen", "note"], lines)
             return int(any(each.chosen != DEFAULT for each in found))
-        rows = [search_exhaustively(name, asked.minutes, asked.processes, Path(folder)) for name in asked.only]
+        rows = []
+        for name in asked.only:
+            rows.append(search_exhaustively(name, asked.minutes, asked.processes, Path(folder)))
+            console.print("  ".join(rows[-1][0]))  # what is known is not lost
     columns = ["script", "chosen", "time / default", "best", "its time / default", "note"]
     print_table(console, "Chosen, and the best of all combinations", columns, [line for line, _ in rows])
     return 0 if all(good for _, good in rows) else 1
