@@ -119,15 +119,16 @@ class PrefetchDataModule(LightningDataModule):
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
-        if "num_workers" in kwargs and kwargs["num_workers"] == "auto":
+        alone = getattr(super().__init__, "__func__", None) is LightningDataModule.__init__
+        workers = kwargs["num_workers"] if "num_workers" in kwargs else 0  # noqa: SIM401 - jsonargparse reads a get
+        if workers == "auto" or (alone and workers is None):
             del kwargs["num_workers"]
-            auto_workers = True
+            auto_workers = auto_workers or workers == "auto"
         self._prefetch = _Settings(
             prefetch_batches, threads, device_prefetch, device_transform, auto_workers, sample_seeds
         )
         self._prefetch_found: dict[tuple[str, int], int] = {}
         self._prefetch_transfers: dict[torch.device, DeviceTransfer] = {}
-        alone = getattr(super().__init__, "__func__", None) is LightningDataModule.__init__
         if alone and (args or kwargs):  # which it ignores, or fails on, depending on the version
             raise TypeError(
                 f"{type(self).__name__} has no argument for {_describe(args, kwargs)}; expected are "
