@@ -119,16 +119,13 @@ class PrefetchDataModule(LightningDataModule):
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
-        alone = getattr(super().__init__, "__func__", None) is LightningDataModule.__init__
-        workers = kwargs["num_workers"] if "num_workers" in kwargs else 0  # noqa: SIM401 - jsonargparse reads a get
-        if workers == "auto" or (alone and workers is None):
-            del kwargs["num_workers"]
-            auto_workers = auto_workers or workers == "auto"
+        auto_workers = _take_auto(kwargs) or auto_workers
         self._prefetch = _Settings(
             prefetch_batches, threads, device_prefetch, device_transform, auto_workers, sample_seeds
         )
         self._prefetch_found: dict[tuple[str, int], int] = {}
         self._prefetch_transfers: dict[torch.device, DeviceTransfer] = {}
+        alone = getattr(super().__init__, "__func__", None) is LightningDataModule.__init__
         if alone and (args or kwargs):  # which it ignores, or fails on, depending on the version
             raise TypeError(
                 f"{type(self).__name__} has no argument for {_describe(args, kwargs)}; expected are "
@@ -153,6 +150,14 @@ class PrefetchDataModule(LightningDataModule):
         super().__setattr__(name, value)
         if name == "trainer" and value is not None:  # Lightning sets it before a run restores anything
             attach_exact_resume(value)
+
+
+def _take_auto(settings: dict[str, Any]) -> bool:
+    """Take ``num_workers`` out of settings where it is no number; tell whether it is ``"auto"``."""
+    workers = settings.get("num_workers", 0)
+    if workers in (None, "auto"):
+        del settings["num_workers"]
+    return workers == "auto"
 
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
