@@ -153,7 +153,7 @@ class PrefetchDataModule(LightningDataModule):
 
 
 def _take_auto(settings: dict[str, Any]) -> bool:
-    """Take ``num_workers`` out of settings where it is no number; tell whether it is ``"auto"``."""
+    """Take ``num_workers`` out of settings if it is ``"auto"`` or ``None``; tell whether it is ``"auto"``."""
     workers = settings.get("num_workers", 0)
     if workers in (None, "auto"):
         del settings["num_workers"]
