@@ -81,7 +81,7 @@ class _Session:
             self._switch_casts(on=True)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        engine, closure = self.engine, kwargs.get("closure", next(iter(args[1:]), None))
+        engine, closure = self.engine, kwargs.get("closure", args[1] if len(args) > 1 else None)
         skips = engine.will_skip(optimizer)
         if closure is not None and (engine.keeps_masters or skips):
             raise AmpUsageError(

@@ -241,12 +241,10 @@ class AmpEngine:
     def _put_aside(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
         """Take away the gradients that are unscaled already, and return them; of DDP's buckets copies."""
         scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
-        aside: dict[Tensor, Tensor] = {}
-        for param in {p for o in optimizers for p in params_of(o)} - scaled:
-            if param.grad is not None:
-                aside[param] = param.grad.clone() if param.grad._is_view() else param.grad
-                param.grad = None
-        return aside
+        waiting = {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
+        for param in waiting:
+            param.grad = None
+        return {param: grad.clone() if grad._is_view() else grad for param, grad in waiting.items()}
 
     @torch.no_grad()
     def _unscale(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:

@@ -122,7 +122,9 @@ def _read_truth(name: str, value: Any) -> bool:
 
 
 def _read_truth_or_text(name: str, value: Any) -> bool:
-    return _read_truth(name, {"True": True, "False": False}.get(str(value), value))
+    read = {"True": True, "False": False}.get(str(value))
+    expect(read is not None, name, value, "True or False, also as text", AmpOverrideError)
+    return bool(read)
 
 
 def _read_scale(name: str, value: Any) -> float | str:

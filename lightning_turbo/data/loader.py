@@ -34,7 +34,7 @@ from lightning_turbo.data.prefetcher import LoadProfile
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, index_sampler_name
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "lock_of", "prefetching"]
+__all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "lock_of", "prefetching", "with_workers"]
 
 DEPTH = 8
 T = TypeVar("T", covariant=True)
@@ -415,6 +415,23 @@ def copy_loader(loader: DataLoader[Any]) -> Any:
         if isinstance(value, list) and name.startswith("__"):  # records that a trainer keeps of this loader
             vars(twin)[name] = list(value)
     vars(twin)["_iterator"] = None
+    return twin
+
+
+def with_workers(loader: DataLoader[Any], number: int, *, persistent: bool | None = None) -> Any:
+    """Return a copy of a loader with so many worker processes, which stay from epoch to epoch as it or the caller says.
+
+    A ``DataLoader`` refuses some of these changes once it is made; a copy that nobody iterates has no workers yet.
+    """
+    twin = copy_loader(loader)
+    if number:
+        twin.prefetch_factor = twin.prefetch_factor or 2
+    else:  # what a loader without workers refuses
+        twin.multiprocessing_context = twin.prefetch_factor = None
+        twin.timeout = 0
+    stays = twin.persistent_workers if persistent is None else persistent
+    vars(twin)["persistent_workers"] = stays and number > 0
+    twin.num_workers = number
     return twin
 
 

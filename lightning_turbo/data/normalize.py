@@ -54,7 +54,7 @@ class Normalize:
         means, stds = _check_constants(mean, std, scale)
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         expect(floating, "dtype", dtype, "a floating-point dtype, for example torch.float16", TypeError)
-        formats = isinstance(memory_format, (torch.memory_format, type(None)))
+        formats = memory_format is None or isinstance(memory_format, torch.memory_format)
         expect(formats, "memory_format", memory_format, "a memory format as torch.channels_last, or None", TypeError)
         names = keys is None or is_list(keys)
         expect(names, "keys", keys, "a sequence of names or positions as ('image',), or None", TypeError)

@@ -131,8 +131,10 @@ def _check_folders(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def _is_packed(folder: Path) -> bool:
-    """Return whether a folder holds a packed dataset and nothing else."""
-    return [path.name for path in folder.glob("*") if path.suffix != ".npy"] == [CONTENTS]
+    """Return whether a folder is empty or holds a packed dataset and nothing else."""
+    found = list(folder.glob("*"))
+    others = [path.name for path in found if path.is_dir() or path.suffix != ".npy"]
+    return folder.is_dir() and (not found or others == [CONTENTS])
 
 
 def _find_files(source: Path) -> tuple[str, list[Path]]:
@@ -194,8 +196,8 @@ def _list_images(files: list[Path], mode: str | None, size: Sequence[int] | None
 
 def _list_volumes(files: list[Path], source: Path, labels: Any, size: Sequence[int] | None) -> list[Job]:
     """Return for each volume a function that reads it, with its label volume if there are any."""
-    masks = itertools.repeat(None) if labels is None else _find_labels(files, source, Path(labels))
-    return [partial(_read_volume, file, mask, size) for file, mask in zip(files, masks, strict=False)]
+    masks = [None] * len(files) if labels is None else _find_labels(files, source, Path(labels))
+    return [partial(_read_volume, file, mask, size) for file, mask in zip(files, masks, strict=True)]
 
 
 def _find_labels(files: Sequence[Path], source: Path, labels: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader, copy_loader, lock_of
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, lock_of, with_workers
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
@@ -209,7 +209,7 @@ def _convert(datamodule: Any, loader: DataLoader[Any], place: tuple[str, int], t
         found = datamodule._prefetch_found
         if place not in found:
             found[place] = _tune(loader, place[0], getattr(loader, "threads", settings.threads))
-        loader = _with_workers(loader, found[place])
+        loader = with_workers(loader, found[place])
     if not isinstance(loader, PrefetchLoader):
         return PrefetchLoader.of(
             loader, prefetch_batches=settings.prefetch_batches, threads=settings.threads, transfer=transfer
@@ -261,7 +261,7 @@ def _tune(loader: DataLoader[Any], name: str, threads: int) -> int:
     """Return the number of worker processes found by measurement, or the loader's own where it has to keep that."""
 
     def make_loader(num_workers: int) -> Any:
-        twin = _with_workers(loader, num_workers)
+        twin = with_workers(loader, num_workers)
         return twin if threads == 1 else PrefetchLoader.of(twin, threads=threads)
 
     why = _why_processes_would_differ(loader.dataset)
@@ -292,19 +292,6 @@ def _why_processes_would_differ(dataset: Any) -> str:
         f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). Open it "
         "in each process, at the first sample."
     )
-
-
-def _with_workers(loader: DataLoader[Any], number: int) -> Any:
-    """Return a copy of a loader with so many worker processes."""
-    twin = copy_loader(loader)
-    if number:
-        twin.prefetch_factor = twin.prefetch_factor or 2
-    else:  # what a loader without workers refuses
-        twin.multiprocessing_context = twin.prefetch_factor = None
-        twin.timeout = 0
-        vars(twin)["persistent_workers"] = False
-    twin.num_workers = number
-    return twin
 
 
 def _map_loaders(loaders: Any, function: Callable[[Any], Any]) -> Any:

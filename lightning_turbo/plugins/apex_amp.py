@@ -52,7 +52,8 @@ class ApexAMP(Precision):
         cast_model_type: apex's override of the dtype of the weights.
         keep_batchnorm_fp32: apex's override; also the texts ``"True"`` and ``"False"``. Not with O1.
         master_weights: apex's override: whether weights stay float32 outside of calls. Not with O1.
-        loss_scale: apex's override: ``"dynamic"``, or a number above zero, also as text.
+        loss_scale: apex's override: ``"dynamic"``, or a number above zero, also as text. By default dynamic at O1 and
+            O2 with float16, else 1.0.
         min_loss_scale: The dynamic scale does not fall below it.
         max_loss_scale: The dynamic scale does not grow above it.
         cast_model_outputs: apex's override: dtype of what guarded modules return.
@@ -187,7 +188,7 @@ class ApexAMP(Precision):
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
         self.place_on(device.type)
         check_wide(module, HALF_DTYPES)
-        self._has_double = any(param.dtype is torch.float64 for param in module.parameters())
+        self._has_double = any(t.dtype is torch.float64 for t in (*module.parameters(), *module.buffers()))
         if self._engine.properties.casts_to_half:
             # A training step calls parts of the module on their own. Parts without weights, as losses and metrics,
             # then compute in the dtype that they are given.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo._lightning import Callback, check_binding, rank_zero_warn
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
-from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.loader import PrefetchLoader, with_workers
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["FusedOptimizers", "LoaderSettings", "can_fuse", "set_up_loader"]
@@ -42,21 +41,9 @@ def set_up_loader(
     if not isinstance(loader, DataLoader):
         return loader
     if num_workers is not None:
-        loader = _with_workers(loader, num_workers, persistent_workers)
+        loader = with_workers(loader, num_workers, persistent=persistent_workers)
     if prefetch and not isinstance(loader, PrefetchLoader):
         return PrefetchLoader.of(loader, threads=threads)
-    return loader
-
-
-def _with_workers(loader: DataLoader[Any], num_workers: int, persistent: bool) -> DataLoader[Any]:
-    loader = copy.copy(loader)
-    # DataLoader refuses to change some of these once it is made; a copy that nobody iterates has no workers yet.
-    vars(loader).update(
-        num_workers=num_workers,
-        prefetch_factor=(loader.prefetch_factor or 2) if num_workers else None,
-        persistent_workers=persistent and num_workers > 0,
-        _iterator=None,
-    )
     return loader
 
 
@@ -96,7 +83,7 @@ class LoaderSettings(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy, which Lightning asks about each loader, return one with the settings."""
-        attach_exact_resume(trainer)  # Lightning resumes loaders with worker processes in another order
+        attach_exact_resume(trainer)
         self._restore()
         self._strategy = trainer.strategy
         process = trainer.strategy.process_dataloader

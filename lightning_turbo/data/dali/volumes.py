@@ -133,11 +133,11 @@ def _read_shape(file: str) -> tuple[int, ...]:
             version = np.lib.format.read_magic(stream)
     except (EOFError, ValueError) as error:
         raise ValueError(f"Cannot read {file!r} as a .npy file: {error}. Repair the file.") from error
-    layout = (array.dtype.kind in "iuf", array.ndim in (3, 4), version, array.flags.c_contiguous)
+    usable = array.dtype.kind in "iuf" and array.ndim in (3, 4) and version == (1, 0) and array.flags.c_contiguous
     got = f"{array.dtype} of shape {array.shape}, {'C' if array.flags.c_contiguous else 'Fortran'} order, {version}"
     what = (
         "integers or floats of shape (depth, height, width) or (channels, depth, height, width) in C order and .npy "
         "format (1, 0), as np.save(file, np.ascontiguousarray(volume)) writes"
     )
-    expect(layout == (True, True, (1, 0), True), repr(file), got, what)
+    expect(usable, repr(file), got, what)
     return array.shape

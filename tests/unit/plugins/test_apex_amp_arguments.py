@@ -19,7 +19,7 @@ from lightning_turbo.errors import AmpUsageError
     ("O1", {"loss_scale": math.nan}, ValueError, "also as text, got nan."),
     ("O1", {"loss_scale": math.inf}, ValueError, "also as text, got inf."),
     ("O1", {"loss_scale": True}, ValueError, "also as text, got True."),
-    ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "expected True or False, got 'maybe'"),
+    ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "expected True or False, also as text, got 'maybe'"),
     ("O1", {"keep_batchnorm_fp32": True}, ValueError, "keep_batchnorm_fp32=True contradicts O1"),
     ("O1", {"keep_batchnorm_fp32": "False"}, ValueError, "keep_batchnorm_fp32='False' contradicts O1"),
     ("O1", {"master_weights": True}, ValueError, "master_weights=True contradicts O1"),
