@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ def plain(
     net, loader = _toy(meter, demo)
     optimizer = sgd(list(net.parameters()), fused=fused)
     if compiled:
-        net = torch.compile(net)  # net.compile() compiles nothing of an nn.Sequential
+        net = cast(nn.Module, torch.compile(net))  # net.compile() compiles nothing of an nn.Sequential
     if autocast:
         return plain_loop(
             meter, net, loader, optimizer, forward=lambda: torch.autocast(meter.device.type, torch.bfloat16)

@@ -18,7 +18,7 @@ from lightning_turbo._checks import expect
 from lightning_turbo._skipped_steps import announce_skip
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.engine import AmpEngine, params_of
-from lightning_turbo.amp.half_forward import cast_floats, check_wide
+from lightning_turbo.amp.half_forward import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.loss_scaling import LossScaler
 from lightning_turbo.errors import AmpStateError, AmpUsageError
@@ -115,17 +115,15 @@ class _Session:
             self._hidden.pop(optimizer)()
             announce_skip(optimizer, None)
         self.engine.forget_overflow(optimizer)  # one step is skipped, as in apex
-        self.engine.note_step(optimizer)
+        self.engine.note_gradients_used(optimizer)
         self.engine.forget_casts()
 
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
         """Around a backward pass: see ``AmpEngine.backward``."""
         self._resume_casts()
-        delay_unscale = delay_unscale or not self.engine.scales
-        with self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale), self.engine.backward_region():
+        with self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale):
             yield
-        self.engine.forget_casts()
 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
@@ -414,7 +412,7 @@ def _check_model(model: nn.Module, engine: AmpEngine) -> None:
         raise AmpUsageError(
             f"amp.initialize: expected the model itself, got a {type(model).__name__} around it. Wrap it afterwards."
         )
-    check_wide(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
+    refuse_half(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -19,9 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_turbo._checks import expect, is_whole
+from lightning_turbo._skipped_steps import was_skipped
 from lightning_turbo.amp.autocast import FunctionCasts
 from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, cast_state, find_kept, round_weights
-from lightning_turbo.amp.levels import Properties, half_dtype_for, resolve
+from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
 from lightning_turbo.amp.loss_scaling import LossScaler
 from lightning_turbo.errors import AmpLookupError, AmpUsageError, TurboWarning
 
@@ -64,7 +65,8 @@ class AmpEngine:
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
         device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``.
-        dtype: The half dtype; ``None`` takes float16 on CUDA and bfloat16 elsewhere.
+        dtype: The half dtype; ``None`` takes ``cast_model_type`` if that is one, else float16 on CUDA and bfloat16
+            elsewhere.
         **overrides: apex's overrides of the level, see ``resolve``. All others are as in ``amp.initialize``.
 
     Raises:
@@ -88,7 +90,9 @@ class AmpEngine:
         **overrides: Any,
     ) -> None:
         expect(is_whole(num_losses, 1), "num_losses", num_losses, "a whole number from 1 on", AmpUsageError)
-        self.dtype = half_dtype_for(device_type) if dtype is None else dtype
+        asked = overrides.get("cast_model_type")
+        usual = asked if asked in HALF_DTYPES else half_dtype_for(device_type)
+        self.dtype = usual if dtype is None else dtype
         self.properties: Properties = resolve(opt_level, dtype=self.dtype, **overrides)
         self.device_type = device_type
         self.exact_masters = exact_masters
@@ -199,17 +203,15 @@ class AmpEngine:
         """Return the context of a forward pass."""
         return self._casts.region()
 
-    def backward_region(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a backward pass, so that checkpointed forward passes are repeated as they were."""
-        return self._casts.backward_region()
-
     def forget_casts(self) -> None:
-        """Drop half copies of weights, because the weights have changed or soon will."""
+        """Drop half copies of weights; after a step, whose optimizer may write to ``weight.data``."""
         self._casts.forget()
 
     @contextlib.contextmanager
-    def backward(self, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool = False) -> Iterator[None]:
-        """Around a backward pass: put gradients of earlier passes aside, and at the end unscale what was made.
+    def backward(self, optimizers: Sequence[Optimizer], loss_id: int, *, delay_unscale: bool) -> Iterator[None]:
+        """Around a backward pass, whose checkpointed forward passes are repeated as they were; then unscale.
+
+        Half copies are dropped after it: they would take memory until the step.
 
         Args:
             optimizers: Whose gradients the pass makes.
@@ -219,11 +221,21 @@ class AmpEngine:
         """
         for optimizer in optimizers:
             self._prepare(optimizer, loss_id)
-        aside = {} if delay_unscale else self._put_aside(optimizers)
-        yield
+        delays = delay_unscale or not self.scales
+        aside = {} if delays else self._put_aside(optimizers)
+        if delay_unscale and self.scales:
+            self.scaler(loss_id).scale_(self._unscaled(optimizers).values())
+        try:
+            with self._casts.backward_region():
+                yield
+        except BaseException:
+            for param, grad in aside.items():
+                param.grad = grad
+            raise
+        self.forget_casts()
         for own in map(self._of, optimizers):
-            own.waiting, own.scaled_by = True, loss_id if delay_unscale else None
-        if not delay_unscale:
+            own.waiting, own.scaled_by = True, loss_id if self.scales and delays else None
+        if not delays:
             self._unscale(optimizers, loss_id)
         _add(aside)
 
@@ -232,16 +244,20 @@ class AmpEngine:
         # An overflow is over when its gradients are: stepped with, or released.
         if not own.waiting or all(param.grad is None for param in params_of(optimizer)):
             own.overflow = None
-        if self.scales and own.scaled_by not in (None, loss_id):
+        if own.scaled_by not in (None, loss_id):
             raise AmpUsageError(
                 f"loss_id={loss_id!r}: expected loss_id={own.scaled_by!r}, whose scaled gradients are still "
                 "accumulated. Step first, or use one loss_id per window."
             )
 
+    def _unscaled(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
+        """Return the gradients of earlier passes that are unscaled already."""
+        scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
+        return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
+
     def _put_aside(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
         """Take away the gradients that are unscaled already, and return them; of DDP's buckets copies."""
-        scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
-        waiting = {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
+        waiting = self._unscaled(optimizers)
         for param in waiting:
             param.grad = None
         return {param: grad.clone() if grad._is_view() else grad for param, grad in waiting.items()}
@@ -261,7 +277,7 @@ class AmpEngine:
         """Unscale an optimizer's gradients if they are scaled still, and look for an overflow."""
         own = self._of(optimizer)
         if own.scaled_by is not None:
-            own.overflow = None
+            own.overflow = None  # what overflowed before is inf or NaN still, and found again
             self._unscale([optimizer], own.scaled_by)
             own.scaled_by = None
 
@@ -276,12 +292,12 @@ class AmpEngine:
 
     def will_skip(self, optimizer: Optimizer) -> bool:
         """Return the same on the host; waits for the device."""
-        return _is_set(self.overflow_flag(optimizer))
+        return was_skipped(self.overflow_flag(optimizer))
 
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last call of ``step`` skipped the optimizer's; waits for the device."""
-        return _is_set(self._last_overflow)
+        return was_skipped(self._last_overflow)
 
     # The step
 
@@ -299,7 +315,7 @@ class AmpEngine:
             What ``run`` returned, ``None`` for a skipped step.
         """
         flag = self._last_overflow = self.overflow_flag(optimizer)
-        self.note_step(optimizer)
+        self.note_gradients_used(optimizer)
         if flag is None:
             return run()
         if _skips_by_itself(optimizer):
@@ -310,11 +326,11 @@ class AmpEngine:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None if flag.item() else run()
 
-    def note_no_step(self) -> None:
+    def clear_last_skip(self) -> None:
         """Note that there were no gradients to step with; it counts as no skipped step."""
         self._last_overflow = None
 
-    def note_step(self, optimizer: Optimizer) -> None:
+    def note_gradients_used(self, optimizer: Optimizer) -> None:
         """Note that a step has used the gradients."""
         own = self._of(optimizer)
         own.waiting, own.scaled_by = False, None
@@ -326,7 +342,7 @@ class AmpEngine:
     def update(self) -> None:
         """Settle the pass of every scaler that has unscaled gradients since it was settled last."""
         for scaler in self.scalers:
-            if scaler.is_pending:
+            if scaler.is_unsettled:
                 scaler.update()
 
     # State
@@ -340,7 +356,7 @@ class AmpEngine:
         return {
             "scaled_by": [self._of(optimizer).scaled_by for optimizer in optimizers],
             "overflows": [self.will_skip(optimizer) for optimizer in optimizers],
-            "passes": [(scaler.is_pending, scaler.overflowed) for scaler in self.scalers],
+            "passes": [(scaler.is_unsettled, scaler.overflowed) for scaler in self.scalers],
         }
 
     def resume_window(self, optimizers: Sequence[Optimizer], gradients: Sequence[Any], state: dict[str, Any]) -> None:
@@ -375,10 +391,6 @@ def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield all parameters that an optimizer updates."""
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _is_set(flag: Tensor | None) -> bool:
-    return flag is not None and bool(flag.item())
 
 
 @torch.no_grad()

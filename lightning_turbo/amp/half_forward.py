@@ -32,8 +32,8 @@ __all__ = [
     "HalfWeights",
     "cast_floats",
     "cast_state",
-    "check_wide",
     "find_kept",
+    "refuse_half",
     "round_weights",
 ]
 
@@ -41,6 +41,8 @@ _HINT = (
     "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
     "Keep the module that calls it in float32: keep_float32=[its name or its class]."
 )
+
+_BACKWARD = -1  # in place of an id: a backward pass is under way
 
 _Position = tuple[dict[str, Any], str]  # what holds a tensor, and under which name
 _Swap = tuple[dict[str, Any], str, Any, Tensor | None]  # the same, the tensor, and its half copy
@@ -51,7 +53,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
-def check_wide(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
+def refuse_half(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
     """Refuse a model that has tensors in half precision already.
 
     Raises:
@@ -106,14 +108,15 @@ class HalfForward:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self.keep_batchnorm_fp32 = keep_batchnorm_fp32
-        # The id of the module whose call is under way, or of this object in a backward pass; torch.compile, which
-        # traces the hooks of inner calls, can follow a number better than a module.
-        self.outermost = 0
+        # The id of the module whose call is under way; 0 outside of calls. A number, which torch.compile, as it traces
+        # the hooks of inner calls, can follow better than a module.
+        self._outermost = 0
         self._recursions = 0  # calls of the outermost module within its own call
         self._swaps: list[_Swap] = []  # of the call that is under way
         # By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
         self._copies: dict[int, tuple[Tensor, Any, Tensor]] = {}
-        self._called: dict[int, list[_Position]] = {}  # by outermost module, until the backward pass is over
+        self._called: dict[int, list[_Position]] = {}  # by outermost module, until a call after their backward passes
+        self._is_backward_over = False
         self._handles: list[Any] = []
         self._step_owner: tuple[nn.Module, Any] | None = None
         self._has_looked = False
@@ -150,6 +153,7 @@ class HalfForward:
         """Leave the modules as they were."""
         self.reset()
         self.forget()
+        self._called.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -158,16 +162,15 @@ class HalfForward:
     def reset(self) -> None:
         """End the outermost call."""
         self._swap_out()
-        self.outermost, self._recursions = 0, 0
+        self._outermost, self._recursions = 0, 0
 
     def forget(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
         self._copies.clear()
-        self._called.clear()
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Around a training step: end a call that a ``KeyboardInterrupt`` has broken off without its hooks."""
+        """End, after a training step, a call that a ``KeyboardInterrupt`` has broken off; the hooks do all else."""
         try:
             yield
         finally:
@@ -179,16 +182,17 @@ class HalfForward:
 
         The copies of the forward pass are back in, and every call counts as an inner one.
         """
-        if self.outermost:
+        if self._outermost:
             yield
             return
-        self.outermost = id(self)
+        self._outermost = _BACKWARD
         try:
             for positions in self._called.values():
                 self._swap_in(positions)
             yield
         finally:
             self.reset()
+            self._is_backward_over = True
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules from ``root`` downwards whose own tensors are cast."""
@@ -203,26 +207,26 @@ class HalfForward:
     # The hooks
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.outermost:
+        if not self._outermost:
             # torch.compile breaks its graph here, and compiles what runs inside of the call.
             begin = self._begin_untraced if torch.compiler.is_compiling() else self._begin
             if not begin(module):
                 return None
-        elif self.outermost == id(module):
+        elif self._outermost == id(module):
             self._recursions += 1
         if not kwargs and _is_tensor_of(args, self.dtype):
             return None  # nothing to cast, as in most calls
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.outermost != id(module):
+        if self._outermost != id(module):
             is_replica = vars(module).get("_amp_replica") == "outermost"
             return cast_floats(output, self.output_dtype) if is_replica else None
         if self._recursions:
             self._recursions -= 1
             return None
         (self._reset_untraced if torch.compiler.is_compiling() else self.reset)()
-        if output is None:
+        if output is None:  # the call has raised
             _explain_refusal(sys.exc_info()[1])
         elif self._copies and not self._has_looked:
             self._has_looked = True
@@ -233,7 +237,7 @@ class HalfForward:
         return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
 
     def _leave_float32(self, module: nn.Module, args: Any, output: Any) -> Any:
-        inside = bool(self.outermost) or "_amp_replica" in vars(module)
+        inside = bool(self._outermost) or "_amp_replica" in vars(module)
         return cast_floats(output, self.dtype) if inside else None
 
     # Copies
@@ -245,9 +249,12 @@ class HalfForward:
         if "_is_replica" in vars(module):
             self._cast_replica(module)
             return True
+        if self._is_backward_over:
+            self._called.clear()
+            self._is_backward_over = False
         positions = self._called[id(module)] = self._positions_below(module)
         self._swap_in(positions)
-        self.outermost = id(module)
+        self._outermost = id(module)
         return True
 
     def _cast_replica(self, module: nn.Module) -> None:
@@ -257,7 +264,7 @@ class HalfForward:
         for part in self.cast_modules(module):
             weights = {**part._parameters, **vars(part).get("_former_parameters", {})}
             for holder, tensors in ((vars(part), weights), (part._buffers, part._buffers)):
-                holder.update({name: t.to(self.dtype) for name, t in tensors.items() if _is_wide(t, self.dtype)})
+                holder.update({name: t.to(self.dtype) for name, t in tensors.items() if _needs_cast(t, self.dtype)})
             vars(part)["_amp_replica"] = "inner"
         vars(module)["_amp_replica"] = "outermost"
 
@@ -265,7 +272,7 @@ class HalfForward:
         positions: list[_Position] = []
         for module in self.cast_modules(root):
             for holder in (module._parameters, module._buffers):
-                positions += [(holder, name) for name, tensor in holder.items() if _is_wide(tensor, self.dtype)]
+                positions += [(holder, name) for name, tensor in holder.items() if _needs_cast(tensor, self.dtype)]
             if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
                 positions += [(vars(module), "_flat_weights"), (vars(module), "_flat_weight_refs")]
         return positions
@@ -276,7 +283,7 @@ class HalfForward:
             wide = holder.get(name)
             if isinstance(wide, list):
                 self._swaps.append((holder, name, wide, None))
-            elif _is_wide(wide, self.dtype):
+            elif _needs_cast(wide, self.dtype):
                 half = holder[name] = self._copy_of(wide)
                 self._swaps.append((holder, name, wide, half))
 
@@ -291,10 +298,11 @@ class HalfForward:
             wide.requires_grad and torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
         )
-        known = self._copies.get(id(wide))
-        if known is None or known[1] != state:
-            known = self._copies[id(wide)] = wide, state, wide.to(self.dtype)
-        return known[2]
+        _, made_of, half = self._copies.get(id(wide), (None, None, None))
+        if half is None or made_of != state:
+            half = wide.to(self.dtype)
+            self._copies[id(wide)] = wide, state, half
+        return half
 
     def _swap_out(self) -> None:
         swaps, self._swaps = self._swaps, []
@@ -331,7 +339,7 @@ def round_weights(forward: HalfForward, models: Iterable[nn.Module]) -> None:
     """Round all that ``forward`` casts in these models to half, once, as apex's masters begin."""
     modules = (module for model in models for module in forward.cast_modules(model))
     for tensor in (tensor for module in modules for tensor in _tensors_of(module)):
-        if _is_wide(tensor, forward.dtype):
+        if _needs_cast(tensor, forward.dtype):
             tensor.copy_(tensor.to(forward.dtype))
 
 
@@ -362,7 +370,7 @@ class HalfWeights:
 
     def _cast(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if _is_wide(tensor, self.dtype):
+            if _needs_cast(tensor, self.dtype):
                 tensor.data, tensor.grad = tensor.data.to(self.dtype), None
 
     def restore(self, optimizers: Iterable[Optimizer]) -> None:
@@ -399,7 +407,7 @@ def _save_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadat
             state[name] = tensor.float()
 
 
-def _is_wide(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
+def _needs_cast(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return tensor is not None and tensor.is_floating_point() and tensor.dtype is not dtype
 
 
@@ -427,7 +435,10 @@ def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:
 
 @torch.no_grad()
 def _take_changes(wide: Tensor, half: Tensor) -> None:
-    """Let a float32 tensor take the entries that a module has changed in its half copy; the others stay exact."""
+    """Let a float32 tensor take the entries that a module has changed in its half copy; the others stay exact.
+
+    Through ``data``, which leaves its version as it is: the copy stays valid, and so does what autograd has saved.
+    """
     wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
 
 

@@ -98,6 +98,9 @@ def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properti
     weights = dtype if level.casts_to_half else level.cast_model_type
     scale = 1.0 if dtype is torch.bfloat16 else level.loss_scale
     changes = {name: _read(level, name, value) for name, value in overrides.items() if value is not None}
+    cast = changes.get("cast_model_type")
+    agrees = cast not in HALF_DTYPES or cast is dtype
+    expect(agrees, "cast_model_type", cast, f"{dtype}, the half dtype asked for by dtype=", AmpUsageError)
     return replace(level, **{"cast_model_type": weights, "loss_scale": scale, **changes})
 
 

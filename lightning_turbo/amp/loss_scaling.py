@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from lightning_turbo.errors import AmpUsageError
 
 __all__ = ["LossScaler"]
 
-# Passes. A number is read on the host so long after it was sent from a CUDA device: it has arrived then.
+# Numbers on their way from a CUDA device to the host: each is read so many passes, less one, after it was sent, and has
+# arrived then.
 HEARD_LATE = 8
 
 
@@ -56,7 +57,7 @@ class LossScaler:
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = float(max_loss_scale)
         self.scale_window = scale_window
-        self.is_pending = False
+        self.is_unsettled = False
         initial = min(INITIAL_DYNAMIC_SCALE, self.max_loss_scale) if self.dynamic else float(loss_scale)
         self._static = initial
         float32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -81,9 +82,16 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` in float32 times the scale."""
-        if self.is_identity:
-            return loss.float()
-        return loss.float() * (self.to(loss.device)._scale if self.dynamic else self._static)
+        return loss.float() if self.is_identity else loss.float() * self._factor(loss.device)
+
+    def _factor(self, device: torch.device) -> Tensor | float:
+        return self.to(device)._scale if self.dynamic else self._static
+
+    @torch.no_grad()
+    def scale_(self, grads: Iterable[Tensor]) -> None:
+        """Multiply gradients by the scale in place, before scaled ones are added to them."""
+        for grad in grads:
+            grad.mul_(self._factor(grad.device))
 
     def unscale_(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Divide gradients by the scale in place, and note an overflow.
@@ -97,7 +105,7 @@ class LossScaler:
         """
         if not grads or self.is_identity:
             return None
-        self.is_pending = True
+        self.is_unsettled = True
         numbers = [_numbers_of(grad) for grad in grads]
         if self.dynamic:
             return self._unscale_and_look(numbers)
@@ -120,7 +128,7 @@ class LossScaler:
 
     def update(self) -> None:
         """Settle one pass: halve the scale on overflow, count and perhaps double it otherwise."""
-        self.is_pending = False
+        self.is_unsettled = False
         if self.is_identity:
             return
         if not self.dynamic:
@@ -137,9 +145,9 @@ class LossScaler:
         self._heard.rotate(-1)
         self._found_inf.zero_()
 
-    def resume(self, is_pending: bool, overflowed: bool) -> None:
+    def resume(self, is_unsettled: bool, overflowed: bool) -> None:
         """Continue in a pass that another scaler has begun and not settled."""
-        self.is_pending = is_pending
+        self.is_unsettled = is_unsettled
         self._found_inf.fill_(overflowed)
 
     @property

@@ -25,7 +25,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.checkpoints import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine, params_of
-from lightning_turbo.amp.half_forward import cast_floats, check_wide
+from lightning_turbo.amp.half_forward import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 from lightning_turbo.plugins import pending_gradients
@@ -71,7 +71,8 @@ class ApexAMP(Precision):
             that use a weight many times; it must not be changed between forward passes in any other way.
         max_consecutive_skips: So many skipped steps in a row end the run with an error that names the step and the
             first module with non-finite values; 1 or more.
-        log_scale: Log ``amp/loss_scale`` and ``amp/skipped_steps`` at every optimizer step.
+        log_scale: Log ``amp/loss_scale`` and ``amp/skipped_steps`` of the first loss at every optimizer step, where
+            losses are scaled.
         backend: ``"apex"`` hands all over to an installed NVIDIA apex that has ``apex.amp``, see ``RealApexAMP``.
 
     Raises:
@@ -187,7 +188,7 @@ class ApexAMP(Precision):
         """Let the module compute as the level says. Called by the strategy, before optimizers are made."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
         self.place_on(device.type)
-        check_wide(module, HALF_DTYPES)
+        refuse_half(module, HALF_DTYPES)
         self._has_double = any(t.dtype is torch.float64 for t in (*module.parameters(), *module.buffers()))
         if self._engine.properties.casts_to_half:
             # A training step calls parts of the module on their own. Parts without weights, as losses and metrics,
@@ -258,11 +259,11 @@ class ApexAMP(Precision):
         return cast_floats(data, torch.float32) if self.opt_level == "O0" and not self._has_double else data
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return O1's casts around the step of any stage."""
+        """Return the level's context of a forward pass, of any stage."""
         return self._engine.region()
 
     def train_step_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]  # no generator
-        """Return O1's casts around the training step."""
+        """Return the same for a training step; before the first, gradients from a checkpoint are put back."""
         if self._loaded_window is not None:
             self._restore_window(self._loaded_window)
             self._loaded_window = None
@@ -294,10 +295,9 @@ class ApexAMP(Precision):
         # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
         # those that DDP does not average yet.
         averages = getattr(self._model, "require_backward_grad_sync", True)
-        later = model.automatic_optimization or not averages or not engine.scales
-        with engine.backward(trained, loss_id, delay_unscale=later), engine.backward_region():
+        later = model.automatic_optimization or not averages
+        with engine.backward(trained, loss_id, delay_unscale=later):
             model.backward(engine.scaler(loss_id).scale(tensor), *args, **kwargs)
-        engine.forget_casts()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, clip, then step or skip, and settle the scale.
@@ -308,10 +308,11 @@ class ApexAMP(Precision):
         engine = self._engine
         self._meet(optimizer, model)
         if engine.scales:
-            return self._scaled_step(optimizer, model, closure(), **kwargs)
+            result = closure()  # forward and backward pass
+            return self._scaled_step(optimizer, model, result, **kwargs)
         result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         engine.forget_casts()
-        engine.note_step(optimizer)
+        engine.note_gradients_used(optimizer)
         return result
 
     def _scaled_step(self, optimizer: Any, model: Any, result: Any, **kwargs: Any) -> Any:
@@ -319,7 +320,7 @@ class ApexAMP(Precision):
         engine.unscale(optimizer)
         self._after_closure(model, optimizer)
         if model.automatic_optimization and result is None and not engine.is_waiting(optimizer):
-            engine.note_no_step()
+            engine.clear_last_skip()
             return None
         output = engine.step(optimizer, lambda: optimizer.step(closure=lambda: result, **kwargs))
         engine.update()

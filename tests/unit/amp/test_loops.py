@@ -460,11 +460,25 @@ def test_each_parameter_of_a_pass_has_its_own_delay(level):
         loss = sum(factor * net(torch.ones(1, 4)).float().sum() for factor, net in zip(factors, models, strict=True))
         backward(loss, which, **how)
 
-    backward_of((0, 4), both)
+    backward_of((3, 4), both)
     backward_of((8, 0), first, delay_unscale=True)
     backward_of((1, 2), [first, both])
-    for weight, expected in zip(amp.master_params(both), (9.0, 6.0), strict=True):
+    for weight, expected in zip(amp.master_params(both), (12.0, 6.0), strict=True):
         assert torch.equal(weight.grad, torch.full_like(weight, expected))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pass_that_fails_loses_no_gradient(level):
+    model = net()
+    optimizer = sgd(model)
+    init(model, optimizer, level, loss_scale=128.0)
+    backward(model(torch.ones(3, 4)).float().sum(), optimizer)
+    before = [p.grad.clone() for p in amp.master_params(optimizer)]
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda param: {}["no such key"])
+    with pytest.raises(KeyError):
+        backward(model(torch.ones(3, 4)).float().sum(), optimizer)
+    handle.remove()
+    assert all(map(torch.equal, before, [p.grad for p in amp.master_params(optimizer)]))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -549,15 +563,17 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_activation_checkpointing_changes_no_gradient(level):
+@pytest.mark.parametrize("calls", [1, 2])
+def test_activation_checkpointing_changes_no_gradient(level, calls):
     results = []
     for reentrant in (None, True, False):
         model = Checkpointed(reentrant)
         optimizer = sgd(model)
         init(model, optimizer, level)
         torch.manual_seed(2)
-        loss = model(torch.randn(5, 4)).float().pow(2).mean()
-        backward(loss, optimizer)
+        losses = [model(torch.randn(5, 4)).float().pow(2).mean() for _ in range(calls)]
+        for loss in losses:
+            backward(loss, optimizer)
         results.append([p.grad.clone() for p in amp.master_params(optimizer)])
     assert same(results[0], results[1])
     assert same(results[0], results[2])
