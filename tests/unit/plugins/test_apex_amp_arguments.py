@@ -27,7 +27,7 @@ from lightning_turbo.errors import AmpUsageError
     ("O1", {"cast_model_type": torch.float16}, ValueError, "cast_model_type=torch.float16 contradicts O1"),
     ("O2", {"cast_model_type": "half"}, TypeError, "a torch dtype, as torch.float16, got 'half'"),
     ("O2", {"cast_model_type": torch.int64}, ValueError, "cast_model_type: expected a floating dtype"),
-    ("O2", {"cast_model_type": torch.float16, "dtype": torch.bfloat16}, ValueError, "expected torch.bfloat16, the half"),
+    ("O2", {"cast_model_type": torch.float16, "dtype": torch.bfloat16}, ValueError, "expected torch.bfloat16"),
     ("O1", {"dtype": torch.float32}, ValueError, "dtype: expected torch.float16 or torch.bfloat16"),
     ("O1", {"dtype": "fp16"}, TypeError, "dtype: expected a torch dtype"),
     ("O1", {"min_loss_scale": 0.0}, ValueError, "min_loss_scale: expected a finite number above zero, got 0.0."),
