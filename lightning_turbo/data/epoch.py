@@ -13,7 +13,7 @@ __all__ = ["Epoch"]
 
 
 class Epoch(BackgroundIterator):
-    """One pass over a loader, whose batches ``position`` counts.
+    """One pass over a loader, whose batches ``position`` counts; ``settings`` are those of ``BackgroundIterator``.
 
     A batch goes from the source through the thread's queue and, where there is a ``transfer``, over to the device; it
     counts as used when it is handed out.

@@ -37,6 +37,7 @@ from lightning_turbo.errors import NoEffectWarning
 __all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "lock_of", "prefetching", "with_workers"]
 
 DEPTH = 8
+_NO_ORDER: tuple[int, ...] = ()
 T = TypeVar("T", covariant=True)
 _locks: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 
@@ -117,7 +118,8 @@ class PrefetchLoader(DataLoader[T]):
         self.sample_seeds: int | None = None
         self._prefetch_profile = LoadProfile()
         self._prefetch_loaded: dict[str, Any] | None = None
-        vars(self).update(_idle())  # Lightning records attributes that are set
+        # Not by assignment: Lightning records and copies what is assigned, and an iterator cannot be copied.
+        vars(self).update(_idle())
 
     @classmethod
     def of(
@@ -162,7 +164,7 @@ class PrefetchLoader(DataLoader[T]):
 
     def _order(self) -> ResumableSampler:
         """The order of the indices; one of no indices over a stream."""
-        sampler: Any = ()
+        sampler: Any = _NO_ORDER
         generator = None
         if self._has_order:
             sampler, generator = super()._index_sampler, self.generator
@@ -201,26 +203,27 @@ class PrefetchLoader(DataLoader[T]):
         if self.transfer is not None and not self.transfer.idle:
             epoch.use(self.transfer)
         vars(self)["_prefetch_loading"] = epoch._loading
-        vars(self)["_prefetch_live"] = weakref.ref(epoch)  # Lightning records attributes that are set
+        vars(self)["_prefetch_live"] = weakref.ref(epoch)
         self._prefetch_position = epoch.position
         return epoch
 
     def _begin_counted(self, loaded: dict[str, Any]) -> Epoch:
         """Begin an epoch of a loader without a state of its own: its order is recorded, its batches are counted."""
-        sampler, skip = self._order(), 0
+        sampler = self._order()
         done = 0 if loaded.get("whole") else loaded["consumed"]
-        if not self._iterates_as_torch or isinstance(self.dataset, IterableDataset):
-            skip = done  # such a loader may hand out a batch twice, or leave one out
-        sampler.rewind(loaded, done - skip, seeded=self.persistent_workers)
+        # Where batches do not follow from the indices one to one, those that were used are run through.
+        counts = self._iterates_as_torch and not isinstance(self.dataset, IterableDataset)
+        indices, batches = (done, 0) if counts else (0, done)
+        sampler.rewind(loaded, indices, seed_was_drawn=self.persistent_workers)
         source, settings = self._make_source(sampler)
-        position = sampler.position = Position(done)
-        return self._epoch(source, position, skip=skip, snapshot=sampler.recorder(), **settings)
+        position = sampler.position = Position(done)  # whom the sampler asks what was handed out
+        return self._epoch(source, position, skip=batches, snapshot=sampler.recorder(), **settings)
 
     def _make_source(self, sampler: Any) -> tuple[Any, dict[str, Any]]:
         """Return torch's iterator over the batches, and how it is loaded from.
 
-        The loading of one batch is put together here, from a list of indices over samples to ``collate_fn``: whatever
-        wraps the dataset or the sampler of a loader does it in this place, and in the view of the loader alone.
+        Without threads torch's own ``__iter__`` finds the sampler by ``_index_sampler``. With threads a view of the
+        loader is iterated, whose sampler, dataset and ``collate_fn`` are put together here.
         """
         if not self._can_use_threads():
             return cast(Any, super()).__iter__(), {"turn": self._turn()}
@@ -257,7 +260,8 @@ class PrefetchLoader(DataLoader[T]):
             return "the generators that are seeded for each sample belong to the process, and all of its threads"
         if isinstance(self.dataset, IterableDataset):
             return f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
-        return "" if self._iterates_as_torch else f"{type(self).__name__} does not load by torch's own iterator"
+        own = self._keeps_state or not self._iterates_as_torch
+        return f"{type(self).__name__} does not load by torch's own iterator" if own else ""
 
     def _begin_stateful(self, loaded: dict[str, Any]) -> Epoch:
         """Begin an epoch of a class that keeps its own state, which is recorded with each batch."""
@@ -268,6 +272,7 @@ class PrefetchLoader(DataLoader[T]):
         return self._epoch(source, position, snapshot=snapshot, turn=self._turn())
 
     def _epoch(self, source: Any, position: Position, **settings: Any) -> Epoch:
+        """Return an epoch; ``settings`` go to ``_Loading``."""
         profile = self._prefetch_profile
         profile.workers = self.num_workers > 0
         if isinstance(self.dataset, SeededDataset) and not self.num_workers and profile.draws is None:
@@ -281,7 +286,7 @@ class PrefetchLoader(DataLoader[T]):
         )  # fmt: skip
 
     def _known_length(self) -> float:
-        """How many batches an epoch has, infinity if that is not sure; some samplers draw once more at their end."""
+        """How many batches an epoch has, infinity if that is not known."""
         return inf if isinstance(self.dataset, IterableDataset) else length_of(self) or inf
 
     def _state_to_load(self) -> dict[str, Any]:
@@ -333,9 +338,9 @@ class PrefetchLoader(DataLoader[T]):
         if live is not None and self.persistent_workers:
             live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
         elif live is not None and live.park():
-            sampler.put_back(sampler.position)
-        # What was drawn ahead is put back when the thread ends.
-        if loading is not None and not loading.has_ended() and self.persistent_workers:
+            sampler.put_back(live.position)
+        has_ended = loading is None or loading.join()  # which puts back what was drawn ahead
+        if self.persistent_workers and not has_ended:
             raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,6 +357,7 @@ class PrefetchLoader(DataLoader[T]):
         state = position.describe(length_of(self))
         if self._keeps_state:
             return {**state, "base": list(position.states)}
+        # Before a batch: as they were before torch drew a seed from them, which it does again.
         return {**state, "order": sampler.began, "own": sampler.states_now() if position.consumed else sampler.start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -387,7 +393,8 @@ class PrefetchLoader(DataLoader[T]):
         end_workers(workers)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **_idle(), "_iterator": None, "_prefetch_loaded": self._state_to_load()}
+        loaded = self._state_to_load()
+        return {**vars(self), **_idle(), "_iterator": None, "_prefetch_loaded": None if loaded is START else loaded}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         behind = getattr(type(self), "_behind", None)
@@ -398,7 +405,7 @@ class PrefetchLoader(DataLoader[T]):
 
 def turn_of(dataset: Any) -> Any:
     """Return the lock that loaders of one dataset share, so that two threads do not read it at once."""
-    for _ in range(100):
+    for _ in range(100):  # to the innermost, and not for ever where they are a circle
         dataset = getattr(dataset, "dataset", dataset)
     return lock_of(dataset)
 
@@ -439,7 +446,7 @@ def _idle() -> dict[str, Any]:
     """The attributes of a loader that is not being iterated."""
     names = ("live", "loading", "next", "position", "turn")
     none = {f"_prefetch_{name}": None for name in names}
-    return {**none, "_prefetch_sampler": ResumableSampler((), None), "_prefetch_wanted": _everything}
+    return {**none, "_prefetch_sampler": ResumableSampler(_NO_ORDER, None), "_prefetch_wanted": _everything}
 
 
 def _everything() -> float:
@@ -474,7 +481,7 @@ def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader[Any]]:
     return made
 
 
-_made: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+_made: dict[type, Any] = {}
 
 
 def _signature(cls: type) -> inspect.Signature:

@@ -35,7 +35,8 @@ class Pending:
     def result(self) -> Any:
         """Wait for the samples and return the batch."""
         samples = self.samples
-        loaded = samples.result() if isinstance(samples, Future) else [sample.result() for sample in samples]
+        whole = isinstance(samples, Future)
+        loaded = samples.result() if whole else [sample for part in samples for sample in part.result()]
         batch = self.collate_fn(loaded)
         return pin_batch(batch) if self.pins else batch
 
@@ -71,9 +72,10 @@ class PendingCollate:
 class ThreadedDataset:
     """A dataset that hands out futures of its samples, which so many threads load. All else is the dataset's own.
 
-    The first batch is loaded by the asking thread alone. If that draws from the global RNGs, or from one that the
-    dataset holds, so are all others: in several threads the numbers would depend on timing. ``profile`` keeps that. A
-    dataset with ``__getitems__`` is asked for a whole batch at a time.
+    Each thread loads one part of a batch. The first batch is loaded by the asking thread alone. If that draws from the
+    global RNGs, or from one that the dataset holds, so are all others: in several threads the numbers would depend on
+    timing. ``profile`` keeps that, in each worker process for itself. A dataset with ``__getitems__`` is asked for a
+    whole batch at a time.
     """
 
     def __init__(self, dataset: Any, threads: int, profile: Any) -> None:
@@ -86,19 +88,27 @@ class ThreadedDataset:
         fetch = getattr(self._dataset, "__getitems__", None)
         if fetch:
             return self._begin(lambda submit: submit(fetch, indices))
-        return self._begin(lambda submit: [submit(self._dataset.__getitem__, index) for index in indices])
+        indices = list(indices)
+        size = max(1, -(-len(indices) // self._threads))
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        return self._begin(lambda submit: [submit(self._load, part) for part in parts])
+
+    def _load(self, indices: Any) -> list[Any]:
+        return [self._dataset[index] for index in indices]
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def _begin(self, load: Callable[[Callable[..., Future[Any]]], Any]) -> Any:
+        """Call ``load`` with what begins a call in a thread, ``submit``; or runs it at once, ``_run_now``."""
         if self._profile.alone is None:
+            # The samples alone are watched here: in the whole of a first batch, the sampler's seed is drawn too.
             contents = Contents(self._dataset)
             before = shared_state(), contents.states()
-            samples = load(_call)
+            samples = load(_run_now)
             self._decide(changed_generators(before[0], shared_state()), before[1] != contents.states())
             return samples
-        return load(_call if self._profile.alone else self._executor().submit)
+        return load(_run_now if self._profile.alone else self._executor().submit)
 
     def _decide(self, drew: list[str], own: bool) -> None:
         self._profile.alone = own or bool(drew)
@@ -130,9 +140,9 @@ class ThreadedDataset:
             pool.shutdown(cancel_futures=True)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while this object is being unpickled
+        if "_dataset" not in vars(self):  # while this object is being unpickled
             raise AttributeError(name)
-        return getattr(vars(self)["_dataset"], name)
+        return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)  # as a worker_init_fn does
@@ -140,11 +150,8 @@ class ThreadedDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_pool": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
-
-def _call(function: Callable[..., Any], *args: Any) -> Future[Any]:
+def _run_now(function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Call a function here, with a future as the result."""
     future: Future[Any] = Future()
     try:

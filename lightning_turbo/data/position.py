@@ -17,7 +17,7 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = [
     "START", "Position", "ResumableSampler", "begin_epoch", "correct_states", "end_workers", "generators_of",
-    "has_epoch", "is_between_epochs", "length_of", "note_state", "warn_of_gaps", "wrong_kind",
+    "is_between_epochs", "length_of", "note_state", "warn_of_gaps", "wrong_kind",
 ]  # fmt: skip
 
 # The state of a loader that has handed out nothing yet.
@@ -31,8 +31,10 @@ class Position:
 
     Attributes:
         consumed: Batches handed out, those of an iterator before this one included; ``begun`` those alone.
-        states: Pairs of a count of batches and what the source said of itself after them, the latest at the end.
-        reached: What it said after the last batch that was handed out or raised; ``None`` before the first.
+        states: Pairs of a count of batches and what the source said of itself after them, the latest at the end; for
+            loaders with a state of their own.
+        reached: What it said after the last batch that was handed out or raised; ``None`` before the first. For
+            loaders whose batches are counted.
         ended: Whether the end was reached.
     """
 
@@ -105,21 +107,21 @@ class ResumableSampler:
         self.start: list[Any] = []
         self.position = Position()
         self._replay: tuple[int, Any] = (0, None)
-        self._late: list[Any] | None = None
+        self._after_seed: list[Any] | None = None
         self._indices: _Indices | None = None
 
-    def rewind(self, state: dict[str, Any], skip: int, seeded: bool) -> None:
+    def rewind(self, state: dict[str, Any], skip: int, seed_was_drawn: bool) -> None:
         """Make the next epoch the one that a loader's ``state`` is of, or the one after it where it is whole.
 
         Args:
             state: What ``PrefetchLoader.state_dict`` returned.
             skip: Indices to leave out at the beginning of an epoch that is not whole.
-            seeded: Whether worker processes stay for all epochs: their seed, which the loader's generator gives, was
-                drawn before that state was taken.
+            seed_was_drawn: Whether worker processes stay for all epochs: their seed, which the loader's generator
+                gives, was drawn before that state was taken. It is set again after torch has drawn one here.
         """
         if hasattr(self.sampler, "continue_after"):
             self._count_epochs(state)
-        self.began = self._late = None
+        self.began = self._after_seed = None
         self.position = Position()  # the iterator before, if it is let go of only now, puts nothing back
         if not state.get("whole") and state["order"] is not None:
             self._check_number("samplers that count epochs", state["order"]["epochs"], self._counting)
@@ -128,7 +130,7 @@ class ResumableSampler:
         elif state.get("own"):
             self._check_number("random generators", state["own"], self.own)
             self._set_own_states(state["own"])
-            self._late = state["own"] if seeded else None
+            self._after_seed = state["own"] if seed_was_drawn else None
         self.start = self._own_states()
 
     def _count_epochs(self, state: dict[str, Any]) -> None:
@@ -151,21 +153,21 @@ class ResumableSampler:
             for sampler, epoch in zip(self._counting, began["epochs"], strict=True):
                 sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
             self._set_states(began["iter"])
-        elif self._late is not None:
-            self._set_own_states(self._late)
+        elif self._after_seed is not None:
+            self._set_own_states(self._after_seed)
         known = {"iter": self._states(), "epochs": [sampler.epoch for sampler in self._counting]}
         indices = iter(self.sampler)
         if began is not None:
             set_shared_state(here)
-        late = None if self._late is None else self._own_states()
-        drawn = self._draw(indices, known, late) if began is None else self._draw_again(indices, skip, began)
+        after_seed = None if self._after_seed is None else self._own_states()
+        drawn = self._draw(indices, known, after_seed) if began is None else self._draw_again(indices, skip, began)
         self._indices = _Indices(drawn, self._own_states)
         return self._indices
 
-    def _draw(self, indices: Iterator[Any], known: dict[str, Any], late: list[Any] | None) -> Iterator[Any]:
-        if late is not None:
-            self._set_own_states(late)
-        self._late, self.began = None, {**known, "first": self._states()}
+    def _draw(self, indices: Iterator[Any], known: dict[str, Any], after_seed: list[Any] | None) -> Iterator[Any]:
+        if after_seed is not None:
+            self._set_own_states(after_seed)
+        self._after_seed, self.began = None, {**known, "first": self._states()}
         yield from indices
 
     def _draw_again(self, indices: Iterator[Any], skip: int, began: dict[str, Any]) -> Iterator[Any]:
@@ -289,15 +291,18 @@ def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def note_state(state_dict: Callable[[], Any]) -> dict[str, Any]:
-    """Return what a class says of itself now: ``state``, and whether ``over`` a single ``next`` an epoch begins."""
+    """Return what a class says of itself now, as ``state``.
+
+    With ``over`` set, one batch is to be taken from there, and the ``iter`` after it begins the epoch that is meant.
+    """
     return {"state": copy.deepcopy(state_dict()), "over": False}
 
 
 def _start_after(position: Position) -> dict[str, Any]:
     """Return where the epoch after this one begins.
 
-    Only who has run to where an epoch was left begins the next as it would have. So that is the state from which a
-    single ``next`` leads there: to the last batch, or to the end if that was handed out.
+    torchdata begins an epoch rightly only on an iterator that has run to where the epoch before it was left. So this is
+    the state one batch before that place, or, where the end was handed out, the state at the last batch.
     """
     before = dict(position.states).get(position.consumed - (not position.ended))
     if before is None or before["over"]:  # that one is of the epoch before

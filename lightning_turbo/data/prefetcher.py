@@ -89,9 +89,8 @@ class Record(NamedTuple):
 class LoadProfile:
     """What the first batches of a loader showed. One object for each loader, so that it is found out once.
 
-    ``workers`` tells whether worker processes load, so that only a sampler can draw here.
-
     Attributes:
+        workers: Whether worker processes load, so that only a sampler can draw here.
         draws: Whether loading draws from the global RNGs; ``None`` before the second batch. Such a loader stays in the
             asking thread: in another one, the numbers would depend on timing.
         repeats: Whether batches come in the same memory again and again, so that each has to be copied.
@@ -99,11 +98,10 @@ class LoadProfile:
         alone: Whether the samples of a batch have to be loaded by one thread; ``None`` before the first batch.
     """
 
-    def __init__(self, workers: bool = False) -> None:
-        self.workers = workers
+    def __init__(self) -> None:
         self.draws: bool | None = None
         self.alone: bool | None = None
-        self.repeats = self.slow = False
+        self.workers = self.repeats = self.slow = False
         self._batches, self._seconds = 0, 0.0
 
     @property
@@ -165,7 +163,7 @@ class _Loading:
         skip: int = 0,
     ) -> None:
         self.source: Any = source
-        self.has_workers = hasattr(source, "_try_get_data")  # torch's iterator over worker processes
+        self.has_workers = hasattr(source, "_try_get_data")  # torch's own iterator, of those over worker processes
         self.profile, self.depth, self.ahead, self.skip = profile, depth, ahead, skip
         self.rest, self.snapshot, self.dispose = rest, snapshot, dispose
         self.turn = turn or contextlib.nullcontext()
@@ -176,20 +174,20 @@ class _Loading:
         self.stopping = threading.Event()
         self.dropped = False
 
-    def take(self) -> Record:
-        """Load one item here; never raises."""
-        record = self._draw(self._next).then(self._finish)
+    def load_here(self) -> Record:
+        """Load one item in the calling thread; never raises."""
+        record = self._fetch(self._next).then(self._finish)
         elsewhere = self.profile.workers or self.ahead  # in a worker process, or a thread of a pool
         return _explain(record, self.profile.workers) if elsewhere else record
 
-    def _draw(self, take: Callable[[], Any]) -> Record:
+    def _fetch(self, next_item: Callable[[], Any]) -> Record:
         self.taken += 1
         try:
             with self.turn:
                 while self.skip:
                     self.skip -= 1
-                    take()
-                item = take()
+                    next_item()
+                item = next_item()
                 if self.profile.repeats:
                     item = copy_batch(item)
             return Record(item, self.snapshot())
@@ -213,21 +211,21 @@ class _Loading:
     def _produce(self, state: ThreadState, limit: float) -> Iterator[list[Record]]:
         """Yield records, each in a list that its taker empties: the thread holds on to what it was given last."""
         state.enter()
-        coming = self._draw_all(limit)
-        drawn = deque(itertools.islice(coming, self.ahead + 1))
-        while drawn and not self.dropped:  # then nobody makes room for it
-            yield [_explain(drawn.popleft().then(self._finish), self.profile.workers)]
-            drawn.extend(itertools.islice(coming, 1))
+        coming = self._fetch_all(limit)
+        begun = deque(itertools.islice(coming, self.ahead + 1))
+        while begun and not self.dropped:  # then nobody makes room for it
+            yield [_explain(begun.popleft().then(self._finish), self.profile.workers)]
+            begun.extend(itertools.islice(coming, 1))
         self.rest()
         if self.dropped:
             _empty(self.thread)  # so that there is room for the mark at the end, for which nobody waits
             self.let_go()
 
-    def _draw_all(self, limit: float) -> Iterator[Record]:
-        """Draw records up to the last of the source, until so many were taken in all or the thread is stopped."""
-        take, last = self._wait_for_workers if self.has_workers else self._next, False
+    def _fetch_all(self, limit: float) -> Iterator[Record]:
+        """Fetch records up to the last of the source, until so many were taken in all or the thread is stopped."""
+        next_item, last = self._wait_for_workers if self.has_workers else self._next, False
         while not last and self.taken < limit and not self.stopping.is_set():
-            box = [self._draw(take)]
+            box = [self._fetch(next_item)]
             last = box[0].last
             yield box.pop()  # which is kept by nobody here
 
@@ -304,8 +302,8 @@ class _Loading:
         """
         self.stopping.set()
         kept: list[Record] = []
-        with contextlib.suppress(RuntimeError):
-            while record := self.get(PATIENCE):
+        with contextlib.suppress(RuntimeError):  # of get, when its time is over
+            while (record := self.get(PATIENCE)) is not None:
                 kept.append(record)
         return kept, self.thread is None
 
@@ -320,7 +318,7 @@ class _Loading:
         elif self.thread is not threading.current_thread():  # which may hold the lock of its own queue
             _empty(self.thread)
             # The collector may run in another prefetching thread, which the one that ends may wait for.
-            if not isinstance(threading.current_thread(), BackgroundGenerator) and not self.has_ended():
+            if not isinstance(threading.current_thread(), BackgroundGenerator) and not self.join():
                 warnings.warn(
                     f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "
                     f"{PATIENCE:g} s. It ends after that item.",
@@ -335,8 +333,8 @@ class _Loading:
         self.rest()
         dispose()
 
-    def has_ended(self) -> bool:
-        """Wait for a thread that was told to end, perhaps by the garbage collector; tell whether it has."""
+    def join(self) -> bool:
+        """Wait for a thread that was told to end, perhaps by the garbage collector; return whether it has."""
         if self.thread is not None:
             self.thread.join(PATIENCE)
         ended = not self._is_running()
@@ -367,7 +365,7 @@ class BackgroundIterator(Iterator[Any]):
         profile: What is known of the source, if anything is.
         wanted: How many items will be asked for at most. No more than these are taken ahead.
         timeout: How long to wait for an item that is asked for, in seconds; 0 for as long as it takes.
-        **settings: Of loaders, for this package's own use.
+        **settings: Of ``_Loading``, for the loaders of this package.
 
     Raises:
         TypeError: If ``source`` is not an iterator, or ``prefetch_batches`` not an integer.
@@ -400,7 +398,7 @@ class BackgroundIterator(Iterator[Any]):
         self._wanted = wanted
         self._timeout = timeout or None
         self._kept: deque[Record] = deque()
-        self._first = True
+        self._none_loaded_here = True
         self._previous: Any = None
         self._closed = ""
         self.ended = False
@@ -448,19 +446,19 @@ class BackgroundIterator(Iterator[Any]):
             record = self._kept.popleft() if self._kept else self._loading.get(self._timeout)
             if record is not None:
                 return record
-            if self._first or not self._start():
+            if self._none_loaded_here or not self._start():
                 return self._load()
 
     def _load(self) -> Record:
         """Load one item in this thread, and let a thread take those after it, if there is something to gain."""
         profile = self._profile
-        if self._first:
-            record = self._loading.take()  # which may start worker processes
+        if self._none_loaded_here:
+            record = self._loading.load_here()  # which may start worker processes
         elif profile.draws is None:
             record = self._load_watched()
         else:
             record = self._load_timed()
-        self._first = False
+        self._none_loaded_here = False
         # Kept until the second item is there, as memory that was given back may be given out again.
         self._previous = record.item if profile.draws is None else None
         if not record.last:
@@ -469,7 +467,7 @@ class BackgroundIterator(Iterator[Any]):
 
     def _load_timed(self) -> Record:
         started = time.perf_counter()
-        record = self._loading.take()
+        record = self._loading.load_here()
         self._profile.measure(time.perf_counter() - started)
         return record
 
@@ -492,13 +490,10 @@ class BackgroundIterator(Iterator[Any]):
         """Whether more items are wanted."""
         return self._loading.taken < self._wanted and not self._loading.dropped
 
-    def start(self) -> bool:
-        """Take the first items in the background too, from now on, if the source is known to be one for a thread.
-
-        Returns:
-            Whether a thread works ahead.
-        """
-        return self._loading.thread is not None or self._start()
+    def start(self) -> None:
+        """Take the first items in the background too, from now on, if the source is known to be one for a thread."""
+        if self._loading.thread is None:
+            self._start()
 
     def add_stage(self, stage: Callable[[Any], Any]) -> None:
         """Call ``stage`` on each item in the background. Before the first item only."""
@@ -510,7 +505,7 @@ class BackgroundIterator(Iterator[Any]):
             return True
         if self._loading.thread is not None:
             return self._loading.ready()
-        return not self._first and self._profile.is_fast and self._has_more()
+        return not self._none_loaded_here and self._profile.is_fast and self._has_more()
 
     def park(self) -> bool:
         """End the thread and keep what it had ready; the next ``next()`` continues, with a new thread if need be.

@@ -27,6 +27,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
@@ -269,7 +271,9 @@ def test_threads_ask_a_dataset_for_whole_batches_if_it_loads_those():
 
 
 def set_attribute(worker_id):
-    torch.utils.data.get_worker_info().dataset.length = 5
+    dataset = torch.utils.data.get_worker_info().dataset
+    dataset._more = 1
+    dataset.length = 4 + dataset._more
 
 
 class Told(Numbers):
@@ -287,6 +291,12 @@ def test_a_worker_init_fn_finds_the_dataset_itself():
     [
         (lambda **more: PrefetchLoader(Stream(), 4, **more), r"an IterableDataset \(Stream\)"),
         (lambda **more: PrefetchLoader.of(Custom("x", batch_size=2), **more), "PrefetchCustom does not load by torch"),
+        (
+            lambda **more: PrefetchLoader.of(
+                StatefulDataLoader(Numbers(), 4, sampler=StatefulDistributedSampler(Numbers(), 1, 0)), **more
+            ),
+            "PrefetchStatefulDataLoader does not load by torch",
+        ),
     ],
 )
 def test_threads_that_cannot_be_used_are_told_of_once(make, why):
@@ -407,6 +417,16 @@ def test_copies_and_pickles(convert, through):
     assert type(twin) is type(loader)
     assert [b.tolist() for b in twin] == [[0, 1], [2, 3], [4, 5]]
     assert next(iterator).tolist() == [4, 5]
+
+
+def test_a_pickled_loader_tells_where_it_is_before_its_first_batch():
+    loader = PrefetchLoader(range(6), 2, shuffle=True, generator=torch.Generator().manual_seed(1))
+    twin = pickle.loads(pickle.dumps(loader))
+    iterators = [iter(loader), iter(twin)]
+    states = [each.state_dict() for each in (loader, twin)]
+    assert [len(state["own"]) for state in states] == [1, 1]
+    assert torch.equal(states[0]["own"][0], states[1]["own"][0])
+    assert [batch.tolist() for batch in iterators[0]] == [batch.tolist() for batch in iterators[1]]
 
 
 def test_a_sampler_that_draws_from_shared_generators_is_named():
