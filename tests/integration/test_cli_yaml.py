@@ -43,7 +43,7 @@ GOT = {
 DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
 SIZES = {"target": 64, "lr_rule": "sqrt", "warmup_steps": 5, "base_batch_size": 8, "batch_size": 4}
-FORMAT = {"memory_format": "channels_last", "rounds": 2}
+FORMAT = {"memory_format": "contiguous"}
 AMP = {"opt_level": "O2", "loss_scale": 128.0}
 
 # Section of the file, class, its arguments there, and what the object has to show for it.

@@ -32,7 +32,6 @@ class Module(LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-        self.example_input_array = torch.ones(1, 1, 8, 8)
 
     def forward(self, x):
         return self.net(x)
