@@ -21,13 +21,14 @@ COLOURS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
 
 
 def describe_headroom(facts: Facts) -> str:
-    """Return in one sentence what a step waits for."""
+    """Return in words what a step waits for."""
     waiting = facts.waiting * facts.step_ms
     text = f"Your step takes {three_digits(facts.step_ms)} ms, {three_digits(waiting)} of them waiting for data"
     if facts.waiting < 0.03:
         return f"{text}: prefetching cannot help."
     times = 1 / (1 - facts.waiting)
-    return f"{text}; without waiting it would be {times:.{1 if times >= 1.1 else 2}f} times as fast."
+    alone = f" The loader alone takes {three_digits(facts.loader_ms)} ms a batch." if facts.loader_ms else ""
+    return f"{text}; without waiting it would be {times:.{1 if times >= 1.1 else 2}f} times as fast.{alone}"
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
