@@ -31,7 +31,7 @@ class Facts:
     automatic: bool = True  # whether Lightning steps the optimizers
     can_fuse: bool = False
     convolutions: bool = False
-    norms: bool = False  # norm layers, and convolutions with a bias
+    norms: bool = False  # batch or instance norms, and convolutions with a bias
     dataloader: bool = True
     num_workers: int = 0
     prefetches: bool = False
@@ -61,7 +61,7 @@ NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
     "compiler": (lambda f: f.compiler, "torch finds no C++ compiler"),
     "optimizer": (lambda f: f.can_fuse, "no optimizer can be fused, or each is already"),
     "convolutions": (lambda f: f.convolutions, "there is no 2D or 3D convolution"),
-    "norms": (lambda f: f.norms, "there is no bias before a norm layer"),
+    "norms": (lambda f: f.norms, "there is no convolution with a bias before a batch or instance norm"),
     "automatic": (lambda f: f.automatic, "the script steps its optimizers"),
     "cuda": (lambda f: f.device == "cuda", "it needs a CUDA device"),
     "cpu": (lambda f: f.device == "cpu", "it is for a CPU"),

@@ -26,6 +26,8 @@ from lightning_turbo._lightning import (
 )
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.measure import Meter, count_cores, huge_pages
+from lightning_turbo.nn.bias import LAYERS, NORMS
+from lightning_turbo.nn.memory_format import has_format
 from lightning_turbo.tune.units import FusedOptimizers, LoaderSettings, can_fuse
 
 __all__ = ["Probe", "prepare_trainer", "trainer_in_construction"]
@@ -121,11 +123,11 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
 
 def describe_network(module: nn.Module) -> dict[str, Any]:
     """Return what the network has that a candidate changes."""
-    norms = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
-    biased = any(isinstance(part, nn.modules.conv._ConvNd) and part.bias is not None for part in module.modules())
+    parts = list(module.modules())
+    biased = any(isinstance(part, LAYERS) and part.bias is not None for part in parts)
     return {
-        "convolutions": any(parameter.ndim in (4, 5) for parameter in module.parameters()),
-        "norms": biased and any(isinstance(part, norms) for part in module.modules()),
+        "convolutions": has_format(module),
+        "norms": biased and any(isinstance(part, NORMS) for part in parts),
     }
 
 
