@@ -16,7 +16,6 @@ from lightning_turbo.tune.search import Search, Trial
 
 __all__ = ["describe_headroom", "make_results", "print_results", "script_text", "write_results", "yaml_text"]
 
-HOMES = {"FusedOptimizers": "lightning_turbo.tune", "LoaderSettings": "lightning_turbo.tune"}
 COLOURS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
 
 
@@ -111,7 +110,7 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
         trainer["plugins"] = [{"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": settings.opt_level}}]
     if settings.callbacks:
         trainer["callbacks+"] = [
-            {"class_path": f"{HOMES.get(name, 'lightning_turbo')}.{name}", "init_args": dict(arguments)}
+            {"class_path": f"lightning_turbo.{name}", "init_args": dict(arguments)}
             for name, arguments in settings.callbacks.items()
         ]
     head = f"# {headline}\n# Use it as a further config: --config turbo.yaml, after yours.\n"
@@ -130,14 +129,13 @@ def script_text(settings: Settings, headline: str, command: Sequence[str]) -> st
         lines["plugins"] = f"[ApexAMP({settings.opt_level!r})]"
     body = "".join(f'        "{name}": {value},\n' for name, value in lines.items())
     head = f'"""{headline}.\n\nIn the script: ``Trainer(..., **turbo(callbacks=[...]))``.\n"""\n'
-    imports = "\n".join(["", *_imports(settings), ""])
     function = f'def turbo(callbacks=()):\n    """Return arguments for a Trainer."""\n    return {{\n{body}    }}\n'
-    return f"{head}{_start_line(settings, command)}{imports}\n\n{function}"
+    return f"{head}{_start_line(settings, command)}\n{_import_line(settings)}\n\n{function}"
 
 
-def _imports(settings: Settings) -> list[str]:
+def _import_line(settings: Settings) -> str:
     names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
-    return [f"from {HOMES.get(name, 'lightning_turbo')} import {name}" for name in sorted(names)]
+    return f"from lightning_turbo import {', '.join(sorted(names))}\n" if names else ""
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:
