@@ -70,18 +70,29 @@ NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One setting."""
+class Settings:
+    """What a Trainer and its process are given."""
 
-    name: str
-    needs: tuple[str, ...]  # keys of NEEDS
-    slot: str = ""  # of the candidates of a slot at most one is chosen; by default the name
-    result: Result = "same bits"  # what it may do to the result
     strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of a TurboStrategy
     precision: str = ""  # the Trainer's
     opt_level: str = ""  # of an ApexAMP
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
     environment: Mapping[str, str] = field(default_factory=dict)  # of the process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Settings):
+    """Settings that are tried together."""
+
+    name: str
+    needs: tuple[str, ...]  # keys of NEEDS
+    slot: str = ""  # shared with other candidates
+    result: Result = "same bits"  # what it may do to the result
+
+    @property
+    def kind(self) -> str:
+        """Its slot, or its name: of the candidates of a kind at most one is chosen."""
+        return self.slot or self.name
 
 
 def why_not(candidate: Candidate, facts: Facts) -> str:
@@ -182,17 +193,6 @@ def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[
     return [each for each in candidates if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
 
 
-@dataclass(kw_only=True)
-class Settings:
-    """Candidates put together: what a Trainer and its process are given."""
-
-    strategy: dict[str, Any] = field(default_factory=dict)
-    precision: str = ""
-    opt_level: str = ""
-    callbacks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-
-
 # Of a TurboStrategy: what is not chosen stays as Lightning has it.
 OFF: dict[str, Any] = {
     "device_prefetch": False,
@@ -207,10 +207,11 @@ def combine(candidates: Iterable[Candidate]) -> Settings:
     """Return the settings of some candidates together."""
     settings = Settings()
     for each in candidates:
-        if each.strategy:
-            settings.strategy = {**OFF, **settings.strategy, **each.strategy}
-        settings.precision = each.precision or settings.precision
-        settings.opt_level = each.opt_level or settings.opt_level
-        settings.callbacks.update(each.callbacks)
-        settings.environment.update(each.environment)
+        settings = Settings(
+            strategy={**OFF, **settings.strategy, **each.strategy} if each.strategy else settings.strategy,
+            precision=each.precision or settings.precision,
+            opt_level=each.opt_level or settings.opt_level,
+            callbacks={**settings.callbacks, **each.callbacks},
+            environment={**settings.environment, **each.environment},
+        )
     return settings

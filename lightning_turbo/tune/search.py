@@ -134,13 +134,13 @@ class Search:
             alive = _better_half([trial for trial in alive if len(trial.alone.logs) == count])
 
     def winners(self) -> list[Trial]:
-        """Return those that gain alone, the best of each slot, the best first.
+        """Return those that gain alone, the best of each kind, the best first.
 
         Where the time was too short to decide about any, that is the best one, about which the last comparison decides.
         """
         best: dict[str, Trial] = {}
         for trial in filter(self._keeps_maths, _gaining(_by_ratio(self.trials.values()))):
-            if best.setdefault(trial.candidate.slot or trial.candidate.name, trial) is not trial:
+            if best.setdefault(trial.candidate.kind, trial) is not trial:
                 trial.why = "another one of its kind is better"
         return list(best.values())
 
