@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from lightning_turbo.errors import TurboError
 
-__all__ = ["Candidate", "Facts", "Settings", "combine", "list_candidates", "select", "why_not"]
+__all__ = ["SMALL_SHARE", "Candidate", "Facts", "Settings", "combine", "list_candidates", "select", "why_not"]
 
 Result = Literal["same bits", "rounding", "other maths"]
 SMALL_SHARE = 0.03  # of a step; what cannot save more than this is not tried
+LITTLE = f"less than {100 * SMALL_SHARE:g} % of its time"
 LIGHTNING_MS = 0.6  # what Lightning's own loop can cost in a step, with logged values
 SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as some steps
 
@@ -48,8 +49,8 @@ class Facts:
 
 # What a candidate needs: whether it is there, and what is said if it is not.
 NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
-    "waiting": (lambda f: f.waiting >= SMALL_SHARE, "a step waits for data less than 3 % of its time"),
-    "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, "a step computes less than 3 % of its time"),
+    "waiting": (lambda f: f.waiting >= SMALL_SHARE, f"a step waits for data {LITTLE}"),
+    "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, f"a step computes {LITTLE}"),
     "dataloader": (lambda f: f.dataloader, "the training loader is not a DataLoader"),
     "no thread": (lambda f: not f.prefetches, "the loader prepares batches in a thread already"),
     "epochs": (lambda f: (f.batches or 1e9) * SMALL_SHARE <= 1, "epochs are long, so that their starts hardly count"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_turbo._files import whole_file
 from lightning_turbo.measure import Bar, describe_machine, draw_bars, print_table, three_digits, write_json
-from lightning_turbo.tune.candidates import Facts, Settings, combine
+from lightning_turbo.tune.candidates import SMALL_SHARE, Facts, Settings, combine
 from lightning_turbo.tune.evidence import Comparison
 from lightning_turbo.tune.search import Search, Trial
 
@@ -23,7 +23,7 @@ def describe_headroom(facts: Facts) -> str:
     """Return in words what a step waits for."""
     waiting = facts.waiting * facts.step_ms
     text = f"Your step takes {three_digits(facts.step_ms)} ms, {three_digits(waiting)} of them waiting for data"
-    if facts.waiting < 0.03:
+    if facts.waiting < SMALL_SHARE:
         return f"{text}: prefetching cannot help."
     times = 1 / (1 - facts.waiting)
     alone = f" The loader alone takes {three_digits(facts.loader_ms)} ms a batch." if facts.loader_ms else ""

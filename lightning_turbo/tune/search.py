@@ -174,10 +174,12 @@ class Search:
                 self.trials[name].kept = True
 
     def result(self, case: Case, comparison: Comparison) -> str:
-        """Return what a case does to the result.
+        """Return what a case does to the result, by the losses and by the table of candidates.
 
-        That is what the losses say; but other maths, as the order of samples in the next epoch, need not show in them,
-        and where they differ it is no less than what the table says.
+        - The script repeats its own losses, the case has the same, and the table says other maths of none of its
+          candidates: same bits. (Other maths, as the order of samples in the next epoch, need not show in the losses.)
+        - The script repeats its own losses otherwise: the worse of what the losses say and what the table says.
+        - The script does not repeat its own losses: what the table says.
         """
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
         measured = compare_losses(*comparison.losses) if repeatable else ""
