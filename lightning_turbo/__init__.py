@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_turbo.strategies.turbo import TurboStrategy as TurboStrategy
     from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy as TurboDDPStrategy
+    from lightning_turbo.tune.units import FusedOptimizers as FusedOptimizers
+    from lightning_turbo.tune.units import LoaderSettings as LoaderSettings
 
 __version__ = "0.1.0"
 
@@ -56,6 +58,7 @@ PUBLIC = {
         "PrefetchDataModule": "datamodules.prefetch",
         "PrefetchLoader": "data.loader",
         "PrefetchNextEpoch": "callbacks.prefetch_next_epoch",
+        "LoaderSettings": "tune.units",
         "DevicePrefetcher": "data.device",
         "PackedDataset": "data.packed",
         "Normalize": "data.normalize",
@@ -74,6 +77,7 @@ PUBLIC = {
         "EffectiveBatchSize": "callbacks.effective_batch_size",
         "GradToNone": "callbacks.grad_to_none",
         "MemoryFormat": "callbacks.memory_format",
+        "FusedOptimizers": "tune.units",
         "drop_bias_before_norm": "nn.bias",
         "DropBiasBeforeNorm": "callbacks.drop_bias",
     },

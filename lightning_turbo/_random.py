@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,14 +92,10 @@ def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[st
 
 
 @contextmanager
-def same_random_numbers(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Leave the global RNGs as they were, whatever is drawn from them inside.
-
-    Args:
-        devices: CUDA devices whose generators count too.
-    """
+def same_random_numbers() -> Iterator[None]:
+    """Leave the global RNGs as they were, whatever is drawn from them inside."""
     state = shared_state()
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:

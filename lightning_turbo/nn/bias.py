@@ -20,7 +20,7 @@ from lightning_turbo._checks import expect
 from lightning_turbo._random import same_random_numbers
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["BiasReport", "drop_bias_before_norm"]
+__all__ = ["LAYERS", "NORMS", "BiasReport", "drop_bias_before_norm"]
 
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (

@@ -33,7 +33,7 @@ from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
-from lightning_turbo.nn.memory_format import FORMATS
+from lightning_turbo.nn.memory_format import FORMATS, check_format
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.lean import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
 
@@ -67,7 +67,7 @@ class TurboParts(Strategy):
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
         expect(is_whole(prefetch_batches, 1), "prefetch_batches", prefetch_batches, "an integer of at least 1")
-        check_choice("memory_format", memory_format, (None, "measure", *FORMATS))
+        check_format(memory_format, (None, *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
         for option, asked in (("lean_step=True", lean_step), ("lean_logging=True", lean_logging)):
@@ -216,8 +216,7 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
 
             - ``device_prefetch`` (``True``): keep the next batches on the CUDA device, after Lightning's sampler.
             - ``prefetch_batches`` (2): number of these batches, at least 1.
-            - ``memory_format`` (``None``): ``"channels_last"`` or ``"contiguous"``; ``"measure"`` times both on the
-              module's ``example_input_array`` and takes the faster one.
+            - ``memory_format`` (``None``): ``"channels_last"`` or ``"contiguous"``, see ``MemoryFormat``.
             - ``cudnn_benchmark`` (``True``): ``torch.backends.cudnn.benchmark`` during the run on CUDA; ``None`` keeps
               it. Off in a deterministic run, because cuDNN would choose its algorithms by their times.
             - ``matmul_precision`` (``None``): ``torch.set_float32_matmul_precision`` during the run on CUDA:

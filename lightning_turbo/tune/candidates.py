@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from lightning_turbo.errors import TurboError
 
-__all__ = ["Candidate", "Facts", "Settings", "combine", "list_candidates", "select", "why_not"]
+__all__ = ["SMALL_SHARE", "Candidate", "Facts", "Settings", "combine", "list_candidates", "select", "why_not"]
 
 Result = Literal["same bits", "rounding", "other maths"]
 SMALL_SHARE = 0.03  # of a step; what cannot save more than this is not tried
+LITTLE = f"less than {100 * SMALL_SHARE:g} % of its time"
 LIGHTNING_MS = 0.6  # what Lightning's own loop can cost in a step, with logged values
 SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as some steps
 
@@ -31,7 +32,7 @@ class Facts:
     automatic: bool = True  # whether Lightning steps the optimizers
     can_fuse: bool = False
     convolutions: bool = False
-    norms: bool = False  # norm layers, and convolutions with a bias
+    norms: bool = False  # batch or instance norms, and convolutions with a bias
     dataloader: bool = True
     num_workers: int = 0
     prefetches: bool = False
@@ -48,8 +49,8 @@ class Facts:
 
 # What a candidate needs: whether it is there, and what is said if it is not.
 NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
-    "waiting": (lambda f: f.waiting >= SMALL_SHARE, "a step waits for data less than 3 % of its time"),
-    "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, "a step computes less than 3 % of its time"),
+    "waiting": (lambda f: f.waiting >= SMALL_SHARE, f"a step waits for data {LITTLE}"),
+    "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, f"a step computes {LITTLE}"),
     "dataloader": (lambda f: f.dataloader, "the training loader is not a DataLoader"),
     "no thread": (lambda f: not f.prefetches, "the loader prepares batches in a thread already"),
     "epochs": (lambda f: (f.batches or 1e9) * SMALL_SHARE <= 1, "epochs are long, so that their starts hardly count"),
@@ -61,7 +62,7 @@ NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
     "compiler": (lambda f: f.compiler, "torch finds no C++ compiler"),
     "optimizer": (lambda f: f.can_fuse, "no optimizer can be fused, or each is already"),
     "convolutions": (lambda f: f.convolutions, "there is no 2D or 3D convolution"),
-    "norms": (lambda f: f.norms, "there is no bias before a norm layer"),
+    "norms": (lambda f: f.norms, "there is no convolution with a bias before a batch or instance norm"),
     "automatic": (lambda f: f.automatic, "the script steps its optimizers"),
     "cuda": (lambda f: f.device == "cuda", "it needs a CUDA device"),
     "cpu": (lambda f: f.device == "cpu", "it is for a CPU"),
@@ -70,18 +71,29 @@ NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One setting."""
+class Settings:
+    """What a Trainer and its process are given."""
 
-    name: str
-    needs: tuple[str, ...]  # keys of NEEDS
-    slot: str = ""  # of the candidates of a slot at most one is chosen; by default the name
-    result: Result = "same bits"  # what it may do to the result
     strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of a TurboStrategy
     precision: str = ""  # the Trainer's
     opt_level: str = ""  # of an ApexAMP
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
     environment: Mapping[str, str] = field(default_factory=dict)  # of the process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Settings):
+    """Settings that are tried together."""
+
+    name: str
+    needs: tuple[str, ...]  # keys of NEEDS
+    slot: str = ""  # shared with other candidates
+    result: Result = "same bits"  # what it may do to the result
+
+    @property
+    def kind(self) -> str:
+        """Its slot, or its name: of the candidates of a kind at most one is chosen."""
+        return self.slot or self.name
 
 
 def why_not(candidate: Candidate, facts: Facts) -> str:
@@ -182,17 +194,6 @@ def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[
     return [each for each in candidates if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
 
 
-@dataclass(kw_only=True)
-class Settings:
-    """Candidates put together: what a Trainer and its process are given."""
-
-    strategy: dict[str, Any] = field(default_factory=dict)
-    precision: str = ""
-    opt_level: str = ""
-    callbacks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-
-
 # Of a TurboStrategy: what is not chosen stays as Lightning has it.
 OFF: dict[str, Any] = {
     "device_prefetch": False,
@@ -207,10 +208,11 @@ def combine(candidates: Iterable[Candidate]) -> Settings:
     """Return the settings of some candidates together."""
     settings = Settings()
     for each in candidates:
-        if each.strategy:
-            settings.strategy = {**OFF, **settings.strategy, **each.strategy}
-        settings.precision = each.precision or settings.precision
-        settings.opt_level = each.opt_level or settings.opt_level
-        settings.callbacks.update(each.callbacks)
-        settings.environment.update(each.environment)
+        settings = Settings(
+            strategy={**OFF, **settings.strategy, **each.strategy} if each.strategy else settings.strategy,
+            precision=each.precision or settings.precision,
+            opt_level=each.opt_level or settings.opt_level,
+            callbacks={**settings.callbacks, **each.callbacks},
+            environment={**settings.environment, **each.environment},
+        )
     return settings

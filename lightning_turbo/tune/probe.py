@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_turbo
 from lightning_turbo._lightning import (
     Callback,
     DummyLogger,
@@ -26,7 +27,9 @@ from lightning_turbo._lightning import (
 )
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.measure import Meter, count_cores, huge_pages
-from lightning_turbo.tune.units import FusedOptimizers, LoaderSettings, can_fuse
+from lightning_turbo.nn.bias import LAYERS, NORMS
+from lightning_turbo.nn.memory_format import has_format
+from lightning_turbo.tune.units import can_fuse
 
 __all__ = ["Probe", "prepare_trainer", "trainer_in_construction"]
 
@@ -121,11 +124,11 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
 
 def describe_network(module: nn.Module) -> dict[str, Any]:
     """Return what the network has that a candidate changes."""
-    norms = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
-    biased = any(isinstance(part, nn.modules.conv._ConvNd) and part.bias is not None for part in module.modules())
+    parts = list(module.modules())
+    biased = any(isinstance(part, LAYERS) and part.bias is not None for part in parts)
     return {
-        "convolutions": any(parameter.ndim in (4, 5) for parameter in module.parameters()),
-        "norms": biased and any(isinstance(part, norms) for part in module.modules()),
+        "convolutions": has_format(module),
+        "norms": biased and any(isinstance(part, NORMS) for part in parts),
     }
 
 
@@ -152,23 +155,13 @@ def trainer_in_construction() -> Any:
     raise RuntimeError("No Trainer is under construction: this version of Lightning calls its entry points elsewhere.")
 
 
-def make_callback(name: str, arguments: Mapping[str, Any]) -> Callback:
-    """Return a callback of the pack by its name."""
-    import lightning_turbo
-
-    own = {"LoaderSettings": LoaderSettings, "FusedOptimizers": FusedOptimizers}
-    return (own.get(name) or getattr(lightning_turbo, name))(**arguments)
-
-
 def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> list[Callback]:
     """Put the settings into a Trainer in construction, and silence it when it begins to run."""
-    from lightning_turbo import TurboStrategy
-
     old = trainer.strategy
     if (name := type(old).__name__) not in STRATEGIES:  # before it starts the processes of further ranks
         probe.refuse(f"its Trainer has strategy {name}; expected one device and the default strategy, or 'turbo'.")
     if settings["strategy"]:
-        new = TurboStrategy(device=old.root_device, accelerator=old.accelerator, **settings["strategy"])
+        new = lightning_turbo.TurboStrategy(device=old.root_device, accelerator=old.accelerator, **settings["strategy"])
         new.precision_plugin = old.precision_plugin
         replace_strategy(trainer, new)
     strategy = trainer.strategy
@@ -184,7 +177,7 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
     if probe.mode == "one batch":
         process = strategy.process_dataloader
         strategy.process_dataloader = lambda loader: Repeat(process(loader))
-    return [make_callback(name, arguments) for name, arguments in settings["callbacks"].items()]
+    return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]
 
 
 def set_precision(strategy: Any, precision: Any, opt_level: str) -> None:
@@ -192,9 +185,7 @@ def set_precision(strategy: Any, precision: Any, opt_level: str) -> None:
     if precision:
         strategy.precision_plugin = MixedPrecision(precision, strategy.root_device.type)
     if opt_level:
-        from lightning_turbo import ApexAMP
-
-        strategy.precision_plugin = ApexAMP(opt_level)
+        strategy.precision_plugin = lightning_turbo.ApexAMP(opt_level)
 
 
 def is_wanted(callback: Callback) -> bool:

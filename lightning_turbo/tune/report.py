@@ -10,24 +10,24 @@ from typing import Any
 
 from lightning_turbo._files import whole_file
 from lightning_turbo.measure import Bar, describe_machine, draw_bars, print_table, three_digits, write_json
-from lightning_turbo.tune.candidates import Facts, Settings, combine
+from lightning_turbo.tune.candidates import SMALL_SHARE, Facts, Settings, combine
 from lightning_turbo.tune.evidence import Comparison
 from lightning_turbo.tune.search import Search, Trial
 
 __all__ = ["describe_headroom", "make_results", "print_results", "script_text", "write_results", "yaml_text"]
 
-HOMES = {"FusedOptimizers": "lightning_turbo.tune", "LoaderSettings": "lightning_turbo.tune"}
 COLOURS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
 
 
 def describe_headroom(facts: Facts) -> str:
-    """Return in one sentence what a step waits for."""
+    """Return in words what a step waits for."""
     waiting = facts.waiting * facts.step_ms
     text = f"Your step takes {three_digits(facts.step_ms)} ms, {three_digits(waiting)} of them waiting for data"
-    if facts.waiting < 0.03:
+    if facts.waiting < SMALL_SHARE:
         return f"{text}: prefetching cannot help."
     times = 1 / (1 - facts.waiting)
-    return f"{text}; without waiting it would be {times:.{1 if times >= 1.1 else 2}f} times as fast."
+    alone = f" The loader alone takes {three_digits(facts.loader_ms)} ms a batch." if facts.loader_ms else ""
+    return f"{text}; without waiting it would be {times:.{1 if times >= 1.1 else 2}f} times as fast.{alone}"
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
         trainer["plugins"] = [{"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": settings.opt_level}}]
     if settings.callbacks:
         trainer["callbacks+"] = [
-            {"class_path": f"{HOMES.get(name, 'lightning_turbo')}.{name}", "init_args": dict(arguments)}
+            {"class_path": f"lightning_turbo.{name}", "init_args": dict(arguments)}
             for name, arguments in settings.callbacks.items()
         ]
     head = f"# {headline}\n# Use it as a further config: --config turbo.yaml, after yours.\n"
@@ -129,14 +129,13 @@ def script_text(settings: Settings, headline: str, command: Sequence[str]) -> st
         lines["plugins"] = f"[ApexAMP({settings.opt_level!r})]"
     body = "".join(f'        "{name}": {value},\n' for name, value in lines.items())
     head = f'"""{headline}.\n\nIn the script: ``Trainer(..., **turbo(callbacks=[...]))``.\n"""\n'
-    imports = "\n".join(["", *_imports(settings), ""])
     function = f'def turbo(callbacks=()):\n    """Return arguments for a Trainer."""\n    return {{\n{body}    }}\n'
-    return f"{head}{_start_line(settings, command)}{imports}\n\n{function}"
+    return f"{head}{_start_line(settings, command)}\n{_import_line(settings)}\n\n{function}"
 
 
-def _imports(settings: Settings) -> list[str]:
+def _import_line(settings: Settings) -> str:
     names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
-    return [f"from {HOMES.get(name, 'lightning_turbo')} import {name}" for name in sorted(names)]
+    return f"from lightning_turbo import {', '.join(sorted(names))}\n" if names else ""
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_turbo.doctor.script import check_script
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import Interrupt, Process, Progress, Turns, new_row
 from lightning_turbo.tune.candidates import Candidate, combine
@@ -44,15 +45,13 @@ class TuneSettings:
     device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
 
     def __post_init__(self) -> None:
-        program, out = self.program, str(self.out)
-        script = self.module or Path(program).is_file()
+        if not self.module:
+            check_script(Path(self.program))
         checks = {
-            f"{program!r} is not a file; give the path of a script that trains with a Trainer.": script,
             f"minutes={self.minutes!r}: expected a number above 0.": 0 < self.minutes < math.inf,
             # as numpy takes them
             f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.": 0 <= self.seed < 2**32,
             f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'.": self.device in ("auto", "cpu", "cuda"),
-            f"out={out!r} is a file: expected a folder. Name another one.": not self.out.is_file(),
         }
         for text, fine in checks.items():
             if not fine:

@@ -134,13 +134,13 @@ class Search:
             alive = _better_half([trial for trial in alive if len(trial.alone.logs) == count])
 
     def winners(self) -> list[Trial]:
-        """Return those that gain alone, the best of each slot, the best first.
+        """Return those that gain alone, the best of each kind, the best first.
 
         Where the time was too short to decide about any, that is the best one, about which the last comparison decides.
         """
         best: dict[str, Trial] = {}
         for trial in filter(self._keeps_maths, _gaining(_by_ratio(self.trials.values()))):
-            if best.setdefault(trial.candidate.slot or trial.candidate.name, trial) is not trial:
+            if best.setdefault(trial.candidate.kind, trial) is not trial:
                 trial.why = "another one of its kind is better"
         return list(best.values())
 
@@ -174,10 +174,12 @@ class Search:
                 self.trials[name].kept = True
 
     def result(self, case: Case, comparison: Comparison) -> str:
-        """Return what a case does to the result.
+        """Return what a case does to the result, by the losses and by the table of candidates.
 
-        That is what the losses say; but other maths, as the order of samples in the next epoch, need not show in them,
-        and where they differ it is no less than what the table says.
+        - The script repeats its own losses, the case has the same, and the table says other maths of none of its
+          candidates: same bits. (Other maths, as the order of samples in the next epoch, need not show in the losses.)
+        - The script repeats its own losses otherwise: the worse of what the losses say and what the table says.
+        - The script does not repeat its own losses: what the table says.
         """
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
         measured = compare_losses(*comparison.losses) if repeatable else ""

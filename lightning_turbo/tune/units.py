@@ -61,7 +61,7 @@ class LoaderSettings(Callback):
         threads: How many threads do, 1 or more.
 
     Example:
-        >>> from lightning_turbo.tune import LoaderSettings
+        >>> from lightning_turbo import LoaderSettings
         >>> callback = LoaderSettings(num_workers=2)
     """
 
@@ -110,7 +110,7 @@ class FusedOptimizers(Callback):
         NoEffectWarning: If no optimizer has a fused step.
 
     Example:
-        >>> from lightning_turbo.tune import FusedOptimizers
+        >>> from lightning_turbo import FusedOptimizers
         >>> callback = FusedOptimizers()
     """
 

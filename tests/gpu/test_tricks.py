@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_turbo import ExactAccumulation, GradToNone, MemoryFormat, cyclic_lr
+from lightning_turbo import ExactAccumulation, GradToNone, cyclic_lr
 from lightning_turbo._lightning import LightningModule
-from lightning_turbo.nn import measure_memory_format
 from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.gpu
@@ -71,8 +70,6 @@ def test_a_fused_step_that_is_skipped_does_not_advance_the_cycle():
 
 
 class Net(LightningModule):
-    example_input_array = torch.zeros(16, 3, 32, 32)
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -111,13 +108,3 @@ def test_exact_accumulation_without_a_value_on_the_host(precision):
     for a, b in zip(seen[0], reference.parameters(), strict=True):
         expected = b.grad / 2**10
         torch.testing.assert_close(a, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
-
-
-def test_memory_format_is_measured_on_the_device():
-    callback = MemoryFormat("measure", rounds=1)
-    quiet_trainer(accelerator="gpu", max_epochs=1, precision="16-mixed", callbacks=[callback]).fit(
-        Net(), DataLoader(torch.randn(32, 3, 32, 32), batch_size=16)
-    )
-    assert callback.chosen in ("contiguous", "channels_last")
-    net = nn.Conv3d(4, 8, 3).cuda()
-    assert measure_memory_format(net, [torch.randn(2, 4, 8, 8, 8, device="cuda")], rounds=1).seconds

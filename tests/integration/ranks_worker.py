@@ -24,15 +24,12 @@ from lightning_turbo import (
     ApexAMP,
     EffectiveBatchSize,
     ExactAccumulation,
-    MemoryFormat,
     PrefetchLoader,
     PrefetchNextEpoch,
     TurboDDPStrategy,
     _distributed,
 )
-from lightning_turbo.callbacks import memory_format
 from lightning_turbo.data import prefetcher
-from lightning_turbo.nn.memory_format import FormatTimes
 from tests import registry, trainers
 from tests.integration import resuming
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
@@ -328,33 +325,6 @@ def spawned(folder):
         yield f"spawned.{name}", {"module": model.state_dict(), "metrics": metrics}
 
 
-class Images(pl.LightningModule):
-    example_input_array = torch.zeros(2, 2, 6, 6)
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Conv2d(2, 2, 3)
-
-    def training_step(self, batch, index):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def formats(folder):
-    """Whether the weights are channels last where rank 0 measures that to be faster, and rank 1 the contrary."""
-    best = ("channels_last", "contiguous")[RANK]
-    memory_format.measure_memory_format = lambda *_, **__: FormatTimes(best, {})
-    found = []
-    for strategy, callbacks in (("ddp", [MemoryFormat("measure")]), (TurboDDPStrategy(memory_format="measure"), [])):
-        model = Images()
-        trainer = pl.Trainer(**FLAGS, strategy=strategy, callbacks=callbacks, max_steps=1)
-        trainer.fit(model, DataLoader(torch.randn(4, 2, 6, 6), batch_size=2))
-        found.append(model.net.weight.is_contiguous(memory_format=torch.channels_last))
-    yield "formats", found
-
-
 class Logging(Net):
     """Logs a value; rank 1 is told to end in a batch of its run."""
 
@@ -416,7 +386,7 @@ def main():
     folder = Path(sys.argv[1])
     jobs = (
         techniques, pairs, agreement, resume, resume_all, stopped, alone, after_alone, places, accumulation,
-        strategies, own_orders, spawned, formats, lean,
+        strategies, own_orders, spawned, lean,
     )  # fmt: skip
     for job in (job for word in sys.argv[2:] for job in jobs if job.__name__ == word):
         for name, result in job(folder):

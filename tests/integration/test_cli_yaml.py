@@ -43,7 +43,8 @@ GOT = {
 DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
 SIZES = {"target": 64, "lr_rule": "sqrt", "warmup_steps": 5, "base_batch_size": 8, "batch_size": 4}
-FORMAT = {"memory_format": "channels_last", "rounds": 2}
+FORMAT = {"memory_format": "contiguous"}
+LOADING = {"num_workers": 1, "persistent_workers": True, "prefetch": True, "threads": 2}
 AMP = {"opt_level": "O2", "loss_scale": 128.0}
 
 # Section of the file, class, its arguments there, and what the object has to show for it.
@@ -54,6 +55,8 @@ TABLE = [
     ("callbacks", "DropBiasBeforeNorm", {"network": "net"}, {"network": "net"}),
     ("callbacks", "MemoryFormat", FORMAT, FORMAT),
     ("callbacks", "ExactResume", {}, {}),
+    ("callbacks", "FusedOptimizers", {}, {}),
+    ("callbacks", "LoaderSettings", LOADING, {"settings": LOADING}),
     ("callbacks", "PrefetchNextEpoch", {}, {}),
     ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
     ("plugins", "ApexAMP", {"dtype": "torch.float16", **AMP}, {"half_dtype": torch.float16, **AMP}),

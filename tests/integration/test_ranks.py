@@ -36,7 +36,7 @@ def load(folder, name):
 def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     jobs = ("agreement", "techniques", "resume", "stopped", "accumulation", "places")
-    run_ranks(WORKER, folder, *jobs, "strategies", "own_orders", "formats", "lean")
+    run_ranks(WORKER, folder, *jobs, "strategies", "own_orders", "lean")
     return folder
 
 
@@ -231,11 +231,6 @@ def test_turbo_ddp_goes_on_from_checkpoints(ended):
         assert [len(rank["seen"]) for rank in straight] == [24, 24]
         assert [rank["seen"] for rank in again] == [rank["seen"][step:] for rank in straight]
         assert_same([rank["module"] for rank in again], [rank["module"] for rank in straight])
-
-
-@distributed
-def test_the_memory_format_is_that_which_rank_0_measured(ended):
-    assert load(ended, "formats") == [[True, True]] * 2
 
 
 @distributed

@@ -24,6 +24,7 @@ from lightning_turbo import (
     EffectiveBatchSize,
     ExactAccumulation,
     MemoryFormat,
+    TurboStrategy,
     cyclic_lr,
     lr_range,
 )
@@ -34,13 +35,10 @@ from tests.trainers import FLAGS
 from tests.versions import FINDS_RATES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory")
-IMAGES = torch.zeros(2, 1, 6, 6)
 
 
 class Net(LightningModule):
     """A small convolution network on noise with a signal; notes the learning rate of every optimizer step."""
-
-    example_input_array = IMAGES
 
     def __init__(self, schedule=None, lr=0.1, batch_size=4, n=40):
         super().__init__()
@@ -190,8 +188,6 @@ def test_it_logs_the_effective_batch_size(tmp_path):
 
 
 class Silent(Net):
-    example_input_array = None
-
     def train_dataloader(self):
         return DataLoader(super().train_dataloader().dataset, batch_size=None, sampler=[[0, 1], [2, 3]])
 
@@ -249,9 +245,7 @@ def test_two_owners_of_the_accumulation_are_refused(callbacks, flags, message):
     (lambda: fit(Silent(), [EffectiveBatchSize(4)]), r"with a batch_size, got DataLoader without one. Pass batch_size"),
     (lambda: DropBiasBeforeNorm(3), r"DropBiasBeforeNorm\(network\): expected a path .* got 3"),
     (lambda: DropBiasBeforeNorm("nets").setup(Trainer(**FLAGS), Net(), "fit"), r"one of \['net'\], got 'nets'"),
-    (lambda: MemoryFormat("nhwc"), r"MemoryFormat\(memory_format\): expected 'measure', .* got 'nhwc'"),
-    (lambda: MemoryFormat(rounds=0), r"rounds\): expected a whole number of at least 1, got 0"),
-    (lambda: MemoryFormat().setup(Trainer(**FLAGS), Silent(), "fit"), r"a batch in example_input_array, got N"),
+    (lambda: MemoryFormat("measure"), "'channels_last' or 'contiguous', got 'measure'.* lightning-turbo tune"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
@@ -304,16 +298,15 @@ def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_lo
     assert again.net[0].bias is None
 
 
-@pytest.mark.parametrize("inputs", [{"scale": torch.ones(()), "x": IMAGES}, [IMAGES, 1]])
-def test_example_inputs_are_positional_or_named(inputs):
-    class TwoInputs(Net):
-        example_input_array = inputs
-
-        def forward(self, x, scale):
-            return self.net(x * scale)
-
-    (callback := MemoryFormat("measure", rounds=1)).setup(Trainer(**FLAGS), TwoInputs(), "fit")
-    assert callback.chosen in callback.times.seconds
+@pytest.mark.parametrize("make", [
+    lambda: {"callbacks": [MemoryFormat()]}, lambda: {"strategy": TurboStrategy(memory_format="channels_last")},
+], ids=["callback", "strategy"])  # fmt: skip
+def test_the_memory_format_is_that_of_the_weights_that_train(make):
+    Trainer(**FLAGS, max_epochs=1, **make()).fit(model := Net(lr=0.01))
+    assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)
+    fit(plain := Net(lr=0.01), [MemoryFormat("contiguous")], max_epochs=1)
+    assert plain.net[0].weight.is_contiguous()
+    assert torch.stack(model.losses).tolist() == pytest.approx(torch.stack(plain.losses).tolist(), rel=1e-4)
 
 
 def test_without_layers_the_memory_format_says_why():

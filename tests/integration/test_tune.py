@@ -32,7 +32,6 @@ class Module(LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-        self.example_input_array = torch.ones(1, 1, 8, 8)
 
     def forward(self, x):
         return self.net(x)
@@ -248,11 +247,11 @@ def test_the_command_finds_and_writes(script, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent.py"], "'absent.py' is not a file; give the path of a script that trains with a Trainer"),
+        (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
         (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
         (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
         (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
-        (["--out", "train.py", "train.py"], "out='train.py' is a file: expected a folder"),
+        (["--out", "train.py", "train.py"], "out='train.py': Not a directory; expected a folder that can be made"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(script, arguments, message, capsys):

@@ -23,7 +23,6 @@ class Net(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-        self.example_input_array = torch.zeros(4, 1, 6, 6)
         self.losses = []
 
     def forward(self, x):
@@ -56,7 +55,6 @@ def test_turbo_computes_what_the_default_computes(settings):
     ends = []
     for strategy in ("auto", "turbo", TurboStrategy(release_gradients=False, cudnn_benchmark=None)):
         model = Net().double() if double else Net()
-        model.example_input_array = None
         fit(model, strategy, **settings, plugins=[ApexAMP(level)] if level else None)
         ends.append((model.losses, [p.detach().clone() for p in model.parameters()]))
     for losses, parameters in ends[1:]:
@@ -136,7 +134,7 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("make", "error", "text"), [
-    (lambda: TurboStrategy(memory_format="last"), ValueError, "memory_format: expected None, 'measure', 'con"),
+    (lambda: TurboStrategy(memory_format="last"), ValueError, "memory_format: expected None, 'channels_last' or 'con"),
     (lambda: TurboStrategy(device_prefetch="yes"), TypeError, "device_prefetch='yes': expected True or False"),
     (lambda: TurboStrategy(prefetch_batches=0), ValueError, "prefetch_batches: expected an integer of at least 1"),
     (lambda: TurboStrategy(cudnn_benchmark=1), TypeError, "cudnn_benchmark=1: expected True, False or None"),

@@ -83,14 +83,14 @@ def test_nothing_is_written_as_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "one_batch", "sentence"),
+    ("step", "one_batch", "loader", "sentence"),
     [
-        (64.0, 33.0, "64.0 ms, 31.0 of them waiting for data; without waiting it would be 1.9 times as fast."),
-        (10.0, 9.5, "10.0 ms, 0.500 of them waiting for data; without waiting it would be 1.05 times as fast."),
-        (10.0, 11.0, "10.0 ms, 0.000 of them waiting for data: prefetching cannot help."),
+        (64.0, 33.0, 30.9, "64.0 ms, 31.0 of them waiting for data; without waiting it would be 1.9 times as fast."),
+        (10.0, 9.5, 0.0, "10.0 ms, 0.500 of them waiting for data; without waiting it would be 1.05 times as fast."),
+        (10.0, 11.0, 0.0, "10.0 ms, 0.000 of them waiting for data: prefetching cannot help."),
     ],
 )
-def test_the_headroom_in_a_sentence(step, one_batch, sentence):
-    assert (
-        describe_headroom(Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=1.0)) == f"Your step takes {sentence}"
-    )
+def test_the_headroom_in_a_sentence(step, one_batch, loader, sentence):
+    facts = Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader)
+    alone = f" The loader alone takes {loader} ms a batch." if loader else ""
+    assert describe_headroom(facts) == f"Your step takes {sentence}{alone}"

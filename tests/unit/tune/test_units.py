@@ -5,9 +5,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo import PrefetchLoader
+from lightning_turbo import FusedOptimizers, LoaderSettings, PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
-from lightning_turbo.tune import FusedOptimizers, LoaderSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 
