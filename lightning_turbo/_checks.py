@@ -16,10 +16,10 @@ __all__ = [
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return ``value`` if it is an integer of ``least`` or more."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     expect(whole, name, value, f"an integer of {least} or more", TypeError)
-    expect(value >= least, name, value, f"an integer of {least} or more")
-    return value
+    expect(int(value) >= least, name, value, f"an integer of {least} or more")
+    return int(value)
 
 
 def check_switches(*, none: bool = False, **switches: Any) -> None:

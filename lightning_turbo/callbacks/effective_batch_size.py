@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lightning_turbo._checks import expect, is_whole
+from lightning_turbo._checks import check_count, is_whole
 from lightning_turbo._lightning import (
     Callback,
     GradientAccumulationScheduler,
@@ -36,7 +36,7 @@ class EffectiveBatchSize(Callback):
             ``accumulate_grad_batches`` before the loader exists.
 
     Raises:
-        TypeError: If a number is not an int.
+        TypeError: If a number is not an integer.
         ValueError: If a number is out of range or the rule is unknown; at the start of training, if the target is not
             a multiple of batch size times ranks, or the batch size is unknown.
         MisconfigurationException: In ``setup``, if something else sets ``accumulate_grad_batches`` too.
@@ -62,10 +62,10 @@ class EffectiveBatchSize(Callback):
         batch_size: int | None = None,
     ) -> None:
         check_binding("EffectiveBatchSize")
-        _check_number("target", target, 1)
-        _check_number("warmup_steps", warmup_steps, 0)
-        _check_number("base_batch_size", 1 if base_batch_size is None else base_batch_size, 1)
-        _check_number("batch_size", 1 if batch_size is None else batch_size, 1)
+        check_count("target", target)
+        check_count("warmup_steps", warmup_steps, 0)
+        check_count("base_batch_size", 1 if base_batch_size is None else base_batch_size)
+        check_count("batch_size", 1 if batch_size is None else batch_size)
         lr_factor(lr_rule, 1, 1)
         self.target, self.warmup_steps = target, warmup_steps
         self.lr_rule: Literal["linear", "sqrt"] | None = lr_rule
@@ -185,12 +185,6 @@ class EffectiveBatchSize(Callback):
             self._warmup_done = scaling.done
             scaling.remove()
         self._scalings = []
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    argument = f"EffectiveBatchSize({name})"
-    expect(isinstance(value, int) and not isinstance(value, bool), argument, value, "an int", TypeError)
-    expect(value >= least, argument, value, f"at least {least}")
 
 
 def _ranks(trainer: Trainer) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from lightning_turbo._checks import expect, is_number, is_whole
+from lightning_turbo._checks import check_count, expect, is_number
 
 __all__ = [
     "AccumulationWindow",
@@ -128,10 +128,11 @@ class AccumulationWindow:
             The factor; 1.0 for a full window without weights, 0 where all weights are 0, NaN for a tensor that is NaN.
 
         Raises:
-            TypeError: If ``total`` is not a number.
+            TypeError: If ``total`` is not a number, or another number not an integer.
             ValueError: If a number is out of range, or ``total`` a tensor of several elements.
         """
-        _check_counts(divisor=divisor, ranks=ranks)
+        check_count("divisor", divisor)
+        check_count("ranks", ranks)
         total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
@@ -139,11 +140,6 @@ class AccumulationWindow:
         if isinstance(total, Tensor):
             return torch.where(total == 0, 0.0, whole / total)
         return whole / total if total > 0 else 0.0
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        expect(is_whole(value, 1), name, value, "a whole number of at least 1")
 
 
 def _scale_backward(loss: Tensor, share: float | Tensor) -> None:

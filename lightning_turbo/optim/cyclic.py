@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_turbo._checks import check_functions, expect, is_number, is_whole
+from lightning_turbo._checks import check_count, check_functions, expect, is_number, is_whole
 from lightning_turbo._skipped_steps import skip_flag, was_skipped
 
 __all__ = ["CyclicSchedule", "EpochLength", "cyclic_lr"]
@@ -272,8 +272,7 @@ def _lengths(steps: tuple[Any, Any], epochs: tuple[Any, Any]) -> tuple[float, fl
 
 def _unit(steps_up: Any, steps_per_epoch: Any, trainer: Any) -> int | None:
     """Return the optimizer steps in one unit of the cycle's lengths, or None if the Trainer has to be asked later."""
-    valid = steps_per_epoch is None or is_whole(steps_per_epoch, 1)
-    expect(valid, "steps_per_epoch", steps_per_epoch, "a whole number of at least 1")
+    check_count("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch)
     if steps_up is not None:
         return 1
     known = steps_per_epoch is not None or trainer is not None

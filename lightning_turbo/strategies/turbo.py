@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from lightning_turbo._checks import check_switches, expect, is_whole
+from lightning_turbo._checks import check_count, check_switches, expect
 from lightning_turbo._lightning import (
     CheckpointIO,
     GradientAccumulationScheduler,
@@ -66,7 +66,7 @@ class TurboParts(Strategy):
         check_binding(type(self).__name__)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
-        expect(is_whole(prefetch_batches, 1), "prefetch_batches", prefetch_batches, "an integer of at least 1")
+        check_count("prefetch_batches", prefetch_batches)
         check_choice("memory_format", memory_format, (None, "measure", *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
@@ -232,7 +232,7 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
     Raises:
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
         ValueError: If a part has none of the values above.
-        TypeError: If a switch is not a bool.
+        TypeError: If a switch is not a bool or a number not an integer.
         LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
 
     Example:
