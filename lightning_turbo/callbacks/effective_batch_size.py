@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Literal
 
 from lightning_turbo._checks import check_count, is_whole
@@ -89,21 +90,21 @@ class EffectiveBatchSize(Callback):
             set_up()
             self._set_early(trainer)
 
-        # ``estimated_stepping_batches`` calls this, and then divides by the accumulation.
+        # ``estimated_stepping_batches`` calls this, and then divides by the accumulation. It stays while Lightning's
+        # finders remove the callbacks for their trials, which run without accumulation.
         trainer.fit_loop.setup_data = setup_data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the accumulation and scale the learning rates, because the loader and the optimizers now exist."""
         self._remove(trainer)
-        size, accumulate = self._compute(trainer)
-        trainer.accumulate_grad_batches = self._chosen = accumulate
+        size = self._set_accumulation(trainer)
         self.effective_batch_size = self.target
         self.factor = lr_factor(self.lr_rule, self.target, self.base_batch_size or size)
         if self.factor != 1.0:
             settings = self.factor, self.warmup_steps, self._warmup_done
             self._scalings = [LearningRateScaling(optimizer, *settings) for optimizer in trainer.optimizers]
         rank_zero_info(
-            f"EffectiveBatchSize: {size} samples x {_ranks(trainer)} rank(s) x {accumulate} batches = {self.target} "
+            f"EffectiveBatchSize: {size} samples x {_ranks(trainer)} rank(s) x {self._chosen} batches = {self.target} "
             f"per step; learning rates x {self.factor:.4g}."
         )
         for logger in trainer.loggers:
@@ -145,19 +146,14 @@ class EffectiveBatchSize(Callback):
                 raise MisconfigurationException(f"EffectiveBatchSize(target={self.target}): {reason}.")
 
     def _set_early(self, trainer: Any) -> None:
-        """Set the accumulation if the batch size is known and divides the target.
-
-        Lightning's finders remove the callbacks during their trials, which run without accumulation.
-        """
+        """Set the accumulation if the batch size is known and divides the target."""
         trainer.accumulate_grad_batches = 1
-        if self not in trainer.callbacks or (size := self._find_size(trainer)) is None:
-            return
-        accumulate, rest = divmod(self.target, size * _ranks(trainer))
-        if not rest:
-            trainer.accumulate_grad_batches = self._chosen = accumulate
+        if self in trainer.callbacks:
+            with suppress(ValueError):  # on_train_start raises it
+                self._set_accumulation(trainer)
 
-    def _compute(self, trainer: Any) -> tuple[int, int]:
-        """Return the batch size of a rank and the number of batches to accumulate."""
+    def _set_accumulation(self, trainer: Any) -> int:
+        """Set the number of batches to accumulate, and return the batch size of a rank."""
         ranks, size = _ranks(trainer), self._find_size(trainer)
         if size is None:
             raise ValueError(
@@ -170,7 +166,8 @@ class EffectiveBatchSize(Callback):
                 f"EffectiveBatchSize(target={self.target}): expected a multiple of {size * ranks}, with batches of "
                 f"{size} on {ranks} rank(s), for example {(accumulate + 1) * size * ranks}."
             )
-        return size, accumulate
+        trainer.accumulate_grad_batches = self._chosen = accumulate
+        return size
 
     def _find_size(self, trainer: Any) -> int | None:
         """Return the number of samples in a batch of one rank, or None if it is not known yet."""

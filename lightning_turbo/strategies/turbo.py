@@ -92,11 +92,6 @@ class TurboParts(Strategy):
         return {**super().__getstate__(), "_borrowed": ExitStack()}
 
     @property
-    def prefetches_to_device(self) -> bool:
-        """Whether this strategy keeps batches on the device itself, so that a datamodule need not."""
-        return self.device_prefetch
-
-    @property
     def checkpoint_io(self) -> CheckpointIO:
         """The checkpoint IO, wrapped in ``AmpCheckpointIO``."""
         if self._checkpoint_io is None:  # not before it is needed: the Trainer refuses two
