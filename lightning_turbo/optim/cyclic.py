@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_turbo._checks import check_count, check_functions, expect, is_number, is_whole
+from lightning_turbo._checks import check_choice, check_count, check_functions, expect, is_number, is_whole
 from lightning_turbo._skipped_steps import skip_flag, was_skipped
 
 __all__ = ["CyclicSchedule", "cyclic_lr"]
@@ -274,10 +274,10 @@ def _unit(steps_up: Any, steps_per_epoch: Any, trainer: Any) -> int | None:
 
 def _scale(mode: Any, gamma: Any, scale_fn: Callable[[float], float] | None, scale_mode: Any) -> Callable[..., float]:
     """Return the scale of the height as a function of (cycle, step) that can be pickled."""
-    expect(scale_mode in ("cycle", "iterations"), "scale_mode", scale_mode, "'cycle' or 'iterations'")
+    check_choice("scale_mode", scale_mode, ("cycle", "iterations"))
     expect(is_number(gamma) and 0 < gamma <= 1, "gamma", gamma, "a number above 0 and at most 1")
     decays = {"triangular": (1.0, 1.0), "triangular2": (0.5, 1.0), "exp_range": (1.0, gamma)}
-    expect(mode in decays, "mode", mode, ", ".join(map(repr, decays)))
+    check_choice("mode", mode, list(decays))
     return partial(_decay, *decays[mode]) if scale_fn is None else partial(_custom, scale_fn, scale_mode)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import check_count, expect, is_number
+from lightning_turbo._checks import check_choice, check_count, expect, is_number
 from lightning_turbo._skipped_steps import skip_flag, was_skipped
 
 __all__ = ["LearningRateScaling", "lr_factor"]
@@ -36,7 +36,7 @@ def lr_factor(rule: Rule, batch_size: int, base_batch_size: int) -> float:
     """
     ratio = check_count("batch_size", batch_size) / check_count("base_batch_size", base_batch_size)
     factors = {"linear": ratio, "sqrt": math.sqrt(ratio), None: 1.0}
-    expect(rule in factors, "lr_rule", rule, "'linear', 'sqrt' or None")
+    check_choice("lr_rule", rule, list(factors))
     return factors[rule]
 
 

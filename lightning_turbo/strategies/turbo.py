@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from lightning_turbo._checks import check_count, check_switches, expect
+from lightning_turbo._checks import check_choice, check_count, check_switches
 from lightning_turbo._lightning import (
     CheckpointIO,
     GradientAccumulationScheduler,
@@ -281,16 +281,6 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
             raise MisconfigurationException(
                 f"strategy='turbo' expected num_nodes=1, got num_nodes={num_nodes}. Pass strategy='turbo_ddp'."
             )
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse a value that is not one of the choices.
-
-    Raises:
-        ValueError: If it is not; the message names the argument, the choices and the value.
-    """
-    *most, last = map(repr, choices)
-    expect(value in choices, name, value, f"{', '.join(most)} or {last}")
 
 
 def _close(prefetcher: ref[DevicePrefetcher]) -> None:

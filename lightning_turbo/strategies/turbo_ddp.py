@@ -12,12 +12,12 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_turbo._checks import check_count, check_switches
+from lightning_turbo._checks import check_choice, check_count, check_switches
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._lightning import DDPStrategy, MisconfigurationException, check_lean
 from lightning_turbo.plugins.apex_amp import ApexAMP
 from lightning_turbo.strategies.lean import LeanStrategy
-from lightning_turbo.strategies.turbo import TurboParts, check_choice
+from lightning_turbo.strategies.turbo import TurboParts
 
 __all__ = ["TurboDDPStrategy", "compare_settings", "read_settings"]
 
