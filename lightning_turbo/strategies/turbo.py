@@ -27,13 +27,14 @@ from lightning_turbo._lightning import (
     refuse_as_callback,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
-from lightning_turbo.callbacks.grad_to_none import release_in
+from lightning_turbo.callbacks.grad_to_none import why_not_release
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import FORMATS
+from lightning_turbo.optim.gradient_release import release_after_steps
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.lean import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
 
@@ -116,10 +117,8 @@ class TurboParts(Strategy):
         super().setup(trainer)
         if self.compile is not None:
             self._borrowed.enter_context(compiled_in_place(trainer.lightning_module, self.compile, self._say))
-        if self.release_gradients:
-            for release in release_in(trainer):
-                self._borrowed.callback(release.remove)
         if is_fitting(trainer):
+            self._release_gradients(trainer)
             self._make_lean(trainer)
 
     def _set_switches(self) -> None:
@@ -139,6 +138,15 @@ class TurboParts(Strategy):
         if self.matmul_precision is not None:
             self._borrowed.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision(self.matmul_precision)
+
+    def _release_gradients(self, trainer: Any) -> None:
+        if not self.release_gradients:
+            return
+        if why := why_not_release(trainer):
+            self._say(f"release_gradients has no effect: {why}.")
+            return
+        for release in release_after_steps(trainer.optimizers):
+            self._borrowed.callback(release.remove)
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
