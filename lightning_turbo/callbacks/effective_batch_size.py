@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from lightning_turbo._lightning import (
     check_binding,
     rank_zero_info,
 )
+from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
 
 __all__ = ["EffectiveBatchSize"]
@@ -74,6 +76,7 @@ class EffectiveBatchSize(Callback):
         self.effective_batch_size: int | None = None
         self.factor = 1.0
         self._chosen: int | None = None
+        self._replaced: ReplacedMethod | None = None
         self._scalings: list[LearningRateScaling] = []
         self._warmup_done = 0
 
@@ -84,19 +87,18 @@ class EffectiveBatchSize(Callback):
         self._warmup_done = 0  # drop the state of an earlier run, or of a checkpoint that was tested
         self._refuse_other_owners(trainer, pl_module)
         self._set_early(trainer)
-        set_up = trainer.fit_loop.setup_data
 
-        def setup_data() -> None:
+        def set_up_data(set_up: Callable[[], None]) -> None:
             set_up()
             self._set_early(trainer)
 
         # ``estimated_stepping_batches`` calls this, and then divides by the accumulation. It stays while Lightning's
         # finders remove the callbacks for their trials, which run without accumulation.
-        trainer.fit_loop.setup_data = setup_data
+        self._replaced = ReplacedMethod(trainer.fit_loop, "setup_data", set_up_data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the accumulation and scale the learning rates, because the loader and the optimizers now exist."""
-        self._remove(trainer)
+        self._remove()
         size = self._set_accumulation(trainer)
         self.effective_batch_size = self.target
         self.factor = lr_factor(self.lr_rule, self.target, self.base_batch_size or size)
@@ -113,11 +115,11 @@ class EffectiveBatchSize(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks from the optimizers and the loop."""
-        self._remove(trainer)
+        self._remove()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks from the optimizers and the loop."""
-        self._remove(trainer)
+        self._remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the warm-up."""
@@ -176,8 +178,10 @@ class EffectiveBatchSize(Callback):
         sizes = (getattr(owner, "batch_size", None) for owner in owners)
         return next((size for size in sizes if is_whole(size, 1)), None)
 
-    def _remove(self, trainer: Any) -> None:
-        vars(trainer.fit_loop).pop("setup_data", None)
+    def _remove(self) -> None:
+        if self._replaced is not None:
+            self._replaced.put_back()
+            self._replaced = None
         for scaling in self._scalings:
             self._warmup_done = scaling.done
             scaling.remove()

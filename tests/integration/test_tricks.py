@@ -1,6 +1,7 @@
 """The other techniques around the step under a real Trainer."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -218,6 +219,13 @@ def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
     assert steps == [9, 25]  # three epochs of ceil(10 / 4) steps, five of ceil(18 / 4)
     assert trainer.global_step == 9 + 10
     assert "setup_data" not in vars(trainer.fit_loop)
+
+
+def test_what_another_put_on_the_loop_stays():
+    trainer = Trainer(**FLAGS, max_epochs=1, callbacks=[EffectiveBatchSize(8)])
+    trainer.fit_loop.setup_data = own = functools.partial(trainer.fit_loop.setup_data)
+    trainer.fit(Net())
+    assert trainer.fit_loop.setup_data is own
 
 
 def test_the_accumulation_is_set_early_with_a_batch_size():
