@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_turbo._checks import check_count, expect, is_number
@@ -17,7 +16,6 @@ from lightning_turbo._checks import check_count, expect, is_number
 __all__ = [
     "AccumulationWindow",
     "checked_weight",
-    "mark_as_used",
     "scale_gradients",
 ]
 
@@ -157,17 +155,3 @@ def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
     expect(isinstance(weight, numbers.Real), name, weight, "a number or a tensor of one element", TypeError)
     expect(math.isfinite(weight) and weight >= 0, name, weight, "a finite number that is not negative")
     return float(weight)
-
-
-def mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
-    """Have a DistributedDataParallel average gradients that it did not see come, as those from a checkpoint.
-
-    With ``find_unused_parameters`` it leaves out parameters that no backward pass has used since it averaged last.
-    """
-    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
-        used = [p for p in parameters if p.requires_grad and _has_dense_gradient(p)]
-        torch.autograd.backward(used, [torch.zeros_like(p) for p in used])
-
-
-def _has_dense_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.layout is torch.strided
