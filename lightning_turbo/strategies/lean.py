@@ -124,7 +124,10 @@ def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> 
 
 
 def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
-    """Whether a precision plugin overrides none of these methods of Lightning's base class."""
+    """Whether these methods of a precision plugin do no more than those of Lightning's base class.
+
+    Those of ``MixedPrecision`` do more only if there is a scaler.
+    """
     unscaled = type(plugin) is MixedPrecision and plugin.scaler is None
     return inherits(plugin, MixedPrecision if unscaled else Precision, names)
 
@@ -133,7 +136,10 @@ def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
 
 
 class LeanStrategy(Strategy):
-    """Base of the turbo strategies: while ``direct`` is true, hooks are called without Lightning's wrappers."""
+    """Base of the turbo strategies: while ``direct`` is true, hooks are called without Lightning's wrappers.
+
+    It stands after Lightning's strategy among the bases, which defines none of these methods or calls super().
+    """
 
     direct = False
 
@@ -358,7 +364,7 @@ class LeanEpochLoop(AgreeingEpochLoop):
             return call_hook(strategy, module, "batch_to_device", batch, dataloader_idx=0)
         device = strategy.root_device
         if type(batch) in (tuple, list) and all(type(x) is Tensor and x.device == device for x in batch):
-            return type(batch)(batch)
+            return type(batch)(batch)  # a new container, as the move returns: a hook may change it
         return move_data_to_device(batch, device)
 
     def _transfers_as_usual(self) -> bool:
@@ -421,7 +427,8 @@ class LeanResults(ResultCollection):
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
         """Take a value; settings that equal those of the last call are not checked again."""
-        if torch.compiler.is_compiling():  # torch.compile breaks its graph here, as in Lightning
+        if torch.compiler.is_compiling():
+            # This method again, outside of the graph, which torch.compile breaks here, as in Lightning.
             self._log_uncompiled(fx, name, value, batch_size=batch_size, **settings)
             return
         key = f"{fx}.{name}"

@@ -44,10 +44,13 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class TurboParts(Strategy):
-    """The parts that both turbo strategies add to Lightning's; for the arguments see ``TurboStrategy``."""
+    """The parts that both turbo strategies add to Lightning's; for the arguments see ``TurboStrategy``.
 
-    sigterm_every = 1
-    strategy_name = ""
+    They are no part of ``LeanStrategy``, because they stand before Lightning's strategy among the bases, whose methods
+    they extend; ``LeanStrategy`` stands after it.
+    """
+
+    sigterm_every = 1  # one device has nobody to agree with
     state_key = refuse_as_callback("strategy=...")
 
     def __init__(
@@ -169,7 +172,8 @@ class TurboParts(Strategy):
         """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
-        # The scheduler itself does so in on_train_epoch_start, which Lightning does not call within an epoch.
+        # The scheduler does so in on_train_epoch_start, which Lightning does not call within an epoch. Lightning calls
+        # this method after the callbacks' on_train_start, in which the scheduler refuses any value but 1.
         for callback in trainer.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
