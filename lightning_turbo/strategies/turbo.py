@@ -225,8 +225,9 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
             - ``prefetch_batches`` (2): number of these batches, at least 1.
             - ``memory_format`` (``None``): ``"channels_last"`` or ``"contiguous"``; ``"measure"`` times both on the
               module's ``example_input_array`` and takes the faster one.
-            - ``cudnn_benchmark`` (``True``): ``torch.backends.cudnn.benchmark`` during the run on CUDA; ``None`` keeps
-              it. Off in a deterministic run, because cuDNN would choose its algorithms by their times.
+            - ``cudnn_benchmark`` (``True``): ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None``
+              keeps that of ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a
+              deterministic run, because cuDNN would choose its algorithms by their times.
             - ``matmul_precision`` (``None``): ``torch.set_float32_matmul_precision`` during the run on CUDA:
               ``"highest"``, ``"high"`` or ``"medium"``.
             - ``release_gradients`` (``True``): set gradients to None right after each optimizer step.
