@@ -9,17 +9,23 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 __all__ = [
-    "check_count", "check_functions", "check_switches", "expect", "inherits", "is_list", "is_number", "is_size",
-    "is_whole", "suggest",
+    "check_choice", "check_count", "check_functions", "check_switches", "expect", "inherits", "is_list", "is_number",
+    "is_size", "is_whole", "suggest",
 ]  # fmt: skip
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any], error: type[Exception] = ValueError) -> None:
+    """Refuse a value that is not one of the choices; the message lists them."""
+    *most, last = map(repr, choices)
+    expect(value in choices, name, value, f"{', '.join(most)} or {last}", error)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return ``value`` if it is an integer of ``least`` or more."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     expect(whole, name, value, f"an integer of {least} or more", TypeError)
-    expect(value >= least, name, value, f"an integer of {least} or more")
-    return value
+    expect(int(value) >= least, name, value, f"an integer of {least} or more")
+    return int(value)
 
 
 def check_switches(*, none: bool = False, **switches: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
-from lightning_turbo._checks import expect, is_whole
+from lightning_turbo._checks import check_count, is_whole
 from lightning_turbo._lightning import (
     Callback,
     GradientAccumulationScheduler,
@@ -14,6 +16,7 @@ from lightning_turbo._lightning import (
     check_binding,
     rank_zero_info,
 )
+from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
 
 __all__ = ["EffectiveBatchSize"]
@@ -36,7 +39,7 @@ class EffectiveBatchSize(Callback):
             ``accumulate_grad_batches`` before the loader exists.
 
     Raises:
-        TypeError: If a number is not an int.
+        TypeError: If a number is not an integer.
         ValueError: If a number is out of range or the rule is unknown; at the start of training, if the target is not
             a multiple of batch size times ranks, or the batch size is unknown.
         MisconfigurationException: In ``setup``, if something else sets ``accumulate_grad_batches`` too.
@@ -62,10 +65,10 @@ class EffectiveBatchSize(Callback):
         batch_size: int | None = None,
     ) -> None:
         check_binding("EffectiveBatchSize")
-        _check_number("target", target, 1)
-        _check_number("warmup_steps", warmup_steps, 0)
-        _check_number("base_batch_size", 1 if base_batch_size is None else base_batch_size, 1)
-        _check_number("batch_size", 1 if batch_size is None else batch_size, 1)
+        check_count("target", target)
+        check_count("warmup_steps", warmup_steps, 0)
+        check_count("base_batch_size", 1 if base_batch_size is None else base_batch_size)
+        check_count("batch_size", 1 if batch_size is None else batch_size)
         lr_factor(lr_rule, 1, 1)
         self.target, self.warmup_steps = target, warmup_steps
         self.lr_rule: Literal["linear", "sqrt"] | None = lr_rule
@@ -73,6 +76,7 @@ class EffectiveBatchSize(Callback):
         self.effective_batch_size: int | None = None
         self.factor = 1.0
         self._chosen: int | None = None
+        self._replaced: ReplacedMethod | None = None
         self._scalings: list[LearningRateScaling] = []
         self._warmup_done = 0
 
@@ -83,27 +87,26 @@ class EffectiveBatchSize(Callback):
         self._warmup_done = 0  # drop the state of an earlier run, or of a checkpoint that was tested
         self._refuse_other_owners(trainer, pl_module)
         self._set_early(trainer)
-        set_up = trainer.fit_loop.setup_data
 
-        def setup_data() -> None:
+        def set_up_data(set_up: Callable[[], None]) -> None:
             set_up()
             self._set_early(trainer)
 
-        # ``estimated_stepping_batches`` calls this, and then divides by the accumulation.
-        trainer.fit_loop.setup_data = setup_data
+        # ``estimated_stepping_batches`` calls this, and then divides by the accumulation. It stays while Lightning's
+        # finders remove the callbacks for their trials, which run without accumulation.
+        self._replaced = ReplacedMethod(trainer.fit_loop, "setup_data", set_up_data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the accumulation and scale the learning rates, because the loader and the optimizers now exist."""
-        self._remove(trainer)
-        size, accumulate = self._compute(trainer)
-        trainer.accumulate_grad_batches = self._chosen = accumulate
+        self._remove()
+        size = self._set_accumulation(trainer)
         self.effective_batch_size = self.target
         self.factor = lr_factor(self.lr_rule, self.target, self.base_batch_size or size)
         if self.factor != 1.0:
             settings = self.factor, self.warmup_steps, self._warmup_done
             self._scalings = [LearningRateScaling(optimizer, *settings) for optimizer in trainer.optimizers]
         rank_zero_info(
-            f"EffectiveBatchSize: {size} samples x {_ranks(trainer)} rank(s) x {accumulate} batches = {self.target} "
+            f"EffectiveBatchSize: {size} samples x {_ranks(trainer)} rank(s) x {self._chosen} batches = {self.target} "
             f"per step; learning rates x {self.factor:.4g}."
         )
         for logger in trainer.loggers:
@@ -112,11 +115,11 @@ class EffectiveBatchSize(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks from the optimizers and the loop."""
-        self._remove(trainer)
+        self._remove()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks from the optimizers and the loop."""
-        self._remove(trainer)
+        self._remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the warm-up."""
@@ -145,19 +148,14 @@ class EffectiveBatchSize(Callback):
                 raise MisconfigurationException(f"EffectiveBatchSize(target={self.target}): {reason}.")
 
     def _set_early(self, trainer: Any) -> None:
-        """Set the accumulation if the batch size is known and divides the target.
-
-        Lightning's finders remove the callbacks during their trials, which run without accumulation.
-        """
+        """Set the accumulation if the batch size is known and divides the target."""
         trainer.accumulate_grad_batches = 1
-        if self not in trainer.callbacks or (size := self._find_size(trainer)) is None:
-            return
-        accumulate, rest = divmod(self.target, size * _ranks(trainer))
-        if not rest:
-            trainer.accumulate_grad_batches = self._chosen = accumulate
+        if self in trainer.callbacks:
+            with suppress(ValueError):  # on_train_start raises it
+                self._set_accumulation(trainer)
 
-    def _compute(self, trainer: Any) -> tuple[int, int]:
-        """Return the batch size of a rank and the number of batches to accumulate."""
+    def _set_accumulation(self, trainer: Any) -> int:
+        """Set the number of batches to accumulate, and return the batch size of a rank."""
         ranks, size = _ranks(trainer), self._find_size(trainer)
         if size is None:
             raise ValueError(
@@ -170,7 +168,8 @@ class EffectiveBatchSize(Callback):
                 f"EffectiveBatchSize(target={self.target}): expected a multiple of {size * ranks}, with batches of "
                 f"{size} on {ranks} rank(s), for example {(accumulate + 1) * size * ranks}."
             )
-        return size, accumulate
+        trainer.accumulate_grad_batches = self._chosen = accumulate
+        return size
 
     def _find_size(self, trainer: Any) -> int | None:
         """Return the number of samples in a batch of one rank, or None if it is not known yet."""
@@ -179,18 +178,14 @@ class EffectiveBatchSize(Callback):
         sizes = (getattr(owner, "batch_size", None) for owner in owners)
         return next((size for size in sizes if is_whole(size, 1)), None)
 
-    def _remove(self, trainer: Any) -> None:
-        vars(trainer.fit_loop).pop("setup_data", None)
+    def _remove(self) -> None:
+        if self._replaced is not None:
+            self._replaced.put_back()
+            self._replaced = None
         for scaling in self._scalings:
             self._warmup_done = scaling.done
             scaling.remove()
         self._scalings = []
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    argument = f"EffectiveBatchSize({name})"
-    expect(isinstance(value, int) and not isinstance(value, bool), argument, value, "an int", TypeError)
-    expect(value >= least, argument, value, f"at least {least}")
 
 
 def _ranks(trainer: Trainer) -> int:

@@ -32,8 +32,8 @@ KEY = "lightning_turbo.exact_resume"
 class _Restored(NamedTuple):
     """What ``on_train_start`` needs of a checkpoint."""
 
-    over: bool  # the last batch of the epoch was used
-    begins: bool  # the epoch is counted but has not begun
+    over: bool  # the last batch of the epoch was used, as in a checkpoint from on_train_epoch_end
+    begins: bool  # the epoch is counted but has not begun, as in a checkpoint from on_train_epoch_start
     loaders: list[Any]  # states of the training loaders
     random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
 

@@ -16,7 +16,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.optim.gradient_release import GradientRelease, release_after_steps
 
-__all__ = ["GradToNone", "release_in"]
+__all__ = ["GradToNone", "why_not_release"]
 
 
 class GradToNone(Callback):
@@ -61,12 +61,10 @@ class GradToNone(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observe the steps of every optimizer."""
         self._stop()
-        if getattr(trainer.model, "gradient_as_bucket_view", False):
-            _warn("gradients are views of DDP's buckets, which stay in memory")
-            return
-        self._releases = release_in(trainer)
-        if len(self._releases) < len(trainer.optimizers):
-            _warn("StochasticWeightAveraging makes one more step with the last gradients")
+        if why := why_not_release(trainer):
+            _warn(why)
+        else:
+            self._releases = release_after_steps(trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Give up where releasing has no effect."""
@@ -94,12 +92,11 @@ def _warn(reason: str) -> None:
     rank_zero_warn(f"GradToNone has no effect: {reason}. Remove it.", category=NoEffectWarning)
 
 
-def release_in(trainer: Any) -> list[GradientRelease]:
-    """Release the gradients of a Trainer's optimizers after their steps.
-
-    Return no release with ``StochasticWeightAveraging``: its additional epoch makes a step with the last gradients.
-    """
+def why_not_release(trainer: Any) -> str:
+    """Return why the gradients of a Trainer's optimizers must not or need not be released, or an empty text."""
+    if getattr(trainer.model, "gradient_as_bucket_view", False):
+        return "gradients are views of DDP's buckets, which stay in memory"
     averaging = callbacks_named("StochasticWeightAveraging")
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):
-        return []
-    return release_after_steps(trainer.optimizers)
+        return "StochasticWeightAveraging makes one more step with the last gradients"
+    return ""

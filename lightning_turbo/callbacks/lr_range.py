@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lightning_turbo._checks import expect, is_number
+from lightning_turbo._checks import check_choice, expect, is_number
 from lightning_turbo._lightning import LightningDataModule, LightningModule, Trainer, Tuner, check_binding
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 
@@ -56,7 +56,7 @@ def lr_range(
     expect(isinstance(trainer, Trainer), "lr_range(trainer)", trainer, "a Trainer", TypeError)
     valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
     expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
-    expect(mode in ("exponential", "linear"), "lr_range(mode)", mode, "'exponential' or 'linear'")
+    check_choice("lr_range(mode)", mode, ("exponential", "linear"))
     before = trainer.global_step
     finder = Tuner(trainer).lr_find(
         model,

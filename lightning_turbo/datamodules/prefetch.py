@@ -223,7 +223,7 @@ def _choose_transfer(datamodule: Any, trainer: Any) -> DeviceTransfer | None:
     settings: _Settings = datamodule._prefetch
     device, transform = trainer.strategy.root_device, settings.device_transform
     # A strategy that keeps batches ahead on the device itself says so with this attribute.
-    alone = device.type == "cuda" and not getattr(trainer.strategy, "prefetches_to_device", False)
+    alone = device.type == "cuda" and not getattr(trainer.strategy, "device_prefetch", False)
     ahead = settings.device_prefetch and alone
     if not ahead and transform is None:
         return None

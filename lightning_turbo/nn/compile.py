@@ -114,8 +114,8 @@ def _compile(part: nn.Module, codes: dict[Any, CodeType], key: Any, options: dic
     def call(*args: Any, **kwargs: Any) -> Any:
         return part._call_impl(*args, **kwargs)
 
-    # torch stores at most eight compilations with the code object of a function. Blocks of one class share a code
-    # object, so that they are compiled once; each network has its own.
+    # One code object for each class of blocks, or for each network: torch stores compilations by code object, so that
+    # blocks of one class are compiled once, and at most eight of each, so that networks must not share one.
     call.__code__ = codes.setdefault(key, call.__code__.replace())
     part._compiled_call_impl = torch.compile(call, **options)
 

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from lightning_turbo._checks import expect, is_number, is_whole
+from lightning_turbo._checks import check_count, expect, is_number
 
 __all__ = [
     "AccumulationWindow",
     "checked_weight",
-    "mark_as_used",
     "scale_gradients",
 ]
 
@@ -128,10 +126,11 @@ class AccumulationWindow:
             The factor; 1.0 for a full window without weights, 0 where all weights are 0, NaN for a tensor that is NaN.
 
         Raises:
-            TypeError: If ``total`` is not a number.
+            TypeError: If ``total`` is not a number, or another number not an integer.
             ValueError: If a number is out of range, or ``total`` a tensor of several elements.
         """
-        _check_counts(divisor=divisor, ranks=ranks)
+        check_count("divisor", divisor)
+        check_count("ranks", ranks)
         total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
@@ -139,11 +138,6 @@ class AccumulationWindow:
         if isinstance(total, Tensor):
             return torch.where(total == 0, 0.0, whole / total)
         return whole / total if total > 0 else 0.0
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        expect(is_whole(value, 1), name, value, "a whole number of at least 1")
 
 
 def _scale_backward(loss: Tensor, share: float | Tensor) -> None:
@@ -161,17 +155,3 @@ def checked_weight(weight: Any, name: str = "weight") -> float | Tensor:
     expect(isinstance(weight, numbers.Real), name, weight, "a number or a tensor of one element", TypeError)
     expect(math.isfinite(weight) and weight >= 0, name, weight, "a finite number that is not negative")
     return float(weight)
-
-
-def mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
-    """Have a DistributedDataParallel average gradients that it did not see come, as those from a checkpoint.
-
-    With ``find_unused_parameters`` it leaves out parameters that no backward pass has used since it averaged last.
-    """
-    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
-        used = [p for p in parameters if p.requires_grad and _has_dense_gradient(p)]
-        torch.autograd.backward(used, [torch.zeros_like(p) for p in used])
-
-
-def _has_dense_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.layout is torch.strided

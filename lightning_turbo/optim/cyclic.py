@@ -6,27 +6,19 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_turbo._checks import check_functions, expect, is_number, is_whole
+from lightning_turbo._checks import check_choice, check_count, check_functions, expect, is_number, is_whole
 from lightning_turbo._skipped_steps import skip_flag, was_skipped
 
-__all__ = ["CyclicSchedule", "EpochLength", "cyclic_lr"]
+__all__ = ["CyclicSchedule", "cyclic_lr"]
 
 Mode = Literal["triangular", "triangular2", "exp_range"]
 # Attributes in a checkpoint; the others are built again from the arguments.
 SAVED = ("last_epoch", "base_lrs", "max_lrs", "total_size", "step_ratio", "_step_count", "_last_lr", "_begun")
-
-
-@runtime_checkable
-class EpochLength(Protocol):
-    """Length of an epoch, as a Lightning Trainer gives it."""
-
-    num_training_batches: int | float
-    accumulate_grad_batches: int
 
 
 class CyclicSchedule(LRScheduler):
@@ -48,7 +40,7 @@ class CyclicSchedule(LRScheduler):
         scale: Callable[[int, int], float],  # (cycle, step) -> scale of the height
         scale_name: str | None,
         momentum: tuple[float, float] | None,
-        trainer: EpochLength | None,
+        trainer: Any,
     ) -> None:
         self.max_lrs = max_lrs
         self._lengths, self._unit, self._trainer = lengths, unit, trainer
@@ -166,7 +158,7 @@ def cyclic_lr(
     epochs_up: float | None = None,
     epochs_down: float | None = None,
     steps_per_epoch: int | None = None,
-    trainer: EpochLength | None = None,
+    trainer: Any = None,
     mode: Mode = "triangular",
     gamma: float = 1.0,
     scale_fn: Callable[[float], float] | None = None,
@@ -226,7 +218,7 @@ def cyclic_lr(
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
     """
     expect(isinstance(optimizer, Optimizer), "optimizer", optimizer, "a torch.optim.Optimizer", TypeError)
-    known = trainer is None or isinstance(trainer, EpochLength)
+    known = trainer is None or hasattr(trainer, "num_training_batches")
     expect(known, "trainer", trainer, "a Trainer (self.trainer) or None", TypeError)
     check_functions(scale_fn=scale_fn)
     groups = len(optimizer.param_groups)
@@ -272,8 +264,7 @@ def _lengths(steps: tuple[Any, Any], epochs: tuple[Any, Any]) -> tuple[float, fl
 
 def _unit(steps_up: Any, steps_per_epoch: Any, trainer: Any) -> int | None:
     """Return the optimizer steps in one unit of the cycle's lengths, or None if the Trainer has to be asked later."""
-    valid = steps_per_epoch is None or is_whole(steps_per_epoch, 1)
-    expect(valid, "steps_per_epoch", steps_per_epoch, "a whole number of at least 1")
+    check_count("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch)
     if steps_up is not None:
         return 1
     known = steps_per_epoch is not None or trainer is not None
@@ -283,10 +274,10 @@ def _unit(steps_up: Any, steps_per_epoch: Any, trainer: Any) -> int | None:
 
 def _scale(mode: Any, gamma: Any, scale_fn: Callable[[float], float] | None, scale_mode: Any) -> Callable[..., float]:
     """Return the scale of the height as a function of (cycle, step) that can be pickled."""
-    expect(scale_mode in ("cycle", "iterations"), "scale_mode", scale_mode, "'cycle' or 'iterations'")
+    check_choice("scale_mode", scale_mode, ("cycle", "iterations"))
     expect(is_number(gamma) and 0 < gamma <= 1, "gamma", gamma, "a number above 0 and at most 1")
     decays = {"triangular": (1.0, 1.0), "triangular2": (0.5, 1.0), "exp_range": (1.0, gamma)}
-    expect(mode in decays, "mode", mode, ", ".join(map(repr, decays)))
+    check_choice("mode", mode, list(decays))
     return partial(_decay, *decays[mode]) if scale_fn is None else partial(_custom, scale_fn, scale_mode)
 
 
@@ -310,7 +301,7 @@ def _momentum(optimizer: Optimizer, momentum: Any) -> tuple[float, float] | None
     return momentum[0], momentum[1]
 
 
-def _count_steps(trainer: EpochLength | None) -> float:
+def _count_steps(trainer: Any) -> float:
     """Return the optimizer steps of an epoch."""
     steps = math.inf if trainer is None else trainer.num_training_batches / trainer.accumulate_grad_batches
     if not 0 < steps < math.inf:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lightning_turbo._checks import expect
@@ -13,18 +14,7 @@ from lightning_turbo._optional import require
 
 __all__ = ["lamb", "lars", "split_parameters"]
 
-NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.SyncBatchNorm,
-)
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norm
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

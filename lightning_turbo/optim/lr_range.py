@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_turbo._checks import expect, is_number
+from lightning_turbo._checks import expect
 
 __all__ = ["LRRange", "propose_lr_range"]
 
@@ -20,24 +20,22 @@ class LRRange(NamedTuple):
     losses: list[float]
 
 
-def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: float = 0.1, end: float = 0.9) -> LRRange:
+def propose_lr_range(lrs: Sequence[float], losses: Sequence[float]) -> LRRange:
     """Propose the bounds of a cyclical learning rate from the loss curve of a range test.
 
     The fall of the curve starts at its highest loss before the minimum and ends at the minimum. ``base_lr`` is the
-    learning rate after the share ``begin`` of the fall, ``max_lr`` the learning rate after the share ``end``: before
-    the curve flattens or rises.
+    learning rate after a tenth of the fall, ``max_lr`` the learning rate after nine tenths: before the curve flattens
+    or rises.
 
     Args:
         lrs: Learning rates in rising order, at least 5.
         losses: Smoothed loss at each learning rate. Entries that are not finite are ignored.
-        begin: Share of the fall at ``base_lr``, above 0 and below ``end``.
-        end: Share of the fall at ``max_lr``, at most 1.
 
     Returns:
         The two bounds and the curve.
 
     Raises:
-        ValueError: If the shares are out of order, the curve has fewer than 5 finite points, or the loss never falls.
+        ValueError: If the curve has fewer than 5 finite points, or the loss never falls.
 
     Example:
         >>> found = propose_lr_range([1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0], [2.0, 2.0, 1.7, 1.05, 1.0, 9.0])
@@ -46,8 +44,6 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
-    valid = all(map(is_number, (begin, end))) and 0 < begin < end <= 1
-    expect(valid, "begin and end", (begin, end), "0 < begin < end <= 1")
     curve = _finite_part(lrs, losses)
     falling = _falling_part(curve)
     start, fall = falling[0][1], falling[0][1] - falling[-1][1]
@@ -61,7 +57,7 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float], *, begin: fl
         return next(lr for lr, loss in falling if start - loss >= share * fall)
 
     tested, measured = zip(*curve, strict=True)
-    return LRRange(find_lr(begin), find_lr(end), list(tested), list(measured))
+    return LRRange(find_lr(0.1), find_lr(0.9), list(tested), list(measured))
 
 
 def _finite_part(lrs: Sequence[float], losses: Sequence[float]) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import expect, is_number, is_whole
+from lightning_turbo._checks import check_choice, check_count, expect, is_number
 from lightning_turbo._skipped_steps import skip_flag, was_skipped
 
 __all__ = ["LearningRateScaling", "lr_factor"]
@@ -25,6 +25,7 @@ def lr_factor(rule: Rule, batch_size: int, base_batch_size: int) -> float:
         base_batch_size: Samples per optimizer step for which the learning rate was tuned, at least 1.
 
     Raises:
+        TypeError: If a size is not an integer.
         ValueError: If the rule is unknown or a size is below 1.
 
     Example:
@@ -33,11 +34,9 @@ def lr_factor(rule: Rule, batch_size: int, base_batch_size: int) -> float:
 
     Source: Goyal et al., Accurate, Large Minibatch SGD, 2017; Krizhevsky, One Weird Trick, 2014 (square root).
     """
-    for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
-        expect(is_whole(size, 1), name, size, "a whole number of samples of at least 1")
-    ratio = batch_size / base_batch_size
+    ratio = check_count("batch_size", batch_size) / check_count("base_batch_size", base_batch_size)
     factors = {"linear": ratio, "sqrt": math.sqrt(ratio), None: 1.0}
-    expect(rule in factors, "lr_rule", rule, "'linear', 'sqrt' or None")
+    check_choice("lr_rule", rule, list(factors))
     return factors[rule]
 
 
@@ -55,7 +54,7 @@ class LearningRateScaling:
         done: Optimizer steps before this object was made, for a resumed run; at least 0.
 
     Raises:
-        TypeError: If ``optimizer`` is not a torch optimizer.
+        TypeError: If ``optimizer`` is not a torch optimizer, or a number of steps not an integer.
         ValueError: If a number is out of range.
 
     Example:
@@ -71,8 +70,8 @@ class LearningRateScaling:
     def __init__(self, optimizer: Optimizer, factor: float, warmup_steps: int = 0, done: int = 0) -> None:
         expect(isinstance(optimizer, Optimizer), "optimizer", optimizer, "a torch.optim.Optimizer", TypeError)
         expect(is_number(factor) and factor > 0, "factor", factor, "a finite number above 0")
-        for name, value in (("warmup_steps", warmup_steps), ("done", done)):
-            expect(is_whole(value, 0), name, value, "a whole number of at least 0")
+        check_count("warmup_steps", warmup_steps, 0)
+        check_count("done", done, 0)
         self.optimizer, self.factor, self.warmup_steps, self.done = optimizer, factor, warmup_steps, done
         self._rates: list[Any] | None = None  # without the factor, during a step
         self._register_hooks()

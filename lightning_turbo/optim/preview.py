@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_turbo._checks import expect, is_whole
+from lightning_turbo._checks import check_count
 from lightning_turbo._files import whole_file
 from lightning_turbo._optional import require
 from lightning_turbo.optim.cyclic import cyclic_lr
@@ -46,7 +46,7 @@ def preview(
         The learning rate of each group at every step, and the momentum if ``momentum`` was passed.
 
     Raises:
-        TypeError: As ``cyclic_lr``.
+        TypeError: As ``cyclic_lr``, and if ``steps`` is not an integer.
         ValueError: As ``cyclic_lr``, and if ``steps`` is below 1.
         MissingExtraError: If ``path`` is passed and matplotlib is absent.
 
@@ -54,7 +54,7 @@ def preview(
         >>> preview(0.0, 1.0, steps=5, steps_up=2).lr
         [[0.0, 0.5, 1.0, 0.5, 0.0]]
     """
-    expect(is_whole(steps, 1), "steps", steps, "a whole number of at least 1")
+    check_count("steps", steps)
     if path is not None:
         require("matplotlib", "preview(path=...)")
     groups = max(_count_groups(base_lr), _count_groups(max_lr), 1)

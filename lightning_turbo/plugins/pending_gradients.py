@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._lightning import rank_zero_warn
 from lightning_turbo.amp.engine import params_of
 from lightning_turbo.errors import TurboWarning
-from lightning_turbo.optim.accumulation import mark_as_used
 
 __all__ = ["collect", "entry_of_this_rank", "owns_pending_gradients", "put_back"]
 
@@ -81,4 +82,18 @@ def put_back(optimizers: Sequence[Optimizer], gradients: Gradients, factors: Seq
         for index, gradient in own.items():
             param = params[int(index)]
             param.grad = gradient.to(param.device, param.dtype) * factor
-        mark_as_used(model, params)
+        _mark_as_used(model, params)
+
+
+def _mark_as_used(model: Any, parameters: Iterable[Tensor]) -> None:
+    """Have a DistributedDataParallel average gradients that it did not see come, as those from a checkpoint.
+
+    With ``find_unused_parameters`` it leaves out parameters that no backward pass has used since it averaged last.
+    """
+    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
+        used = [p for p in parameters if p.requires_grad and _has_dense_gradient(p)]
+        torch.autograd.backward(used, [torch.zeros_like(p) for p in used])
+
+
+def _has_dense_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.layout is torch.strided

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import expect
+from lightning_turbo._checks import check_choice
 from lightning_turbo._lightning import MisconfigurationException, Precision, check_binding, loaded_checkpoint
 from lightning_turbo.amp.checkpoints import find_scaler_state
 from lightning_turbo.amp.levels import resolve
@@ -129,7 +129,7 @@ class RealApexAMP(Precision):
 
 def is_native(backend: str) -> bool:
     """Whether ``backend`` is ``"native"`` and not ``"apex"``."""
-    expect(backend in ("native", "apex"), "backend", backend, "'native' or 'apex'", AmpUsageError)
+    check_choice("backend", backend, ("native", "apex"), AmpUsageError)
     return backend == "native"
 
 

@@ -29,13 +29,12 @@ from lightning_turbo._lightning import (
     Precision,
     ResultCollection,
     ResultMetric,
-    SignalConnector,
-    SIGTERMException,
     Strategy,
     TrainingEpochLoop,
     move_data_to_device,
     takes_batch_index,
 )
+from lightning_turbo.strategies.sigterm import AgreeingEpochLoop, AgreeingSignalConnector
 
 __all__ = ["LeanStrategy", "find_custom_loops", "install_lean", "is_unprofiled"]
 
@@ -71,9 +70,10 @@ def install_lean(trainer: Any, *, step: bool, logging: bool, sigterm_every: int)
     undo.callback(setattr, trainer.strategy, "direct", False)
     loop = trainer.fit_loop.epoch_loop
     if step or sigterm_every > 1:
-        _replace(undo, trainer.fit_loop, "epoch_loop", LeanEpochLoop(loop, step, sigterm_every))
+        lean = LeanEpochLoop if step else AgreeingEpochLoop
+        _replace(undo, trainer.fit_loop, "epoch_loop", lean(loop, sigterm_every))
     if sigterm_every > 1:
-        _replace(undo, trainer, "_signal_connector", LeanSignalConnector(trainer._signal_connector))
+        _replace(undo, trainer, "_signal_connector", AgreeingSignalConnector(trainer._signal_connector))
     if logging:
         _install_lean_logging(undo, trainer, loop)
     return undo.close
@@ -124,7 +124,10 @@ def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> 
 
 
 def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
-    """Whether a precision plugin overrides none of these methods of Lightning's base class."""
+    """Whether these methods of a precision plugin do no more than those of Lightning's base class.
+
+    Those of ``MixedPrecision`` do more only if there is a scaler.
+    """
     unscaled = type(plugin) is MixedPrecision and plugin.scaler is None
     return inherits(plugin, MixedPrecision if unscaled else Precision, names)
 
@@ -133,7 +136,10 @@ def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
 
 
 class LeanStrategy(Strategy):
-    """Base of the turbo strategies: while ``direct`` is true, hooks are called without Lightning's wrappers."""
+    """Base of the turbo strategies: while ``direct`` is true, hooks are called without Lightning's wrappers.
+
+    It stands after Lightning's strategy among the bases, which defines none of these methods or calls super().
+    """
 
     direct = False
 
@@ -260,24 +266,21 @@ def _only_calls_module(strategy: Any, module: Any) -> bool:
     )
 
 
-class LeanEpochLoop(TrainingEpochLoop):
-    """The loop over the batches of an epoch."""
+class LeanEpochLoop(AgreeingEpochLoop):
+    """The loop over the batches of an epoch, with direct calls."""
 
-    # Slots keep these attributes out of the shared __dict__, which Lightning saves in checkpoints.
-    __slots__ = ("_direct", "_optimization", "_sigterm_every", "_step", "_takes_index")
+    __slots__ = ("_optimization", "_step", "_takes_index")
 
-    def __init__(self, stock: Any, direct: bool, sigterm_every: int) -> None:
-        self.__dict__ = stock.__dict__
+    def __init__(self, stock: Any, sigterm_every: int) -> None:
+        super().__init__(stock, sigterm_every)
         self._optimization = LeanOptimization(stock.automatic_optimization)
-        self._direct = direct
-        self._sigterm_every = sigterm_every
         self._step: Any = None
         self._takes_index = False
 
     def advance(self, data_fetcher: Any) -> None:
         """Run a batch: Lightning's method after a resume, under a profiler and with ``dataloader_iter``, else ours."""
         trainer = self.trainer
-        if not self._direct or self._needs_lightnings(data_fetcher):
+        if self._needs_lightnings(data_fetcher):
             super().advance(data_fetcher)
             return
         if self.val_loop._restarting:
@@ -361,7 +364,7 @@ class LeanEpochLoop(TrainingEpochLoop):
             return call_hook(strategy, module, "batch_to_device", batch, dataloader_idx=0)
         device = strategy.root_device
         if type(batch) in (tuple, list) and all(type(x) is Tensor and x.device == device for x in batch):
-            return type(batch)(batch)
+            return type(batch)(batch)  # a new container, as the move returns: a hook may change it
         return move_data_to_device(batch, device)
 
     def _transfers_as_usual(self) -> bool:
@@ -377,67 +380,6 @@ class LeanEpochLoop(TrainingEpochLoop):
         """Step the schedulers of this interval."""
         if self.trainer.lr_scheduler_configs:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
-
-    def _broadcast_sigterm_tensor(self) -> None:
-        if self._sigterm_every == 1:
-            super()._broadcast_sigterm_tensor()
-
-    def on_advance_end(self, data_fetcher: Any) -> None:
-        """Validate where it is due; with ``sigterm_every`` above 1, all ranks act on signals after the same batch."""
-        if self._sigterm_every == 1 or self.trainer.world_size == 1:
-            super().on_advance_end(data_fetcher)
-            return
-        # Lightning raises it on this rank alone, as the last thing in the method; the other ranks have to agree first.
-        with contextlib.suppress(SIGTERMException):
-            super().on_advance_end(data_fetcher)
-        if self.batch_progress.total.ready % self._sigterm_every == 0 or self._num_ready_batches_reached():
-            self._agree_on_signals()
-
-    def _agree_on_signals(self) -> None:
-        signals: Any = self.trainer._signal_connector
-        batches = self.batch_progress.total.ready
-        # The maxima of batches and -batches show whether a rank ended its epoch before the others, and asks elsewhere.
-        own = [signals.received_sigterm, signals.received_requeue, batches, -batches]
-        told = torch.tensor(own, device=self.trainer.strategy.root_device)
-        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-        received, requeue, *most = told.tolist()
-        if most != [batches, -batches]:
-            raise RuntimeError(
-                f"expected all ranks at the same batch, got this one at batch {batches} of its run and another "
-                "that ended its epoch before or after it. Give every rank a training loader with the same number "
-                "of batches: set limit_train_batches to the shortest, or drop_last=True."
-            )
-        if requeue:
-            signals.save_and_requeue(requeue)
-        signals.received_sigterm = bool(received)
-        if signals.received_sigterm and not self._is_training_done:
-            raise SIGTERMException
-
-
-class LeanSignalConnector(SignalConnector):
-    """Records signals until the ranks agree on them; Lightning's handler itself calls collectives, which may hang.
-
-    Attributes:
-        received_requeue: Number of the signal by which Slurm asks to save and requeue the job; 0 if none came.
-    """
-
-    def __init__(self, stock: Any) -> None:
-        self.__dict__ = stock.__dict__
-        self.received_requeue = 0
-
-    def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
-        launcher = self.trainer.strategy.launcher
-        if not self.received_sigterm and launcher is not None:
-            launcher.kill(signum)
-        self.received_sigterm = True
-
-    def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:
-        self.received_requeue = int(signum)
-
-    def save_and_requeue(self, signum: int) -> None:
-        """Save a checkpoint and requeue the job, as Lightning does; call it on all ranks."""
-        self.received_requeue = 0
-        super()._slurm_sigusr_handler_fn(signum, None)  # pyright: ignore[reportArgumentType] - it takes no frame
 
 
 # Logged values
@@ -485,7 +427,8 @@ class LeanResults(ResultCollection):
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
         """Take a value; settings that equal those of the last call are not checked again."""
-        if torch.compiler.is_compiling():  # torch.compile breaks its graph here, as in Lightning
+        if torch.compiler.is_compiling():
+            # This method again, outside of the graph, which torch.compile breaks here, as in Lightning.
             self._log_uncompiled(fx, name, value, batch_size=batch_size, **settings)
             return
         key = f"{fx}.{name}"

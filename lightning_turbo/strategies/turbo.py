@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from lightning_turbo._checks import check_switches, expect, is_whole
+from lightning_turbo._checks import check_choice, check_count, check_switches
 from lightning_turbo._lightning import (
     CheckpointIO,
     GradientAccumulationScheduler,
@@ -27,13 +27,14 @@ from lightning_turbo._lightning import (
     refuse_as_callback,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
-from lightning_turbo.callbacks.grad_to_none import release_in
+from lightning_turbo.callbacks.grad_to_none import why_not_release
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import FORMATS, check_format
+from lightning_turbo.optim.gradient_release import release_after_steps
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
 from lightning_turbo.strategies.lean import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
 
@@ -43,10 +44,13 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class TurboParts(Strategy):
-    """The parts that both turbo strategies add to Lightning's; for the arguments see ``TurboStrategy``."""
+    """The parts that both turbo strategies add to Lightning's; for the arguments see ``TurboStrategy``.
 
-    sigterm_every = 1
-    strategy_name = ""
+    They are no part of ``LeanStrategy``, because they stand before Lightning's strategy among the bases, whose methods
+    they extend; ``LeanStrategy`` stands after it.
+    """
+
+    sigterm_every = 1  # one device has nobody to agree with
     state_key = refuse_as_callback("strategy=...")
 
     def __init__(
@@ -66,7 +70,7 @@ class TurboParts(Strategy):
         check_binding(type(self).__name__)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
-        expect(is_whole(prefetch_batches, 1), "prefetch_batches", prefetch_batches, "an integer of at least 1")
+        check_count("prefetch_batches", prefetch_batches)
         check_format(memory_format, (None, *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
@@ -90,11 +94,6 @@ class TurboParts(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is spawned with it, has nothing to undo.
         return {**super().__getstate__(), "_borrowed": ExitStack()}
-
-    @property
-    def prefetches_to_device(self) -> bool:
-        """Whether this strategy keeps batches on the device itself, so that a datamodule need not."""
-        return self.device_prefetch
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -121,10 +120,8 @@ class TurboParts(Strategy):
         super().setup(trainer)
         if self.compile is not None:
             self._borrowed.enter_context(compiled_in_place(trainer.lightning_module, self.compile, self._say))
-        if self.release_gradients:
-            for release in release_in(trainer):
-                self._borrowed.callback(release.remove)
         if is_fitting(trainer):
+            self._release_gradients(trainer)
             self._make_lean(trainer)
 
     def _set_switches(self) -> None:
@@ -144,6 +141,15 @@ class TurboParts(Strategy):
         if self.matmul_precision is not None:
             self._borrowed.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision(self.matmul_precision)
+
+    def _release_gradients(self, trainer: Any) -> None:
+        if not self.release_gradients:
+            return
+        if why := why_not_release(trainer):
+            self._say(f"release_gradients has no effect: {why}.")
+            return
+        for release in release_after_steps(trainer.optimizers):
+            self._borrowed.callback(release.remove)
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
@@ -166,7 +172,8 @@ class TurboParts(Strategy):
         """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
-        # The scheduler itself does so in on_train_epoch_start, which Lightning does not call within an epoch.
+        # The scheduler does so in on_train_epoch_start, which Lightning does not call within an epoch. Lightning calls
+        # this method after the callbacks' on_train_start, in which the scheduler refuses any value but 1.
         for callback in trainer.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
@@ -217,8 +224,9 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
             - ``device_prefetch`` (``True``): keep the next batches on the CUDA device, after Lightning's sampler.
             - ``prefetch_batches`` (2): number of these batches, at least 1.
             - ``memory_format`` (``None``): ``"channels_last"`` or ``"contiguous"``, see ``MemoryFormat``.
-            - ``cudnn_benchmark`` (``True``): ``torch.backends.cudnn.benchmark`` during the run on CUDA; ``None`` keeps
-              it. Off in a deterministic run, because cuDNN would choose its algorithms by their times.
+            - ``cudnn_benchmark`` (``True``): ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None``
+              keeps that of ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a
+              deterministic run, because cuDNN would choose its algorithms by their times.
             - ``matmul_precision`` (``None``): ``torch.set_float32_matmul_precision`` during the run on CUDA:
               ``"highest"``, ``"high"`` or ``"medium"``.
             - ``release_gradients`` (``True``): set gradients to None right after each optimizer step.
@@ -231,7 +239,7 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
     Raises:
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
         ValueError: If a part has none of the values above.
-        TypeError: If a switch is not a bool.
+        TypeError: If a switch is not a bool or a number not an integer.
         LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
 
     Example:
@@ -285,16 +293,6 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
             raise MisconfigurationException(
                 f"strategy='turbo' expected num_nodes=1, got num_nodes={num_nodes}. Pass strategy='turbo_ddp'."
             )
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse a value that is not one of the choices.
-
-    Raises:
-        ValueError: If it is not; the message names the argument, the choices and the value.
-    """
-    *most, last = map(repr, choices)
-    expect(value in choices, name, value, f"{', '.join(most)} or {last}")
 
 
 def _close(prefetcher: ref[DevicePrefetcher]) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_turbo._checks import check_switches, expect, is_whole
+from lightning_turbo._checks import check_choice, check_count, check_switches
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo._lightning import DDPStrategy, MisconfigurationException, check_lean
 from lightning_turbo.plugins.apex_amp import ApexAMP
 from lightning_turbo.strategies.lean import LeanStrategy
-from lightning_turbo.strategies.turbo import TurboParts, check_choice
+from lightning_turbo.strategies.turbo import TurboParts
 
 __all__ = ["TurboDDPStrategy", "compare_settings", "read_settings"]
 
@@ -49,7 +49,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
 
     Raises:
         ValueError: If an argument has none of the values above.
-        TypeError: If a switch is not a bool.
+        TypeError: If a switch is not a bool or a number not an integer.
         LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
 
     Example:
@@ -71,7 +71,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     ) -> None:
         check_choice("grad_compression", grad_compression, (None, *_COMPRESS))
         check_switches(gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph)
-        expect(is_whole(sigterm_every, 1), "sigterm_every", sigterm_every, "an integer of at least 1")
+        check_count("sigterm_every", sigterm_every)
         if sigterm_every > 1:
             check_lean(f"sigterm_every={sigterm_every}")
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)

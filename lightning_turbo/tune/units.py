@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_turbo._lightning import Callback, check_binding, rank_zero_warn
+from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.loader import PrefetchLoader, with_workers
 from lightning_turbo.errors import NoEffectWarning
@@ -79,15 +81,16 @@ class LoaderSettings(Callback):
             "prefetch": prefetch,
             "threads": threads,
         }
-        self._strategy: Any = None
+        self._replaced: ReplacedMethod | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy, which Lightning asks about each loader, return one with the settings."""
         attach_exact_resume(trainer)
         self._restore()
-        self._strategy = trainer.strategy
-        process = trainer.strategy.process_dataloader
-        trainer.strategy.process_dataloader = lambda loader: process(set_up_loader(loader, **self.settings))
+        self._replaced = ReplacedMethod(trainer.strategy, "process_dataloader", self._process)
+
+    def _process(self, process: Callable[[Any], Any], loader: Any) -> Any:
+        return process(set_up_loader(loader, **self.settings))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave the strategy as it was."""
@@ -98,9 +101,9 @@ class LoaderSettings(Callback):
         self._restore()
 
     def _restore(self) -> None:
-        if self._strategy is not None:
-            vars(self._strategy).pop("process_dataloader", None)
-            self._strategy = None
+        if self._replaced is not None:
+            self._replaced.put_back()
+            self._replaced = None
 
 
 class FusedOptimizers(Callback):

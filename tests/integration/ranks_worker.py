@@ -254,6 +254,7 @@ class Dropping(Net):
     def on_train_end(self):
         ddp = self.trainer.model
         self.ddp = {name: getattr(ddp, name) for name in ("static_graph", "gradient_as_bucket_view")}
+        self.ddp["holds_gradients"] = any(p.grad is not None for p in self.parameters())
 
 
 SAMPLES = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48))

@@ -336,7 +336,7 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
     alone = Mine(device_prefetch=False)
     alone.trainer = Pretended()
     assert alone.train_dataloader().transfer is None
-    Strategy.prefetches_to_device = True
+    Strategy.device_prefetch = True
     Pretended.lightning_module = Model()
     assert datamodule.train_dataloader().transfer is None
 

@@ -1,6 +1,7 @@
 """The other techniques around the step under a real Trainer."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -216,6 +217,13 @@ def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
+def test_what_another_put_on_the_loop_stays():
+    trainer = Trainer(**FLAGS, max_epochs=1, callbacks=[EffectiveBatchSize(8)])
+    trainer.fit_loop.setup_data = own = functools.partial(trainer.fit_loop.setup_data)
+    trainer.fit(Net())
+    assert trainer.fit_loop.setup_data is own
+
+
 def test_the_accumulation_is_set_early_with_a_batch_size():
     def by_hand(optimizer, trainer):
         steps = 10 * trainer.max_epochs // trainer.accumulate_grad_batches
@@ -238,9 +246,9 @@ def test_two_owners_of_the_accumulation_are_refused(callbacks, flags, message):
     (lambda: lr_range(Trainer(**FLAGS), Net(), max_lr=math.inf), r"expected 0 < min_lr < max_lr, got .*inf"),
     (lambda: lr_range(Trainer(**FLAGS), Net(), mode="cubic"), r"mode\): expected 'exponential' or 'linear', got 'cub"),
     (lambda: lr_range(3, Net()), r"lr_range\(trainer\): expected a Trainer, got 3"),
-    (lambda: EffectiveBatchSize(8.0), r"target\): expected an int, got 8.0"),
+    (lambda: EffectiveBatchSize(8.0), "target: expected an integer of 1 or more, got 8.0"),
     (lambda: EffectiveBatchSize(8, "cubic"), "lr_rule: expected 'linear', 'sqrt' or None, got 'cubic'"),
-    (lambda: EffectiveBatchSize(8, None, -1), r"warmup_steps\): expected at least 0, got -1"),
+    (lambda: EffectiveBatchSize(8, None, -1), "warmup_steps: expected an integer of 0 or more, got -1"),
     (lambda: fit(Net(), [EffectiveBatchSize(10)]), r"=10\): expected a multiple of 4, .* for example 12\."),
     (lambda: fit(Silent(), [EffectiveBatchSize(4)]), r"with a batch_size, got DataLoader without one. Pass batch_size"),
     (lambda: DropBiasBeforeNorm(3), r"DropBiasBeforeNorm\(network\): expected a path .* got 3"),

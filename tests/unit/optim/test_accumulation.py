@@ -136,8 +136,8 @@ def test_sparse_gradients_are_scaled_too(dtype, factor):
     ("add", (torch.ones(()), "3"), "weight: expected a number or a tensor of one element, got '3'"),
     ("add", (0.5,), r"loss: expected the tensor .* got 0\.5"),
     ("factor", (4, math.inf), "total: expected .* got inf"),
-    ("factor", (0,), "divisor: expected a whole number of at least 1, got 0"),
-    ("factor", (4, None, math.inf), "ranks: expected a whole number of at least 1, got inf"),
+    ("factor", (0,), "divisor: expected an integer of 1 or more, got 0"),
+    ("factor", (4, None, math.inf), "ranks: expected an integer of 1 or more, got inf"),
     ("__init__", (0.0,), "unit: expected a finite number above 0, .* got 0.0"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(function, arguments, message):

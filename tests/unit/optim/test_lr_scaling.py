@@ -26,11 +26,11 @@ def step(optimizer):
 
 @pytest.mark.parametrize(("function", "arguments", "message"), [
     (lr_factor, ("cubic", 1, 1), "lr_rule: expected 'linear', 'sqrt' or None, got 'cubic'"),
-    (lr_factor, ("linear", 0, 1), "^batch_size: expected a whole number .* got 0"),
+    (lr_factor, ("linear", 0, 1), "^batch_size: expected an integer of 1 or more, got 0"),
     (LearningRateScaling, (None, 2.0), "optimizer: expected a torch.optim.Optimizer, got None"),
     (LearningRateScaling, (sgd(), 0.0), "factor: expected a finite number above 0, got 0.0"),
-    (LearningRateScaling, (sgd(), 2.0, math.nan), "warmup_steps: expected a whole number .* got nan"),
-    (LearningRateScaling, (sgd(), 2.0, 1, -1), "done: expected a whole number of at least 0, got -1"),
+    (LearningRateScaling, (sgd(), 2.0, math.nan), "warmup_steps: expected an integer .* got nan"),
+    (LearningRateScaling, (sgd(), 2.0, 1, -1), "done: expected an integer of 0 or more, got -1"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(function, arguments, message):
     assert [lr_factor(rule, 1024, 256) for rule in ("linear", "sqrt", None)] == [4.0, 2.0, 1.0]

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_turbo import FusedOptimizers, LoaderSettings, PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
+from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 
@@ -85,6 +86,31 @@ def test_a_run_that_resumes_has_the_order_of_one_that_never_stopped(settings, tm
     whole = go_on(3)
     parts = go_on(1) + go_on(2, tmp_path / "last.ckpt") + go_on(3, tmp_path / "last.ckpt")
     assert torch.equal(torch.stack(parts), torch.stack(whole))
+
+
+class Puts(Callback):
+    """Puts a function of its own in place of a method of the strategy, and leaves it there."""
+
+    def setup(self, trainer, pl_module, stage):
+        process = trainer.strategy.process_dataloader
+        trainer.strategy.process_dataloader = self.own = lambda loader: process(loader)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_another_put_on_the_strategy_stays(first):
+    other, settings, module = Puts(), LoaderSettings(prefetch=True), Module(adam)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[other, settings] if first else [settings, other])
+    trainer.fit(module)
+    assert trainer.strategy.process_dataloader is other.own
+    assert isinstance(module.loaders[0], PrefetchLoader)
+    loader = module.train_dataloader()
+    assert trainer.strategy.process_dataloader(loader) is loader  # the settings ended with the run
+
+
+def test_two_of_them_leave_nothing():
+    module = fit(Module(adam), LoaderSettings(num_workers=1), LoaderSettings(prefetch=True), times=2)
+    assert isinstance(module.loaders[0], PrefetchLoader)
+    assert module.loaders[0].num_workers == 1
 
 
 def test_nothing_is_left_after_an_error():
