@@ -52,7 +52,7 @@ def tune(example: str, only: tuple[str, ...], minutes: float, folder: Path) -> t
 def combinations(candidates: list[Candidate]) -> list[Case]:
     """Return every combination of some candidates, of which each slot has at most one."""
     sets = itertools.chain.from_iterable(itertools.combinations(candidates, n) for n in range(1, len(candidates) + 1))
-    slots = [(each, [c.slot or c.name for c in each]) for each in sets]
+    slots = [(each, [c.kind for c in each]) for each in sets]
     return [Case(tuple(c.name for c in each)) for each, used in slots if len(set(used)) == len(used)]
 
 

@@ -176,10 +176,10 @@ class Search:
     def result(self, case: Case, comparison: Comparison) -> str:
         """Return what a case does to the result, by the losses and by the table of candidates.
 
-        - The script repeats its own losses, the case has the same, and the table says other maths of none of its
-          candidates: same bits. (Other maths, as the order of samples in the next epoch, need not show in the losses.)
-        - The script repeats its own losses otherwise: the worse of what the losses say and what the table says.
-        - The script does not repeat its own losses: what the table says.
+        - The losses of the script differ from process to process: what the table says.
+        - The case has the same losses, and the table says "other maths" of none of its candidates: same bits. Other
+          maths, as another order of samples in the next epoch, need not show in the losses.
+        - Otherwise: what changes more of what the losses say and what the table says.
         """
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
         measured = compare_losses(*comparison.losses) if repeatable else ""
