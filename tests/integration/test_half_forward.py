@@ -1,6 +1,7 @@
 """What surrounds a training, at every level: each row trains as float32 does, and leaves nothing behind."""
 
 import copy
+import gc
 import itertools
 
 import lightning.pytorch as pl
@@ -393,6 +394,19 @@ def test_an_averaged_model_in_a_plain_loop(level):
         amp.shutdown()
     assert torch.allclose(averages[0][0], averages[1][0], atol=0.02)
     assert averages[0][1] == pytest.approx(averages[1][1], abs=0.02)
+
+
+@pytest.mark.parametrize("make", [layers, Recurrent])
+def test_no_half_copy_outlives_its_backward_pass(make):
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    train(net, optimizer)
+    gc.collect()
+    shapes = {param.shape for param in net.parameters()}
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    assert not [each for each in tensors if each.dtype is torch.bfloat16 and each.shape in shapes]
+    amp.shutdown()
 
 
 @pytest.mark.parametrize("by_name", [True, False])
