@@ -10,7 +10,7 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from lightning_turbo._lightning import (
     is_followed,
     replace_strategy,
 )
+from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.measure import Meter, count_cores, huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
@@ -166,17 +167,15 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
         replace_strategy(trainer, new)
     strategy = trainer.strategy
     set_precision(strategy, settings["precision"], settings["opt_level"])
-    set_up = strategy.setup_environment
 
-    def setup_environment() -> None:  # the first thing that a run calls of what is made by now
-        vars(strategy).pop("setup_environment", None)
+    def begin_silently(set_up: Callable[[], None]) -> None:
+        begun.put_back()
         silence(trainer)
         set_up()
 
-    strategy.setup_environment = setup_environment
+    begun = ReplacedMethod(strategy, "setup_environment", begin_silently)  # which a run calls first
     if probe.mode == "one batch":
-        process = strategy.process_dataloader
-        strategy.process_dataloader = lambda loader: Repeat(process(loader))
+        ReplacedMethod(strategy, "process_dataloader", lambda process, loader: Repeat(process(loader)))
     return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]
 
 

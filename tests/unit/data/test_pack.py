@@ -241,6 +241,9 @@ def test_what_nifti_files_hold(nifti, tmp_path):
     channels = packed(tmp_path / "channels", tmp_path / "b")[0]
     assert channels.shape == (2, 2, 3, 4)  # channels first
     assert channels[1, 0, 0, 1] == 3
+    cut = packed(tmp_path / "channels", tmp_path / "cut", size=(3, 2, 4))[0]
+    assert cut.shape == (2, 3, 2, 4)
+    assert torch.equal(cut[:, 1:], channels[:, :, :2])
     nifti("classes/ill/a.nii.gz", np.zeros((2, 2, 2), np.uint8))
     assert packed(tmp_path / "classes", tmp_path / "c").classes == ["ill"]
 
