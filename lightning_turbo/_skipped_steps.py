@@ -13,7 +13,7 @@ _skipping: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
 
 def skip_flag(optimizer: Optimizer) -> Tensor | None:
-    """Return whether a loss scaler skips the step that is under way; for hooks of ``optimizer.step``.
+    """Return whether a loss scaler skips the step that is under way, for hooks of ``optimizer.step`` that follow it.
 
     A step that is not made at all runs no hooks. One that runs them, and changes nothing, has this flag: that of
     torch's fused optimizers, which read it on the device, or that of ``amp.scale_loss``.
@@ -31,7 +31,7 @@ def was_skipped(flag: Tensor | None) -> bool:
 
 
 def announce_skip(optimizer: Optimizer, flag: Tensor | None) -> None:
-    """Say that the step that begins is skipped; ``None`` when it is over."""
+    """Say that the step that begins is skipped; ``None`` for one that is not."""
     if flag is None:
         _skipping.pop(optimizer, None)
     else:

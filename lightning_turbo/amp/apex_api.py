@@ -69,6 +69,8 @@ class _Session:
 
     def end(self) -> None:
         """Leave models and optimizers as they were."""
+        for optimizer in self.engine.optimizers:
+            announce_skip(optimizer, None)
         self._undo.close()
 
     def _switch_casts(self, *, on: bool) -> None:
@@ -88,9 +90,10 @@ class _Session:
                 "optimizer.step(closure): at O2, and on a skipped step, a closure cannot run (as in apex). Call it "
                 "first, then step()."
             )
+        # Until the next step: hooks that follow this one in any order, as those of schedules, ask for it.
+        announce_skip(optimizer, engine.overflow_flag(optimizer) if skips else None)
         if skips:
             self._hidden[optimizer] = _hide_gradients(optimizer)
-            announce_skip(optimizer, engine.overflow_flag(optimizer))
         if not torch.is_autocast_enabled(engine.device_type):
             return None
         self._switch_casts(on=False)
@@ -113,7 +116,6 @@ class _Session:
         self._resume_casts()
         if optimizer in self._hidden:
             self._hidden.pop(optimizer)()
-            announce_skip(optimizer, None)
         self.engine.forget_overflow(optimizer)  # one step is skipped, as in apex
         self.engine.note_gradients_used(optimizer)
         self.engine.forget_casts()

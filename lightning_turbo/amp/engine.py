@@ -179,6 +179,11 @@ class AmpEngine:
                 stacklevel=4,
             )
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were attached."""
+        return list(self._gradients)
+
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer was attached."""
         return optimizer in self._gradients
@@ -382,7 +387,7 @@ class AmpEngine:
         if self.half_forward is not None:
             self.half_forward.remove()
         if self.half_weights is not None:
-            self.half_weights.restore(list(self._gradients))
+            self.half_weights.restore(self.optimizers)
         self.half_forward = self.half_weights = None
         self._gradients.clear()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_turbo import amp
 from lightning_turbo.optim import GradientRelease, LearningRateScaling, cyclic_lr
 
 
@@ -68,6 +69,32 @@ def test_a_step_that_the_scaler_skipped_is_none(make, fused):
         scaler.update()
         followed.append(follower.follow())
     assert followed == [1, 1, 2, 2, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("first", ["initialize", "schedule"])
+@pytest.mark.parametrize("make", [Cycle, WarmUp])
+def test_a_step_that_scale_loss_has_skipped_is_none(make, first):
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    follower = make(optimizer) if first == "schedule" else None
+    amp.initialize(model, optimizer, opt_level="O1", dtype=torch.float16, verbosity=0)
+    follower = follower or make(optimizer)
+    followed = []
+    for value in (1.0, math.inf, 1.0, math.inf, math.inf, 1.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(model.weight.sum() * value, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        followed.append(follower.follow())
+    assert followed == [1, 1, 2, 2, 2, 3]
+    with amp.scale_loss(model.weight.sum() * math.inf, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    amp.shutdown()
+    follower.follow()
+    optimizer.step()
+    assert follower.follow() == 4  # a step that nobody skips
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
