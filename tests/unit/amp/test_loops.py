@@ -563,17 +563,19 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("calls", [1, 2])
-def test_activation_checkpointing_changes_no_gradient(level, calls):
+@pytest.mark.parametrize("networks", [1, 2])
+def test_activation_checkpointing_changes_no_gradient(level, networks):
+    """Two networks are called before the backward pass of either, twice."""
     results = []
     for reentrant in (None, True, False):
-        model = Checkpointed(reentrant)
-        optimizer = sgd(model)
-        init(model, optimizer, level)
+        models = [Checkpointed(reentrant) for _ in range(networks)]
+        optimizer = sgd(nn.ModuleList(models))
+        init(models, optimizer, level)
         torch.manual_seed(2)
-        losses = [model(torch.randn(5, 4)).float().pow(2).mean() for _ in range(calls)]
-        for loss in losses:
-            backward(loss, optimizer)
+        for _ in range(2):
+            losses = [model(torch.randn(5, 4)).float().pow(2).mean() for model in models]
+            for loss in losses:
+                backward(loss, optimizer)
         results.append([p.grad.clone() for p in amp.master_params(optimizer)])
     assert same(results[0], results[1])
     assert same(results[0], results[2])

@@ -53,6 +53,7 @@ def test_refused_in_words(level, settings, error, text):
     ("O3", {"loss_scale": "dynamic"}, 65536.0),
     ("O1", {"dtype": torch.float16}, 65536.0),
     ("O1", {"dtype": torch.bfloat16}, 1.0),
+    ("O1", {"dtype": torch.float16, "min_loss_scale": 0.25, "max_loss_scale": 0.5}, 0.5),
     ("O2", {"dtype": torch.bfloat16}, 1.0),
     ("O2", {"cast_model_type": torch.float16}, 65536.0),  # on any device
     ("O0", {}, 1.0),
