@@ -20,7 +20,7 @@ class Origins:
         cuda: Whether the run is on a CUDA device.
     """
 
-    def __init__(self, cuda: bool = False) -> None:
+    def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
         self.made = WeakIdKeyDictionary()
 

@@ -244,6 +244,7 @@ def test_what_nifti_files_hold(nifti, tmp_path):
     cut = packed(tmp_path / "channels", tmp_path / "cut", size=(3, 2, 4))[0]
     assert cut.shape == (2, 3, 2, 4)
     assert torch.equal(cut[:, 1:], channels[:, :, :2])
+    assert packed(tmp_path / "channels", tmp_path / "slice", size=(1, 3, 4))[0].shape == (2, 1, 3, 4)
     nifti("classes/ill/a.nii.gz", np.zeros((2, 2, 2), np.uint8))
     assert packed(tmp_path / "classes", tmp_path / "c").classes == ["ill"]
 
