@@ -211,8 +211,7 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 SUITE = Suite(
     "prefetch",
-    "Loading beside computing, without workers: a load takes as long as a step (10 ms), or twice as long for several "
-    "threads.",
+    "Loading beside computing: a load takes as long as a step (10 ms), or twice as long for several threads.",
     steps=32,
     quick_steps=16,
     quick_seconds=5,
@@ -271,6 +270,10 @@ def _register() -> None:
         cell = Cell(step="free", load=load, ratio=2.0)
         _add(cell, ["DataLoader", "PrefetchLoader", *THREADS])
         _aim(f"{cell}: PrefetchLoader, 2 threads", f"{cell}: bound", 0.5 / 0.95)
+    for load in ("io", "compute"):  # threads in a worker process, beside a step that holds the GIL half of its time
+        cell = Cell(step="launch", load=load, workers=1)
+        _add(cell, ["DataLoader", "PrefetchLoader, 4 threads"])
+        _aim(f"{cell}: PrefetchLoader, 4 threads", f"{cell}: bound", 1 / 0.95)
 
 
 def _add(cell: Cell, loaders: list[str]) -> None:

@@ -40,12 +40,8 @@ def installed(module: str) -> bool:
         module: An import name, one of the keys of ``EXTRAS``.
     """
     distributions, _ = EXTRAS[module]
-    try:
-        if importlib.util.find_spec(module) is None:
-            return False
-    except ModuleNotFoundError:
-        return False
-    return any(installed_version(name) is not None for name in distributions)
+    known = any(installed_version(name) is not None for name in distributions)
+    return known and importlib.util.find_spec(module) is not None
 
 
 def require(module: str, needed_by: str) -> None:

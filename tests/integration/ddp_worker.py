@@ -119,6 +119,7 @@ class SaveOpenWindow(pl.Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        module.compressed = bool(getattr(trainer.model, "_comm_hooks", ()))
         if self.path and (trainer.current_epoch, index) == (1, 3):
             trainer.save_checkpoint(self.path)
 
@@ -156,6 +157,7 @@ def main():
                 assert all(torch.equal(one, other) for one, other in pairs), case
         result = {"weights": {name: param.detach() for name, param in model.named_parameters()}, "start": start}
         result |= {"scale": plugins[0].loss_scale if plugins else 1.0, "dtypes": sorted(getattr(model, "dtypes", ()))}
+        result["compressed"] = model.compressed
         torch.save(result, folder / f"{case}.{world}.{rank}")
 
 

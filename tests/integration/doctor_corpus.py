@@ -41,6 +41,7 @@ SICK_STEPS = [
     ("retained-graph", ["self.last_loss = loss"]),
     ("retained-graph", ["self.total = getattr(self, 'total', 0.0) + loss"]),
     ("retained-graph", ["self.seen = {**getattr(self, 'seen', {}), batch_idx: {'loss': loss}}"]),
+    ("retained-graph", ["self.ring = [loss]; self.ring.append(self.ring)"]),
     ("anomaly-mode", ["with torch.autograd.detect_anomaly(): self.loss(batch)"]),
 ]
 SICK_SCHEDULES = [

@@ -52,6 +52,7 @@ def test_two_ranks_equal_each_other_and_the_joint_batch(tmp_path):
     for case in JOINT:
         ours, joint = load(tmp_path, case), load(tmp_path, case, ranks=1)
         assert ours["dtypes"] == joint["dtypes"], case
+        assert ours["compressed"] == case.endswith("compressed"), case
         # Float32 sums in another order at O0, half gradients that are rounded for half a batch each elsewhere.
         limit = 1e-5 if "O0" in case else 6e-2 if "bfloat16" in case else 3e-3
         assert apart(ours, joint) < limit, (case, apart(ours, joint))
