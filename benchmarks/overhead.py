@@ -17,7 +17,7 @@ from benchmarks.workloads import Endless, image_batches, plain_loop, sgd
 if TYPE_CHECKING:
     from lightning_turbo._lightning import Callback, LightningDataModule
 
-__all__ = ["SUITE"]
+__all__ = ["SUITE", "lightning", "plain"]
 
 SUITE = Suite(
     "overhead",
@@ -221,15 +221,7 @@ def register(suite: Suite) -> None:
     for suffix, config in logging.items():
         add(f"strategy turbo, lean{suffix}", {"turbo": lean, **config}, f"{stock}{suffix}", ours=True)
     add("ApexAMP O1, lean", {"turbo": lean, "amp": {"opt_level": "O1", "dtype": "bf16"}}, "ApexAMP O1", ours=True)
-    compiled = {
-        task: (f"plain loop compiled, {task}", f"turbo compiled, {task}") for task in ("toy", "digits", "volumes")
-    }
-    for task, (loop, turbo) in compiled.items():
-        demo = {"demo": task} if task != "toy" else {}
-        add(loop, {"compiled": True, **demo}, base=loop)
-        add(turbo, {"turbo": {**lean, "compile": "network"}, **demo}, base=loop, ours=True)
     suite.aims += [
-        *(Aim(turbo, loop, 1.05) for loop, turbo in compiled.values()),
         Aim("ApexAMP O0", stock, 1.05),
         Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
         *(Aim(name, stock, 1.05) for name in ("GradToNone", "Doctor", "strategy turbo")),

@@ -60,6 +60,7 @@ __all__ = ["SUITES", "Aim", "BenchError", "Case", "CaseFunction", "SkippedError"
 SUITES: dict[str, str] = {
     "precision": "benchmarks.precision",
     "overhead": "benchmarks.overhead",
+    "compiled": "benchmarks.compiled",
     "memory": "benchmarks.memory",
     "loaders": "benchmarks.loaders",
     "prefetch": "benchmarks.prefetch",
