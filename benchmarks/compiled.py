@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.overhead import lightning, plain
+from benchmarks.overhead import TIMES, lightning, plain
 from benchmarks.suite import Aim, Suite
 
 __all__ = ["SUITE"]
@@ -12,13 +12,7 @@ __all__ = ["SUITE"]
 SUITE = Suite(
     "compiled",
     "A step of compiled networks: the toy network of the suite overhead, and the demo's for digits and volumes.",
-    steps=400,
-    quick_steps=150,
-    rounds=25,
-    warmup=100,
-    lead=20,
-    seconds=180,
-    quick_seconds=4,
+    **TIMES,
 )
 
 

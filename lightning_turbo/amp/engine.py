@@ -226,10 +226,10 @@ class AmpEngine:
         """
         for optimizer in optimizers:
             self._prepare(optimizer, loss_id)
-        delays = delay_unscale or not self.scales
-        aside = {} if delays else self._put_aside(optimizers)
-        if delay_unscale and self.scales:
-            self.scaler(loss_id).scale_(self._unscaled(optimizers).values())
+        delays, unscales = self.scales and delay_unscale, self.scales and not delay_unscale
+        aside = self._put_aside(optimizers) if unscales else {}
+        if delays:
+            self._scale_again(optimizers, loss_id)
         try:
             with self._casts.backward_region():
                 yield
@@ -239,8 +239,8 @@ class AmpEngine:
             raise
         self.forget_casts()
         for own in map(self._of, optimizers):
-            own.waiting, own.scaled_by = True, loss_id if self.scales and delays else None
-        if not delays:
+            own.waiting, own.scaled_by = True, loss_id if delays else None
+        if unscales:
             self._unscale(optimizers, loss_id)
         _add(aside)
 
@@ -259,6 +259,14 @@ class AmpEngine:
         """Return the gradients of earlier passes that are unscaled already."""
         scaled = {p for o in optimizers if self._of(o).scaled_by is not None for p in params_of(o)}
         return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
+
+    def _scale_again(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:
+        """Bring gradients of earlier passes to the scale of those that a pass adds to them."""
+        unscaled = [optimizer for optimizer in optimizers if self._of(optimizer).scaled_by is None]
+        if unscaled:
+            self.scaler(loss_id).scale_(self._unscaled(optimizers).values())
+        for own in map(self._of, unscaled):
+            own.scaled_by = loss_id
 
     def _put_aside(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
         """Take away the gradients that are unscaled already, and return them; of DDP's buckets copies."""

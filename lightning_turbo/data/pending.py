@@ -100,7 +100,7 @@ class ThreadedDataset:
         return len(self._dataset)
 
     def _begin(self, load: Callable[[Callable[..., Future[Any]]], Any]) -> Any:
-        """Call ``load`` with what begins a call in a thread, ``submit``; or runs it at once, ``_run_now``."""
+        """Call ``load`` with what begins a call in a thread, or with ``_run_now``."""
         if self._profile.alone is None:
             # The samples alone are watched here: in the whole of a first batch, the sampler's seed is drawn too.
             contents = Contents(self._dataset)

@@ -212,7 +212,7 @@ def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("suite", ["precision", "overhead", "memory", "tricks", "loaders", "prefetch"])
+@pytest.mark.parametrize("suite", ["precision", "overhead", "compiled", "memory", "tricks", "loaders", "prefetch"])
 def test_every_case_of_a_real_suite_runs(suite, tmp_path):
     settings = BenchSettings(suite=suite, device="cpu", threads=1, rounds=1, out=tmp_path / "out")
     (measured,) = run_suites(settings)["suites"]

@@ -468,6 +468,21 @@ def test_each_parameter_of_a_pass_has_its_own_delay(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_delayed_pass_that_fails_leaves_the_gradients_before_it(level):
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = sgd(model)
+    init(model, optimizer, level, loss_scale=128.0)
+    backward(3 * model(torch.ones(1, 4)).float().sum(), optimizer)
+    handle = model.weight.register_hook(lambda grad: {}["no such key"])  # before there is a gradient
+    with pytest.raises(KeyError):
+        backward(model(torch.ones(1, 4)).float().sum(), optimizer, delay_unscale=True)
+    handle.remove()
+    backward(model(torch.ones(1, 4)).float().sum(), optimizer)
+    (weight,) = amp.master_params(optimizer)
+    assert torch.equal(weight.grad, torch.full_like(weight, 4.0))
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_pass_that_fails_loses_no_gradient(level):
     model = net()
     optimizer = sgd(model)
