@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -23,7 +21,6 @@ from lightning_turbo.doctor.source import Sources
 __all__ = [
     "batch_facts",
     "cancelled_biases",
-    "compiler_counts",
     "count_epochs",
     "loader_facts",
     "optimizer_facts",
@@ -42,20 +39,6 @@ def process_facts(device: torch.device) -> dict[str, Any]:
         "cores": count_cores(),
         "tf32": torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32",
     }
-
-
-def compiler_counts() -> tuple[Counter[str], int]:
-    """Return the graph breaks of ``torch.compile`` so far by reason, and the graphs that it made.
-
-    Its compiler is not imported for it.
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    counters = utils.counters if utils is not None else {}
-    breaks: Counter[str] = Counter()
-    for kind in ("graph_break", "unimplemented"):
-        for reason, count in counters.get(kind, {}).items():
-            breaks[reason.partition("\n")[0]] += count
-    return breaks, counters.get("stats", {}).get("unique_graphs", 0)
 
 
 def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, probe: bool = False) -> Loader:

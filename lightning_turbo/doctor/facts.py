@@ -97,8 +97,8 @@ class Facts:
 
     calls: tuple[Call, ...] = ()
     retained: tuple[Part, ...] = ()  # attributes that hold tensors with their graph after the step
-    graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by reason
-    recompiled: int = 0  # graphs that torch.compile made after the warmup
+    graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
+    recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
 
     anomaly: bool = False
 

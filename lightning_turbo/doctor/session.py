@@ -16,6 +16,7 @@ from lightning_turbo.doctor.retention import find_retained, measure_graphs
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.timeline import Recorder, Segment, Timeline, sum_phases
 from lightning_turbo.doctor.watch import Watch
+from lightning_turbo.nn.compile import compile_counts
 
 __all__ = ["Session"]
 
@@ -57,7 +58,7 @@ class Session:
         self.versions: dict[int, int] = {}
         self.stepped = self.begun = self.anomaly = False
         self.held: list[dict[tuple[str, str], int]] = []
-        self.compiled = [collect.compiler_counts()]
+        self.compiled = [compile_counts()]
         self.profiler = trainer.profiler
         self.recorder = Recorder(trainer.profiler, self.timeline, self._between, self._fetched, self.watch.pause)
         trainer.profiler = self.recorder
@@ -85,7 +86,7 @@ class Session:
         """Between two steps: close one, and see what the next one is for."""
         self.watch.pause()
         if self.done >= self.warmup and len(self.compiled) == 1:
-            self.compiled.append(collect.compiler_counts())
+            self.compiled.append(compile_counts())
         self._close_step()
         self.timeline.recording = self.done >= self.warmup and self._seen < 0
         if self._seen >= self.to_watch:
@@ -120,7 +121,7 @@ class Session:
         """Stop watching and put the Trainer's profiler back."""
         self.watch.pause()
         self._close_step()
-        self.compiled.append(collect.compiler_counts())
+        self.compiled.append(compile_counts())
         if self.trainer.profiler is self.recorder:
             self.trainer.profiler = self.profiler
         self.recorder.forget()
@@ -157,8 +158,8 @@ class Session:
             phases=sum_phases(segments),
             calls=watch.calls(),
             retained=find_retained(self.held, module, self.callbacks, sources),
-            graph_breaks=dict(after[0] - before[0]),
-            recompiled=max(after[1] - warm[1], 0) * warmed,
+            graph_breaks=after.since(before).breaks,
+            recompilations=after.since(warm).recompilations if warmed else {},
             anomaly=self.anomaly,
             precision=str(trainer.precision),
             loader=collect.loader_facts(trainer, sources, self.fit, probe=complete),

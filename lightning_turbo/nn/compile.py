@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,13 +21,18 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class CompileReport(NamedTuple):
-    """What torch compiled."""
+    """What torch compiled in this process."""
 
     graphs: int
     recompilations: dict[str, int]
     """Function and reason of each recompilation -> how many times."""
     breaks: dict[str, int]
     """Line and reason of each graph break -> how many times."""
+
+    def since(self, before: CompileReport) -> CompileReport:
+        """Return what was compiled since an earlier report."""
+        parts = [Counter(now) - Counter(then) for now, then in zip(self[1:], before[1:], strict=True)]
+        return CompileReport(self.graphs - before.graphs, *map(dict, parts))
 
     def __str__(self) -> str:
         parts = [f"{self.graphs} graphs"]
@@ -85,7 +91,7 @@ def compiled_in_place(
         for part in parts:
             part._compiled_call_impl = None
         if say is not None:
-            say(f"compile={what!r}: {_difference(compile_counts(), before)}.")
+            say(f"compile={what!r}: {compile_counts().since(before)}.")
 
 
 def _split(how: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -151,8 +157,9 @@ def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
 
 def compile_counts() -> CompileReport:
     """Return what torch has compiled in this process so far; it keeps about the last thousand reasons."""
-    from torch._dynamo import utils  # it takes a second to import
-
+    utils: Any = sys.modules.get("torch._dynamo.utils")  # torch imports it to compile, which takes a second
+    if utils is None:
+        return CompileReport(0, {}, {})
     again = Counter(_describe(each) for each in utils.get_compilation_metrics() if _is_recompilation(each))
     breaks = Counter(_describe_break(each) for each in utils.graph_break_reasons)
     return CompileReport(utils.counters["stats"]["unique_graphs"], dict(again), dict(breaks))
@@ -172,8 +179,3 @@ def _is_recompilation(metrics: Any) -> bool:
 def _describe(metrics: Any) -> str:
     reason = getattr(metrics, "recompile_reason", None) or "torch gives no reason"
     return f"{metrics.co_filename}:{metrics.co_firstlineno} {metrics.co_name}: {reason}"
-
-
-def _difference(now: CompileReport, before: CompileReport) -> CompileReport:
-    parts = [Counter(one) - Counter(other) for one, other in zip(now[1:], before[1:], strict=True)]
-    return CompileReport(now.graphs - before.graphs, *map(dict, parts))

@@ -47,7 +47,7 @@ def _unused_parameters(facts: Facts) -> Iterator[Hit]:
 @rule(
     "graph-breaks",
     LIGHTNING,
-    "TORCH_LOGS=graph_breaks shows the lines. Move what breaks the graph out of the compiled function.",
+    "Move what breaks the graph out of the compiled function.",
 )
 def _graph_breaks(facts: Facts) -> Iterator[Hit]:
     for reason, count in facts.graph_breaks.items():
@@ -58,12 +58,12 @@ def _graph_breaks(facts: Facts) -> Iterator[Hit]:
 @rule(
     "recompiles",
     LIGHTNING,
-    "TORCH_LOGS=recompiles shows why. Pad inputs to a few shapes (drop_last=True for the last batch), or use "
-    "torch.compile(dynamic=True).",
+    "Pad inputs to a few shapes (drop_last=True for the last batch), or use torch.compile(dynamic=True).",
 )
 def _recompiles(facts: Facts) -> Iterator[Hit]:
-    if facts.recompiled:
-        what = f"torch.compile made {facts.recompiled} new graphs after the warmup"
+    if facts.recompilations:
+        count, (why, *_) = sum(facts.recompilations.values()), facts.recompilations
+        what = f"torch.compile compiled {count} times again after the warmup, such as {why}"
         yield Hit(what, None, "seconds for each (estimated)")
 
 

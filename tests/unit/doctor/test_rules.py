@@ -129,7 +129,7 @@ CASES = {
     ],
     "bias-before-norm": [(replace(CPU, biases=(Part(name="net.0"),)), "info"), (CPU, None)],
     "graph-breaks": [(replace(CPU, graph_breaks={"Data-dependent branching": 2}), "info"), (CPU, None)],
-    "recompiles": [(replace(CPU, recompiled=1), "warning"), (CPU, None)],
+    "recompiles": [(replace(CPU, recompilations={"net.py:3 forward: size": 1}), "warning"), (CPU, None)],
     "stepped-per-epoch": [
         (replace(CPU, epochs=9, schedulers=cyclic(length=10)), "warning"),
         (replace(CPU, epochs=10, schedulers=cyclic(length=10)), None),
