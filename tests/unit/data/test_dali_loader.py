@@ -200,13 +200,15 @@ def test_other_sizes_are_refused_in_mid_epoch_and_taken_at_its_end(make, loader,
     twin.close()
 
 
-def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make, on_device):
     loader = make(prefetch=1)
-    batches = list(loader)
+    source = DevicePrefetcher(loader, "cpu", transform=lambda batch: batch) if on_device else loader
+    batches = list(source)
     values = [images.clone() for images, *_ in batches]
-    list(loader)
+    next(iter(source))
     pipeline = weakref.ref(loader._built)
-    loader.close()
+    source.close()
     gc.collect()
     assert pipeline() is None
     assert not loader.built
@@ -214,18 +216,6 @@ def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make):
     assert sorted(numbers(loader)) == list(range(COUNT))
     assert loader.epoch == 2
     loader.close()
-
-
-def test_a_device_prefetcher_closes_it(make):
-    loader = make()
-    prefetcher = DevicePrefetcher(loader, "cpu", transform=lambda batch: batch)
-    batches = iter(prefetcher)
-    next(batches)
-    pipeline = weakref.ref(loader._built)
-    prefetcher.close()
-    del batches
-    gc.collect()
-    assert pipeline() is None
 
 
 def test_copies_build_for_themselves_and_two_iterations_at_once_are_refused(loader):
