@@ -6,62 +6,22 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_turbo.data import DeviceTransfer, PrefetchLoader
-from tests.unit.data.test_resume import saved
-
-pytestmark = pytest.mark.timeout(120)
-
-
-class Twenty(Dataset):
-    def __init__(self, pause=0.0, bad=False):
-        self.pause, self.bad = pause, bad
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        time.sleep(self.pause)
-        if self.bad and index % 7 == 3:
-            raise LookupError(index)
-        return index
-
-
-class Lazy(Sampler):
-    """Draws one index at a time from a generator of its own; ``hook`` is called after each."""
-
-    def __init__(self, hook=lambda: None):
-        self.own, self.hook = torch.Generator().manual_seed(3), hook
-
-    def __len__(self):
-        return 20
-
-    def __iter__(self):
-        for _ in range(20):
-            index = int(torch.randint(20, (), generator=self.own))
-            self.hook()
-            yield index
+from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
+from tests.unit.data.samples import Lazy, Rows, saved, seeded, take, values
 
 
 def lazily():
-    return {"sampler": RandomSampler(range(20), True, 200, torch.Generator().manual_seed(3))}
+    return {"sampler": RandomSampler(range(20), True, 200, seeded(3))}
 
 
 def shuffled():
-    return {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+    return {"shuffle": True, "generator": seeded(3)}
 
 
-SAMPLERS = [shuffled, lazily]
-ENDS = ["dropped", "kept", "closed", "in the middle of a batch"]
-WAYS = [{}, {"threads": 3}, {"num_workers": 1}]
-
-
-ASKING = threading.get_ident()
-
-
-def in_background():
-    return threading.get_ident() != ASKING  # its name comes after it has begun
+def waiting(seconds):
+    return Rows(20, lambda index: [index, time.sleep(seconds)][0])
 
 
 def some(loader, batches, pause=0.0, kept=None):
@@ -69,32 +29,41 @@ def some(loader, batches, pause=0.0, kept=None):
     iterator = iter(loader)
     if kept is not None:
         kept.append(iterator)
-    seen = [next(iterator).tolist() for _ in range(2)]
+    seen = take(iterator, 2)
     time.sleep(pause)
-    return seen + [next(iterator).tolist() for _ in range(batches - 2)]
+    return seen + take(iterator, batches - 2)
 
 
-CASES = [(make, settings, how) for make in SAMPLERS for settings in WAYS[:2] for how in ENDS]
-CASES += [(lazily, {"num_workers": 1}, "closed"), (shuffled, {"num_workers": 1}, "kept")]
+SAMPLERS = [shuffled, lazily]
+CASES = [
+    (make, settings, how)
+    for make in SAMPLERS
+    for settings in ({}, {"threads": 3})
+    for how in ("dropped", "kept", "closed", "in the middle of a batch")
+]
+CASES += [(lazily, {"num_workers": 1}, "closed"), (shuffled, {"num_workers": 1}, "kept"), (shuffled, {}, "on a device")]
 
 
 @pytest.mark.parametrize(("make", "settings", "how"), CASES)
 def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
+    """RandomSampler draws once more at its end, which a Trainer does not ask for after the last of 7 batches."""
     pause = 0.02 if how == "in the middle of a batch" else 0.0
-    plain = DataLoader(Twenty(), batch_size=3, **make(), num_workers=settings.get("num_workers", 0))
-    ours = PrefetchLoader(Twenty(pause), batch_size=3, **make(), **settings)
+    plain = DataLoader(Rows(), batch_size=3, **make(), num_workers=settings.get("num_workers", 0))
+    ours = PrefetchLoader(waiting(pause), batch_size=3, **make(), **settings)
+    if how == "on a device":
+        ours = DevicePrefetcher(ours, "cpu", transform=abs)
     kept = [] if how == "kept" else None
-    for batches in (4, 2):
+    for batches in (4, 2) if pause else (4, 7, 2):
         got = some(ours, batches, 0.05, kept)
         if how == "closed":
             ours.close()
         assert got == some(plain, batches)
-    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
-    ours.close()
+    assert values(ours) == values(plain)
+    assert some(ours, 7) == some(plain, 7)
 
 
 def refuse(batch):
-    if any(index % 7 == 3 for index in batch.tolist()):
+    if any(index % 7 == 3 for index in torch.as_tensor(batch).flatten()):
         raise LookupError
     return batch
 
@@ -121,18 +90,19 @@ def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loade
     own = {"threads": 3 if "threads" in where else 1}
     if "transform" in where:
         own["transfer"] = DeviceTransfer("cpu", transform=refuse)
-    plain = DataLoader(Twenty(bad=True), batch_size=3, **make(), **workers)
-    ours = PrefetchLoader(Twenty(bad="transform" not in where), batch_size=3, **make(), **workers, **own)
+    plain = DataLoader(Rows(20, refuse), batch_size=3, **make(), **workers)
+    ours = PrefetchLoader(
+        Rows() if "transform" in where else Rows(20, refuse), batch_size=3, **make(), **workers, **own
+    )
     for batches in (4, 2) if where == "workers" else (7, 1, 5):
         assert past_errors(ours, batches, 0.01) == past_errors(plain, batches)
         gc.collect()  # an error keeps torch's iterator and its worker until then
-    ours.close()
 
 
 def test_a_generator_that_is_seeded_in_between_is_left_alone():
     def orders(cls, pause):
         own = torch.Generator()
-        loader, seen = cls(Twenty(), batch_size=3, sampler=RandomSampler(Twenty(), True, 200, own)), []
+        loader, seen = cls(Rows(), batch_size=3, sampler=RandomSampler(Rows(), True, 200, own)), []
         for epoch in range(3):
             kept = []
             own.manual_seed(epoch)
@@ -151,12 +121,12 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
     drawing, go_on = threading.Event(), threading.Event()
 
     def hook():
-        if in_background():
+        if threading.get_ident() != threading.main_thread().ident:
             drawing.set()
             go_on.wait(10)
 
-    plain = DataLoader(Twenty(), batch_size=1, sampler=Lazy())
-    ours = PrefetchLoader(Twenty(), batch_size=1, threads=threads, sampler=Lazy(hook))
+    plain = DataLoader(Rows(), batch_size=1, sampler=Lazy())
+    ours = PrefetchLoader(Rows(), batch_size=1, threads=threads, sampler=Lazy(hook=hook))
     kept = []
     assert some(ours, 2, 0, kept) == some(plain, 2)
     before = ours._prefetch_position.state
@@ -167,18 +137,16 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
     if how == "closed":
         ours.close()
     kept.clear()
-    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+    assert values(ours) == values(plain)
 
 
 def test_persistent_workers_have_their_seed_already():
     def build():
-        return PrefetchLoader(Twenty(), batch_size=3, num_workers=1, persistent_workers=True, **shuffled())
+        return PrefetchLoader(Rows(), batch_size=3, num_workers=1, persistent_workers=True, **shuffled())
 
     loader = build()
     list(loader)
     other = build()
     other.load_state_dict(saved(loader.state_dict()))
     for _ in range(2):
-        assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
-    loader.close()
-    other.close()
+        assert values(other) == values(loader)

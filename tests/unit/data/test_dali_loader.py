@@ -200,13 +200,15 @@ def test_other_sizes_are_refused_in_mid_epoch_and_taken_at_its_end(make, loader,
     twin.close()
 
 
-def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make, on_device):
     loader = make(prefetch=1)
-    batches = list(loader)
+    source = DevicePrefetcher(loader, "cpu", transform=lambda batch: batch) if on_device else loader
+    batches = list(source)
     values = [images.clone() for images, *_ in batches]
-    list(loader)
+    next(iter(source))
     pipeline = weakref.ref(loader._built)
-    loader.close()
+    source.close()
     gc.collect()
     assert pipeline() is None
     assert not loader.built
@@ -214,18 +216,6 @@ def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make):
     assert sorted(numbers(loader)) == list(range(COUNT))
     assert loader.epoch == 2
     loader.close()
-
-
-def test_a_device_prefetcher_closes_it(make):
-    loader = make()
-    prefetcher = DevicePrefetcher(loader, "cpu", transform=lambda batch: batch)
-    batches = iter(prefetcher)
-    next(batches)
-    pipeline = weakref.ref(loader._built)
-    prefetcher.close()
-    del batches
-    gc.collect()
-    assert pipeline() is None
 
 
 def test_copies_build_for_themselves_and_two_iterations_at_once_are_refused(loader):
@@ -281,51 +271,43 @@ def without_reader(files):
     return fn.random.uniform(range=[0, 1])
 
 
-@pytest.mark.parametrize(
-    ("definition", "message", "kwargs"),
-    [
-        (ragged, "must be representable as a tensor - it must have uniform shape", {}),
-        (without_reader, r"reader: expected the one of the readers \[\] .*a pipeline without a reader has no", {}),
-        (many, r"reader: expected the one of the readers \['first', 'second'\] that counts", {}),
-        (many, r"that counts the samples.*got 'third'", {"reader": "third"}),
-        (
-            photos,
-            "Expected the reader 'photos' to have .*got .*'pad_last_batch': (False|0)",
-            {"arguments": {"pad": False}},
-        ),
-        (photos, "number of input samples: 21, needs", {"rank": 0, "world_size": 22}),
-        (ragged, "Expected the reader 'r' to have {'shard_id': 1, .*got {'shard_id': 0", {"rank": 1, "world_size": 2}),
-        (photos, "arguments: expected arguments of the pipeline function, .*got \\['x'\\]", {"arguments": {"x": 1}}),
-    ],
-)
-def test_pipelines_that_cannot_be_used_are_refused(files, definition, message, kwargs):
-    arguments = {"files": files, **kwargs.pop("arguments", {})}
-    loader = DALILoader(definition, **{"batch_size": 4, "num_threads": 1, "arguments": arguments, **kwargs})
-    with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
-        next(iter(loader))
-    loader.close()
+UNUSABLE = (ValueError, RuntimeError, TypeError)  # of DALI itself, some of them
+TWO_RANKS = {"rank": 1, "world_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "message"),
+    ("pipeline", "settings", "error", "message"),
     [
-        ({"batch_size": 2.0}, ValueError, "batch_size: expected a whole number of at least 1, got 2.0"),
-        ({"num_threads": 0}, ValueError, "num_threads: expected a whole number of at least 1, or None, got 0"),
-        ({"prefetch": None}, ValueError, "prefetch: expected"),
-        ({"seed": -1}, ValueError, "seed: expected a whole number of at least 0, or None, got -1"),
-        ({"rank": 0}, ValueError, r"rank, world_size: expected both or neither, .* got \(0, None\)"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank below world_size"),
-        ({"last_batch": "keep"}, ValueError, "last_batch: expected 'fill', 'drop' or 'partial', got 'keep'"),
-        ({"device": "meta"}, ValueError, "device: expected a device of type cpu"),
-        ({"reader": "r"}, ValueError, "reader: expected None, because a ready pipeline has its own"),
-        ({"pipeline": print}, TypeError, "pipeline: expected a ready pipeline such as ImageFolder"),
-        ({"pipeline": Pipeline}, TypeError, "an uncalled function decorated with nvidia.dali.pipeline_def"),
-        ({"rank": 0, "world_size": 22}, ValueError, "files: expected at least one for each of 22 ranks, got 21"),
+        (ragged, {}, UNUSABLE, "must be representable as a tensor - it must have uniform shape"),
+        (without_reader, {}, UNUSABLE, r"expected the one of the readers \[\] .*a pipeline without a reader has no"),
+        (many, {}, UNUSABLE, r"reader: expected the one of the readers \['first', 'second'\] that counts"),
+        (many, {"reader": "third"}, UNUSABLE, "that counts the samples.*got 'third'"),
+        (photos, {"arguments": {"pad": False}}, UNUSABLE, "the reader 'photos' .*got .*'pad_last_batch': (False|0)"),
+        (photos, {"rank": 0, "world_size": 22}, UNUSABLE, "number of input samples: 21, needs"),
+        (ragged, TWO_RANKS, UNUSABLE, "Expected the reader 'r' to have {'shard_id': 1, .*got {'shard_id': 0"),
+        (photos, {"arguments": {"x": 1}}, UNUSABLE, r"expected arguments of the pipeline function, .*got \['x'\]"),
+        (print, {}, TypeError, "pipeline: expected a ready pipeline such as ImageFolder"),
+        (Pipeline, {}, TypeError, "an uncalled function decorated with nvidia.dali.pipeline_def"),
+        (ImageFolder, {"batch_size": 2.0}, ValueError, "batch_size: expected a whole number of at least 1, got 2.0"),
+        (ImageFolder, {"num_threads": 0}, ValueError, "num_threads: .* whole number of at least 1, or None, got 0"),
+        (ImageFolder, {"prefetch": None}, ValueError, "prefetch: expected"),
+        (ImageFolder, {"seed": -1}, ValueError, "seed: expected a whole number of at least 0, or None, got -1"),
+        (ImageFolder, {"rank": 0}, ValueError, r"rank, world_size: expected both or neither, .* got \(0, None\)"),
+        (ImageFolder, {"rank": 2, "world_size": 2}, ValueError, "rank below world_size"),
+        (ImageFolder, {"last_batch": "keep"}, ValueError, "expected 'fill', 'drop' or 'partial', got 'keep'"),
+        (ImageFolder, {"device": "meta"}, ValueError, "device: expected a device of type cpu"),
+        (ImageFolder, {"reader": "r"}, ValueError, "expected None, because a ready pipeline has its own"),
+        (ImageFolder, {"rank": 0, "world_size": 22}, ValueError, "at least one for each of 22 ranks, got 21"),
     ],
 )
-def test_wrong_arguments_are_refused(root, wrong, error, message):
+def test_what_cannot_be_used_is_refused(root, files, pipeline, settings, error, message):
+    settings = {"batch_size": 4, "num_threads": 1, **settings}
+    if pipeline is ImageFolder:
+        pipeline = ImageFolder(root, train=True, index=True)
+    else:
+        settings["arguments"] = {"files": files, **settings.get("arguments", {})}
     with pytest.raises(error, match=message):
-        len(DALILoader(**{"pipeline": ImageFolder(root, train=True, index=True), "batch_size": 4, **wrong}))
+        next(iter(DALILoader(pipeline, **settings)))
 
 
 def test_without_dali_the_error_names_the_extra(monkeypatch):

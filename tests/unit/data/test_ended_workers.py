@@ -4,35 +4,22 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, PrefetchLoader
 from lightning_turbo.data.prefetcher import PATIENCE
 from tests.collecting import collect_in_its_thread
-from tests.leftovers import nothing_is_left
+from tests.unit.data.samples import Rows, take, values
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 WORKERS = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+ENDED = "worker processes of this iterator were ended before it was"
 
 
-class Slow(Dataset):
+def slow(length=200, seconds=lambda index: 0.05):
     """The thread is always waiting for it: it wants more batches ahead than there are in the time of a test."""
-
-    def __init__(self, length=200, seconds=0.05, stuck_at=None, slow_from=None):
-        self.length, self.seconds, self.stuck_at, self.slow_from = length, seconds, stuck_at, slow_from
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        slow = self.slow_from is not None and index >= self.slow_from
-        time.sleep(120 if index == self.stuck_at else 0.02 if slow else self.seconds)
-        return index
+    return Rows(length, lambda index: [index, time.sleep(seconds(index))][0])
 
 
 class SlowStream(IterableDataset):
@@ -47,35 +34,48 @@ def as_a_trainer_does(loader):
     loader._iterator = None
 
 
-@pytest.mark.parametrize("dataset", [Slow, SlowStream])
-@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: DevicePrefetcher(loader, "cpu")])
-def test_workers_that_somebody_else_ends_are_an_error_and_no_hang(dataset, wrap):
-    loader = PrefetchLoader(dataset(), batch_size=2, **WORKERS)
-    iterator = iter(wrap(loader))
-    got = [next(iterator).tolist() for _ in range(3)]
+def on_device(loader):
+    return DevicePrefetcher(loader, "cpu")
+
+
+def stateful(dataset, batch_size, **settings):
+    return PrefetchLoader.of(StatefulDataLoader(dataset, batch_size=batch_size, **settings))
+
+
+@pytest.mark.parametrize(
+    ("make", "dataset", "wrap", "taken"),
+    [
+        (PrefetchLoader, slow, iter, 3),
+        (PrefetchLoader, slow, lambda loader: iter(on_device(loader)), 3),
+        (PrefetchLoader, SlowStream, iter, 3),
+        (PrefetchLoader, SlowStream, lambda loader: iter(on_device(loader)), 3),
+        (stateful, slow, iter, 2),
+        # The thread begins after the second batch, and not at all for one that is loaded faster than it is handed over.
+        *((PrefetchLoader, lambda: slow(seconds=lambda n: 0.02 * (n >= 10)), iter, taken) for taken in (1, 3)),
+    ],
+)
+def test_workers_that_somebody_else_ends_are_an_error_and_no_hang(make, dataset, wrap, taken):
+    loader = make(dataset(), batch_size=2, **WORKERS)
+    iterator = wrap(loader)
+    got = take(iterator, taken)
     as_a_trainer_does(loader)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
+    with pytest.raises(RuntimeError, match=ENDED):
         got.extend(batch.tolist() for batch in iterator)
     loader.close()
     assert time.monotonic() - began < PATIENCE / 2
-    nothing_is_left()
-    again = iter(loader)
-    assert [next(again).tolist() for _ in got] == got
-    loader.close()
-    nothing_is_left()
+    if make is PrefetchLoader:
+        again = iter(loader)
+        assert take(again, len(got)) == got
+        loader.close()
+        assert dataset is SlowStream or got == [[n, n + 1] for n in range(0, 2 * len(got), 2)]
 
 
 class LeavesOut:
     """Torch's iterator as its workers are ended while it looks for the next batch: it returns a later one."""
 
     _timeout, _shutdown, _persistent_workers, _workers, _try_get_data = 0, False, True, (), None
-
-    def __init__(self):
-        self.given = 0
-
-    def __iter__(self):
-        return self
+    given = 0
 
     def __next__(self):
         self._shutdown = self.given == 3
@@ -86,76 +86,42 @@ class LeavesOut:
 def test_a_batch_behind_one_that_was_left_out_is_not_handed_out():
     iterator = BackgroundIterator(LeavesOut())
     assert [next(iterator) for _ in range(3)] == [1, 2, 3]
-    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
+    with pytest.raises(RuntimeError, match=ENDED):
         next(iterator)
 
 
-@pytest.mark.parametrize("taken", [1, 3])
-def test_workers_that_end_while_batches_are_loaded_where_they_are_asked_for(taken):
-    """The thread begins after the second batch, and not at all for one that is loaded faster than it is handed over."""
-    loader = PrefetchLoader(Slow(seconds=0, slow_from=10), batch_size=2, **WORKERS)
+def test_workers_that_end_between_epochs():
+    """The end of an epoch stays its end, and one that was begun early is an error."""
+    loader = PrefetchLoader(slow(24, lambda index: 0.02), batch_size=4, **WORKERS)
     iterator = iter(loader)
-    got = [next(iterator).tolist() for _ in range(taken)]
-    as_a_trainer_does(loader)
-    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
-        got.extend(batch.tolist() for batch in iterator)
-    assert got == [[n, n + 1] for n in range(0, 2 * len(got), 2)]
-    loader.close()
-    nothing_is_left()
-
-
-def test_workers_of_a_stateful_loader_that_end():
-    loader = PrefetchLoader.of(StatefulDataLoader(Slow(), batch_size=2, num_workers=2, persistent_workers=True))
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    as_a_trainer_does(loader)
-    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
-        list(iterator)
-    loader.close()
-    nothing_is_left()
-
-
-def test_the_end_of_an_epoch_stays_its_end():
-    loader = PrefetchLoader(Slow(8, 0.01), batch_size=2, **WORKERS)
-    iterator = iter(loader)
-    assert len(list(iterator)) == 4
+    assert len(list(iterator)) == 6
     as_a_trainer_does(loader)
     assert list(iterator) == []
-    assert len(list(loader)) == 4
-    loader.close()
-    nothing_is_left()
-
-
-def test_workers_of_an_epoch_that_was_begun_early():
-    loader = PrefetchLoader(Slow(24), batch_size=4, **WORKERS)
-    list(loader)
+    assert len(list(loader)) == 6
     assert loader.start_next_epoch()
     as_a_trainer_does(loader)
-    with pytest.raises(RuntimeError, match="worker processes of this iterator were ended before it was"):
+    with pytest.raises(RuntimeError, match=ENDED):
         list(loader)
     assert len(list(loader)) == 6
     loader.close()
-    nothing_is_left()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_closing_does_not_wait_for_a_batch_that_nobody_wants(persistent, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch lets a worker end
-    loader = PrefetchLoader(Slow(stuck_at=5), batch_size=1, **{**WORKERS, "persistent_workers": persistent})
+    data = slow(seconds=lambda index: 120 if index == 5 else 0.05)
+    loader = PrefetchLoader(data, batch_size=1, **{**WORKERS, "persistent_workers": persistent})
     iterator = iter(loader)
-    assert [next(iterator).item() for _ in range(5)] == list(range(5))
+    assert take(iterator, 5) == [[n] for n in range(5)]
     began = time.monotonic()
     iterator.close()
     assert time.monotonic() - began < PATIENCE
-    loader.close()
-    nothing_is_left()
 
 
 def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
-    loader = PrefetchLoader(Slow(40), batch_size=2, **WORKERS)
+    loader = PrefetchLoader(slow(40), batch_size=2, **WORKERS)
     holder = [iter(loader)]
-    next(holder[0]), next(holder[0])
+    take(holder[0], 2)
     collect_in_its_thread(holder, loader._iterator)
-    assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 40, 2)]
+    assert values(loader) == [[n, n + 1] for n in range(0, 40, 2)]
     loader.close()
-    nothing_is_left()

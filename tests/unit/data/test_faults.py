@@ -15,62 +15,44 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, PrefetchLoader
-from lightning_turbo.data.prefetcher import LoadProfile
 from tests.leftovers import nothing_is_left
+from tests.unit.data.samples import Rows, holds_in_a_fork, seeded, take, values
 
-pytestmark = pytest.mark.timeout(90)
-
-
-class Broken(Dataset):
-    def __init__(self, error=None, at=9):
-        self.error, self.at = error, at
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if index == self.at and self.error is not None:
-            self.fail()
-        return index
-
-    def fail(self):
-        raise self.error
+ENDLESS = 10**6
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        n = 0
-        while True:
-            yield n
-            n += 1
+def failing(act, at=9, length=40):
+    """A dataset that does something else where one of its rows is asked for."""
+    return Rows(length, lambda index: act() if index == at else index)
 
 
-@pytest.fixture(autouse=True)
-def _all_ends():
-    yield
-    nothing_is_left()
+def raising(error):
+    def fail():
+        raise error
+
+    return failing(fail)
 
 
 @pytest.mark.parametrize(("workers", "several"), [(0, 1), (0, 3), (2, 1), (1, 3)])
 def test_error_in_the_dataset(workers, several):
-    iterator = iter(PrefetchLoader(Broken(ValueError("row 9 is bad")), 2, num_workers=workers, threads=several))
+    iterator = iter(PrefetchLoader(raising(ValueError("row 9 is bad")), 2, num_workers=workers, threads=several))
     got = []
     with pytest.raises(ValueError, match="row 9 is bad") as caught:
         got.extend(batch for batch in iterator if got.append(batch.tolist()))
     assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
     told = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
     assert "fail" in told
-    assert [batch.tolist() for batch in iterator] == [[n, n + 1] for n in range(10, 40, 2)]  # the rest follows
+    assert values(iterator) == [[n, n + 1] for n in range(10, 40, 2)]  # the rest follows
 
 
 @pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_base_exceptions_in_the_dataset_are_no_short_epoch(error, several):
     with pytest.raises(error) as caught:
-        list(PrefetchLoader(Broken(error()), 2, threads=several))
+        list(PrefetchLoader(raising(error()), 2, threads=several))
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
@@ -92,19 +74,10 @@ def test_error_in_collate_and_sampler(broken, workers):
         list(PrefetchLoader(range(20), 2, num_workers=workers, **broken()))
 
 
-class KillsItsWorker(Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if index == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
 def test_a_worker_that_is_killed_is_an_error():
+    killed = failing(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
-        list(PrefetchLoader(KillsItsWorker(), 2, num_workers=1))
+        list(PrefetchLoader(killed, 2, num_workers=1))
 
 
 def in_use():
@@ -118,13 +91,6 @@ def resident():
         ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def broken_off(loader, epochs):
-    for _ in range(epochs):
-        for number, _batch in enumerate(loader):
-            if number == 3:
-                break
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -142,155 +108,120 @@ def broken_off(loader, epochs):
 def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epochs):
     dataset = torch.zeros(40, 64, 1024)  # 1 MiB a batch of 4: a leak of batches would show
     loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent, threads=several)
-    broken_off(loader, 5 if workers else 20)  # until the allocator has what it takes
-    gc.collect()
-    if not persistent:
-        nothing_is_left()
+
+    def break_off(times):
+        for _ in range(times):
+            for number, _batch in enumerate(loader):
+                if number == 3:
+                    break
+        gc.collect()
+        if not persistent:
+            nothing_is_left()
+
+    break_off(5 if workers else 20)  # until the allocator has what it takes
     before, memory = in_use(), resident()
-    broken_off(loader, epochs)
-    gc.collect()
-    if not persistent:
-        nothing_is_left()
+    break_off(epochs)
     # Threads, processes and files. A batch in flight holds a file, and workers that stay have some in flight, 4 at
     # most; a leak would be one an epoch.
     most = [then + more for then, more in zip(before, (0, 0, 4 if persistent else 0), strict=True)]
     deadline = time.monotonic() + 10  # what ends by itself may take a moment
-    while any(now > limit for now, limit in zip(in_use(), most, strict=True)) and time.monotonic() < deadline:
+    while any(now > limit for now, limit in zip(in_use(), most, strict=True)):
+        assert time.monotonic() < deadline, (before, in_use())
         time.sleep(0.01)
-    left = in_use()
-    assert all(now <= limit for now, limit in zip(left, most, strict=True)), (before, left)
     # 40 epochs would leak 40 times the batches in flight, which are 8 MiB; 30 MiB is noise.
     assert resident() - memory < 30 * 2**20
-    loader.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork_while_running():
-    loader = PrefetchLoader(Endless(), 2)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            try:
-                next(iterator)
-            except RuntimeError as error:
-                status = 0 if "forked child" in str(error) else 2
-            iterator.close()
-            status = status or [b.tolist() for b in PrefetchLoader(range(4), 2)] != [[0, 1], [2, 3]]
-        finally:
-            os._exit(int(status))
-    _, status = os.waitpid(child, 0)
-    assert status == 0
+    iterator = iter(PrefetchLoader(range(ENDLESS), 2))
+    take(iterator, 2)
+
+    def fails_and_others_work():
+        with pytest.raises(RuntimeError, match="forked child"):
+            next(iterator)
+        iterator.close()
+        return values(PrefetchLoader(range(4), 2)) == [[0, 1], [2, 3]]
+
+    assert holds_in_a_fork(fails_and_others_work)
     assert next(iterator).tolist() == [4, 5]
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_worker_processes_started_while_another_loader_runs():
-    running = iter(PrefetchLoader(Endless(), 2))
-    next(running), next(running)
-    assert [b.tolist() for b in PrefetchLoader(range(6), 2, num_workers=2)] == [[0, 1], [2, 3], [4, 5]]
+    running = iter(PrefetchLoader(range(ENDLESS), 2))
+    take(running, 2)
+    assert values(PrefetchLoader(range(6), 2, num_workers=2)) == [[0, 1], [2, 3], [4, 5]]
     assert next(running).tolist() == [4, 5]
 
 
 def test_nested_loaders():
-    class Inner(Dataset):
-        def __len__(self):
-            return 6
+    def load(index):
+        # With a generator of its own: every iter() of a loader draws a seed for its workers.
+        return sum(batch.sum() for batch in PrefetchLoader(range(index + 1), 2, generator=seeded(index)))
 
-        def __getitem__(self, index):
-            # With a generator of its own: every iter() of a loader draws a seed for its workers.
-            generator = torch.Generator().manual_seed(index)
-            return sum(batch.sum() for batch in PrefetchLoader(range(index + 1), 2, generator=generator))
-
-    assert [b.tolist() for b in PrefetchLoader(Inner(), 2)] == [[0, 1], [3, 6], [10, 15]]
+    assert values(PrefetchLoader(Rows(6, load), 2)) == [[0, 1], [3, 6], [10, 15]]
     twice = BackgroundIterator(iter(PrefetchLoader(range(40), 2)), prefetch_batches=1)
-    assert [b.tolist() for b in twice] == [[n, n + 1] for n in range(0, 40, 2)]
+    assert values(twice) == [[n, n + 1] for n in range(0, 40, 2)]
     moved = DevicePrefetcher(DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu"), "cpu", transform=lambda b: b + 1)
-    assert [b.tolist() for b in moved] == [[1, 2], [3, 4], [5, 6]]
+    assert values(moved) == [[1, 2], [3, 4], [5, 6]]
 
 
-def leave(code):
-    """Runs code in an interpreter of its own and returns its exit status and what it said."""
+def leave(code, **settings):
+    """Run code on the iterator of a slow loader, in an interpreter of its own; return its status and what it said."""
+    begin = f"""
+import _thread, signal, sys, threading, time, torch
+from lightning_turbo.data import PrefetchLoader, prefetcher
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10000
+    def __getitem__(self, index):
+        time.sleep(pause)
+        return torch.randn(64, 64, generator=torch.Generator().manual_seed(index)) @ torch.ones(64, 64)
+
+pause, prefetcher.WORTH = 0.001, 0.0  # the loader gets a thread, fast as it is
+loader = PrefetchLoader(Slow(), 4, **{settings})
+iterator = iter(loader)
+for _ in range(4):
+    next(iterator)
+"""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", begin + textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
     )
-    return done.returncode, done.stderr
+    return done.returncode, done.stderr.strip()
 
 
 @pytest.mark.parametrize(
-    ("workers", "persistent", "several", "end"),
+    ("settings", "code"),
     [
-        (0, False, 1, ""),
-        (0, False, 1, "sys.exit(0)"),
-        (0, False, 3, ""),
-        (2, False, 1, ""),
-        (2, True, 1, ""),
+        ({}, ""),
+        ({}, "sys.exit(0)"),
+        ({"threads": 3}, ""),
+        ({"num_workers": 2}, ""),
+        ({"num_workers": 2, "persistent_workers": True}, ""),
     ],
 )
-def test_leaving_the_interpreter_in_mid_epoch(workers, persistent, several, end):
-    code = f"""
-        import sys, time, torch
-        from lightning_turbo.data import PrefetchLoader
-
-        class Slow(torch.utils.data.Dataset):
-            def __len__(self):
-                return 10000
-            def __getitem__(self, index):
-                time.sleep(0.001)
-                return torch.randn(64, 64, generator=torch.Generator().manual_seed(index)) @ torch.ones(64, 64)
-
-        if __name__ == "__main__":
-            loader = PrefetchLoader(
-                Slow(), 4, num_workers={workers}, persistent_workers={persistent}, threads={several}
-            )
-            iterator = iter(loader)
-            for _ in range(4):
-                next(iterator)
-            {end or "pass"}
-    """
-    for _ in range(1 if workers or end else 2):
-        status, said = leave(code)
-        assert (status, said) == (0, "")
+def test_leaving_the_interpreter_in_mid_epoch(settings, code):
+    for _ in range(1 if "num_workers" in settings or code else 2):
+        assert leave(code, **settings) == (0, "")
 
 
 def test_an_error_at_top_level_in_mid_epoch_is_an_ordinary_exit():
     status, said = leave(
         """
-        import threading
-        from lightning_turbo.data import PrefetchLoader, prefetcher
-
-        prefetcher.WORTH = 0.0  # the loader gets a thread, fast as it is
-        for number, batch in enumerate(PrefetchLoader(range(10**6), 4)):
-            if number == 5:
-                assert any(t.name.startswith("lightning_turbo-prefetch") for t in threading.enumerate())
-                raise ValueError("the user's")
+        assert any(t.name.startswith("lightning_turbo-prefetch") for t in threading.enumerate())
+        raise ValueError("the user's")
         """
     )
     assert status == 1
-    assert said.strip().endswith("ValueError: the user's")
+    assert said.endswith("ValueError: the user's")
 
 
 @pytest.mark.parametrize("several", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_ctrl_c_while_waiting_for_a_batch(several):
-    status, said = leave(
-        f"""
-        import _thread, signal, threading, time, torch
-        from lightning_turbo.data import PrefetchLoader
-
+    code = """
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born to ignore it
-
-        class Slow(torch.utils.data.Dataset):
-            def __len__(self):
-                return 1000
-            def __getitem__(self, index):
-                time.sleep(0.2)
-                return index
-
-        iterator = iter(PrefetchLoader(Slow(), 1, threads={several}))
-        next(iterator), next(iterator)
+        pause = 0.2
         threading.Timer(0.5, _thread.interrupt_main).start()
         try:
             for batch in iterator:
@@ -302,22 +233,13 @@ def test_ctrl_c_while_waiting_for_a_batch(several):
         assert next(iterator) is not None  # it goes on
         iterator.close()
         assert threading.active_count() == 1, threading.enumerate()
-        """
-    )
-    assert (status, said) == (0, "")
-
-
-class FullTable(Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        return index
+    """
+    assert leave(code, threads=several) == (0, "")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("received 0 items of ancdata"), OSError(24, "Too many open files")])
-def test_too_many_open_files_name_the_batches_that_are_kept(error, monkeypatch):
-    loader = PrefetchLoader(FullTable(), 2, num_workers=1)
+def test_too_many_open_files_name_the_batches_that_are_kept(error):
+    loader = PrefetchLoader(Rows(40), 2, num_workers=1)
     iterator = iter(loader)
     next(iterator)
 
@@ -328,19 +250,6 @@ def test_too_many_open_files_name_the_batches_that_are_kept(error, monkeypatch):
     with pytest.raises(type(error), match=r"lower prefetch_batches, or call torch.multiprocessing.set_sharing_stra"):
         list(iterator)
     loader.close()
-
-
-class BoundToItsThread(Dataset):
-    def __init__(self, error):
-        self.error, self.thread = error, threading.current_thread()
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        if threading.current_thread() is not self.thread:
-            raise self.error
-        return index
 
 
 BOUND = [
@@ -354,47 +263,20 @@ BOUND = [
 @pytest.mark.parametrize("error", BOUND, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_is_bound_to_a_thread_is_told_that_loading_moved_to_another(error, threads):
-    assert len(list(DataLoader(BoundToItsThread(error), 2))) == 6
-    with pytest.raises(type(error), match=r"background thread, which loads batches for prefetching.*num_workers=1"):
-        list(PrefetchLoader(BoundToItsThread(error), 2, threads=threads))
-
-
-@pytest.mark.parametrize("seconds", [0.4, 3.0])
-def test_a_timeout_counts_from_when_a_batch_is_asked_for(seconds):
-    """A load that is hidden behind a long step is no timeout, as with a plain loader."""
-    gate = threading.Event()
-
-    def source():
-        yield 0
-        while gate.wait(20):
-            yield 1
-
-    profile = LoadProfile()
-    profile.draws, profile.slow = False, True
-    iterator = BackgroundIterator(source(), profile=profile, timeout=seconds)
-    assert next(iterator) == 0
-    if seconds < 1:
-        with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.4 seconds"):
-            next(iterator)
-        gate.set()
-    else:
-        gate.set()
-    assert next(iterator) == 1
-    iterator.close()
-
-
-class SlowAfterTwo(Dataset):
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, index):
-        time.sleep(1.2 if index >= 2 else 0)
+    def load(index):
+        if threading.current_thread() is not threading.main_thread():
+            raise error
         return index
+
+    assert len(list(DataLoader(Rows(12, load), 2))) == 6
+    with pytest.raises(type(error), match=r"background thread, which loads batches for prefetching.*num_workers=1"):
+        list(PrefetchLoader(Rows(12, load), 2, threads=threads))
 
 
 def test_a_timeout_of_a_loader_with_workers_counts_from_when_a_batch_is_asked_for():
     seen = []
-    for batch in PrefetchLoader(SlowAfterTwo(), batch_size=1, num_workers=1, prefetch_factor=1, timeout=1):
+    data = Rows(5, lambda index: [index, time.sleep(1.2 if index >= 2 else 0)][0])
+    for batch in PrefetchLoader(data, batch_size=1, num_workers=1, prefetch_factor=1, timeout=1):
         seen.append(batch.item())
         time.sleep(1.4)
     assert seen == list(range(5))

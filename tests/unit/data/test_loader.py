@@ -13,13 +13,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -33,66 +32,33 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 from tests.leftovers import prefetch_threads
+from tests.unit.data.samples import Rows, Stream, seeded, take, values
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
-
-
-class Numbers(Dataset):
-    def __init__(self, length=23):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.tensor([index, index * index]), {"name": str(index), "half": index / 2}
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
-class Stream(IterableDataset):
-    def __init__(self, length=23):
-        self.length = length
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        yield from (torch.tensor(n) for n in range(first, self.length, step))
-
-
-class Augmented(Dataset):
-    """Draws from the generators of its process, as most augmentation does."""
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return torch.rand(2) + index, random.random(), np.random.rand()
+def numbers():
+    return Rows(23, lambda n: (torch.tensor([n, n * n]), {"name": str(n), "half": n / 2}))
 
 
 class RandomBatches:
     """A batch sampler that is no BatchSampler and knows its epoch."""
 
-    def __init__(self):
-        self.epoch = 0
+    epoch = 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
 
     def __iter__(self):
-        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        order = torch.randperm(20, generator=seeded(self.epoch)).tolist()
         yield from (order[n : n + 3] for n in range(0, 20, 3))
 
     def __len__(self):
         return 7
 
 
-def flat(value):
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: flat(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [flat(part) for part in value]
-    return value
+def flat(batch):
+    return tree_map_only(torch.Tensor, torch.Tensor.tolist, batch)
 
 
 def epochs(cls, dataset, settings, count=3):
@@ -109,9 +75,7 @@ def epochs(cls, dataset, settings, count=3):
         for batch in loader:
             got.append((flat(batch), torch.rand(1).item()))
         got.append(random.random())
-    end = [*torch.rand(3).tolist(), random.random(), np.random.rand()]
-    del loader
-    return got, end
+    return got, [*torch.rand(3).tolist(), random.random(), np.random.rand()]
 
 
 SETTINGS = {
@@ -119,171 +83,118 @@ SETTINGS = {
     "shuffled": lambda: {"batch_size": 4, "shuffle": True},
     "drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
     "single samples": lambda: {"batch_size": None, "shuffle": True},
-    "own generator": lambda: {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
-    "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(Numbers(), replacement=True)},
+    "own generator": lambda: {"batch_size": 4, "shuffle": True, "generator": seeded(3)},
+    "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(23), replacement=True)},
     "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler(list(range(1, 24)), 30)},
-    "distributed": lambda: {"batch_size": 4, "sampler": DistributedSampler(Numbers(), 2, 1, shuffle=True)},
-    "batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(Numbers()), 5, False)},
+    "distributed": lambda: {"batch_size": 4, "sampler": DistributedSampler(range(23), 2, 1, shuffle=True)},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 5, False)},
     "own batch sampler": lambda: {"batch_sampler": RandomBatches()},
     "a list as sampler": lambda: {"batch_size": 2, "sampler": [3, 1, 2]},
     "own collate": lambda: {"batch_size": 3, "collate_fn": list},
     "one more than nothing": lambda: {"batch_size": 100},
 }
+CASES = [(numbers, name, {}, threads) for name in SETTINGS for threads in (1, 3)]
+CASES += [
+    (numbers, name, {"num_workers": 1, "persistent_workers": persistent}, threads)
+    for name in ("shuffled", "single samples", "own batch sampler")
+    for persistent, threads in ((False, 1), (True, 1), (False, 3))
+]
+CASES += [(Stream, "plain", {"num_workers": workers}, 1) for workers in (0, 2)]
 
 
-@pytest.mark.parametrize("several", [1, 3])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_batches_and_random_state_equal_the_plain_loaders(settings, several):
-    ours = {**settings(), "threads": several}
-    assert epochs(PrefetchLoader, Numbers(), ours) == epochs(DataLoader, Numbers(), settings())
-
-
-@pytest.mark.parametrize("more", [{}, {"persistent_workers": True}, {"threads": 3}], ids=str)
-@pytest.mark.parametrize("settings", ["shuffled", "single samples", "own batch sampler"])
-def test_batches_equal_the_plain_loaders_with_workers(settings, more):
-    persistent = more.get("persistent_workers", False)
-    plain = {**SETTINGS[settings](), "num_workers": 1, "persistent_workers": persistent}
-    ours = {**SETTINGS[settings](), "num_workers": 1, **more}
-    assert epochs(PrefetchLoader, Numbers(), ours, 2) == epochs(DataLoader, Numbers(), plain, 2)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_iterable_datasets(workers):
-    settings = {"batch_size": 4, "num_workers": workers}
-    assert epochs(PrefetchLoader, Stream(), settings, 2) == epochs(DataLoader, Stream(), settings, 2)
+@pytest.mark.parametrize(("dataset", "name", "workers", "threads"), CASES)
+def test_batches_and_random_state_equal_the_plain_loaders(dataset, name, workers, threads):
+    plain, ours = ({**SETTINGS[name](), **workers} for _ in range(2))
+    assert epochs(PrefetchLoader, dataset(), {**ours, "threads": threads}) == epochs(DataLoader, dataset(), plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_other_start_methods(method):
     settings = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": method}
-    expected = [b.tolist() for b in DataLoader(range(10), **settings)]
     for threads in (1, 2):
-        assert [b.tolist() for b in PrefetchLoader(range(10), threads=threads, **settings)] == expected
+        assert values(PrefetchLoader(range(10), threads=threads, **settings)) == values(DataLoader(range(10), 4))
 
 
-@pytest.mark.parametrize("several", [1, 3])
-def test_random_augmentation_without_workers_is_that_of_the_plain_loader(several):
+def augmented():
+    """Draws from the generators of its process, as most augmentation does."""
+    return Rows(12, lambda index: (torch.rand(2) + index, random.random(), np.random.rand()))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_random_augmentation_is_that_of_the_plain_loader(threads, capfd):
     settings = {"batch_size": 3, "shuffle": True}
     with pytest.warns(NoEffectWarning, match="torch and random and numpy"):
-        prefetched = epochs(PrefetchLoader, Augmented(), {**settings, "threads": several})
-    assert prefetched == epochs(DataLoader, Augmented(), settings)
-
-
-@pytest.mark.parametrize("several", [1, 3])
-def test_random_augmentation_in_a_worker_is_that_of_the_plain_loader(several, capfd):
-    settings = {"batch_size": 3, "shuffle": True, "num_workers": 1}
+        ours = epochs(PrefetchLoader, augmented(), {**settings, "threads": threads})
+    assert ours == epochs(DataLoader, augmented(), settings)
+    settings["num_workers"] = 1
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the worker inherits it
         warnings.showwarning = lambda message, *_: os.write(2, str(message).encode())
-        ours = epochs(PrefetchLoader, Augmented(), {**settings, "threads": several}, 2)
-    assert ours == epochs(DataLoader, Augmented(), settings, 2)
-    assert ("One thread loads instead of threads=3" in capfd.readouterr().err) == (several == 3)
+        ours = epochs(PrefetchLoader, augmented(), {**settings, "threads": threads})
+    assert ours == epochs(DataLoader, augmented(), settings)
+    assert ("One thread loads instead of threads=3" in capfd.readouterr().err) == (threads == 3)
 
 
-class Noise:
-    """A transform with a generator of its own."""
+class Jittered(Rows):
+    """Draws from a generator that lies in it."""
 
-    def __init__(self, make):
-        self.parts = {"inner": [make()]}
-
-    def __call__(self):
-        rng = self.parts["inner"][0]
-        return torch.rand(1, generator=rng).item() if isinstance(rng, torch.Generator) else float(rng.random())
-
-
-class Jittered(Numbers):
-    def __init__(self, make):
+    def __init__(self, rng):
         super().__init__(23)
-        self.noise = Noise(make)
+        self.parts = {"inner": [rng]}
 
     def __getitem__(self, index):
         time.sleep(0.001 * (index % 3))  # others would overtake it
-        return index + self.noise()
+        rng = self.parts["inner"][0]
+        return index + (torch.rand(1, generator=rng).item() if isinstance(rng, torch.Generator) else rng.random())
 
 
 @pytest.mark.parametrize(
-    "make", [random.Random, np.random.default_rng, np.random.RandomState, torch.Generator], ids=lambda m: m.__name__
+    "make", [random.Random, np.random.default_rng, np.random.RandomState, seeded], ids=lambda m: m.__name__
 )
 def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread(make):
-    def seeded():
-        return make().manual_seed(0) if make is torch.Generator else make(0)
-
     settings = {"batch_size": 2, "shuffle": True}
     with pytest.warns(NoEffectWarning, match="generator that the dataset holds.*One thread loads instead of threads=3"):
-        ours = epochs(PrefetchLoader, Jittered(seeded), {**settings, "threads": 3})
-    assert ours == epochs(DataLoader, Jittered(seeded), settings)
+        ours = epochs(PrefetchLoader, Jittered(make(0)), {**settings, "threads": 3})
+    assert ours == epochs(DataLoader, Jittered(make(0)), settings)
 
 
-class Together(Numbers):
-    """Samples of three batches are loaded at once, or the wait is in vain."""
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "prefetch_factor": 4}])
+@pytest.mark.parametrize(("size", "meets"), [(3, lambda n: n >= 3), (2, lambda n: n >= 6 and n % 2 == 0)])
+def test_threads_load_samples_of_one_batch_and_of_the_next_ones_at_once(workers, size, meets):
+    """Three samples wait for one another; where they are of three batches, the others of these are loaded meanwhile."""
+    together = threading.Barrier(3, timeout=20)
 
-    def __init__(self):
-        super().__init__(24)
-        self.together = threading.Barrier(3, timeout=20)
-
-    def __getitem__(self, index):
-        if index >= 6 and index % 2 == 0:
-            self.together.wait()
+    def load(index):
+        if meets(index):  # the first batch is loaded alone
+            together.wait()
         return index
 
-
-def test_threads_load_samples_of_the_next_batches_too():
-    loader = PrefetchLoader(Together(), 2, threads=3)  # one sample of each batch waits for two others
-    assert [batch.tolist() for batch in loader] == [[n, n + 1] for n in range(0, 24, 2)]
-
-
-class Rendezvous(Dataset):
-    def __len__(self):
-        return 18
-
-    def __getitem__(self, index):
-        barrier = vars(type(self)).get("barrier") or threading.Barrier(3, timeout=20)
-        type(self).barrier = barrier
-        if index >= 3:  # the first batch is loaded alone
-            barrier.wait()
-        return index
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_threads_load_in_a_worker_process():
-    loader = PrefetchLoader(Rendezvous(), 3, threads=3, num_workers=1)
-    assert [batch.tolist() for batch in loader] == [[n, n + 1, n + 2] for n in range(0, 18, 3)]
-    assert "barrier" not in vars(Rendezvous)  # it was in the worker
-
-
-class Whole(Numbers):
-    def __getitems__(self, indices):
-        asked.append(threading.current_thread().name)
-        return [torch.tensor(index) for index in indices]
-
-
-asked = []
+    loader = PrefetchLoader(Rows(24, load), size, threads=3, **workers)
+    assert values(loader) == [list(range(n, n + size)) for n in range(0, 24, size)]
 
 
 def test_threads_ask_a_dataset_for_whole_batches_if_it_loads_those():
-    asked.clear()
-    assert [batch.tolist() for batch in PrefetchLoader(Whole(12), 3, threads=2)] == [
-        [n, n + 1, n + 2] for n in range(0, 12, 3)
-    ]
-    assert len(asked) == 4
+    asked = []
+
+    class Whole(Rows):
+        def __getitems__(self, indices):
+            asked.append(threading.current_thread().name)
+            return [torch.tensor(index) for index in indices]
+
+    assert values(PrefetchLoader(Whole(6), 3, threads=2)) == [[0, 1, 2], [3, 4, 5]]
+    assert len(asked) == 2
     assert "lightning_turbo-prefetch" in asked[-1]
 
 
 def set_attribute(worker_id):
     dataset = torch.utils.data.get_worker_info().dataset
-    dataset._more = 1
-    dataset.length = 4 + dataset._more
-
-
-class Told(Numbers):
-    def __getitem__(self, index):
-        return self.length
+    dataset.more = 1
+    dataset.load = lambda index: 4 + dataset.more
 
 
 def test_a_worker_init_fn_finds_the_dataset_itself():
-    loader = PrefetchLoader(Told(4), 2, threads=2, num_workers=1, worker_init_fn=set_attribute)
-    assert [batch.tolist() for batch in loader] == [[5, 5], [5, 5]]
+    assert values(PrefetchLoader(Rows(4), 2, threads=2, num_workers=1, worker_init_fn=set_attribute)) == [[5, 5]] * 2
 
 
 @pytest.mark.parametrize(
@@ -293,7 +204,7 @@ def test_a_worker_init_fn_finds_the_dataset_itself():
         (lambda **more: PrefetchLoader.of(Custom("x", batch_size=2), **more), "PrefetchCustom does not load by torch"),
         (
             lambda **more: PrefetchLoader.of(
-                StatefulDataLoader(Numbers(), 4, sampler=StatefulDistributedSampler(Numbers(), 1, 0)), **more
+                StatefulDataLoader(numbers(), 4, sampler=StatefulDistributedSampler(numbers(), 1, 0)), **more
             ),
             "PrefetchStatefulDataLoader does not load by torch",
         ),
@@ -306,7 +217,6 @@ def test_threads_that_cannot_be_used_are_told_of_once(make, why):
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)
         assert [flat(batch) for batch in loader] == first == [flat(batch) for batch in make()]
-    loader.close()
 
 
 def test_it_is_a_dataloader_with_its_constructor():
@@ -314,7 +224,7 @@ def test_it_is_a_dataloader_with_its_constructor():
     added = {"prefetch_batches", "threads", "transfer", "sample_seeds"}
     assert [name for name in ours if name not in added] == list(theirs)
     assert all(ours[name] == theirs[name] for name in theirs)
-    loader = PrefetchLoader(Numbers(), 4, True, num_workers=0)
+    loader = PrefetchLoader(numbers(), 4, True, num_workers=0)
     assert isinstance(loader, DataLoader)
     assert (len(loader), loader.batch_size) == (6, 4)
     with pytest.raises(TypeError, match="has no len"):
@@ -322,56 +232,25 @@ def test_it_is_a_dataloader_with_its_constructor():
     assert PrefetchLoader[torch.Tensor].__origin__ is PrefetchLoader  # generic, as DataLoader is
 
 
-REFUSED = [
-    (
-        lambda: PrefetchLoader(Numbers(), prefetch_batches=0),
-        ValueError,
-        "prefetch_batches: expected an integer",
-    ),
-    (lambda: PrefetchLoader(Numbers(), threads=-1), ValueError, "threads: expected an integer of 1 or more, got -1"),
-    (
-        lambda: PrefetchLoader.of(DataLoader(Numbers()), threads="2"),
-        TypeError,
-        "an integer of 1 or more, got '2'",
-    ),
-    (lambda: PrefetchLoader.of([1]), TypeError, r"PrefetchLoader.of expected a torch.utils.data.DataLoader, got \[1\]"),
-    (lambda: PrefetchLoader(DataLoader(Numbers())), TypeError, r"got the loader .*PrefetchLoader.of\(loader\)"),
-    (lambda: PrefetchLoader(PrefetchLoader(Stream())), TypeError, r"expected a dataset, got the loader"),
-]
-
-
-@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
-def test_what_is_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
 def test_two_iterators_of_one_loader_both_see_everything():
-    loader = PrefetchLoader(range(12), 2)
-    assert [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)] == [
-        ([n, n + 1], [n, n + 1]) for n in range(0, 12, 2)
-    ]
-    first = iter(PrefetchLoader(range(1000), 2))
-    got = [next(first).tolist() for _ in range(3)]
-    assert len(prefetch_threads()) == 1
-    del first
-    loader = PrefetchLoader(range(1000), 2)
+    loader = PrefetchLoader(range(400), 2)
+    pairs = [[n, n + 1] for n in range(0, 400, 2)]
+    assert [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)] == [(pair, pair) for pair in pairs]
     first = iter(loader)
-    [next(first) for _ in range(3)]
+    assert take(first, 3) == pairs[:3]
+    assert len(prefetch_threads()) == 1
     second = iter(loader)
     assert not prefetch_threads()  # a second iter() ends the thread of the first
-    assert [next(second).tolist() for _ in range(3)] == got
-    assert next(first).tolist() == [6, 7]
-    loader.close()
-    first.close()
+    assert take(second, 3) == pairs[:3]
+    assert take(first, 1) == pairs[3:4]
 
 
 def test_persistent_workers_survive_a_break_and_serve_the_newest_iterator():
     loader = PrefetchLoader(range(40), 2, num_workers=1, persistent_workers=True)
     first = iter(loader)
-    next(first), next(first), next(first)
+    take(first, 3)
     worker = multiprocessing.active_children()
-    assert [b.tolist() for b in loader] == [[n, n + 1] for n in range(0, 40, 2)]
+    assert values(loader) == [[n, n + 1] for n in range(0, 40, 2)]
     with pytest.raises(RuntimeError, match=r"serve a newer iterator of the same loader \(persistent_workers=True\)"):
         next(first)
     assert multiprocessing.active_children() == worker
@@ -397,14 +276,13 @@ def test_other_classes_of_loader_can_be_converted():
     assert isinstance(twin, PrefetchLoader)
     assert isinstance(twin, Custom)
     assert (twin.prefetch_batches, twin.threads, twin.path) == (3, 1, "here")
-    assert [b.tolist() for b in twin] == [[0, 10], [20, 30], [40, 50]]
+    assert values(twin) == [[0, 10], [20, 30], [40, 50]]
     assert type(loader) is Custom
     assert type(PrefetchLoader.of(loader)) is type(twin)
     assert list(inspect.signature(type(twin).__init__).parameters) == [
         "self", "path", "scale", "prefetch_batches", "threads", "transfer", "sample_seeds", "kwargs",
     ]  # fmt: skip
-    again = type(twin)(path="there", batch_size=3, prefetch_batches=2)
-    assert [b.tolist() for b in again] == [[0, 1, 2], [3, 4, 5]]
+    assert values(type(twin)(path="there", batch_size=3, prefetch_batches=2)) == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("convert", [False, True])
@@ -412,21 +290,20 @@ def test_other_classes_of_loader_can_be_converted():
 def test_copies_and_pickles(convert, through):
     loader = PrefetchLoader.of(Custom("x", batch_size=2)) if convert else PrefetchLoader(range(6), 2)
     iterator = iter(loader)
-    next(iterator), next(iterator)
+    take(iterator, 2)
     twin = through(loader)
     assert type(twin) is type(loader)
-    assert [b.tolist() for b in twin] == [[0, 1], [2, 3], [4, 5]]
-    assert next(iterator).tolist() == [4, 5]
+    assert values(twin) == [[0, 1], [2, 3], [4, 5]]
+    assert take(iterator, 1) == [[4, 5]]
 
 
 def test_a_pickled_loader_tells_where_it_is_before_its_first_batch():
-    loader = PrefetchLoader(range(6), 2, shuffle=True, generator=torch.Generator().manual_seed(1))
+    loader = PrefetchLoader(range(6), 2, shuffle=True, generator=seeded(1))
     twin = pickle.loads(pickle.dumps(loader))
     iterators = [iter(loader), iter(twin)]
-    states = [each.state_dict() for each in (loader, twin)]
-    assert [len(state["own"]) for state in states] == [1, 1]
-    assert torch.equal(states[0]["own"][0], states[1]["own"][0])
-    assert [batch.tolist() for batch in iterators[0]] == [batch.tolist() for batch in iterators[1]]
+    (own,), (twins,) = (each.state_dict()["own"] for each in (loader, twin))
+    assert torch.equal(own, twins)
+    assert values(iterators[0]) == values(iterators[1])
 
 
 def test_a_sampler_that_draws_from_shared_generators_is_named():
@@ -442,23 +319,6 @@ def test_a_sampler_that_draws_from_shared_generators_is_named():
         assert len(list(loader)) == 10
 
 
-class OneAtATime(Dataset):
-    """As a file that is opened once: two threads must not be inside at the same time."""
-
-    def __init__(self):
-        self.inside = 0
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        self.inside += 1
-        assert self.inside == 1, "two threads read at once"
-        time.sleep(0.002)
-        self.inside -= 1
-        return index
-
-
 SHARED = {
     "itself": lambda data: (data, data),
     "halves": lambda data: random_split(data, [10, 10]),
@@ -469,21 +329,24 @@ SHARED = {
 
 @pytest.mark.parametrize("split", SHARED.values(), ids=SHARED)
 def test_loaders_that_share_a_dataset_load_in_turns(split):
-    one, other = (PrefetchLoader(part, 1, prefetch_batches=4) for part in split(OneAtATime()))
+    """As those of a file that is opened once: two threads must not be inside at the same time."""
+    inside = threading.Lock()
+
+    def load(index):
+        assert inside.acquire(blocking=False), "two threads read at once"
+        time.sleep(0.002)
+        inside.release()
+        return index
+
+    one, other = (PrefetchLoader(part, 1, prefetch_batches=4) for part in split(Rows(20, load)))
     first = iter(one)
-    next(first), next(first)
+    take(first, 2)
     assert len(list(other)) == len(other)  # while the thread of the first is at work
     assert len(list(first)) == len(one) - 2
 
 
 def test_other_datasets_are_loaded_at_the_same_time():
     together = threading.Barrier(2, timeout=20)
-
-    class Meets(Numbers):
-        def __getitem__(self, index):
-            if index == 3:  # in the threads
-                together.wait()
-            return index
-
-    loaders = [PrefetchLoader(ConcatDataset([Meets(6)]), 1) for _ in range(2)]
+    meets = [Rows(6, lambda index: together.wait() if index == 3 else index) for _ in range(2)]  # 3 is in the threads
+    loaders = [PrefetchLoader(ConcatDataset([data]), 1) for data in meets]
     assert len(list(zip(*loaders, strict=True))) == 6

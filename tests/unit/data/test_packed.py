@@ -74,13 +74,6 @@ def test_files_are_mapped_and_not_pickled_and_batches_are_copies(tmp_path, array
     assert np.array_equal(dataset[0].numpy(), arrays["train_images"][0])
 
 
-def test_bad_indices(arrays):
-    with pytest.raises(IndexError):
-        PackedDataset(arrays, keys=KEYS)[20]
-    with pytest.raises(TypeError, match=r"indices: expected integers, as np.flatnonzero\(mask\) returns"):
-        PackedDataset(np.arange(3)).batch(np.array([True, False, True]))
-
-
 @pytest.mark.parametrize("order", "<>")
 def test_arrays_of_either_byte_order(tmp_path, order):
     rows = np.arange(20).reshape(5, 2, 2).astype(f"{order}i2")
@@ -152,22 +145,3 @@ def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, col
     got = torch.cat([batch["x"] for batch in batches]).numpy()
     assert np.array_equal(got, arrays["train_images"].swapaxes(1, 2) / np.float32(2))
     assert batches[0]["n"].tolist() == [2] * 6
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "error", "message"),
-    [
-        ("arrays", {"keys": ["x"]}, KeyError, r"keys: expected some of \['train_images'.*\], got \['x'\]"),
-        ("arrays", {}, ValueError, r"source: expected arrays of equal length; .*'test_images': 6"),
-        ("arrays", {"keys": "test_images"}, TypeError, "keys: expected a sequence of names"),
-        ("arrays", {"transform": 3}, TypeError, "transform=3: expected a function or None"),
-        ({"text": np.array(["a", "b"])}, {}, TypeError, "text: expected a dtype that torch has, got <U1"),
-        ({"n": np.array(3)}, {}, ValueError, "n: expected an array with one row per sample"),
-        (3, {}, TypeError, "source: expected a folder, an .npz or .npy file"),
-        ({"x": 3}, {}, TypeError, "x: expected a numpy array or the path of a .npy file, got 3"),
-        (".", {}, FileNotFoundError, "Expected a folder with packed.json, got '.'"),
-    ],
-)
-def test_bad_sources(arrays, source, options, error, message):
-    with pytest.raises(error, match=message):
-        PackedDataset(arrays if isinstance(source, str) and source == "arrays" else source, **options)

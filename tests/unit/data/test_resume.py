@@ -1,147 +1,119 @@
 """Stop, save, load, go on: every sample once, in order, whatever was prefetched."""
 
-import io
 import itertools
-import threading
-import time
 
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
 from lightning_turbo.data.position import correct_states
 from lightning_turbo.errors import TurboWarning
+from tests.unit.data.samples import Stream, saved, seeded, take, values
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    # torchdata calls a function of torch that is on its way out.
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
+# torchdata calls a function of torch that is on its way out.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(20)
+class Both(PrefetchLoader, StatefulDataLoader):
+    pass
 
 
-def plain(seed=5, **settings):
+def plain(**settings):
     return PrefetchLoader(range(20), **settings)
 
 
 def by_threads(**settings):
-    return PrefetchLoader(range(20), threads=1 if settings.get("num_workers") else 3, **settings)
+    return plain(threads=1 if settings.get("num_workers") else 3, **settings)
 
 
 def stateful(**settings):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    return PrefetchLoader.of(torchdata.StatefulDataLoader(range(20), **settings))
+    return PrefetchLoader.of(StatefulDataLoader(range(20), **settings))
 
 
 def inherited(**settings):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-
-    class Both(PrefetchLoader, torchdata.StatefulDataLoader):
-        pass
-
     return Both(range(20), **settings)
 
 
-def on_device(**settings):
-    return DevicePrefetcher(plain(**settings), "cpu", transform=lambda batch: batch + 0)
+def on_device(make=plain, **settings):
+    return DevicePrefetcher(make(**settings), "cpu", transform=lambda batch: batch + 0)
 
 
 def on_device_stateful(**settings):
-    return DevicePrefetcher(stateful(**settings), "cpu", transform=lambda batch: batch + 0)
+    return on_device(stateful, **settings)
 
 
 def on_device_of_a_plain_loader(**settings):
     return DevicePrefetcher(DataLoader(range(20), **settings), "cpu")
 
 
-def saved(state):
-    """Through a file, as a checkpoint that loads with weights_only=True."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+def going_on(make, state):
+    """A loader like the one that ``state`` is of, which goes on from there."""
+    other = make()
+    other.load_state_dict(state)
+    return other
 
 
 MAKERS = [plain, by_threads, stateful, inherited, on_device, on_device_stateful]
-
-
 CASES = [(make, used, 0) for make in MAKERS for used in (0, 2, 6)] + [(make, 3, 2) for make in MAKERS]
 
 
 @pytest.mark.parametrize(("make", "used", "workers"), CASES)
 def test_the_rest_of_the_epoch_is_what_was_not_used(make, used, workers):
     """A for loop drops its iterator at a break; what it had prefetched does not count as used."""
-    settings = {"batch_size": 3, "shuffle": True, "num_workers": workers}
-    torch.manual_seed(1)
-    loader, first = make(**settings), []
-    for batch in itertools.islice(loader, used):
-        first.append(batch.tolist())
-    state = saved(loader.state_dict())
-    loader.close()
 
+    def build():
+        return make(batch_size=3, shuffle=True, num_workers=workers)
+
+    torch.manual_seed(1)
+    loader = build()
+    first = take(loader, used)
+    state = saved(loader.state_dict())
     torch.manual_seed(2)
-    other = make(**settings)
-    other.load_state_dict(state)
-    rest = [batch.tolist() for batch in other]
+    other = going_on(build, state)
+    rest = values(other)
     assert len(first) + len(rest) == 7
     if used:  # without a first batch the order is not drawn yet, and comes from the seed of the new process
         assert sorted(itertools.chain(*first, *rest)) == list(range(20))
-    following = sorted(itertools.chain(*(batch.tolist() for batch in other)))
-    assert following == list(range(20))  # the epoch after it is whole
-    other.close()
+    assert sorted(itertools.chain(*values(other))) == list(range(20))  # the epoch after it is whole
 
 
 def test_a_state_survives_a_second_stop():
+    def make():
+        return plain(batch_size=3, shuffle=True)
+
     torch.manual_seed(1)
-    loader = PrefetchLoader(range(20), 3, shuffle=True)
+    loader = make()
     iterator = iter(loader)
-    whole = [next(iterator).tolist() for _ in range(2)]
+    whole = take(iterator, 2)
     state = loader.state_dict()
-    reference = whole + [b.tolist() for b in iterator]
+    reference = whole + values(iterator)
     for _ in range(2):
-        loader = PrefetchLoader(range(20), 3, shuffle=True)
-        loader.load_state_dict(state)
+        loader = going_on(make, state)
         assert loader.state_dict() == state  # not begun yet
-        iterator = iter(loader)
-        whole += [next(iterator).tolist() for _ in range(2)]
+        whole += take(loader, 2)
         state = loader.state_dict()
-        del iterator
     assert whole == reference[:6]
     assert state["consumed"] == 6
 
 
 def test_resuming_leaves_the_process_wide_generators_alone():
-    loader = PrefetchLoader(range(20), 3, shuffle=True)
-    iterator = iter(loader)
-    next(iterator)
+    loader = plain(batch_size=3, shuffle=True)
+    take(loader, 1)
     state = loader.state_dict()
-    loader.close()
-    torch.manual_seed(3)
-    fresh = PrefetchLoader(range(20), 3, shuffle=True)
-    list(fresh)
-    torch.manual_seed(3)
-    fresh.load_state_dict(state)
-    list(fresh)
+    torch.empty((), dtype=torch.int64).random_()
+    fresh = plain(batch_size=3, shuffle=True)
+    for warm_up in (True, False):
+        torch.manual_seed(3)
+        fresh.load_state_dict(state)
+        list(fresh)
+        if not warm_up:
+            drawn = torch.rand(3)
     torch.manual_seed(3)
     torch.empty((), dtype=torch.int64).random_()  # the seed for workers, drawn by every iter()
-    reference = torch.rand(3)
-    torch.manual_seed(3)
-    fresh.load_state_dict(state)
-    list(fresh)
-    assert torch.equal(torch.rand(3), reference)
+    assert torch.equal(drawn, torch.rand(3))
 
 
 class Counts(DataLoader):
@@ -164,15 +136,34 @@ class Counts(DataLoader):
         self.start = state["given"]
 
 
-def test_a_loader_class_with_state_of_its_own():
-    loader = PrefetchLoader.of(Counts(range(20), batch_size=3))
+class Repeats(DataLoader):
+    """A loader class that hands out each batch twice, as MONAI's ThreadDataLoader does."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("cls", "used", "settings"),
+    [
+        (Counts, 2, {}),
+        *((Repeats, used, {"shuffle": True, "num_workers": workers}) for used in (3, 9) for workers in (0, 1)),
+    ],
+)
+def test_classes_that_iterate_in_their_own_way(cls, used, settings):
+    def make():
+        return PrefetchLoader.of(cls(range(20), batch_size=3, **settings))
+
+    loader = make()
     iterator = iter(loader)
-    next(iterator), next(iterator)
-    state = loader.state_dict()
-    assert state["consumed"] == 2
-    other = PrefetchLoader.of(Counts(range(20), batch_size=3))
-    other.load_state_dict(loader.state_dict())
-    assert [b.tolist() for b in other] == [b.tolist() for b in iterator]
+    take(iterator, used)
+    state = saved(loader.state_dict())
+    assert state["consumed"] == used
+    rest = values(iterator)
+    assert len(rest) == (14 if cls is Repeats else 7) - used
+    assert values(going_on(make, state)) == rest
 
 
 class Shards(IterableDataset):
@@ -182,7 +173,7 @@ class Shards(IterableDataset):
         self.begin = self.at = self.epoch = 0
 
     def __iter__(self):
-        worker = torch.utils.data.get_worker_info().id
+        worker = get_worker_info().id
         self.at, self.begin = self.begin, 0
         while self.at < 4 + 5 * worker:
             self.at += 1
@@ -198,65 +189,55 @@ class Shards(IterableDataset):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_stream_with_a_state_in_each_worker_begins_its_next_epoch(persistent):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-
     def make():
         settings = {"batch_size": None, "num_workers": 2, "persistent_workers": persistent}
-        return PrefetchLoader.of(torchdata.StatefulDataLoader(Shards(), **settings))
+        return PrefetchLoader.of(StatefulDataLoader(Shards(), **settings))
 
     loader = make()
     assert len(list(loader)) == 13
     state = saved(loader.state_dict())
     following = list(loader)
-    other = make()
-    other.load_state_dict(state)
-    assert [int(item) for item in other] == [int(item) for item in following]
+    other = going_on(make, state)
+    assert list(map(int, other)) == list(map(int, following))
     loader.close()
     other.close()
 
 
 def test_a_loader_without_state_is_counted():
-    loader = on_device_of_a_plain_loader(batch_size=3)
+    def make():
+        return on_device_of_a_plain_loader(batch_size=3)
+
+    loader = make()
     iterator = iter(loader)
-    next(iterator), next(iterator)
+    take(iterator, 2)
     assert loader.state_dict() == {"consumed": 2, "whole": False, "ended": False, "length": 7}
-    other = on_device_of_a_plain_loader(batch_size=3)
-    other.load_state_dict({"consumed": 2})
-    assert [b.tolist() for b in other] == [b.tolist() for b in iterator]
+    other = going_on(make, {"consumed": 2})
+    assert values(other) == values(iterator)
     assert other.state_dict() == {"consumed": 7, "whole": True, "ended": True, "length": 7}
-    again = on_device_of_a_plain_loader(batch_size=3)
-    again.load_state_dict(other.state_dict())
-    assert len(list(again)) == 7
+    assert len(list(going_on(make, other.state_dict()))) == 7
 
 
 def test_states_of_another_kind_are_refused():
     with pytest.raises(ValueError, match=r"A state with the keys \['x'\] does not belong to PrefetchLoader"):
-        PrefetchLoader(range(3)).load_state_dict({"x": 1})
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    own = PrefetchLoader.of(torchdata.StatefulDataLoader(Stream()))  # a stream, whose state torchdata tells
+        plain().load_state_dict({"x": 1})
+    own = PrefetchLoader.of(StatefulDataLoader(Stream()))  # whose state torchdata tells
     with pytest.raises(ValueError, match="does not belong to PrefetchStatefulDataLoader"):
         own.load_state_dict({"consumed": 1, "order": None})
-
-
-class Slow(Dataset):
-    """So slow that a thread works ahead."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        time.sleep(0.001)
-        return index
+    loader = PrefetchLoader(range(20), **OWN["torch"]())
+    take(loader, 1)
+    other = going_on(lambda: plain(batch_size=3, shuffle=True), loader.state_dict())
+    with pytest.raises(ValueError, match=r"a loader with 1 random generators, and this one has 0"):
+        next(iter(other))
 
 
 class Drawn(Sampler):
     """Draws its order from a generator that it holds."""
 
-    def __init__(self, rng, permute):
-        self.rng, self.permute = rng, permute
+    def __init__(self, rng):
+        self.rng = rng
 
     def __iter__(self):
-        return iter(self.permute(self.rng))
+        return iter(torch.randperm(20, generator=self.rng).tolist())
 
     def __len__(self):
         return 20
@@ -276,83 +257,52 @@ class Batches(Sampler):
         return 7
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
+def weighted():
+    return WeightedRandomSampler([1.0] * 20, 20, replacement=False, generator=seeded())
 
 
 OWN = {
-    "torch": lambda: {"batch_size": 3, "shuffle": True, "generator": seeded(0)},
-    "own sampler": lambda: {
-        "batch_size": 3, "sampler": Drawn(seeded(0), lambda rng: torch.randperm(20, generator=rng).tolist()),
-    },
-    "own batch sampler": lambda: {"batch_sampler": Batches(RandomSampler(range(20), generator=seeded(0)))},
+    "torch": lambda: {"batch_size": 3, "shuffle": True, "generator": seeded()},
+    "own sampler": lambda: {"batch_size": 3, "sampler": Drawn(seeded())},
+    "own batch sampler": lambda: {"batch_sampler": Batches(RandomSampler(range(20), generator=seeded()))},
     "wrapped by Lightning": lambda: {
-        "batch_size": 3,
-        "sampler": DistributedSamplerWrapper(
-            WeightedRandomSampler([1.0] * 20, 20, replacement=False, generator=seeded(0)), num_replicas=1, rank=0
-        ),
+        "batch_size": 3, "sampler": DistributedSamplerWrapper(weighted(), num_replicas=1, rank=0),
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("used", [2, 7, "all"])
+@pytest.mark.parametrize("used", [2, 7, "all", "begun early"])
 @pytest.mark.parametrize("settings", OWN.values(), ids=OWN)
 def test_a_later_epoch_goes_on_whatever_its_order_comes_from(settings, used):
-    """From its middle, after its last batch, and after its end."""
-    loader = PrefetchLoader(range(20), **settings())
+    """From its middle, after its last batch, after its end, and before its first batch."""
+
+    def make():
+        return PrefetchLoader(range(20), **settings())
+
+    loader = make()
     list(loader)
+    if used == "begun early":
+        assert loader.start_next_epoch()
+        state = saved(loader.state_dict())
+        correct_states([state], over=True)  # which it is not
+        assert values(going_on(make, state)) == values(loader)
+        return
     iterator = iter(loader)
-    for _ in range(7 if used == "all" else used):
-        next(iterator)
+    take(iterator, 7 if used == "all" else used)
     assert used != "all" or next(iterator, None) is None
     state = saved(loader.state_dict())
-    expected = [] if used in (7, "all") else [batch.tolist() for batch in iterator]
-    expected += [batch.tolist() for batch in loader]
-
-    other = PrefetchLoader(range(20), **settings())
-    other.load_state_dict(state)
-    got = [batch.tolist() for batch in other]
+    expected = [] if used in (7, "all") else values(iterator)
+    expected += values(loader)
+    other = going_on(make, state)
+    got = values(other)
     if len(got) < 7:
-        got += [batch.tolist() for batch in other]
+        got += values(other)
     assert got == expected
-
-
-def test_a_state_of_other_samplers_is_refused():
-    loader = PrefetchLoader(range(20), **OWN["torch"]())
-    next(iter(loader))
-    other = PrefetchLoader(range(20), 3, shuffle=True)
-    other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"a loader with 1 random generators, and this one has 0"):
-        next(iter(other))
-
-
-@pytest.mark.parametrize("at_the_end", [False, True])
-@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: DevicePrefetcher(loader, "cpu", transform=abs)])
-def test_the_orders_are_those_of_the_plain_loader_whether_the_end_is_asked_for_or_not(wrap, at_the_end):
-    """RandomSampler draws once more at its end, which a Trainer does not ask for."""
-
-    def orders(cls):
-        loader = cls(Slow(), 4, shuffle=True, generator=seeded(0))
-        loader = wrap(loader) if cls is PrefetchLoader else loader
-        for _ in range(3):
-            iterator = iter(loader)
-            yield [next(iterator).tolist() for _ in range(5)]
-            if cls is PrefetchLoader:
-                deadline = time.monotonic() + 20
-                while any("prefetch" in thread.name for thread in threading.enumerate()):  # it has asked
-                    assert time.monotonic() < deadline
-                    time.sleep(0.001)
-            assert not at_the_end or next(iterator, None) is None
-
-    assert list(orders(PrefetchLoader)) == list(orders(DataLoader))
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, TypeError, ValueError])
 def test_a_length_that_cannot_be_told(error):
-    class Sampling(Sampler):
-        def __init__(self):
-            pass
-
+    class Sampling(Drawn):
         def __iter__(self):
             return iter(range(20))
 
@@ -363,73 +313,31 @@ def test_a_length_that_cannot_be_told(error):
         def __len__(self):
             raise error
 
-    for make in (lambda: PrefetchLoader(range(20), 3, sampler=Sampling()), lambda: PrefetchLoader(Streaming(), 3)):
+    for make in (lambda: plain(batch_size=3, sampler=Sampling(None)), lambda: PrefetchLoader(Streaming(), 3)):
         loader = make()
         iterator = iter(loader)
         next(iterator)
-        other = make()
-        other.load_state_dict(saved(loader.state_dict()))
-        assert [batch.tolist() for batch in other] == [batch.tolist() for batch in iterator]
+        assert values(going_on(make, saved(loader.state_dict()))) == values(iterator)
         loader.start_next_epoch()
-        loader.close()
 
 
-@pytest.mark.parametrize("make", [plain, on_device_of_a_plain_loader])
-def test_an_epoch_may_end_before_a_loader_and_go_on_after_it(make):
-    loader = make(batch_size=3)
+@pytest.mark.parametrize("kind", [plain, on_device_of_a_plain_loader])
+def test_an_epoch_may_end_before_a_loader_and_go_on_after_it(kind):
+    def make():
+        return kind(batch_size=3)
+
+    loader = make()
     list(loader)
     ended = saved(loader.state_dict())
-    iterator = iter(loader)
-    next(iterator)
+    take(loader, 1)
     begun = saved(loader.state_dict())
-
     for state, over, batches in ((ended, True, 7), (ended, False, 0), (begun, True, 7), (begun, False, 6)):
-        other = make(batch_size=3)
         states = [dict(state), {"whole": 1}, None]
         correct_states(states, over)
         assert states[1:] == [{"whole": 1}, None]  # of other loaders
-        other.load_state_dict(states[0])
+        other = going_on(make, states[0])
         assert len(list(other)) == batches
         assert len(list(other)) == 7
-
-
-def test_an_epoch_that_was_begun_is_not_over():
-    loader = PrefetchLoader(range(20), **OWN["torch"]())
-    list(loader)
-    assert loader.start_next_epoch()
-    state = saved(loader.state_dict())
-    correct_states([state], over=True)
-    other = PrefetchLoader(range(20), **OWN["torch"]())
-    other.load_state_dict(state)
-    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
-
-
-class Repeats(DataLoader):
-    """As MONAI's ThreadDataLoader does."""
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield batch
-            yield batch
-
-
-@pytest.mark.parametrize("used", [3, 9])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_class_that_hands_out_batches_twice(used, workers):
-    def build(seed):
-        torch.manual_seed(seed)
-        return PrefetchLoader.of(Repeats(range(20), batch_size=3, shuffle=True, num_workers=workers))
-
-    loader = build(1)
-    iterator = iter(loader)
-    for _ in range(used):
-        next(iterator)
-    state = saved(loader.state_dict())
-    rest = [batch.tolist() for batch in iterator]
-    assert len(rest) == 14 - used
-    other = build(2)
-    other.load_state_dict(state)
-    assert [batch.tolist() for batch in other] == rest
 
 
 def test_batches_out_of_order_cannot_be_counted_which_is_said():
@@ -445,7 +353,7 @@ def test_batches_out_of_order_cannot_be_counted_which_is_said():
 def test_a_loader_of_another_length_cannot_go_on_exactly_which_is_said(build):
     loader = build(batch_size=3)
     iterator = iter(loader)
-    next(iterator), next(iterator)
+    take(iterator, 2)
     with pytest.warns(TurboWarning, match="The loader had 7 batches then and has 4 now. Go on with the same dataset"):
         build(batch_size=5).load_state_dict(loader.state_dict())
     list(iterator)
@@ -453,33 +361,21 @@ def test_a_loader_of_another_length_cannot_go_on_exactly_which_is_said(build):
     build(batch_size=3).load_state_dict({"consumed": 2, "order": None})  # of an older version
 
 
-class Closable:
-    """A loader with a close() that is for good, as webdataset's is."""
+def test_a_loader_of_this_library_is_closed_and_a_foreign_one_is_not():
+    class Closable(list):
+        """With a close() that is for good, as webdataset's is."""
 
-    def __init__(self, batches):
-        self.batches = batches
+        close = list.clear
 
-    def __iter__(self):
-        return iter(self.batches)
-
-    def close(self):
-        del self.batches
-
-
-def test_a_foreign_loader_is_not_closed():
-    loader = Closable([1, 2, 3])
-    prefetcher = DevicePrefetcher(loader, "cpu")
-    iterator = iter(prefetcher)
-    next(iterator)
+    prefetcher = DevicePrefetcher(Closable([1, 2, 3]), "cpu")
+    next(iter(prefetcher))
     prefetcher.load_state_dict(prefetcher.state_dict())
     assert list(prefetcher) == [2, 3]
     prefetcher.close()
     assert list(prefetcher) == [1, 2, 3]
 
-
-def test_a_loader_of_this_library_is_closed():
     loader = plain(batch_size=3)
-    iterator = iter(DevicePrefetcher(loader, "cpu", transform=lambda batch: batch))
+    iterator = iter(on_device(lambda: loader))
     next(iterator)
     DevicePrefetcher(DevicePrefetcher(loader, "cpu"), "cpu").close()
     with pytest.raises(RuntimeError, match="its loader was closed"):

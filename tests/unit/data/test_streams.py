@@ -6,6 +6,7 @@ that a stream has read which the allocator was not told of.
 """
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
-from lightning_turbo.data import prefetcher as background
+from tests.unit.data.samples import Lazy, seeded
 
 DEVICE = torch.device("cuda", 0)
 
@@ -149,22 +150,42 @@ class Hidden:
         self.inner = [tensor]
 
     def pin_memory(self):
-        return Hidden(self.inner[0].pin_memory())
+        return type(self)(self.tensor().pin_memory())
 
     def to(self, device, non_blocking=False):
-        return Hidden(self.inner[0].to(device, non_blocking))
+        return type(self)(self.tensor().to(device, non_blocking))
+
+    def tensor(self):
+        return self.inner[0]
 
     def read(self):
-        return self.inner[0].read()
+        return self.tensor().read()
+
+
+class Graph(Hidden):
+    """Keeps its tensor where Python does not see it, and tells the allocator by itself."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor):
+        self.tensor = lambda: tensor
+
+    def record_stream(self, stream):
+        self.tensor().record_stream(stream)
 
 
 def hidden():
     return [Hidden(batch) for batch in host()]
 
 
-@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("transform", [None, double, noisy])
-@pytest.mark.parametrize("loader", [host, hidden, Born])
+def graphs():
+    return [Graph(batch) for batch in host()]
+
+
+CASES = [*itertools.product([host, hidden, Born], [None, double, noisy], [0, 1 << 20]), (graphs, None, 0)]
+
+
+@pytest.mark.parametrize(("loader", "transform", "min_bytes"), CASES)
 def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transform, min_bytes):
     prefetcher = DevicePrefetcher(loader(), DEVICE, min_bytes=min_bytes, transform=transform)
     for _ in range(2):
@@ -176,36 +197,6 @@ def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transfor
     prefetcher.close()
     assert cuda.faults == []
     assert len(cuda.side) == 1  # one stream for the run
-
-
-class Graph:
-    """Keeps its tensor where Python does not see it, and tells the allocator by itself."""
-
-    def __init__(self, tensor):
-        self.read = lambda: tensor.read()
-        self.tell = lambda stream: tensor.record_stream(stream)
-        self.copied = lambda device: Graph(tensor.to(device, non_blocking=True))
-        self.pinned = lambda: Graph(tensor.pin_memory())
-
-    def to(self, device, non_blocking=False):
-        return self.copied(device)
-
-    def pin_memory(self):
-        return self.pinned()
-
-    def record_stream(self, stream):
-        self.tell(stream)
-
-
-def test_objects_that_know_their_memory_are_asked(cuda):
-    prefetcher = DevicePrefetcher([Graph(batch) for batch in host()], DEVICE, min_bytes=0)
-    got = []
-    for batch in prefetcher:
-        got.append(batch.read().tolist()[0])
-        del batch
-    prefetcher.close()
-    assert got == [n * 1.0 for n in range(6)]
-    assert cuda.faults == []
 
 
 class Hasty(DeviceTransfer):
@@ -228,20 +219,9 @@ def on_host(items):
     return torch.tensor(items, dtype=torch.float32).as_subclass(OnHost)
 
 
-class OneByOne:
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(3)
-
-    def __len__(self):
-        return 21
-
-    def __iter__(self):
-        return (int(torch.randint(0, 21, (1,), generator=self.generator)) for _ in range(21))
-
-
 SAMPLERS = {
-    "shuffled": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
-    "one by one": lambda: {"sampler": OneByOne()},
+    "shuffled": lambda: {"shuffle": True, "generator": seeded(3)},
+    "one by one": lambda: {"sampler": Lazy(21)},
 }
 
 
@@ -249,9 +229,8 @@ SAMPLERS = {
 @pytest.mark.parametrize("used", [5, 7])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
-def test_the_orders_of_epochs_are_those_of_a_plain_loader(cuda, monkeypatch, make, sampler, used, kept):
+def test_the_orders_of_epochs_are_those_of_a_plain_loader(cuda, make, sampler, used, kept):
     """Broken off after 5 of 7 batches, or not asked for their end, as by a Trainer."""
-    monkeypatch.setattr(background, "WORTH", 0.0)
     plain = DataLoader(range(21), batch_size=3, **SAMPLERS[sampler]())
     loader = make(range(21), batch_size=3, collate_fn=on_host, **SAMPLERS[sampler]())
     prefetcher = DevicePrefetcher(loader, DEVICE, min_bytes=0)
