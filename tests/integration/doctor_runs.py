@@ -13,16 +13,10 @@ QUIET = [pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_a
 SHORT = {"warmup": 1, "timed": 2, "watched": 3}
 
 
-def images(count):
+def images(count, *shape):
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(count, 1, 6, 6, generator=generator), torch.randint(0, 4, (count,), generator=generator)
-    return TensorDataset(x, y)
-
-
-def rows(count=28):
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(count, 8, generator=generator), torch.randint(0, 4, (count,), generator=generator)
-    return TensorDataset(x, y)
+    x = torch.randn(count, *(shape or (1, 6, 6)), generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
 
 
 class Base(LightningModule):
@@ -42,7 +36,7 @@ class Base(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader(rows(), batch_size=4)
+        return DataLoader(images(28, 8), batch_size=4)
 
 
 class ManualBase(Base):

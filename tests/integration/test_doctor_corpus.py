@@ -110,26 +110,25 @@ def test_a_loader_that_is_given_to_fit_has_the_line_of_fit():
         assert ".fit(model, data)" in linecache.getline(each.site.file, each.site.line)
 
 
-def tokens():
-    numbers = torch.arange(32 * 5).view(32, 5) % 11
-    return DataLoader(TensorDataset(numbers, numbers), batch_sampler=[range(5)] * 8)
-
-
 class Network(LightningLSTM):
     def prepare_data(self):
         """Downloads nothing."""
 
 
-def digits():
-    return DataLoader(TensorDataset(torch.randn(32, 1, 8, 8), torch.arange(32) % 10), batch_size=4)
+def batches(x, y):
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+TOKENS = torch.arange(32 * 5).view(32, 5) % 11
 
 
 @pytest.mark.parametrize(("model", "data"), [
-    (BoringModel, None), (ManualOptimBoringModel, None), (lambda: Network(vocab_size=11), tokens),
-    (lambda: DemoNet(dims=2, classes=10), digits),
+    (BoringModel, None), (ManualOptimBoringModel, None),
+    (lambda: Network(vocab_size=11), batches(TOKENS, TOKENS)),
+    (lambda: DemoNet(dims=2, classes=10), batches(torch.randn(32, 1, 8, 8), torch.arange(32) % 10)),
 ], ids=["boring", "manual", "lstm", "demo"])  # fmt: skip
 def test_nothing_is_said_about_lightnings_own_examples_and_the_demo(model, data, own_time):
-    report = fit(model(), data and data(), limit_train_batches=8, limit_val_batches=0)
+    report = fit(model(), data, limit_train_batches=8, limit_val_batches=0)
     assert report.facts.watched == 3
     assert report.above("info") == []
 
