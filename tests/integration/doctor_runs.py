@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_turbo import ApexAMP
 from tests.trainers import quiet_trainer
 
 QUIET = [pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`.*")]
@@ -76,10 +77,11 @@ def trainer(*callbacks, **more):
     return quiet_trainer(callbacks=list(callbacks), **settings)
 
 
-def trained(*callbacks, model=Noisy, **more):
+def trained(*callbacks, model=Noisy, data=None, level=None, **more):
     torch.manual_seed(7)
     module = model()
-    trainer(*callbacks, **more).fit(module)
+    plugins = [ApexAMP(level, dtype=torch.bfloat16)] if level else None
+    trainer(*callbacks, plugins=plugins, **more).fit(module, datamodule=data and data())
     return module
 
 

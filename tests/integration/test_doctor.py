@@ -19,7 +19,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_turbo
-from lightning_turbo import ApexAMP, Doctor, PrefetchDataModule
+from lightning_turbo import Doctor, PrefetchDataModule
 from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, images, rules, trained, trainer
 
 pytestmark = QUIET
@@ -79,17 +79,8 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_weights_are_the_same_bit_for_bit(name):
-    def run(*callbacks):
-        settings = dict(RUNS[name])
-        model, data, level = (settings.pop(key, None) for key in ("model", "data", "level"))
-        plugins = [ApexAMP(level, dtype=torch.bfloat16)] if level else None
-        torch.manual_seed(7)
-        module = (model or Noisy)()
-        trainer(*callbacks, plugins=plugins, **settings).fit(module, datamodule=data and data())
-        return module
-
     doctor = Doctor(**SHORT)
-    assert equal(run(), run(doctor))
+    assert equal(trained(**RUNS[name]), trained(doctor, **RUNS[name]))
     facts = doctor.report.facts
     assert (doctor.report.short, facts.timed, facts.watched) == ("", 2, 3)
     sites = [finding.site for finding in doctor.report.findings if finding.rule == "host-sync"]
@@ -291,17 +282,14 @@ def test_any_terminal_gets_the_report(encoding, name, monkeypatch):
     assert f"self.log('{name}', prog_bar=True)" in told
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"warmup": 0}, ValueError, "warmup: expected 1 steps or more, got 0"),
-        ({"watched": 1}, ValueError, "watched: expected 2 steps or more, or 0, got 1"),
-        ({"timed": True}, TypeError, "timed: expected a number of steps, got True"),
-        ({"fix": True}, TypeError, r"Doctor\(fix=True\): there is no such argument. It was removed"),
-        ({"patience": 3}, TypeError, r"Doctor\(patience=3\): there is no such argument\.$"),
-        ({"json": 3}, TypeError, r"Doctor\(json=3\): expected the path of the file to write, or None"),
-    ],
-)
+@pytest.mark.parametrize(("given", "error", "message"), [
+    ({"warmup": 0}, ValueError, "warmup: expected 1 steps or more, got 0"),
+    ({"watched": 1}, ValueError, "watched: expected 2 steps or more, or 0, got 1"),
+    ({"timed": True}, TypeError, "timed: expected a number of steps, got True"),
+    ({"fix": True}, TypeError, r"Doctor\(fix=True\): there is no such argument. It was removed"),
+    ({"patience": 3}, TypeError, r"Doctor\(patience=3\): there is no such argument\.$"),
+    ({"json": 3}, TypeError, r"Doctor\(json=3\): expected the path of the file to write, or None"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused(given, error, message):
     with pytest.raises(error, match=message):
         Doctor(**given)

@@ -115,15 +115,12 @@ def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
     assert facts["strategy"] == ("TurboStrategy" if TABLE[name].strategy else "SingleDeviceStrategy")
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments", "reason"),
-    [
-        (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy; expected one device"),
-        ("print('no training')", {}, "it made no Trainer; expected a script that makes a Trainer and calls fit"),
-        ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
-        ("raise OSError('no data')", {}, "OSError: no data"),
-    ],
-)
+@pytest.mark.parametrize(("text", "arguments", "reason"), [
+    (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy; expected one device"),
+    ("print('no training')", {}, "it made no Trainer; expected a script that makes a Trainer and calls fit"),
+    ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
+    ("raise OSError('no data')", {}, "OSError: no data"),
+])  # fmt: skip
 def test_a_script_that_cannot_be_run_so_says_why(script, text, arguments, reason):
     with pytest.raises((SkippedError, RuntimeError), match=reason):
         run(script(text, **arguments))
@@ -208,16 +205,13 @@ def test_the_command_finds_and_writes(script, tmp_path, capsys):
     assert "nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
-        (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
-        (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
-        (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
-        (["--out", "train.py", "train.py"], "out='train.py': Not a directory; expected a folder that can be made"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
+    (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
+    (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
+    (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
+    (["--out", "train.py", "train.py"], "out='train.py': Not a directory; expected a folder that can be made"),
+])  # fmt: skip
 def test_the_command_refuses_what_it_cannot_do(script, arguments, message, capsys):
     script()
     assert main(["tune", *arguments]) == 2
@@ -231,17 +225,14 @@ PRECISIONS = {"bf16-mixed", "O1", "O2"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("example", "wanted"),
-    [
-        ("disk", {"prefetch-threads", "workers-2", "workers-2-persistent"}),
-        ("jpegs", {name for name in TABLE if TABLE[name].slot == "loading"}),
-        ("toy", {"lean"}),
-        ("volumes", {*(PRECISIONS if computes_in_bfloat16() else ()), "compile", "channels-last"}),
-        ("biased", {"no-bias"}),
-        ("nothing", set()),
-    ],
-)
+@pytest.mark.parametrize(("example", "wanted"), [
+    ("disk", {"prefetch-threads", "workers-2", "workers-2-persistent"}),
+    ("jpegs", {name for name in TABLE if TABLE[name].slot == "loading"}),
+    ("toy", {"lean"}),
+    ("volumes", {*(PRECISIONS if computes_in_bfloat16() else ()), "compile", "channels-last"}),
+    ("biased", {"no-bias"}),
+    ("nothing", set()),
+])  # fmt: skip
 def test_each_example_finds_its_answer_in_three_minutes(example, wanted, tmp_path):
     assert main(["tune", "--minutes", "3", "--out", str(tmp_path), str(EXAMPLES / f"{example}.py")]) == 0
     results = json.loads((tmp_path / "tune.json").read_text())
