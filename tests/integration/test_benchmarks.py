@@ -16,7 +16,7 @@ from benchmarks.suite import BenchError
 from tests.leftovers import wait_until
 
 TOY = """
-import os, sys, time
+import time
 from benchmarks.suite import Aim, SkippedError, Suite
 from lightning_turbo.errors import MissingExtraError
 
@@ -36,31 +36,22 @@ SUITE.add("one", nap, config={"times": 1}, baseline=True)
 SUITE.add("three", nap, config={"times": 3}, against=("one",))
 SUITE.aims.append(Aim("one", "three", 0.5))
 
-@SUITE.case("skips")
-def skips(meter):
-    raise SkippedError("not today")
-
 @SUITE.case("absent", needs=("a-package-that-is-nowhere",))
 def absent(meter):
     raise AssertionError("started in vain")
 
-@SUITE.case("lacks")
-def lacks(meter):
-    raise MissingExtraError("pip install 'x[demo]'")
+ERRORS = {
+    "skips": SkippedError("not today"), "lacks": MissingExtraError("pip install 'x[demo]'"),
+    "raises": OSError("no more"),
+}
 
-@SUITE.case("raises")
-def raises(meter):
-    meter.step()
-    raise OSError("no more")
+def fail(meter, *, name):
+    if name == "raises":
+        meter.step()
+    raise ERRORS[name]
 
-@SUITE.case("dies")
-def dies(meter):
-    steps = 0
-    while meter.step():
-        steps += 1
-        if steps == 8:
-            print("goodbye", file=sys.stderr, flush=True)
-            os._exit(3)
+for name in ERRORS:
+    SUITE.add(name, fail, config={"name": name})
 
 @SUITE.case("leaves")
 def leaves(meter):
@@ -89,7 +80,6 @@ REASONS = {
     "absent": ("skipped", "a-package-that-is-nowhere not installed"),
     "lacks": ("skipped", "pip install 'x[demo]'"),
     "raises": ("failed", "OSError: no more"),
-    "dies": ("failed", "ended with exit status 3: goodbye"),
     "leaves": ("failed", "RuntimeError: 'leaves' returned before meter.step() said False; let it loop until then."),
 }
 
