@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_turbo import ApexAMP, ExactAccumulation
-from tests.integration.doctor_runs import Base, ManualBase, images, rows
+from tests.integration.doctor_runs import Base, ManualBase, images
 """
 STEP = """
 class Model(Base):
@@ -32,7 +32,6 @@ class Model(Base):
 # The last line of each is what the finding is about.
 SICK_STEPS = [
     ("housekeeping", ["torch.cuda.empty_cache()"]),
-    ("host-sync", ["self.last = np.asarray(batch[0]).mean()"]),
     ("host-sync", ["self.kept = batch[0][batch[0] > 0].sum()"]),
     ("made-on-host", ["loss = loss + torch.zeros(3).to(self.device).sum()"]),
     ("made-on-host", ["order = batch[1].cpu()", "order = order.to(self.device)"]),
@@ -50,31 +49,18 @@ SICK_SCHEDULES = [
     ("loop-optimizer", "return torch.optim.Adam(self.parameters(), foreach=False)"),
 ]
 SICK = """
-class Remember(Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.last = outputs["loss"].item()  # <- host-sync
-
-Model = Base
-TRAINER = {"callbacks": [Remember()]}
----
 class Gate(nn.Module):
     def forward(self, x):
         return x if x.sum().item() > -1e9 else -x  # <- host-sync
 
-class Model(Base):
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(Gate(), nn.Linear(8, 4))
----
-class Keep(Callback):
-    def __init__(self):
-        self.kept = []
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.kept.append(loss)  # <- retained-graph
+        self.norm = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(1, 4, 3)  # <- bias-before-norm
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu()
 
-Model = Base
-TRAINER = {"callbacks": [Keep()]}
----
 class Scores(nn.Module):
     def __init__(scores):
         super().__init__()
@@ -87,36 +73,30 @@ class Scores(nn.Module):
         scores.all.append(logits)  # <- retained-graph
         scores.mean = 0.9 * scores.mean + logits.mean()  # <- retained-graph
 
-class Model(Base):
+class Keep(Callback):
     def __init__(self):
-        super().__init__()
-        self.scores = Scores()
-    def training_step(self, batch, batch_idx):
-        logits = self.net(batch[0])
-        self.scores.update(logits)
-        return F.cross_entropy(logits, batch[1])
----
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)
-        self.conv = nn.Conv2d(1, 4, 3)  # <- bias-before-norm
-    def forward(self, x):
-        return self.norm(self.conv(x)).relu()
+        self.kept = []
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.kept.append(loss)  # <- retained-graph
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.last = outputs["loss"].item()  # <- host-sync
 
 class Model(Base):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(  # <- bias-before-norm
-            Block(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4),
+            Gate(), Block(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4),
         )
+        self.spare = nn.Linear(2, 2)  # <- unused-parameters
+        self.scores = Scores()
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        self.scores.update(logits)
+        return F.cross_entropy(logits, batch[1])
     def train_dataloader(self):
         return DataLoader(images(28), batch_size=4)
----
-class Model(Base):
-    def __init__(self):
-        super().__init__()
-        self.spare = nn.Linear(2, 2)  # <- unused-parameters
+
+TRAINER = {"callbacks": [Keep()]}
 ---
 class Model(ManualBase):
     def on_fit_start(self):
@@ -129,35 +109,30 @@ class Model(ManualBase):
         self.scaler.step(optimizer)
         self.scaler.update()
 ---
-class Model(Base):
-    def training_step(self, batch, batch_idx):
-        return self.loss((batch[0].float(), batch[1]))
-    def train_dataloader(self):
-        data = TensorDataset(torch.ones(28, 8, dtype=torch.float64), torch.zeros(28, dtype=torch.long))
-        return DataLoader(data, batch_size=4)  # <- wide-batch
----
 class Slow(Dataset):
     def __len__(self):
         return 28
     def __getitem__(self, i):
         time.sleep(0.005)
-        return torch.ones(8), i % 4
+        return torch.ones(8, dtype=torch.float64), i % 4
 
 class Model(Base):
+    def training_step(self, batch, batch_idx):
+        return self.loss((batch[0].float(), batch[1]))
     def train_dataloader(self):
-        return DataLoader(Slow(), batch_size=4)  # <- waits-for-data, workers
+        return DataLoader(Slow(), batch_size=4)  # <- waits-for-data, wide-batch, workers
 ---
 class Model(Base):
     def train_dataloader(self):
-        return DataLoader(rows(), batch_size=4, num_workers=1)  # <- persistent-workers
+        return DataLoader(images(28, 8), batch_size=4, num_workers=1)  # <- persistent-workers
 
 TRAINER = {"max_epochs": 2}
 ---
 Model = Base
-TRAINER = {"accumulate_grad_batches": 4}  # without a line: short-window
----
-Model = Base
-TRAINER = {"detect_anomaly": True}  # without a line: anomaly-mode
+TRAINER = {
+    "accumulate_grad_batches": 4,  # without a line: short-window
+    "detect_anomaly": True,  # without a line: anomaly-mode
+}
 """
 
 CLEAN_STEPS = [
@@ -180,28 +155,24 @@ CLEAN_SCHEDULES = [
 ]
 CLEAN = """
 Model = Base
-TRAINER = {"accumulate_grad_batches": 4, "callbacks": [ExactAccumulation()]}
----
-Model = Base
-TRAINER = {"plugins": [ApexAMP("O2", dtype=torch.bfloat16)]}
+TRAINER = {
+    "accumulate_grad_batches": 4, "callbacks": [ExactAccumulation()],
+    "plugins": [ApexAMP("O2", dtype=torch.bfloat16)],
+}
 ---
 class Model(Base):
     def __init__(self):
         super().__init__()
         first, second = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 4, 1)
-        self.net = nn.Sequential(first, nn.BatchNorm2d(4), second, nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 4))
-    def train_dataloader(self):
-        return DataLoader(images(28), batch_size=4)
----
-class Model(Base):
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.net = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))
+        last = torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 4))
+        self.net = nn.Sequential(first, nn.BatchNorm2d(4), second, nn.GroupNorm(2, 4), nn.Flatten(), last)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
             x = self.frozen(batch[0])
-        return self.loss((x, batch[1]))
+        return F.cross_entropy(torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False), batch[1])
+    def train_dataloader(self):
+        return DataLoader(images(28), batch_size=4)
 ---
 class Model(ManualBase):
     def __init__(self):
@@ -219,11 +190,6 @@ class Model(ManualBase):
         first = torch.optim.Adam(self.net.parameters())
         second = torch.optim.SGD(self.critic.parameters(), lr=0.1)
         return [first, second], [StepLR(each, 5) for each in (first, second)]
----
-class Model(Base):
-    def training_step(self, batch, batch_idx):
-        logits = torch.utils.checkpoint.checkpoint(self.net, batch[0], use_reentrant=False)
-        return F.cross_entropy(logits, batch[1])
 ---
 class Model(Base):
     def loss(self, batch):

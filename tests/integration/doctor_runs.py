@@ -7,22 +7,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_turbo import ApexAMP
 from tests.trainers import quiet_trainer
 
 QUIET = [pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`.*")]
 SHORT = {"warmup": 1, "timed": 2, "watched": 3}
 
 
-def images(count):
+def images(count, *shape):
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(count, 1, 6, 6, generator=generator), torch.randint(0, 4, (count,), generator=generator)
-    return TensorDataset(x, y)
-
-
-def rows(count=28):
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(count, 8, generator=generator), torch.randint(0, 4, (count,), generator=generator)
-    return TensorDataset(x, y)
+    x = torch.randn(count, *(shape or (1, 6, 6)), generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
 
 
 class Base(LightningModule):
@@ -42,7 +37,7 @@ class Base(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader(rows(), batch_size=4)
+        return DataLoader(images(28, 8), batch_size=4)
 
 
 class ManualBase(Base):
@@ -82,10 +77,11 @@ def trainer(*callbacks, **more):
     return quiet_trainer(callbacks=list(callbacks), **settings)
 
 
-def trained(*callbacks, model=Noisy, **more):
+def trained(*callbacks, model=Noisy, data=None, level=None, **more):
     torch.manual_seed(7)
     module = model()
-    trainer(*callbacks, **more).fit(module)
+    plugins = [ApexAMP(level, dtype=torch.bfloat16)] if level else None
+    trainer(*callbacks, plugins=plugins, **more).fit(module, datamodule=data and data())
     return module
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import resource
 import signal
@@ -10,7 +11,6 @@ import warnings
 import pytest
 import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
 import torch
-from lightning.pytorch import Trainer
 from rich.console import Console
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -21,6 +21,7 @@ from lightning_turbo.demo.data import VolumePatches, load_digits
 from lightning_turbo.demo.history import RunHistory
 from lightning_turbo.demo.model import DemoNet
 from lightning_turbo.demo.run import run_demo
+from tests.trainers import quiet_trainer
 
 
 def demo(out, **settings):
@@ -40,25 +41,6 @@ def _few_digits(monkeypatch):
         return dataclasses.replace(data, train=TensorDataset(*(tensor[:96] for tensor in data.train.tensors)))
 
     monkeypatch.setattr(demo_data, "load_digits", load)
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """Presses Ctrl-C after so many training batches."""
-
-    def install(batches):
-        seen = []
-        before = RunHistory.on_train_batch_end
-
-        def on_train_batch_end(self, *args):
-            before(self, *args)
-            seen.append(1)
-            if len(seen) == batches:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(RunHistory, "on_train_batch_end", on_train_batch_end)
-
-    return install
 
 
 def test_levels_take_turns_reach_the_accuracy_and_everything_is_written(tmp_path):
@@ -97,10 +79,7 @@ def test_the_epochs_of_the_demo_are_those_of_one_fit(tmp_path):
     torch.manual_seed(0)
     model = DemoNet(dims=2, classes=10)
     order = DistributedSampler(data.train, num_replicas=1, rank=0, shuffle=True, seed=0)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=3, num_sanity_val_steps=0)
     losses = []
     model.on_train_batch_end = lambda outputs, batch, batch_idx: losses.append(outputs["loss"].item())
     with warnings.catch_warnings(), run._one_thread():
@@ -109,9 +88,16 @@ def test_the_epochs_of_the_demo_are_those_of_one_fit(tmp_path):
     assert results["levels"]["O0"]["step_losses"] == losses
 
 
-def test_ctrl_c_keeps_what_was_complete(tmp_path, stop_after):
+def test_ctrl_c_keeps_what_was_complete(tmp_path, monkeypatch):
+    batches, count = itertools.count(1), RunHistory.on_train_batch_end
+
+    def press(self, *arguments):
+        count(self, *arguments)
+        if next(batches) == 43 + 20:  # in the second epoch
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunHistory, "on_train_batch_end", press)
     handler = signal.getsignal(signal.SIGINT)
-    stop_after(43 + 20)  # in the second epoch
     status, stopped, shown = demo(tmp_path, levels=("O2",), epochs=2)
     assert status == 130
     assert signal.getsignal(signal.SIGINT) is handler
@@ -148,11 +134,8 @@ def test_volumes_are_trained_with_and_without_what_was_found(tmp_path, monkeypat
 
     monkeypatch.setattr(search.ScriptInProcess, "_measure", told)
     monkeypatch.setattr(search, "ROUNDS", [{"order": "round", "lead": 0, "steps": 1}])
-    monkeypatch.setattr(
-        search,
-        "WITHOUT",
-        (*search.WITHOUT, "workers-*", "prefetch-threads", "bf16-mixed", "O2", "fused", "release*", "channels*"),
-    )
+    untried = "workers-*", "prefetch-threads", "bf16-mixed", "O2", "fused", "release*", "channels*"
+    monkeypatch.setattr(search, "WITHOUT", (*search.WITHOUT, *untried))
     status, results, shown = demo(tmp_path, levels=("O0",), epochs=1, tune_seconds=1e6)
     assert status == 1, "that of the level"
     volumes = results["volumes"]

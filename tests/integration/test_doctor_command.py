@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from lightning_turbo import cli
 from tests.integration.doctor_runs import QUIET
@@ -19,7 +20,8 @@ import os
 import signal
 import sys
 import torch
-from {lightning} import LightningModule, Trainer
+from {lightning} import Trainer
+from {lightning}.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 class Wrapper:
@@ -28,49 +30,33 @@ class Wrapper:
     def __iter__(self):
         return iter(self.loader)
 
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
+class Model(BoringModel):
     def training_step(self, batch, batch_idx):
-        if "fail" in sys.argv and batch_idx == 5:
-            raise ValueError("the user's own")
-        if "stop" in sys.argv and batch_idx == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        loss = self.net(batch).mean()
+        {step}
+        loss = self.layer(batch).mean()
         self.last = loss.item()
         return loss
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 if __name__ == "__main__":
     print("arguments", sys.argv[1:])
-    if "none" in sys.argv:
-        sys.exit(3)
-    settings = {{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-                "enable_model_summary": False, "devices": 2 if "ranks" in sys.argv else 1}}
-    trainer = Trainer(max_epochs=1, **settings)
-    if "stop early" in sys.argv:
-        os.kill(os.getpid(), signal.SIGINT)
-    if "error" in sys.argv:
-        Trainer(gpus=1)
-    if "idle" in sys.argv:
-        sys.exit("nothing to do")
-    loader = DataLoader(torch.ones(8 if "brief" in sys.argv else 48, 4), batch_size=4)
-    trainer.fit(Model(), Wrapper(loader) if "ranks" in sys.argv else loader)
-    if "late" in sys.argv:
-        sys.exit(3)
-    if "twice" in sys.argv:
-        Trainer(max_epochs=2, **settings).fit(Model(), loader)
-"""
+    settings = {{"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_val_batches": 0, "logger": False,
+                "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}}
+    loader = DataLoader(torch.ones(48, 32), batch_size=4)
+    {before}
+    Trainer(**settings).fit(Model(), loader)
+    {after}
+""".strip()
+LINE = 1 + SCRIPT.splitlines().index("        self.last = loss.item()")
 
 
-LINE = 1 + SCRIPT.strip().splitlines().index("        self.last = loss.item()")
+def source(*, lightning="lightning.pytorch", step="", before="", after=""):
+    """The script, with lines for three of its places."""
+    return SCRIPT.format(lightning=lightning, step=step, before=before, after=after)
 
 
-def arguments(tmp_path, *own, lightning="lightning.pytorch", options=()):
+def arguments(tmp_path, *own, options=(), **places):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.strip().format(lightning=lightning))
+    script.write_text(source(**places))
     return ["doctor", "--warmup", "1", "--timed", "2", "--watched", "3", *options, str(script), "--", *own]
 
 
@@ -85,10 +71,10 @@ def test_a_script_is_examined(tmp_path, capsys):
     assert (tmp_path / "here" / "doctor.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def run_command(tmp_path, *own, **more):
+def run_command(tmp_path, **places):
     """Run it in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "lightning_turbo", *arguments(tmp_path, *own, **more)],
+        [sys.executable, "-W", "ignore", "-m", "lightning_turbo", *arguments(tmp_path, **places)],
         capture_output=True, text=True, timeout=170, cwd=tmp_path, check=False,
     )  # fmt: skip
 
@@ -109,41 +95,42 @@ def interrupts():
 
 
 REPORT, ABSENT = "report in runs/doctor/doctor.html\n", "train.py was not examined: it ended"
+FAIL, STOP = "raise ValueError('own')", "os.kill(os.getpid(), signal.SIGINT)"
 
 
-@pytest.mark.parametrize(("own", "status", "said", "error"), [
-    ("late", 3, f"train.py:{LINE}", REPORT),
-    ("fail", 1, "was ended by ValueError after 5 of the 6 steps", REPORT),
-    ("stop", 1, "was ended by KeyboardInterrupt after 5 of the 6 steps", REPORT),  # Lightning's own status
-    ("brief", 0, "ended after 2 of the 6 steps", REPORT),
-    ("none", 3, "", f"{ABSENT} before a Trainer began to train."),
-    ("idle", 1, "", f"{ABSENT} before a Trainer began to train."),
-    ("error", 1, "", f"{ABSENT} in TypeError before a Trainer began to train."),
-    ("stop early", 130, "", f"{ABSENT} in KeyboardInterrupt before a Trainer began to train."),  # as shells have it
+@pytest.mark.parametrize(("places", "status", "said", "error"), [
+    ({"after": "sys.exit(3)"}, 3, f"train.py:{LINE}", REPORT),
+    ({"step": f"if batch_idx == 5: {FAIL}"}, 1, "was ended by ValueError after 5 of the 6 steps", REPORT),
+    # Lightning's own status
+    ({"step": f"if batch_idx == 5: {STOP}"}, 1, "was ended by KeyboardInterrupt after 5 of the 6 steps", REPORT),
+    ({"before": "settings['limit_train_batches'] = 2"}, 0,
+     "ended after 2 of the 6 steps that the doctor needs: 1 were timed and 0 watched", REPORT),
+    ({"before": "sys.exit(3)"}, 3, "", f"{ABSENT} before a Trainer began to train."),
+    ({"before": "Trainer(**settings), sys.exit('no')"}, 1, "", f"{ABSENT} before a Trainer began to train."),
+    ({"before": "Trainer(gpus=1)"}, 1, "", f"{ABSENT} in TypeError before a Trainer began to train."),
+    # As shells have it
+    ({"before": STOP}, 130, "", f"{ABSENT} in KeyboardInterrupt before a Trainer began to train."),
 ])  # fmt: skip
-def test_a_script_keeps_its_end_and_status(own, status, said, error, tmp_path, capsys, interrupts):
+def test_a_script_keeps_its_end_and_status(places, status, said, error, tmp_path, capsys, interrupts):
     before = sys.argv, list(sys.path)
-    assert cli.main(arguments(tmp_path, own)) == status
+    assert cli.main(arguments(tmp_path, **places)) == status
     assert (sys.argv, sys.path) == before
+    assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
     told = capsys.readouterr()
     assert said in " ".join(told.out.split())
     assert error in told.err
-    assert (f"train.py:{LINE}" in told.out) == (own in ("late", "fail", "stop"))
-    if own == "fail":
+    assert (f"train.py:{LINE}" in told.out) == ("before" not in places)
+    if "ValueError" in said:
         lines = told.err.splitlines()
         first = lines.index("Traceback (most recent call last):")
         assert "train.py" in lines[first + 1], "the doctor's own frames are not in it"
-        assert "ValueError: the user's own" in lines
+        assert "ValueError: own" in lines
 
 
-@pytest.mark.parametrize("then", ["", "\n    os.rmdir(os.getcwd())"], ids=["kept", "removed"])
-def test_the_report_is_where_the_reader_is_though_the_script_goes_elsewhere(then, tmp_path, capsys):
-    given = arguments(tmp_path)
-    script = tmp_path / "train.py"
+@pytest.mark.parametrize("after", ["", "os.rmdir(os.getcwd())"], ids=["kept", "removed"])
+def test_the_report_is_where_the_reader_is_though_the_script_goes_elsewhere(after, tmp_path, capsys):
     (tmp_path / "work").mkdir()
-    goes = script.read_text().replace("    print(", f"    os.chdir({str(tmp_path / 'work')!r})\n    print(", 1)
-    script.write_text(goes + then)
-    assert cli.main(given) == 0
+    assert cli.main(arguments(tmp_path, before=f"os.chdir({str(tmp_path / 'work')!r})", after=after)) == 0
     assert REPORT in capsys.readouterr().err
     assert (tmp_path / "runs" / "doctor" / "doctor.html").is_file()
 
@@ -163,7 +150,8 @@ def test_each_trainer_of_a_script_has_a_report_of_its_own_in_place_of_old_ones(t
     folder.mkdir(parents=True)
     for name in ("doctor-3.json", "doctor_notes.html", "doctor.py"):
         (folder / name).write_text("")
-    assert cli.main(arguments(tmp_path, "twice")) == 0
+    again = "Trainer(**{**settings, 'max_epochs': 2}).fit(Model(), loader)"
+    assert cli.main(arguments(tmp_path, after=again)) == 0
     assert capsys.readouterr().out.count("0 errors, 1 warning") == 2
     assert [json.loads((folder / f"{name}.json").read_text())["watched"] for name in ("doctor", "doctor-2")] == [3, 3]
     reports = {f"{name}.{suffix}" for name in ("doctor", "doctor-2") for suffix in ("html", "json")}
@@ -172,9 +160,8 @@ def test_each_trainer_of_a_script_has_a_report_of_its_own_in_place_of_old_ones(t
 
 def test_a_package_is_examined_as_by_python_m(tmp_path, capsys, monkeypatch):
     (tmp_path / "own").mkdir()
-    source = SCRIPT.strip().format(lightning="lightning.pytorch")
     (tmp_path / "own" / "__init__.py").write_text("")
-    (tmp_path / "own" / "__main__.py").write_text(f"{source}\n    print(__package__, sys.argv)")
+    (tmp_path / "own" / "__main__.py").write_text(source(after="print(__package__, sys.argv)"))
     monkeypatch.setitem(sys.modules, "own", None)
     monkeypatch.delitem(sys.modules, "own")
     assert cli.main(["doctor", "--warmup", "1", "--timed", "2", "-m", "own", "--", "--lr", "1"]) == 0
@@ -231,7 +218,7 @@ def test_wrong_options_are_refused(words, said, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_first_of_two_ranks_is_examined(tmp_path):
-    done = run_command(tmp_path, "ranks")
+    done = run_command(tmp_path, before="settings['devices'], loader = 2, Wrapper(loader)")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("lightning-turbo doctor:") == 1
     findings = json.loads((tmp_path / "runs" / "doctor" / "doctor.json").read_text())["findings"]

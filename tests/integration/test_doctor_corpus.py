@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.demos.lstm import LightningLSTM
@@ -87,12 +88,16 @@ def test_the_bad_habit_is_named_with_its_line(program, load):
         assert not mark or (None, rule) in found
 
 
+def check_clean(*given, **more):
+    report = fit(*given, **more)
+    assert report.facts.watched == 3
+    assert report.above("info") == []
+
+
 @pytest.mark.parametrize("program", CLEAN_PROGRAMS)
 def test_nothing_is_said_about_a_clean_program(program, load, own_time):
     module = load(program)
-    report = fit(module.Model(), **getattr(module, "TRAINER", {}))
-    assert report.facts.watched == 3
-    assert report.above("info") == []
+    check_clean(module.Model(), **getattr(module, "TRAINER", {}))
 
 
 def test_a_loader_that_is_given_to_fit_has_the_line_of_fit():
@@ -110,52 +115,39 @@ def test_a_loader_that_is_given_to_fit_has_the_line_of_fit():
         assert ".fit(model, data)" in linecache.getline(each.site.file, each.site.line)
 
 
-def tokens():
-    numbers = torch.arange(32 * 5).view(32, 5) % 11
-    return DataLoader(TensorDataset(numbers, numbers), batch_sampler=[range(5)] * 8)
-
-
 class Network(LightningLSTM):
     def prepare_data(self):
         """Downloads nothing."""
 
 
-def digits():
-    return DataLoader(TensorDataset(torch.randn(32, 1, 8, 8), torch.arange(32) % 10), batch_size=4)
+def batches(x, y):
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+TOKENS = torch.arange(32 * 5).view(32, 5) % 11
 
 
 @pytest.mark.parametrize(("model", "data"), [
-    (BoringModel, None), (ManualOptimBoringModel, None), (lambda: Network(vocab_size=11), tokens),
-    (lambda: DemoNet(dims=2, classes=10), digits),
+    (BoringModel, None), (ManualOptimBoringModel, None),
+    (lambda: Network(vocab_size=11), batches(TOKENS, TOKENS)),
+    (lambda: DemoNet(dims=2, classes=10), batches(torch.randn(32, 1, 8, 8), torch.arange(32) % 10)),
 ], ids=["boring", "manual", "lstm", "demo"])  # fmt: skip
 def test_nothing_is_said_about_lightnings_own_examples_and_the_demo(model, data, own_time):
-    report = fit(model(), data and data(), limit_train_batches=8, limit_val_batches=0)
-    assert report.facts.watched == 3
-    assert report.above("info") == []
+    check_clean(model(), data, limit_train_batches=8, limit_val_batches=0)
 
 
-@pytest.fixture(scope="module")
-def scikit_learn():
-    """Imported before a test begins: it sets environment variables."""
-    return pytest.importorskip("sklearn.datasets")
-
-
-def test_nothing_is_said_about_the_lines_to_add(monkeypatch, scikit_learn, own_time):
+def test_nothing_is_said_about_the_lines_to_add(monkeypatch, own_time):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    add_apex_amp = importlib.import_module("add_apex_amp")
-    report = fit(
-        add_apex_amp.Digits(), add_apex_amp.FastDigitsData(),
-        limit_train_batches=8, limit_val_batches=0, max_epochs=4,
+    lines = importlib.import_module("add_apex_amp")
+    check_clean(
+        lines.Digits(), lines.FastDigitsData(), limit_train_batches=8, limit_val_batches=0, max_epochs=4
     )  # fmt: skip
-    assert report.facts.watched == 3
-    assert report.above("info") == []
 
 
 def test_nothing_is_said_about_the_volumes(own_time):
-    rng, arrays = np.random.default_rng(0), {}
-    for part, count in (("train", 24), ("val", 8), ("test", 8)):
-        arrays[f"{part}_images"] = rng.integers(0, 255, (count, 12, 12, 12)).astype(np.uint8)
-        arrays[f"{part}_labels"] = (np.arange(count) % 2).astype(np.uint8)[:, None]
+    images = np.random.default_rng(0).integers(0, 255, (24, 12, 12, 12)).astype(np.uint8)
+    parts = {"images": images, "labels": (np.arange(24) % 2).astype(np.uint8)[:, None]}
+    arrays = {f"{split}_{name}": part for split in ("train", "val", "test") for name, part in parts.items()}
     np.savez_compressed("cubes.npz", **arrays)
     words = [
         "fit", "--config", str(EXAMPLES / "medmnist3d" / "config.yaml"), "--data", str(Path("cubes.npz").resolve()),

@@ -1,12 +1,11 @@
 """The other techniques around the step under a real Trainer."""
 
 import copy
-import functools
 import math
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -32,7 +31,7 @@ from lightning_turbo import (
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn import set_memory_format
 from lightning_turbo.optim import preview
-from tests.trainers import FLAGS
+from tests.trainers import quiet_trainer
 from tests.versions import FINDS_RATES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory")
@@ -51,19 +50,25 @@ class Net(LightningModule):
     def forward(self, x):
         return self.net(x)
 
+    def loss(self, batch):
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = nn.functional.mse_loss(self(x), y)
-        self.losses.append(loss.detach())
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
         return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", self.loss(batch))
 
     def on_before_optimizer_step(self, optimizer):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
     def train_dataloader(self):
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(self.n, 1, 6, 6, generator=generator)
-        return DataLoader(TensorDataset(x, x.mean((1, 2, 3), keepdim=False)[:, None]), batch_size=self.batch_size)
+        x = torch.randn(self.n, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(x, x.mean((1, 2, 3))[:, None]), batch_size=self.batch_size)
+
+    test_dataloader = train_dataloader
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
@@ -72,20 +77,10 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer, self.trainer)}
 
 
-def fit(model, callbacks=(), ckpt_path=None, **flags):
-    trainer = Trainer(**{**FLAGS, "max_epochs": 3, **flags}, callbacks=list(callbacks))
-    trainer.fit(model, ckpt_path=ckpt_path)
+def fit(model, *callbacks, path=None, **flags):
+    trainer = quiet_trainer(**{"max_epochs": 3, "callbacks": list(callbacks), **flags})
+    trainer.fit(model, ckpt_path=path)
     return trainer
-
-
-class StopAt(Callback):
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            trainer.save_checkpoint("stopped.ckpt")
-            trainer.should_stop = True
 
 
 # cyclic_lr
@@ -119,7 +114,7 @@ def test_a_skipped_step_does_not_advance_the_cycle():
 def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder():
     model = Net(by_epochs)
     finder = BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=2, margin=0.0)
-    trainer = fit(model, [finder], max_epochs=2)
+    trainer = fit(model, finder, max_epochs=2)
     assert (model.batch_size, trainer.lr_scheduler_configs[0].scheduler.total_size) == (4, 15)
     expected = preview(0.01, 0.5, steps=20, epochs_up=1, epochs_down=0.5, steps_per_epoch=10).lr[0]
     assert model.rates[-20:] == pytest.approx(expected)
@@ -135,8 +130,7 @@ def _no_tqdm_monitor(monkeypatch):
 def test_lr_range_proposes_bounds_and_leaves_the_model_alone():
     model = Net(n=1600, batch_size=20)
     before = copy.deepcopy(model.state_dict())
-    trainer = Trainer(**FLAGS, max_epochs=1)
-    found = lr_range(trainer, model, min_lr=1e-5, max_lr=10.0, num_training=60)
+    found = lr_range(quiet_trainer(max_epochs=1), model, min_lr=1e-5, max_lr=10.0, num_training=60)
     assert 1e-5 < found.base_lr < found.max_lr < 10.0
     assert found.losses[found.lrs.index(found.base_lr)] > found.losses[found.lrs.index(found.max_lr)]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -154,8 +148,8 @@ def train_plainly(model, window, lr, factor, warmup):
         rising = 1 + (factor - 1) * step / warmup if step < warmup else factor
         optimizer.param_groups[0]["lr"] = lr * rising
         optimizer.zero_grad()
-        for x, y in batches[start : start + window]:
-            (nn.functional.mse_loss(model(x), y) / window).backward()
+        for batch in batches[start : start + window]:
+            (model.loss(batch) / window).backward()
         optimizer.step()
 
 
@@ -163,7 +157,7 @@ def train_plainly(model, window, lr, factor, warmup):
 def test_it_accumulates_scales_and_warms_up(rule, factor, warmup):
     model, reference = Net(lr=0.02), Net(lr=0.02)
     callback = EffectiveBatchSize(20, rule, warmup)
-    trainer = fit(model, [callback])
+    trainer = fit(model, callback)
     train_plainly(reference, 5, 0.02, factor, warmup)
     assert (trainer.accumulate_grad_batches, callback.effective_batch_size) == (5, 20)
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
@@ -172,9 +166,9 @@ def test_it_accumulates_scales_and_warms_up(rule, factor, warmup):
 
 def test_a_checkpoint_of_another_size_or_without_the_callback_is_scaled_by_the_size_of_the_resumed_run():
     for callbacks in ([EffectiveBatchSize(8, "linear", 100)], []):
-        trainer = fit(Net(lr=0.01), callbacks, max_epochs=1)
+        trainer = fit(Net(lr=0.01), *callbacks, max_epochs=1)
         trainer.save_checkpoint("stopped.ckpt")
-        fit(model := Net(lr=0.01), [EffectiveBatchSize(16)], "stopped.ckpt", max_epochs=2)
+        fit(model := Net(lr=0.01), EffectiveBatchSize(16), path="stopped.ckpt", max_epochs=2)
         assert model.rates[-1] == pytest.approx(0.04)
         state = torch.load("stopped.ckpt", weights_only=True)
         assert list(state["callbacks"].values()) == [{"warmup_done": 5}] * len(callbacks)
@@ -182,7 +176,7 @@ def test_a_checkpoint_of_another_size_or_without_the_callback_is_scaled_by_the_s
 
 
 def test_it_logs_the_effective_batch_size(tmp_path):
-    fit(Net(), [EffectiveBatchSize(16), LearningRateMonitor()], logger=CSVLogger(tmp_path), max_epochs=1)
+    fit(Net(), EffectiveBatchSize(16), LearningRateMonitor(), logger=CSVLogger(tmp_path), max_epochs=1)
     head, *rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     assert {"effective_batch_size", "lr_factor"} <= set(head.split(","))
     assert any("16.0" in row for row in rows)
@@ -194,7 +188,7 @@ class Silent(Net):
 
 
 def test_a_loader_without_a_batch_size_needs_the_argument():
-    assert fit(Silent(), [EffectiveBatchSize(4, batch_size=2)]).accumulate_grad_batches == 2
+    assert fit(Silent(), EffectiveBatchSize(4, batch_size=2)).accumulate_grad_batches == 2
 
 
 def one_cycle(optimizer, trainer):
@@ -207,7 +201,7 @@ def one_cycle(optimizer, trainer):
 @pytest.mark.parametrize("finder", [False, pytest.param(True, marks=FINDS_RATES)])
 def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
     finders = [LearningRateFinder(num_training_steps=5, update_attr=False)] if finder else []
-    trainer = fit(Net(one_cycle), [*finders, EffectiveBatchSize(16)], limit_val_batches=0)
+    trainer = fit(Net(one_cycle), *finders, EffectiveBatchSize(16), limit_val_batches=0)
     steps = [trainer.lr_scheduler_configs[0].scheduler.total_steps]
     trainer.fit_loop.max_epochs = 5
     trainer.fit(Net(one_cycle, n=72))  # other data
@@ -217,92 +211,82 @@ def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
-def test_what_another_put_on_the_loop_stays():
-    trainer = Trainer(**FLAGS, max_epochs=1, callbacks=[EffectiveBatchSize(8)])
-    trainer.fit_loop.setup_data = own = functools.partial(trainer.fit_loop.setup_data)
-    trainer.fit(Net())
-    assert trainer.fit_loop.setup_data is own
-
-
 def test_the_accumulation_is_set_early_with_a_batch_size():
     def by_hand(optimizer, trainer):
         steps = 10 * trainer.max_epochs // trainer.accumulate_grad_batches
         return {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), "interval": "step"}
 
-    trainer = fit(Net(by_hand), [EffectiveBatchSize(20, batch_size=4)])
+    trainer = fit(Net(by_hand), EffectiveBatchSize(20, batch_size=4))
     assert trainer.lr_scheduler_configs[0].scheduler.T_max == trainer.global_step == 6
 
 
-@pytest.mark.parametrize(("callbacks", "flags", "message"), [
-    ([GradientAccumulationScheduler({0: 2})], {}, "GradientAccumulationScheduler sets accumulate_grad_batches too"),
-    ([], {"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches=2\) sets it too"),
-])  # fmt: skip
-def test_two_owners_of_the_accumulation_are_refused(callbacks, flags, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(Net(), [EffectiveBatchSize(8), *callbacks], **flags)
-
-
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: lr_range(Trainer(**FLAGS), Net(), max_lr=math.inf), r"expected 0 < min_lr < max_lr, got .*inf"),
-    (lambda: lr_range(Trainer(**FLAGS), Net(), mode="cubic"), r"mode\): expected 'exponential' or 'linear', got 'cub"),
+    (lambda: lr_range(quiet_trainer(), Net(), max_lr=math.inf), r"expected 0 < min_lr < max_lr, got .*inf"),
+    (lambda: lr_range(quiet_trainer(), Net(), mode="cubic"), r"mode\): expected 'exponential' or 'linear', got 'cub"),
     (lambda: lr_range(3, Net()), r"lr_range\(trainer\): expected a Trainer, got 3"),
     (lambda: EffectiveBatchSize(8.0), "target: expected an integer of 1 or more, got 8.0"),
     (lambda: EffectiveBatchSize(8, "cubic"), "lr_rule: expected 'linear', 'sqrt' or None, got 'cubic'"),
     (lambda: EffectiveBatchSize(8, None, -1), "warmup_steps: expected an integer of 0 or more, got -1"),
-    (lambda: fit(Net(), [EffectiveBatchSize(10)]), r"=10\): expected a multiple of 4, .* for example 12\."),
-    (lambda: fit(Silent(), [EffectiveBatchSize(4)]), r"with a batch_size, got DataLoader without one. Pass batch_size"),
+    (lambda: fit(Net(), EffectiveBatchSize(10)), r"=10\): expected a multiple of 4, .* for example 12\."),
+    (lambda: fit(Silent(), EffectiveBatchSize(4)), r"with a batch_size, got DataLoader without one. Pass batch_size"),
+    (lambda: fit(Net(), EffectiveBatchSize(8), accumulate_grad_batches=2), r"accumulate_grad_batches=2\) sets it too"),
+    (lambda: fit(Net(), EffectiveBatchSize(8), GradientAccumulationScheduler({0: 2})),
+     "GradientAccumulationScheduler sets accumulate_grad_batches too"),
     (lambda: DropBiasBeforeNorm(3), r"DropBiasBeforeNorm\(network\): expected a path .* got 3"),
-    (lambda: DropBiasBeforeNorm("nets").setup(Trainer(**FLAGS), Net(), "fit"), r"one of \['net'\], got 'nets'"),
+    (lambda: DropBiasBeforeNorm("nets").setup(quiet_trainer(), Net(), "fit"), r"one of \['net'\], got 'nets'"),
     (lambda: MemoryFormat("measure"), "'channels_last' or 'contiguous', got 'measure'.* lightning-turbo tune"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(make, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError, MisconfigurationException), match=message):
         make()
 
 
+class StopAt(Callback):
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint("stopped.ckpt")
+            trainer.should_stop = True
+
+
 def test_a_window_of_a_checkpoint_that_was_only_tested_is_dropped():
-    fit(WithTest(), [ExactAccumulation(), StopAt(1)], accumulate_grad_batches=4, max_epochs=1)
-    trainer = Trainer(**FLAGS, max_epochs=1, accumulate_grad_batches=4, callbacks=[ExactAccumulation()])
-    trainer.test(WithTest(), ckpt_path="stopped.ckpt", verbose=False)
-    trainer.fit(after := WithTest())
-    fit(fresh := WithTest(), [ExactAccumulation()], accumulate_grad_batches=4, max_epochs=1)
+    settings = {"accumulate_grad_batches": 4, "max_epochs": 1}
+    fit(Net(), ExactAccumulation(), StopAt(1), **settings)
+    trainer = quiet_trainer(callbacks=[ExactAccumulation()], **settings)
+    trainer.test(Net(), ckpt_path="stopped.ckpt", verbose=False)
+    trainer.fit(after := Net())
+    fit(fresh := Net(), ExactAccumulation(), **settings)
     assert all(torch.equal(a, b) for a, b in zip(after.parameters(), fresh.parameters(), strict=True))
 
 
 # DropBiasBeforeNorm and MemoryFormat
 
 
-class WithTest(Net):
-    def test_step(self, batch, batch_idx):
-        self.log("loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
-
-    test_dataloader = Net.train_dataloader
-
-
 def test_a_checkpoint_with_biases_can_be_tested_without():
-    trainer = fit(old := WithTest(), max_epochs=1)
+    trainer = fit(old := Net(), max_epochs=1)
     trainer.save_checkpoint("old.ckpt")
     expected = trainer.test(old, verbose=False)[0]["loss"]
     for callback in (DropBiasBeforeNorm(), DropBiasBeforeNorm("net")):
-        tester = Trainer(**FLAGS, callbacks=[callback])
-        got = tester.test(model := WithTest(), ckpt_path="old.ckpt", verbose=False)[0]["loss"]
+        tester = quiet_trainer(callbacks=[callback])
+        got = tester.test(model := Net(), ckpt_path="old.ckpt", verbose=False)[0]["loss"]
         assert model.net[0].bias is None
         assert got == pytest.approx(expected, rel=1e-4)
 
 
 def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_loads_into_the_original():
     callback = DropBiasBeforeNorm()
-    trainer = fit(dropped := Net(lr=0.01), [callback], max_epochs=1)
+    trainer = fit(dropped := Net(lr=0.01), callback, max_epochs=1)
     fit(whole := Net(lr=0.01), max_epochs=1)
     assert callback.report.dropped == {"net.0": "net.1"}
     assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 5
     # The bias moves all activations before the norm, which rounds in another way.
-    assert torch.stack(dropped.losses).tolist() == pytest.approx(torch.stack(whole.losses).tolist(), rel=1e-4)
+    assert dropped.losses == pytest.approx(whole.losses, rel=1e-4)
     trainer.save_checkpoint("small.ckpt")
-    original = Net.load_from_checkpoint("small.ckpt", weights_only=True).eval()
-    x = torch.randn(3, 1, 6, 6)
+    original, x = Net.load_from_checkpoint("small.ckpt", weights_only=True).eval(), torch.randn(3, 1, 6, 6)
     torch.testing.assert_close(original(x), dropped.eval()(x), rtol=1e-5, atol=1e-6)
-    fit(again := Net(lr=0.01), [DropBiasBeforeNorm()], "small.ckpt", max_epochs=2)
+    fit(again := Net(lr=0.01), DropBiasBeforeNorm(), path="small.ckpt", max_epochs=2)
     assert again.net[0].bias is None
 
 
@@ -310,11 +294,11 @@ def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_lo
     lambda: {"callbacks": [MemoryFormat()]}, lambda: {"strategy": TurboStrategy(memory_format="channels_last")},
 ], ids=["callback", "strategy"])  # fmt: skip
 def test_the_memory_format_is_that_of_the_weights_that_train(make):
-    Trainer(**FLAGS, max_epochs=1, **make()).fit(model := Net(lr=0.01))
+    fit(model := Net(lr=0.01), max_epochs=1, **make())
     assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)
-    fit(plain := Net(lr=0.01), [MemoryFormat("contiguous")], max_epochs=1)
+    fit(plain := Net(lr=0.01), MemoryFormat("contiguous"), max_epochs=1)
     assert plain.net[0].weight.is_contiguous()
-    assert torch.stack(model.losses).tolist() == pytest.approx(torch.stack(plain.losses).tolist(), rel=1e-4)
+    assert model.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
 def test_without_layers_the_memory_format_says_why():
@@ -329,7 +313,7 @@ def test_without_layers_the_memory_format_says_why():
             set_memory_format(self, "channels_last")
 
     with pytest.warns(NoEffectWarning, match="Flat has no 2D or 3D layers"):
-        fit(Flat(), [MemoryFormat("channels_last")], max_epochs=1)
+        fit(Flat(), MemoryFormat("channels_last"), max_epochs=1)
     with pytest.warns(NoEffectWarning, match="Later makes its layers in configure_model, after setup. Call"):
-        fit(model := Later(), [MemoryFormat("channels_last")], max_epochs=1)
+        fit(model := Later(), MemoryFormat("channels_last"), max_epochs=1)
     assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)

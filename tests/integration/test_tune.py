@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_turbo.cli import main
 from lightning_turbo.measure import Meter, SkippedError, computes_in_bfloat16
 from lightning_turbo.tune.candidates import combine, list_candidates
 from lightning_turbo.tune.report import script_text, yaml_text
 from lightning_turbo.tune.worker import run_program
+from tests.trainers import FLAGS
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SCRIPT = """
@@ -65,9 +67,7 @@ ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch", "cu
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+def script(tmp_path):
     def write(text=SCRIPT, **arguments):
         named = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         (tmp_path / "train.py").write_text(textwrap.dedent(text).replace("ARGUMENTS", named))
@@ -115,47 +115,27 @@ def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
     assert facts["strategy"] == ("TurboStrategy" if TABLE[name].strategy else "SingleDeviceStrategy")
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments", "reason"),
-    [
-        (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy; expected one device"),
-        ("print('no training')", {}, "it made no Trainer; expected a script that makes a Trainer and calls fit"),
-        ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
-        ("raise OSError('no data')", {}, "OSError: no data"),
-    ],
-)
+@pytest.mark.parametrize(("text", "arguments", "reason"), [
+    (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy; expected one device"),
+    ("print('no training')", {}, "it made no Trainer; expected a script that makes a Trainer and calls fit"),
+    ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
+    ("raise OSError('no data')", {}, "OSError: no data"),
+])  # fmt: skip
 def test_a_script_that_cannot_be_run_so_says_why(script, text, arguments, reason):
     with pytest.raises((SkippedError, RuntimeError), match=reason):
         run(script(text, **arguments))
 
 
 PROGRAM = """
-import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
-from torch.utils.data import DataLoader
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 2)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self):
-        return DataLoader(torch.randn(8, 4), 2)
-
-LightningCLI(Module, seed_everything_default=0)
+LightningCLI(BoringModel, seed_everything_default=0)
 """
 
 
-def test_a_package_with_a_command_line_runs_and_its_configuration_is_not_saved(tmp_path, monkeypatch):
+def test_a_package_with_a_command_line_runs_and_its_configuration_is_not_saved(tmp_path):
     pytest.importorskip("jsonargparse")
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text("trainer: {accelerator: cpu, max_steps: 2}")
     (tmp_path / "program_of_mine.py").write_text(PROGRAM)
     found, _ = run("program_of_mine", "lean", module=True, arguments=["fit", "--config", "own.yaml"])
@@ -164,24 +144,11 @@ def test_a_package_with_a_command_line_runs_and_its_configuration_is_not_saved(t
     assert {path.name for path in tmp_path.iterdir()} <= {"own.yaml", "program_of_mine.py", "__pycache__"}
 
 
-class Line(LightningModule):
-    """The smallest module."""
-
+class Line(BoringModel):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten())
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        return self(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(8, 1, 4, 4), 2)
+        parts = torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten()
+        self.layer = torch.nn.Sequential(torch.nn.Unflatten(1, (1, 4, 8)), *parts)
 
 
 COMBINATIONS = [
@@ -192,41 +159,35 @@ COMBINATIONS = [
 ]
 
 
+def check(trainer, names):
+    assert trainer.global_step == 3
+    assert (type(trainer.strategy).__name__ == "TurboStrategy") == bool(combine(TABLE[n] for n in names).strategy)
+    assert (type(trainer.precision_plugin).__name__ == "ApexAMP") == ("O1" in names)
+
+
 @pytest.mark.parametrize("names", COMBINATIONS, ids=" ".join)
 def test_the_script_that_is_written_runs(names, tmp_path):
-    settings = combine(TABLE[name] for name in names)
-    text = script_text(settings, "0.5 of the time", ["python", "train.py"])
+    text = script_text(combine(TABLE[name] for name in names), "0.5 of the time", ["python", "train.py"])
     (tmp_path / "turbo.py").write_text(text)
     assert text.count("\n") <= 24
     assert ("THP_MEM_ALLOC_ENABLE=1 python train.py" in text) == ("huge-pages" in names)
     turbo = runpy.run_path(str(tmp_path / "turbo.py"))["turbo"]
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **quiet, **turbo())
+    trainer = Trainer(**FLAGS, max_steps=3, **turbo())
     trainer.fit(Line())
-    assert trainer.global_step == 3
-    assert (type(trainer.strategy).__name__ == "TurboStrategy") == bool(settings.strategy)
-    assert (type(trainer.precision_plugin).__name__ == "ApexAMP") == ("O1" in names)
+    check(trainer, names)
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids=" ".join)
 def test_the_configuration_that_is_written_runs(names, tmp_path, monkeypatch):
     cli = pytest.importorskip("lightning.pytorch.cli")
-    monkeypatch.chdir(tmp_path)
     settings = combine(TABLE[name] for name in names)
     (tmp_path / "turbo.yaml").write_text(yaml_text(settings, "0.5 of the time", ["python", "-m", "pkg"]))
-    own = {
-        "accelerator": "cpu", "max_steps": 3, "logger": False, "enable_checkpointing": False,
-        "callbacks": [{"class_path": "lightning_turbo.GradToNone"}],
-    }  # fmt: skip
-    (tmp_path / "own.yaml").write_text(
-        json.dumps({"trainer": {**own, "enable_progress_bar": False, "enable_model_summary": False}})
-    )
+    own = {**FLAGS, "max_steps": 3, "callbacks": [{"class_path": "lightning_turbo.GradToNone"}]}
+    (tmp_path / "own.yaml").write_text(json.dumps({"trainer": own}))
     monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", "own.yaml", "--config", "turbo.yaml"])
-    made = cli.LightningCLI(Line, save_config_callback=None, seed_everything_default=0)
-    assert made.trainer.global_step == 3
-    kinds = [type(callback).__name__ for callback in made.trainer.callbacks]
-    assert set(kinds) >= {"GradToNone", *settings.callbacks}
-    assert (type(made.trainer.precision_plugin).__name__ == "ApexAMP") == ("O1" in names)
+    trainer = cli.LightningCLI(Line, save_config_callback=None, seed_everything_default=0).trainer
+    check(trainer, names)
+    assert {type(callback).__name__ for callback in trainer.callbacks} >= {"GradToNone", *settings.callbacks}
 
 
 def test_the_command_finds_and_writes(script, tmp_path, capsys):
@@ -244,16 +205,13 @@ def test_the_command_finds_and_writes(script, tmp_path, capsys):
     assert "nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
-        (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
-        (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
-        (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
-        (["--out", "train.py", "train.py"], "out='train.py': Not a directory; expected a folder that can be made"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
+    (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
+    (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
+    (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
+    (["--out", "train.py", "train.py"], "out='train.py': Not a directory; expected a folder that can be made"),
+])  # fmt: skip
 def test_the_command_refuses_what_it_cannot_do(script, arguments, message, capsys):
     script()
     assert main(["tune", *arguments]) == 2
@@ -267,17 +225,14 @@ PRECISIONS = {"bf16-mixed", "O1", "O2"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("example", "wanted"),
-    [
-        ("disk", {"prefetch-threads", "workers-2", "workers-2-persistent"}),
-        ("jpegs", {name for name in TABLE if TABLE[name].slot == "loading"}),
-        ("toy", {"lean"}),
-        ("volumes", {*(PRECISIONS if computes_in_bfloat16() else ()), "compile", "channels-last"}),
-        ("biased", {"no-bias"}),
-        ("nothing", set()),
-    ],
-)
+@pytest.mark.parametrize(("example", "wanted"), [
+    ("disk", {"prefetch-threads", "workers-2", "workers-2-persistent"}),
+    ("jpegs", {name for name in TABLE if TABLE[name].slot == "loading"}),
+    ("toy", {"lean"}),
+    ("volumes", {*(PRECISIONS if computes_in_bfloat16() else ()), "compile", "channels-last"}),
+    ("biased", {"no-bias"}),
+    ("nothing", set()),
+])  # fmt: skip
 def test_each_example_finds_its_answer_in_three_minutes(example, wanted, tmp_path):
     assert main(["tune", "--minutes", "3", "--out", str(tmp_path), str(EXAMPLES / f"{example}.py")]) == 0
     results = json.loads((tmp_path / "tune.json").read_text())

@@ -10,56 +10,38 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader, TurboDDPStrategy, TurboStrategy
+from tests.registry import make_data, make_model
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-        self.losses = []
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, index):
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+def net():
+    return make_model(pl, optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2))
 
 
-def fit(model, strategy, **kwargs):
-    g = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(32, 1, 6, 6, generator=g), torch.randint(0, 3, (32,), generator=g))
-    trainer = quiet_trainer(strategy=strategy, max_epochs=2, **kwargs)
-    trainer.fit(model, DataLoader(data, batch_size=8))
+def fit(model, strategy="auto", path=None, **settings):
+    trainer = quiet_trainer(strategy=strategy, **{"max_epochs": 2, **settings})
+    trainer.fit(model, **make_data(None), ckpt_path=path, **unpickling(False))
     return trainer
+
+
+def same(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("settings", [
     {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"precision": "64-true"},
-    {"precision": "bf16-true"}, *({"level": level} for level in ("O0", "O1", "O2", "O3")),
+    {"precision": "bf16-true"},
 ], ids=str)  # fmt: skip
 def test_turbo_computes_what_the_default_computes(settings):
-    level, double = settings.get("level"), settings.get("precision") == "64-true"
-    settings = {name: value for name, value in settings.items() if name != "level"}
-    ends = []
+    models = []
     for strategy in ("auto", "turbo", TurboStrategy(release_gradients=False, cudnn_benchmark=None)):
-        model = Net().double() if double else Net()
-        fit(model, strategy, **settings, plugins=[ApexAMP(level)] if level else None)
-        ends.append((model.losses, [p.detach().clone() for p in model.parameters()]))
-    for losses, parameters in ends[1:]:
-        assert losses == ends[0][0]
-        assert all(torch.equal(a, b) for a, b in zip(parameters, ends[0][1], strict=True))
+        models.append(net().double() if settings.get("precision") == "64-true" else net())
+        fit(models[-1], strategy, **settings)
+        assert models[-1].losses == models[0].losses
+        same(models[-1], models[0])
 
 
 EAGER = {"backend": "eager"}
@@ -70,7 +52,7 @@ EAGER = {"backend": "eager"}
 def test_a_network_is_compiled_in_place_for_the_run(level):
     ends = []
     for compiled in (None, {"backend": "aot_eager"}):
-        model, seen = Net(), []
+        model, seen = net(), []
         model.on_train_end = lambda model=model, seen=seen: seen.append(model.net._compiled_call_impl is not None)
         plugins = [] if level is None else [ApexAMP(level, dtype=torch.bfloat16)]
         trainer = fit(model, TurboStrategy(compile=compiled), plugins=plugins, accumulate_grad_batches=2)
@@ -85,51 +67,35 @@ def test_a_network_is_compiled_in_place_for_the_run(level):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_run_goes_on_from_a_plain_one_and_back(tmp_path):
     def train(path=None, compiled=None, epochs=2):
-        model, data = Net(), TensorDataset(torch.randn(16, 1, 6, 6), torch.arange(16) % 3)
-        trainer = quiet_trainer(strategy=TurboStrategy(compile=compiled), max_epochs=epochs)
-        trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=path, **unpickling(False))
-        return trainer, model
+        trainer = fit(model := net(), TurboStrategy(compile=compiled), path, max_epochs=epochs)
+        trainer.save_checkpoint(tmp_path / "last")
+        return model
 
-    whole = train(epochs=4)[1]
-    train(compiled=EAGER)[0].save_checkpoint(tmp_path / "compiled")
-    train(tmp_path / "compiled", epochs=3)[0].save_checkpoint(tmp_path / "plain")
-    rest = train(tmp_path / "plain", compiled=EAGER, epochs=4)[1]
-    assert rest.losses == whole.losses[-2:]
-    assert all(torch.equal(a, b) for a, b in zip(rest.parameters(), whole.parameters(), strict=True))
-
-
-def test_the_memory_format_is_set():
-    seen, model, reference = [], Net(), Net()
-    model.on_train_start = lambda: seen.append(model.net[0].weight.is_contiguous(memory_format=torch.channels_last))
-    model.net[0] = nn.Conv2d(1, 4, 3)
-    reference.net[0].load_state_dict(model.net[0].state_dict())
-    fit(model, TurboStrategy(memory_format="channels_last"))
-    fit(reference, "auto")
-    assert seen == [True]
-    assert model.losses == pytest.approx(reference.losses, abs=1e-5)
+    whole = train(epochs=4)
+    train(compiled=EAGER)
+    train(tmp_path / "last", epochs=3)
+    rest = train(tmp_path / "last", compiled=EAGER, epochs=4)
+    assert rest.losses == whole.losses[-5:]
+    same(rest, whole)
 
 
 def test_gradients_are_released_after_the_step_and_switches_are_put_back():
-    class Look(pl.Callback):
-        held = None
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            self.held = [p.grad for p in module.parameters()] if index == 3 else self.held
-
+    held, model = [], net()
+    model.on_train_batch_end = lambda *_: held.append(any(p.grad is not None for p in model.parameters()))
     before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-    look = Look()
-    trainer = fit(Net(), TurboStrategy(matmul_precision="high"), callbacks=[look])
-    assert all(g is None for g in look.held)
+    trainer = fit(model, TurboStrategy(matmul_precision="high"))
+    assert not held[3]
     assert (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == before
     assert not trainer.optimizers[0]._optimizer_step_post_hooks
-    fit(Net(), TurboStrategy(release_gradients=False), callbacks=[look])
-    assert any(g is not None for g in look.held)
+    held.clear()
+    fit(model, TurboStrategy(release_gradients=False))
+    assert held[3]
 
 
 def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.strategies.turbo.rank_zero_info", said.append)
-    fit(Net(), "turbo")
+    fit(net(), "turbo")
     assert said == ["turbo: no effect on cpu: device_prefetch, cudnn_benchmark."]
 
 
@@ -170,7 +136,7 @@ def test_several_devices_or_machines_are_refused_by_turbo(settings, text):
 def connected(strategy, **settings):
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, **settings)
     trainer.state.fn = TrainerFn.FITTING
-    trainer.strategy.connect(Net())
+    trainer.strategy.connect(net())
     trainer.lightning_module.trainer = trainer
     return trainer
 
@@ -220,8 +186,7 @@ def test_a_trainer_can_be_pickled_and_copied(strategy):
 
 @pytest.mark.parametrize("step", [5, 6, 7, 8])
 def test_the_rest_of_an_epoch_accumulates_what_its_scheduler_says(step, tmp_path):
-    data = TensorDataset(torch.randn(40, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)
-    path = tmp_path / "step.ckpt"
+    data, path = make_data(None)["train_dataloaders"].dataset, tmp_path / "step.ckpt"
 
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -229,14 +194,12 @@ def test_the_rest_of_an_epoch_accumulates_what_its_scheduler_says(step, tmp_path
                 trainer.save_checkpoint(path)
 
     def train(**resume):
-        model = Net()
-        trainer = quiet_trainer(
-            strategy="turbo", max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}), Save()]
-        )
-        trainer.fit(model, PrefetchLoader(data, batch_size=8), **resume)
+        callbacks = [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}), Save()]
+        trainer = quiet_trainer(strategy="turbo", max_epochs=3, callbacks=callbacks)
+        trainer.fit(model := net(), PrefetchLoader(data, batch_size=8), **resume)
         return model, trainer.global_step
 
     whole, steps = train()
     rest, at = train(ckpt_path=path, **unpickling(False))
     assert (at, rest.losses) == (steps, whole.losses[-len(rest.losses) :])
-    assert all(torch.equal(a, b) for a, b in zip(rest.parameters(), whole.parameters(), strict=True))
+    same(rest, whole)

@@ -26,26 +26,24 @@ def run(*command, cwd, env=None):
     return subprocess.run([str(part) for part in command], cwd=cwd, env=env, check=True, text=True)
 
 
-def expected():
-    """What the wheel has to hold of the package: the files that git knows."""
-    listed = subprocess.run(
-        ["git", "ls-files", "lightning_turbo"], cwd=ROOT, check=True, text=True, capture_output=True
-    ).stdout.split()
-    return {name for name in listed if (ROOT / name).exists()}
+def known(*folders):
+    """The files that git knows in the folders; those of the package are what the wheel has to hold."""
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, check=True, text=True, capture_output=True)
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
 def inspect(wheel, sdist):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    package = {name for name in names if name.startswith("lightning_turbo/")}
+    expected, package = known("lightning_turbo"), {name for name in names if name.startswith("lightning_turbo/")}
     info = {name.split(".dist-info/", 1)[1] for name in names if ".dist-info/" in name}
     assert "lightning_turbo/py.typed" in package
-    assert package == expected(), f"differs from git: {sorted(package ^ expected())}"
+    assert package == expected, f"differs from git: {sorted(package ^ expected)}"
     assert info == INFO, f"differs: {sorted(info ^ INFO)}"
     assert len(package) + len(info) == len(names), f"more than the package: {sorted(names - package)}"
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
-    missing = (expected() | {"LICENSE", "README.md", "pyproject.toml"}) - inside
+    missing = (expected | {"LICENSE", "README.md", "pyproject.toml"}) - inside
     assert not missing, f"the sdist lacks {sorted(missing)}"
     assert not [name for name in inside if name.startswith("tests/")]
     print(f"{wheel.name}: {len(package)} files of the package, py.typed, no tests; {sdist.name} holds them too")
@@ -80,12 +78,9 @@ def main():
         # Built from a copy of what git knows: no build folder of an earlier run can slip in.
         source = work / "source"
         source.mkdir()
-        for path in subprocess.run(
-            ["git", "ls-files"], cwd=ROOT, check=True, text=True, capture_output=True
-        ).stdout.splitlines():
-            if (ROOT / path).exists():
-                (source / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, source / path)
+        for path in known():
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, source / path)
         run(sys.executable, "-m", "build", "--outdir", work / "dist", source, cwd=work)
         (wheel,) = (work / "dist").glob("*.whl")
         (sdist,) = (work / "dist").glob("*.tar.gz")
