@@ -80,7 +80,6 @@ class ExactAccumulation(Callback):
         """Refuse what accumulates in another way."""
         if stage != "fit":
             return
-        self._loaded = None  # of a checkpoint that was only tested
         several = sum(isinstance(callback, ExactAccumulation) for callback in trainer.callbacks) > 1
         strategy = trainer.strategy
         reasons = {

@@ -175,6 +175,15 @@ def test_a_checkpoint_of_another_size_or_without_the_callback_is_scaled_by_the_s
         assert state["optimizer_states"][0]["param_groups"][0]["lr"] == 0.01
 
 
+def test_a_second_run_warms_up_again():
+    callback = EffectiveBatchSize(8, "linear", 5)
+    runs = [Net(lr=0.01), Net(lr=0.01)]
+    for model in runs:
+        fit(model, callback, max_epochs=1)
+    assert runs[0].rates == runs[1].rates
+    assert runs[0].rates[0] < 0.02
+
+
 def test_it_logs_the_effective_batch_size(tmp_path):
     fit(Net(), EffectiveBatchSize(16), LearningRateMonitor(), logger=CSVLogger(tmp_path), max_epochs=1)
     head, *rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
@@ -261,6 +270,17 @@ def test_a_window_of_a_checkpoint_that_was_only_tested_is_dropped():
     assert all(torch.equal(a, b) for a, b in zip(after.parameters(), fresh.parameters(), strict=True))
 
 
+def test_batches_of_a_window_that_an_epoch_left_open_do_not_count_in_the_next():
+    class Ends(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 5 else None  # after the first batch of the second window
+
+    settings = {"accumulate_grad_batches": 4, "max_epochs": 3}
+    fit(exact := Ends(), ExactAccumulation(), **settings)
+    fit(plain := Ends(), **settings)
+    assert all(torch.equal(a, b) for a, b in zip(exact.parameters(), plain.parameters(), strict=True))
+
+
 # DropBiasBeforeNorm and MemoryFormat
 
 
@@ -279,6 +299,7 @@ def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_lo
     callback = DropBiasBeforeNorm()
     trainer = fit(dropped := Net(lr=0.01), callback, max_epochs=1)
     fit(whole := Net(lr=0.01), max_epochs=1)
+    trainer.test(dropped, verbose=False)  # which sets the callback up again
     assert callback.report.dropped == {"net.0": "net.1"}
     assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 5
     # The bias moves all activations before the norm, which rounds in another way.
