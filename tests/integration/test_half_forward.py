@@ -3,59 +3,19 @@
 import copy
 import gc
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.utils.prune
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, amp
 from lightning_turbo.errors import AmpUsageError, TurboWarning
-from tests.trainers import quiet_trainer
+from tests.integration.regression import LEVELS, Regression, apart, batches, fit, flat, layers
 
 # torch's compiler looks at it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-LEVELS = ("O0", "O1", "O2", "O3")
-
-
-def batches():
-    inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
-    return DataLoader(list(zip(inputs, inputs @ torch.tensor([[0.4], [-0.2], [0.3], [0.1]]), strict=True)), 8)
-
-
-def layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = self.backbone = layers()
-
-    def loss(self, batch):
-        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
-
-    def training_step(self, batch, index):
-        return self.loss(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
-
-
-def fit(module, *callbacks, level=None, dtype=torch.bfloat16, **more):
-    own = {key: more.pop(key) for key in ("num_losses", "keep_float32") if key in more}
-    plugins = [ApexAMP(level, dtype=dtype, max_loss_scale=1024.0, **own)] if level else []
-    trainer = quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{"max_epochs": 3, **more})
-    trainer.fit(module, batches())
-    return trainer
-
-
-def flat(module):
-    return torch.cat([p.detach().float().flatten() for _, p in sorted(module.state_dict().items())])
 
 
 # Rows: what makes a module, what makes callbacks, and the Trainer's arguments.
@@ -65,8 +25,8 @@ def with_modules(change):
     """Rows whose network is another one."""
 
     def make():
-        module = Net()
-        module.net = module.backbone = change()
+        module = Regression()
+        module.net = change()
         return module
 
     return make
@@ -106,7 +66,7 @@ def pruned():
     return net
 
 
-class Toggling(Net):
+class Toggling(Regression):
     """Two optimizers in turn; the other one's weights need no gradient meanwhile."""
 
     automatic_optimization = False
@@ -125,7 +85,7 @@ class Toggling(Net):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
 
 
-class AllRepeated(Net):
+class AllRepeated(Regression):
     """The whole network is called without gradients first, and again in the backward pass."""
 
     def training_step(self, batch, index):
@@ -149,10 +109,10 @@ class TwoLosses(Toggling):
     def second(self):
         return {"loss_id": 1} if isinstance(self.trainer.precision_plugin, ApexAMP) else {}
 
-    configure_optimizers = Net.configure_optimizers
+    configure_optimizers = Regression.configure_optimizers
 
 
-class DoubleBackward(Net):
+class DoubleBackward(Regression):
     def training_step(self, batch, index):
         x = batch[0].clone().requires_grad_()
         (slope,) = torch.autograd.grad(self.net(x).float().sum(), x, create_graph=True)
@@ -168,7 +128,7 @@ class Demanding(torch.optim.SGD):
         return loss
 
 
-class WithClosure(Net):
+class WithClosure(Regression):
     def optimizer_step(self, epoch, index, optimizer, closure):
         assert isinstance(optimizer.step(closure=closure), torch.Tensor)
 
@@ -188,7 +148,7 @@ class Copying(Callback):
         assert torch.equal(flat(twin), flat(module))
 
 
-class Momentum(Net):
+class Momentum(Regression):
     """A second network follows the first one by .data, and is called in each step."""
 
     def __init__(self):
@@ -212,13 +172,13 @@ def pruning():
 
 
 ROWS = {
-    "plain": (Net, list, {}),
-    "pruning": (Net, pruning, {}),
+    "plain": (Regression, list, {}),
+    "pruning": (Regression, pruning, {}),
     "pruned before": (with_modules(pruned), list, {}),
-    "stochastic weight averaging": (Net, average, {}),
+    "stochastic weight averaging": (Regression, average, {}),
     "follower moved by .data": (Momentum, list, {}),
     "toggle_optimizer": (Toggling, list, {}),
-    "deep copies": (Net, lambda: [Copying()], {}),
+    "deep copies": (Regression, lambda: [Copying()], {}),
     "demanded closure": (WithClosure, list, {}),
     "parametrizations": (with_modules(parametrized), list, {}),
     "tied weights": (with_modules(Tied), list, {}),
@@ -227,8 +187,8 @@ ROWS = {
     "compiled": (with_modules(lambda: torch.compile(layers(), backend="eager")), list, {"max_epochs": 1}),
     "DataParallel": (with_modules(lambda: nn.DataParallel(layers())), list, {}),
     "double backward": (DoubleBackward, list, {}),
-    "several losses": (TwoLosses, list, {"num_losses": 2}),
-    "accumulation": (Net, list, {"accumulate_grad_batches": 4}),
+    "several losses": (TwoLosses, list, {}),
+    "accumulation": (Regression, list, {"accumulate_grad_batches": 4}),
 }
 
 
@@ -239,16 +199,16 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_it_trains_as_float32_does_and_leaves_nothing(row, level, dtype):
     make, callbacks, settings = ROWS[row]
-    wanted, start, module = make(), make(), make()
+    wanted, module = fit(make(), callbacks=callbacks(), **settings), make()
     hooks = hooks_of(module)
-    keys = [vars(optimizer).keys() for optimizer in fit(wanted, *callbacks(), **settings).optimizers]
-    trainer = fit(module, *callbacks(), level=level, dtype=dtype, **settings)
-    moved = (flat(wanted) - flat(start)).norm()
-    assert (flat(module) - flat(wanted)).norm() < {"O0": 1e-5, "O3": 0.12}.get(level, 0.06) * moved
+    plugin = ApexAMP(level, dtype=dtype, max_loss_scale=1024.0, num_losses=2)
+    fit(module, plugin, callbacks=callbacks(), **settings)
+    assert apart(module, wanted, make()) < {"O0": 1e-5, "O3": 0.12}.get(level, 0.06)
     assert hooks_of(module) == hooks
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
     assert {p.dtype for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()} == {torch.float32}
-    assert [vars(optimizer).keys() for optimizer in trainer.optimizers] == keys
+    ours, theirs = ([vars(each).keys() for each in one.trainer.optimizers] for one in (module, wanted))
+    assert ours == theirs
 
 
 def hooks_of(module):
@@ -258,7 +218,7 @@ def hooks_of(module):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_that_fails_leaves_nothing(level):
-    class Failing(Net):
+    class Failing(Regression):
         def training_step(self, batch, index):
             def fail(*_):
                 raise KeyboardInterrupt
@@ -270,7 +230,7 @@ def test_a_run_that_fails_leaves_nothing(level):
     module = Failing()
     hooks = hooks_of(module)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(module, level=level)
+        fit(module, ApexAMP(level))
     del module.net[2]._forward_pre_hooks[next(reversed(module.net[2]._forward_pre_hooks))]
     assert hooks_of(module) == hooks
     assert {p.dtype for p in module.parameters()} == {torch.float32}
@@ -331,13 +291,10 @@ def test_a_module_is_kept_in_float32(level, by_name):
 
 
 def test_the_trainer_keeps_a_module_in_float32():
-    module = Net()
-    fit(module, level="O2", keep_float32=["net"])
-    wanted = Net()
-    fit(wanted)
-    assert torch.equal(flat(module), flat(wanted))
+    module = fit(Regression(), ApexAMP("O2", keep_float32=["net"]))
+    assert torch.equal(flat(module), flat(fit(Regression())))
     with pytest.raises(AmpUsageError, match="keep_float32: expected a name"):
-        fit(Net(), level="O2", keep_float32=["backbone.9"])
+        fit(Regression(), ApexAMP("O2", keep_float32=["net.9"]))
 
 
 def test_what_does_not_follow_is_told():

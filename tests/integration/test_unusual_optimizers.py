@@ -1,43 +1,18 @@
 """Optimizers that move weights outside of their step, step twice, share parameters or get more of them, at O0-O3."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP
-from tests.trainers import quiet_trainer
+from tests.integration.regression import LEVELS, Regression, apart, fit, flat
 
 HALF = {"dtype": torch.bfloat16}
 MIXES = [("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)]
-LEVELS = ("O0", "O1", "O2", "O3")
 NO_OPTIMIZER = pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
-
-
-def batches():
-    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(inputs, inputs @ torch.tensor([[1.0], [2.0], [3.0], [4.0]]) + 0.3), batch_size=8)
-
-
-def fit(module, plugin=None, epochs=3, ckpt_path=None, **more):
-    plugins = [] if plugin is None else [plugin]
-    trainer = quiet_trainer(max_epochs=epochs, plugins=plugins, num_sanity_val_steps=0, **more)
-    trainer.fit(module, batches(), batches(), ckpt_path=ckpt_path)
-    return module
-
-
-def flat(module):
-    return torch.cat([value.detach().float().flatten() for value in module.state_dict().values()])
-
-
-def apart(module, other):
-    """Return how far two modules are apart, against how far from the start the second one went."""
-    start = flat(type(other)())
-    return float((flat(module) - flat(other)).norm() / (flat(other) - start).norm())
 
 
 class Sam(Optimizer):
@@ -74,26 +49,6 @@ class Sam(Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
 
-class Regression(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.losses, self.validated = [], []
-
-    def loss(self, batch):
-        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
-
-    def training_step(self, batch, index):
-        return self.loss(batch)
-
-    def validation_step(self, batch, index):
-        self.validated.append(self.loss(batch).item())
-
-    def configure_optimizers(self):
-        return SGD(self.parameters(), lr=0.02, momentum=0.9)
-
-
 class SharpnessAware(Regression):
     automatic_optimization = False
 
@@ -123,7 +78,7 @@ class SharpnessAwareInOneStep(Regression):
 def test_the_second_pass_of_sam_sees_the_first_ones_step(kind, level, settings, limit):
     ours, plain = fit(kind(), ApexAMP(level, **HALF, **settings)), fit(kind())
     assert ours.losses == pytest.approx(plain.losses, rel=0.02)
-    assert apart(ours, plain) < limit
+    assert apart(ours, plain, type(plain)()) < limit
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -175,7 +130,7 @@ def test_weights_that_an_optimizer_exchanges_are_validated_saved_and_gone_on_fro
     plain = fit(WithAverages())
     whole = fit(WithAverages(), ApexAMP(level, **HALF), enable_checkpointing=True, callbacks=[saves])
     assert whole.validated == pytest.approx(plain.validated, rel=0.01)
-    assert apart(whole, plain) < 0.005
+    assert apart(whole, plain, WithAverages()) < 0.005
     saved = torch.load(tmp_path / "epoch=2.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
     resumed = fit(WithAverages(), ApexAMP(level, **HALF), ckpt_path=tmp_path / "epoch=1.ckpt")
@@ -218,7 +173,7 @@ class SharedTrunk(Regression):
 @pytest.mark.parametrize("level", LEVELS)
 def test_optimizers_that_share_parameters(level, scale):
     ours, plain = fit(SharedTrunk(), ApexAMP(level, **HALF, loss_scale=scale)), fit(SharedTrunk())
-    assert apart(ours, plain) < (0.02 if level == "O3" else 0.005)
+    assert apart(ours, plain, type(plain)()) < (0.02 if level == "O3" else 0.005)
 
 
 def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_holds_them():
@@ -227,7 +182,7 @@ def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_holds_them()
             up, down = super().both(batch)
             return up * 1e9, down
 
-    module = fit(Overflowing(), ApexAMP("O1", dtype=torch.float16), epochs=1)
+    module = fit(Overflowing(), ApexAMP("O1", dtype=torch.float16), max_epochs=1)
     assert torch.equal(flat(module), flat(SharedTrunk()))
 
 
@@ -271,7 +226,7 @@ class Adversaries(Regression):
 def test_an_overflow_skips_the_steps_with_its_gradients_and_lowers_its_scale_and_no_other(level, steps, scales):
     settings = {"dtype": torch.float16, "loss_scale": "dynamic", "max_loss_scale": 1024.0, "num_losses": len(scales)}
     plugin = ApexAMP(level, **settings)
-    module = fit(Adversaries(steps, len(scales)), plugin, epochs=1)
+    module = fit(Adversaries(steps, len(scales)), plugin, max_epochs=1)
     assert module.moved == [True, True, True, False, True, True, True, True]
     assert {name: tuple(state.values()) for name, state in plugin.state_dict().items()} == scales
 
@@ -333,7 +288,9 @@ class Replacing(Regression):
 @pytest.mark.parametrize(("level", "dtype"), MIXES)
 def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy):
     wanted = fit(Replacing(by_strategy))
-    assert apart(fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0)), wanted) < 0.06
+    assert (
+        apart(fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0)), wanted, Replacing()) < 0.06
+    )
 
 
 class Own(Regression):
@@ -369,7 +326,7 @@ class Past(Regression):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [Wrapped, Growing, Own, Past])
 def test_optimizers_that_go_ways_of_their_own(kind, level):
-    assert apart(fit(kind(), ApexAMP(level, **HALF)), fit(kind())) < 0.06
+    assert apart(fit(kind(), ApexAMP(level, **HALF)), fit(kind()), kind()) < 0.06
 
 
 @NO_OPTIMIZER
@@ -388,9 +345,9 @@ def test_a_window_whose_last_batch_has_no_loss_steps_with_the_others(level, dtyp
         def training_step(self, batch, index):
             return None if index == 3 else super().training_step(batch, index)
 
-    wanted = fit(Skipping(), accumulate_grad_batches=2, epochs=2)
+    wanted = fit(Skipping(), accumulate_grad_batches=2, max_epochs=2)
     plugin = ApexAMP(level, dtype=dtype, max_loss_scale=64.0)
-    assert apart(fit(Skipping(), plugin, accumulate_grad_batches=2, epochs=2), wanted) < 0.06
+    assert apart(fit(Skipping(), plugin, accumulate_grad_batches=2, max_epochs=2), wanted, Skipping()) < 0.06
 
 
 def test_O0_leaves_float64_to_a_network_of_float64():
