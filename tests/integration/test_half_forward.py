@@ -2,89 +2,31 @@
 
 import copy
 import gc
-import itertools
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.utils.prune
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    Callback,
-    LearningRateMonitor,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, amp
 from lightning_turbo.errors import AmpUsageError, TurboWarning
+from tests.integration.regression import LEVELS, Regression, apart, batches, fit, flat, layers
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # torch's compiler looks
-]
-LEVELS = ("O0", "O1", "O2", "O3")
-QUIET = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0,
-    "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0,
-}  # fmt: skip
+# torch's compiler looks at it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def batches():
-    inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
-    return DataLoader(list(zip(inputs, inputs @ torch.tensor([[0.4], [-0.2], [0.3], [0.1]]), strict=True)), 8)
-
-
-def layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = self.backbone = layers()
-
-    def loss(self, batch):
-        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
-
-    def training_step(self, batch, index):
-        return self.loss(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
-
-
-def fit(module, *callbacks, level=None, dtype=torch.bfloat16, **more):
-    amp_settings = {key: more.pop(key) for key in ("num_losses", "keep_float32") if key in more}
-    plugins = [ApexAMP(level, dtype=dtype, max_loss_scale=1024.0, **amp_settings)] if level else []
-    trainer = pl.Trainer(plugins=plugins, callbacks=list(callbacks), **{**QUIET, "max_epochs": 3, **more})
-    trainer.fit(module, batches())
-    return trainer
-
-
-def flat(module):
-    return torch.cat([p.detach().float().flatten() for _, p in sorted(module.state_dict().items())])
-
-
-# Rows: what makes a module, and what makes the Trainer's arguments.
-
-
-def plain():
-    return Net()
+# Rows: what makes a module, what makes callbacks, and the Trainer's arguments.
 
 
 def with_modules(change):
     """Rows whose network is another one."""
 
     def make():
-        module = Net()
-        module.net = module.backbone = change()
+        module = Regression()
+        module.net = change()
         return module
 
     return make
@@ -111,19 +53,6 @@ class Recurrent(nn.Module):
         return self.last(self.lstm(x[..., None])[0][:, -1])
 
 
-class Repeated(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.head, self.middle, self.tail = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1)
-        self.middle.register_buffer("shift", torch.ones(8))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        inner = lambda h: self.middle(h) + self.middle.shift  # noqa: E731
-        return self.tail(checkpoint(inner, self.head(x), use_reentrant=self.reentrant))
-
-
 def parametrized():
     net = layers()
     nn.utils.parametrizations.weight_norm(net[0])
@@ -137,7 +66,7 @@ def pruned():
     return net
 
 
-class Toggling(Net):
+class Toggling(Regression):
     """Two optimizers in turn; the other one's weights need no gradient meanwhile."""
 
     automatic_optimization = False
@@ -156,7 +85,7 @@ class Toggling(Net):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
 
 
-class AllRepeated(Net):
+class AllRepeated(Regression):
     """The whole network is called without gradients first, and again in the backward pass."""
 
     def training_step(self, batch, index):
@@ -180,10 +109,10 @@ class TwoLosses(Toggling):
     def second(self):
         return {"loss_id": 1} if isinstance(self.trainer.precision_plugin, ApexAMP) else {}
 
-    configure_optimizers = Net.configure_optimizers
+    configure_optimizers = Regression.configure_optimizers
 
 
-class DoubleBackward(Net):
+class DoubleBackward(Regression):
     def training_step(self, batch, index):
         x = batch[0].clone().requires_grad_()
         (slope,) = torch.autograd.grad(self.net(x).float().sum(), x, create_graph=True)
@@ -199,7 +128,7 @@ class Demanding(torch.optim.SGD):
         return loss
 
 
-class WithClosure(Net):
+class WithClosure(Regression):
     def optimizer_step(self, epoch, index, optimizer, closure):
         assert isinstance(optimizer.step(closure=closure), torch.Tensor)
 
@@ -214,38 +143,12 @@ class Copying(Callback):
             assert torch.equal(flat(twin), flat(module.net))
             assert torch.equal(twin(batch[0]), module.net(batch[0]))
 
-    def on_train_end(self, trainer, module):
-        self.twin = copy.deepcopy(module.net)
-
     def teardown(self, trainer, module, stage):
         twin = copy.deepcopy(module)
         assert torch.equal(flat(twin), flat(module))
 
 
-class Proxy(Callback):
-    """Hands every hook to another callback."""
-
-    def __init__(self, callback):
-        self.callback = callback
-
-    def __getattribute__(self, name):
-        own = not name.startswith("on_") and name not in ("setup", "teardown")
-        return object.__getattribute__(self, name) if own else getattr(object.__getattribute__(self, "callback"), name)
-
-
-class Ema(Callback):
-    """An average of the user's own, which moves by less than half precision shows."""
-
-    def on_fit_start(self, trainer, module):
-        self.average = copy.deepcopy(module.net).requires_grad_(False)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        for mine, theirs in zip(self.average.parameters(), module.net.parameters(), strict=True):
-            mine.data.mul_(0.999).add_(theirs.data, alpha=0.001)
-
-
-class Momentum(Net):
+class Momentum(Regression):
     """A second network follows the first one by .data, and is called in each step."""
 
     def __init__(self):
@@ -260,81 +163,52 @@ class Momentum(Net):
         return self.loss(batch) + nn.functional.mse_loss(self.net(batch[0]).float(), goal + 0.5)
 
 
-class Finetuning(BackboneFinetuning):
-    def __init__(self):
-        super().__init__(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.0, verbose=False)
-
-    def freeze_before_training(self, module):
-        self.freeze(module.net[0])
-
-    def finetune_function(self, module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.1)
+def average():
+    return [StochasticWeightAveraging(0.05, swa_epoch_start=1)]
 
 
-def pruning(lottery):
-    return lambda: [ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lottery, verbose=0)]
-
-
-class Scheduled(Net):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+def pruning():
+    return [ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=True, verbose=0)]
 
 
 ROWS = {
-    "plain": (plain, list, {}),
-    "learning rate monitor": (
-        Scheduled, lambda: [LearningRateMonitor()], {"logger": CSVLogger, "log_every_n_steps": 2},
-    ),
-    "pruning": (plain, pruning(False), {}),
-    "pruning with the lottery ticket": (plain, pruning(True), {}),
+    "plain": (Regression, list, {}),
+    "pruning": (Regression, pruning, {}),
     "pruned before": (with_modules(pruned), list, {}),
-    "stochastic weight averaging": (plain, lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], {}),
-    "average of the user's own": (plain, lambda: [Ema()], {}),
+    "stochastic weight averaging": (Regression, average, {}),
     "follower moved by .data": (Momentum, list, {}),
-    "finetuning": (plain, lambda: [Finetuning()], {}),
     "toggle_optimizer": (Toggling, list, {}),
-    "deep copies": (plain, lambda: [Copying()], {}),
+    "deep copies": (Regression, lambda: [Copying()], {}),
     "demanded closure": (WithClosure, list, {}),
-    "proxy of a callback": (plain, lambda: [Proxy(StochasticWeightAveraging(0.05, swa_epoch_start=1))], {}),
     "parametrizations": (with_modules(parametrized), list, {}),
     "tied weights": (with_modules(Tied), list, {}),
     "LSTM": (with_modules(Recurrent), list, {}),
     "checkpointing of the whole network": (AllRepeated, list, {}),
-    "checkpointing, reentrant": (with_modules(lambda: Repeated(True)), list, {}),
-    "checkpointing": (with_modules(lambda: Repeated(False)), list, {}),
     "compiled": (with_modules(lambda: torch.compile(layers(), backend="eager")), list, {"max_epochs": 1}),
     "DataParallel": (with_modules(lambda: nn.DataParallel(layers())), list, {}),
     "double backward": (DoubleBackward, list, {}),
-    "several losses": (TwoLosses, list, {"num_losses": 2}),
-    "accumulation": (plain, list, {"accumulate_grad_batches": 4}),
-}  # fmt: skip
+    "several losses": (TwoLosses, list, {}),
+    "accumulation": (Regression, list, {"accumulate_grad_batches": 4}),
+}
 
 
-@pytest.mark.filterwarnings("ignore:Experiment logs directory")
 @pytest.mark.parametrize(
     ("level", "dtype"),
     [*((level, torch.bfloat16) for level in LEVELS), ("O1", torch.float16), ("O2", torch.float16)],  # with a loss scale
 )
 @pytest.mark.parametrize("row", ROWS)
-def test_it_trains_as_float32_does_and_leaves_nothing(row, level, dtype, tmp_path):
+def test_it_trains_as_float32_does_and_leaves_nothing(row, level, dtype):
     make, callbacks, settings = ROWS[row]
-    settings = dict(settings)
-    if "logger" in settings:
-        settings["logger"] = settings["logger"](tmp_path)
-    own = {key: settings.pop(key) for key in ("num_losses",) if key in settings}
-    wanted, start = make(), make()
-    keys = [vars(optimizer).keys() for optimizer in fit(wanted, *callbacks(), **settings).optimizers]
-    module = make()
+    wanted, module = fit(make(), callbacks=callbacks(), **settings), make()
     hooks = hooks_of(module)
-    trainer = fit(module, *callbacks(), level=level, dtype=dtype, **settings, **own)
-    moved = (flat(wanted) - flat(start)).norm()
-    assert (flat(module) - flat(wanted)).norm() < {"O0": 1e-5, "O3": 0.12}.get(level, 0.06) * moved
+    plugin = ApexAMP(level, dtype=dtype, max_loss_scale=1024.0, num_losses=2)
+    fit(module, plugin, callbacks=callbacks(), **settings)
+    assert apart(module, wanted, make()) < {"O0": 1e-5, "O3": 0.12}.get(level, 0.06)
     assert hooks_of(module) == hooks
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
     assert {p.dtype for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()} == {torch.float32}
-    assert [vars(optimizer).keys() for optimizer in trainer.optimizers] == keys
+    ours, theirs = ([vars(each).keys() for each in one.trainer.optimizers] for one in (module, wanted))
+    assert ours == theirs
 
 
 def hooks_of(module):
@@ -344,10 +218,10 @@ def hooks_of(module):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_that_fails_leaves_nothing(level):
-    class Failing(Net):
+    class Failing(Regression):
         def training_step(self, batch, index):
             def fail(*_):
-                raise KeyboardInterrupt if index == 1 else KeyError("broken")
+                raise KeyboardInterrupt
 
             if index == 1:
                 self.net[2].register_forward_pre_hook(fail)
@@ -356,7 +230,7 @@ def test_a_run_that_fails_leaves_nothing(level):
     module = Failing()
     hooks = hooks_of(module)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(module, level=level)
+        fit(module, ApexAMP(level))
     del module.net[2]._forward_pre_hooks[next(reversed(module.net[2]._forward_pre_hooks))]
     assert hooks_of(module) == hooks
     assert {p.dtype for p in module.parameters()} == {torch.float32}
@@ -366,42 +240,15 @@ def test_a_run_that_fails_leaves_nothing(level):
 # Plain loops
 
 
-def train(net, optimizer, scale=True):
-    for x, y in itertools.islice(itertools.cycle(batches()), 12):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(net(x).float(), y)
-        if scale:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        else:
-            loss.backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_averaged_model_in_a_plain_loop(level):
-    averages = []
-    for opt_level in (None, level):
-        net = layers()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        if opt_level:
-            amp.initialize(net, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
-        average = AveragedModel(net)
-        for _ in range(3):
-            train(net, optimizer, scale=opt_level is not None)
-            average.update_parameters(net)
-        averages.append((flat(average.module), average(torch.ones(1, 4)).item()))
-        amp.shutdown()
-    assert torch.allclose(averages[0][0], averages[1][0], atol=0.02)
-    assert averages[0][1] == pytest.approx(averages[1][1], abs=0.02)
-
-
 @pytest.mark.parametrize("make", [layers, Recurrent])
 def test_no_half_copy_outlives_its_backward_pass(make):
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     amp.initialize(net, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
-    train(net, optimizer)
+    for x, y in batches():
+        with amp.scale_loss(nn.functional.mse_loss(net(x), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
     gc.collect()
     shapes = {param.shape for param in net.parameters()}
     tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
@@ -444,13 +291,10 @@ def test_a_module_is_kept_in_float32(level, by_name):
 
 
 def test_the_trainer_keeps_a_module_in_float32():
-    module = Net()
-    fit(module, level="O2", keep_float32=["net"])
-    wanted = Net()
-    fit(wanted)
-    assert torch.equal(flat(module), flat(wanted))
+    module = fit(Regression(), ApexAMP("O2", keep_float32=["net"]))
+    assert torch.equal(flat(module), flat(fit(Regression())))
     with pytest.raises(AmpUsageError, match="keep_float32: expected a name"):
-        fit(Net(), level="O2", keep_float32=["backbone.9"])
+        fit(Regression(), ApexAMP("O2", keep_float32=["net.9"]))
 
 
 def test_what_does_not_follow_is_told():

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
@@ -13,9 +13,9 @@ from lightning_turbo import AmpCheckpointIO, ApexAMP
 from lightning_turbo.amp.checkpoints import CheckpointError, convert_checkpoint, to_torch_adam
 from lightning_turbo.cli import main
 from lightning_turbo.errors import TurboWarning
+from tests.trainers import quiet_trainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The `LightningModule.optimizer_zero_grad`"),
     # Lightning says that the loaders' state is not part of a checkpoint in mid-epoch.
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
@@ -55,10 +55,7 @@ class Net(LightningModule):
 
 def fit(*plugins, epochs=3, ckpt_path=None, net=None, save=None):
     net = Net() if net is None else net
-    trainer = Trainer(
-        accelerator="cpu", plugins=list(plugins), max_epochs=epochs, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(plugins=list(plugins), max_epochs=epochs)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=4)
     trainer.fit(net, loader, ckpt_path=ckpt_path)
     if save is not None:
@@ -144,10 +141,8 @@ def plain_parts(model=None, **extra):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_converted_apex_file_continues_in_lightning(level, wrapped, tmp_path):
     parts = plain_parts(epoch=2, global_step=40)
-    if wrapped:
-        torch.save({**parts, "model": {f"module.{k}": v for k, v in parts["model"].items()}}, tmp_path / "old.pt")
-    else:
-        torch.save(parts, tmp_path / "old.pt")
+    prefix = "module." if wrapped else ""
+    torch.save({**parts, "model": {f"{prefix}{k}": v for k, v in parts["model"].items()}}, tmp_path / "old.pt")
     before = (tmp_path / "old.pt").read_bytes()
     new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="model.")
     assert (tmp_path / "old.pt").read_bytes() == before
@@ -188,10 +183,8 @@ def test_to_16_mixed_and_back(source, tmp_path):
     assert net.place[1] == 2
     assert all(torch.equal(net.weights[k.removeprefix("model.")], v) for k, v in saved["state_dict"].items())
     back = convert_checkpoint(tmp_path / "longer.ckpt", tmp_path / "back.ckpt")
-    assert (
-        fit(plugin(source), ckpt_path=back).scaler["loss_scaler0"]["loss_scale"]
-        == load(tmp_path / "longer.ckpt")["MixedPrecision"]["scale"]
-    )
+    scale = load(tmp_path / "longer.ckpt")["MixedPrecision"]["scale"]
+    assert fit(plugin(source), ckpt_path=back).scaler["loss_scaler0"]["loss_scale"] == scale
 
 
 class Hparams(dict):
@@ -256,11 +249,7 @@ def test_a_file_without_scaler_state_is_converted_without(amp, to, tmp_path):
 
 
 def test_what_has_no_entry_is_named_in_one_warning(tmp_path):
-    more = {
-        "best_prec1": torch.tensor(12.0),
-        "state_dict_ema": network().state_dict(),
-        "master params": [torch.ones(2)],
-    }
+    more = {"best_prec1": torch.tensor(12.0), "state_dict_ema": {}, "master params": [torch.ones(2)]}
     parts = plain_parts(epoch="2", step=None, ema_state_dict=None, lr_scheduler=None, scheduler={"last_epoch": 3})
     scalers = {**APEX, "loss_scaler1": APEX["loss_scaler0"]}
     torch.save({**parts, **more, "amp": scalers}, tmp_path / "old.pt")

@@ -1,55 +1,26 @@
 """Optimizers that move weights outside of their step, step twice, share parameters or get more of them, at O0-O3."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP
+from tests.integration.regression import LEVELS, Regression, apart, fit, flat
 
 HALF = {"dtype": torch.bfloat16}
-QUIET = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0,
-    "enable_progress_bar": False, "enable_model_summary": False,
-}  # fmt: skip
-
-
-def batches():
-    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(inputs, inputs @ torch.tensor([[1.0], [2.0], [3.0], [4.0]]) + 0.3), batch_size=8)
-
-
-def fit(module, plugin=None, epochs=3, **more):
-    plugins = [] if plugin is None else [plugin]
-    pl.Trainer(max_epochs=epochs, plugins=plugins, **{**QUIET, **more}).fit(module, batches(), batches())
-    return module
-
-
-def flat(module):
-    return torch.cat([value.detach().float().flatten() for value in module.state_dict().values()])
-
-
-def apart(module, other):
-    """Return how far two modules are apart, against how far from the start the second one went."""
-    start = flat(type(other)())
-    return float((flat(module) - flat(other)).norm() / (flat(other) - start).norm())
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+MIXES = [("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)]
+NO_OPTIMIZER = pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
 
 
 class Sam(Optimizer):
     """Sharpness-aware minimisation (Foret et al., 2021) around SGD, in two calls."""
 
-    def __init__(self, params, rho=0.5, lr=0.02):
-        super().__init__(params, {"rho": rho, "lr": lr})
-        self.base = SGD(self.param_groups, lr=lr)
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = SGD(self.param_groups, lr=0.02)
         self.param_groups = self.base.param_groups
 
     def first_step(self):
@@ -78,26 +49,8 @@ class Sam(Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
 
-class Regression(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-        self.losses, self.validated = [], []
-
-    def loss(self, batch):
-        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
-
-    def training_step(self, batch, index):
-        return self.loss(batch)
-
-    def validation_step(self, batch, index):
-        self.validated.append(self.loss(batch).item())
-
-
 class SharpnessAware(Regression):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, index):
         optimizer = self.optimizers()
@@ -117,7 +70,7 @@ class SharpnessAwareInOneStep(Regression):
 
 
 @pytest.mark.parametrize(("kind", "level", "settings", "limit"), [
-    *((SharpnessAware, level, {}, 0.02 if level == "O3" else 0.005) for level in ("O0", "O1", "O2", "O3")),
+    *((SharpnessAware, level, {}, 0.02 if level == "O3" else 0.005) for level in LEVELS),
     (SharpnessAware, "O1", {"cast_cache": True}, 0.005),
     (SharpnessAwareInOneStep, "O1", {}, 0.005),
     (SharpnessAwareInOneStep, "O2", {}, 0.005),
@@ -125,7 +78,7 @@ class SharpnessAwareInOneStep(Regression):
 def test_the_second_pass_of_sam_sees_the_first_ones_step(kind, level, settings, limit):
     ours, plain = fit(kind(), ApexAMP(level, **HALF, **settings)), fit(kind())
     assert ours.losses == pytest.approx(plain.losses, rel=0.02)
-    assert apart(ours, plain) < limit
+    assert apart(ours, plain, type(plain)()) < limit
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -139,7 +92,7 @@ def test_sam_is_refused_where_a_loss_scale_would_not_follow_it(level):
 
 
 class Averaged(SGD):
-    """Like a schedule-free optimizer: ``eval`` puts the average of all steps in the place of the weights."""
+    """Like a schedule-free optimizer: the average of all steps can take the place of the weights."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -150,27 +103,21 @@ class Averaged(SGD):
             state.setdefault("mean", torch.zeros_like(p)).add_((p - state["mean"]) / state["n"])
         return loss
 
-    def train(self):
-        self._exchange("weights")
-
-    def eval(self):
-        self._exchange("mean")
-
-    def _exchange(self, name):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if name == "mean" and "mean" in self.state[p]:
-                    self.state[p]["weights"] = p.data.clone()
-                if name in self.state[p]:
-                    p.data.copy_(self.state[p][name])
+    @torch.no_grad()
+    def exchange(self, name):
+        for p in self.param_groups[0]["params"]:
+            if name == "mean" and "mean" in self.state[p]:
+                self.state[p]["weights"] = p.clone()
+            if name in self.state[p]:
+                p.data.copy_(self.state[p][name])
 
 
 class WithAverages(Regression):
     def on_validation_epoch_start(self):
-        self.optimizers().eval()
+        self.optimizers().exchange("mean")
 
     def on_train_epoch_start(self):
-        self.optimizers().train()
+        self.optimizers().exchange("weights")
 
     def configure_optimizers(self):
         return Averaged(self.parameters(), lr=0.02)
@@ -179,54 +126,24 @@ class WithAverages(Regression):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_weights_that_an_optimizer_exchanges_are_validated_saved_and_gone_on_from(tmp_path, level):
-    plugin = ApexAMP(level, **HALF)
+    saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     plain = fit(WithAverages())
-    whole = fit(
-        WithAverages(), plugin, enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
-    )  # fmt: skip
+    whole = fit(WithAverages(), ApexAMP(level, **HALF), enable_checkpointing=True, callbacks=[saves])
     assert whole.validated == pytest.approx(plain.validated, rel=0.01)
-    assert apart(whole, plain) < 0.005
+    assert apart(whole, plain, WithAverages()) < 0.005
     saved = torch.load(tmp_path / "epoch=2.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
-    resumed = WithAverages()
-    trainer = pl.Trainer(max_epochs=3, plugins=[ApexAMP(level, **HALF)], **QUIET)
-    trainer.fit(resumed, batches(), batches(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    resumed = fit(WithAverages(), ApexAMP(level, **HALF), ckpt_path=tmp_path / "epoch=1.ckpt")
     assert torch.equal(flat(resumed), flat(whole))
-
-
-class Perturbed(Regression):
-    """Trains on weights that are moved, in place, between two forward passes of a step."""
-
-    def training_step(self, batch, index):
-        params = list(self.net.parameters())
-        moves = torch.autograd.grad(self.loss(batch), params)
-        with torch.no_grad():
-            for param, move in zip(params, moves, strict=True):
-                param.add_(move, alpha=0.02)
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        with torch.no_grad():
-            for param, move in zip(params, moves, strict=True):
-                param.data.sub_(move, alpha=0.02)
-        return loss
-
-    def configure_optimizers(self):
-        return SGD(self.parameters(), lr=0.001)
-
-
-def test_weights_that_a_training_step_moves_are_cast_anew():
-    ours, plain = fit(Perturbed(), ApexAMP("O1", **HALF)), fit(Perturbed())
-    assert ours.losses == pytest.approx(plain.losses, rel=0.02)
 
 
 class SharedTrunk(Regression):
     """Two optimizers that hold the same trunk; both step after both passes."""
 
+    automatic_optimization = False
+
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
         self.net = nn.ModuleDict({"trunk": nn.Linear(4, 8), "up": nn.Linear(8, 1), "down": nn.Linear(8, 1)})
 
     def both(self, batch):
@@ -253,10 +170,10 @@ class SharedTrunk(Regression):
 
 
 @pytest.mark.parametrize("scale", [1.0, 128.0])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_optimizers_that_share_parameters(level, scale):
     ours, plain = fit(SharedTrunk(), ApexAMP(level, **HALF, loss_scale=scale)), fit(SharedTrunk())
-    assert apart(ours, plain) < (0.02 if level == "O3" else 0.005)
+    assert apart(ours, plain, type(plain)()) < (0.02 if level == "O3" else 0.005)
 
 
 def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_holds_them():
@@ -265,30 +182,30 @@ def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_holds_them()
             up, down = super().both(batch)
             return up * 1e9, down
 
-    module = fit(Overflowing(), ApexAMP("O1", dtype=torch.float16), epochs=1)
+    module = fit(Overflowing(), ApexAMP("O1", dtype=torch.float16), max_epochs=1)
     assert torch.equal(flat(module), flat(SharedTrunk()))
 
 
-class Adversaries(pl.LightningModule):
+class Adversaries(Regression):
     """The generator's loss overflows in the second batch; nothing keeps its gradients out of the critic."""
 
-    def __init__(self, steps=1):
+    automatic_optimization = False
+
+    def __init__(self, steps=1, losses=2):
         super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
         self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.moved, self.steps = [], steps
+        self.moved, self.steps, self.ids = [], steps, (0, losses - 1)
 
     def training_step(self, batch, index):
         losses = (
             lambda: self.critic(batch[0]).float().mean() * 0.1,
             lambda: -self.critic(self.generator(batch[0])).float().mean() * (1e6 if index == 1 else 0.1),
         )
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+        for optimizer, loss, loss_id in zip(self.optimizers(), losses, self.ids, strict=True):
             held = optimizer.param_groups[0]["params"][0]
             before = held.detach().clone()
             optimizer.zero_grad()
-            self.manual_backward(loss())
+            self.manual_backward(loss(), loss_id=loss_id)
             for _ in range(self.steps):
                 optimizer.step()
             self.moved.append(not torch.equal(held, before))
@@ -301,12 +218,22 @@ class Adversaries(pl.LightningModule):
         return [SGD(network.parameters(), lr=0.1) for network in (self.critic, self.generator)]
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("steps", "scales"), [
+    (1, {"loss_scaler0": (1024.0, 4), "loss_scaler1": (512.0, 2)}), (1, {"loss_scaler0": (512.0, 4)}),
+    (2, {"loss_scaler0": (512.0, 4)}),
+])  # fmt: skip
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_the_steps_with_its_gradients_and_no_other(level, steps):
-    plugin = ApexAMP(level, dtype=torch.float16, loss_scale="dynamic", max_loss_scale=1024.0)
-    module = fit(Adversaries(steps), plugin, epochs=1)
+def test_an_overflow_skips_the_steps_with_its_gradients_and_lowers_its_scale_and_no_other(level, steps, scales):
+    settings = {"dtype": torch.float16, "loss_scale": "dynamic", "max_loss_scale": 1024.0, "num_losses": len(scales)}
+    plugin = ApexAMP(level, **settings)
+    module = fit(Adversaries(steps, len(scales)), plugin, max_epochs=1)
     assert module.moved == [True, True, True, False, True, True, True, True]
+    assert {name: tuple(state.values()) for name, state in plugin.state_dict().items()} == scales
+
+
+def test_a_loss_without_a_scaler_is_refused():
+    with pytest.raises(IndexError, match=r"loss_id: expected 0 to 0, or a larger num_losses, got 1"):
+        fit(Adversaries(), ApexAMP("O1", dtype=torch.float16))
 
 
 class Wrapping(SGD):
@@ -329,9 +256,7 @@ class Wrapped(Regression):
 class Growing(Regression):
     """Gives its optimizer the second layer after an epoch, by the wrapper that a training step sees."""
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, index):
         optimizer = self.optimizers()
@@ -345,12 +270,7 @@ class Growing(Regression):
         return SGD(self.net[0].parameters(), lr=0.02)
 
 
-class Trained(Regression):
-    def configure_optimizers(self):
-        return SGD(self.parameters(), lr=0.02, momentum=0.9)
-
-
-class Replacing(Trained):
+class Replacing(Regression):
     """Makes its optimizer anew in the second epoch."""
 
     def __init__(self, by_strategy=False):
@@ -365,13 +285,15 @@ class Replacing(Trained):
 
 
 @pytest.mark.parametrize("by_strategy", [True, False])
-@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)])
+@pytest.mark.parametrize(("level", "dtype"), MIXES)
 def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy):
     wanted = fit(Replacing(by_strategy))
-    assert apart(fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0)), wanted) < 0.06
+    assert (
+        apart(fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0)), wanted, Replacing()) < 0.06
+    )
 
 
-class Own(Trained):
+class Own(Regression):
     """Steps an optimizer that Lightning was not given."""
 
     automatic_optimization = False
@@ -388,7 +310,7 @@ class Own(Trained):
         return None
 
 
-class Past(Trained):
+class Past(Regression):
     """Steps past Lightning."""
 
     automatic_optimization = False
@@ -400,14 +322,14 @@ class Past(Trained):
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@NO_OPTIMIZER
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [Wrapped, Growing, Own, Past])
 def test_optimizers_that_go_ways_of_their_own(kind, level):
-    assert apart(fit(kind(), ApexAMP(level, **HALF)), fit(kind())) < 0.06
+    assert apart(fit(kind(), ApexAMP(level, **HALF)), fit(kind()), kind()) < 0.06
 
 
-@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
+@NO_OPTIMIZER
 def test_gradients_that_nobody_would_unscale_are_refused():
     for level in ("O1", "O2"):
         with pytest.raises(
@@ -417,21 +339,19 @@ def test_gradients_that_nobody_would_unscale_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize(
-    ("level", "dtype"), [("O0", None), ("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)]
-)
+@pytest.mark.parametrize(("level", "dtype"), [("O0", None), *MIXES])
 def test_a_window_whose_last_batch_has_no_loss_steps_with_the_others(level, dtype):
-    class Skipping(Trained):
+    class Skipping(Regression):
         def training_step(self, batch, index):
             return None if index == 3 else super().training_step(batch, index)
 
-    wanted = fit(Skipping(), accumulate_grad_batches=2, epochs=2)
+    wanted = fit(Skipping(), accumulate_grad_batches=2, max_epochs=2)
     plugin = ApexAMP(level, dtype=dtype, max_loss_scale=64.0)
-    assert apart(fit(Skipping(), plugin, accumulate_grad_batches=2, epochs=2), wanted) < 0.06
+    assert apart(fit(Skipping(), plugin, accumulate_grad_batches=2, max_epochs=2), wanted, Skipping()) < 0.06
 
 
 def test_O0_leaves_float64_to_a_network_of_float64():
-    class Double(Trained):
+    class Double(Regression):
         def __init__(self):
             super().__init__()
             self.double()

@@ -1,12 +1,10 @@
 """Prints how far the recorded runs of apex are from this library's: ``python -m tests.unit.amp.deviations``."""
 
-import contextlib
-import types
-
 import numpy as np
 import torch
 
 from lightning_turbo import amp
+from tests.unit.amp.naive_loop import PLAIN
 from tests.unit.amp.recorded import CASES, run_case
 from tests.unit.amp.test_recorded_runs import as_stored
 
@@ -14,14 +12,6 @@ ARRAYS = ("out0", "grad0", "p1", "final_stored", "final_buf", "master", "eval_ou
 
 # A bias in front of batch norm has no exact gradient; Adam turns its rounding noise into whole steps.
 BEFORE_NORM = {"convbn": ("master/3.bias",), "conv3d": ("master/0.bias",)}
-
-# torch alone, in the place of amp.
-PLAIN = types.SimpleNamespace(
-    initialize=lambda model, optimizer, **_: (model, optimizer),
-    scale_loss=lambda loss, optimizer: contextlib.nullcontext(loss),
-    master_params=amp.master_params,
-    state_dict=lambda: {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}},
-)
 
 
 def equal_to_torch_alone():

@@ -1,10 +1,22 @@
-"""The recorded cases of O2 and O3 as loops written by hand in plain torch."""
+"""The recorded cases in plain torch: with amp left out, and those of O2 and O3 as loops written by hand."""
+
+import contextlib
+import types
 
 import numpy as np
 import torch
 from torch import nn
 
+from lightning_turbo import amp
 from tests.unit.amp.recorded import FOLDER, build_loss, build_model, build_optimizer
+
+# torch alone, in the place of amp.
+PLAIN = types.SimpleNamespace(
+    initialize=lambda model, optimizer, **_: (model, optimizer),
+    scale_loss=lambda loss, optimizer: contextlib.nullcontext(loss),
+    master_params=amp.master_params,
+    state_dict=lambda: {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}},
+)
 
 
 def naive(row):

@@ -4,12 +4,10 @@ A process of its own, because oneDNN chooses its kernels as torch starts: on CPU
 others than those of the recording, which round otherwise.
 """
 
-import contextlib
 import os
 import pickle
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 ISA = "ONEDNN_MAX_CPU_ISA"
@@ -34,17 +32,11 @@ def main(file):
     import torch
 
     from lightning_turbo import amp
-    from tests.unit.amp.naive_loop import naive
+    from tests.unit.amp.naive_loop import PLAIN, naive
     from tests.unit.amp.recorded import CASES, run_case
 
     torch.set_num_threads(1)
-    plain = types.SimpleNamespace(
-        initialize=lambda model, optimizer, **_: (model, optimizer),
-        scale_loss=lambda loss, optimizer: contextlib.nullcontext(loss),
-        master_params=amp.master_params,
-        state_dict=lambda: {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}},
-    )
-    results = {"plain": {case: run_case(CASES[case], plain)[1] for case in PLAIN_CASES}, "ours": {}, "naive": {}}
+    results = {"plain": {case: run_case(CASES[case], PLAIN)[1] for case in PLAIN_CASES}, "ours": {}, "naive": {}}
     for case, row in CASES.items():
         results["ours"][case] = run_case(row, amp)[1]
         amp.shutdown()

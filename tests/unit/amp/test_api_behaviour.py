@@ -616,12 +616,3 @@ def test_every_fact_is_checked():
 def test_casts_are_kept_as_in_apex_on_request():
     # With an old torch never: it would take the gradient from a weight used under no_grad.
     assert O1_cache_identity(cast_cache=True) == ["float16", cache_survives_no_grad(), False]
-
-
-def test_two_training_forwards_before_one_backward():
-    # In apex this failed on today's torch ("O1_two_forwards", an artefact of its weight cache).
-    model, optimizer = ready("O1", loss_scale=128.0)
-    loss = (model(torch.ones(3, 4)) + model(torch.ones(3, 4))).float().mean()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -38,6 +39,14 @@ def sgd(model, lr=0.05):
 
 def init(models, optimizers=None, level="O1", **kwargs):
     return amp.initialize(models, optimizers, opt_level=level, **{"dtype": torch.float16, "verbosity": 0, **kwargs})
+
+
+def ready(level="O1", **kwargs):
+    """A network and its optimizer, initialized."""
+    model = net()
+    optimizer = sgd(model)
+    init(model, optimizer, level, **kwargs)
+    return model, optimizer
 
 
 def train(model, optimizer, steps=3, seed=5):
@@ -76,22 +85,16 @@ def same(first, second):
 @pytest.mark.parametrize("second", LEVELS)
 def test_initialize_may_be_called_again(first, second):
     init(net(), None, first)
-    again = net()
-    optimizer = sgd(again)
-    init(again, optimizer, second)
+    again, optimizer = ready(second)
     folds = train(again, optimizer)
     amp.shutdown()
-    alone = net()
-    optimizer = sgd(alone)
-    init(alone, optimizer, second)
+    alone, optimizer = ready(second)
     assert folds == train(alone, optimizer)
     assert same(weights(again), weights(alone))
 
 
 def test_an_initialize_that_is_refused_leaves_the_earlier_one_on():
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, "O1")
+    model, optimizer = ready("O1")
     with pytest.raises(AmpUsageError):
         init(net(), None, "O7")
     train(model, optimizer)
@@ -124,15 +127,14 @@ def test_gradients_of_one_loss_accumulate_scaled():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_second_call_ends_the_first(level):
-    first, second = net(1), net(2)
-    optimizer = sgd(first)
-    init(first, optimizer, level)
-    init(second, sgd(second), "O0")
+    first, optimizer = ready(level)
+    _, active = ready("O0")
     assert first(torch.ones(1, 4)).dtype is torch.float32
     assert {p.dtype for p in first.parameters()} == {torch.float32}
     assert torch._C._len_torch_function_stack() == 0
-    with pytest.raises(AmpUsageError, match=r"the last amp.initialize, got another SGD.*in one call, as lists"):
-        step(first, optimizer)
+    for other in (optimizer, copy.deepcopy(active)):
+        with pytest.raises(AmpUsageError, match=r"the last amp.initialize, got another SGD.*in one call, as lists"):
+            step(first, other)
     amp.shutdown()
     with pytest.raises(AmpStateError, match="Call initialize first"):
         step(first, optimizer)
@@ -141,8 +143,7 @@ def test_a_second_call_ends_the_first(level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_model_comes_again(level, ends):
-    model = net()
-    init(model, sgd(model), level)
+    model, _ = ready(level)
     if ends:
         amp.shutdown()
     optimizer = sgd(model)
@@ -152,20 +153,11 @@ def test_a_model_comes_again(level, ends):
     assert not same(before, weights(model))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_optimizer_that_is_not_known_or_comes_twice_is_refused(level):
+def test_an_optimizer_that_comes_twice_is_refused():
     model = net()
-    first = sgd(model)
-    init(model, first, level)
-    for other in (sgd(model), copy.deepcopy(first)):
-        with pytest.raises(
-            AmpUsageError, match=r"of the last amp.initialize, got another SGD, which would step after an overflow"
-        ):
-            step(model, other)
-    models = [net(1), net(2)]
-    shared = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.1, fused=True)
+    optimizer = sgd(model)
     with pytest.raises(AmpUsageError, match=r"expected each optimizer once, got one again"):
-        init(models, [shared, shared], level)
+        init(model, [optimizer, optimizer])
 
 
 class Wrapper:
@@ -180,14 +172,11 @@ class Wrapper:
 
 
 def test_a_wrapper_that_says_it_is_an_optimizer_is_refused():
-    model, other = net(), net()
-    before, optimizer = weights(model), sgd(other)
-    init(other, optimizer)
+    model, (other, optimizer) = net(), ready()
     with pytest.raises(
         TypeError, match=r"optimizers: expected a torch.optim.*of a wrapper, as LARC, the object in it.*got <.*Wrapper"
     ):
         init(model, Wrapper(sgd(model)))
-    assert same(weights(model), before)
     step(other, optimizer)  # what was initialized before goes on
 
 
@@ -238,90 +227,59 @@ def test_a_loop_without_scale_loss_trains_without_a_scale(level):
 # Registered functions
 
 
-def test_a_registered_function_of_torch_is_put_on_the_list():
-    original = torch.sigmoid
-    amp.register_float_function(torch, "sigmoid")
-    amp.register_half_function(torch, "sqrt")
-    amp.register_promote_function(torch, "hypot")
-    assert torch.sigmoid(torch.ones(2, dtype=torch.float16)).dtype is torch.float16
+NARROW, WIDE, MATRIX = torch.ones(2, dtype=torch.float16), torch.ones(2), torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(("kind", "home", "name", "args", "dtype"), [
+    ("float", torch, "sigmoid", [NARROW], torch.float32),
+    ("half", torch, "sqrt", [WIDE], torch.float16),
+    ("promote", torch, "hypot", [NARROW, WIDE], torch.float32),
+    ("float", nn.functional, "linear", [WIDE, MATRIX], torch.float32),  # though autocast would cast it below
+    ("half", torch, "exp", [WIDE], torch.float16),
+])  # fmt: skip
+def test_a_registered_function_of_torch_is_put_on_the_list(kind, home, name, args, dtype):
+    function = getattr(home, name)
+    before = function(*args).dtype
+    getattr(amp, f"register_{kind}_function")(home, name)
+    assert function(*args).dtype is before
     init(net(), None, "O1")
-    assert torch.sigmoid is original
-    assert torch.sigmoid(torch.ones(2, dtype=torch.float16)).dtype is torch.float32
-    assert torch.sqrt(torch.ones(2)).dtype is torch.float16
-    assert torch.hypot(torch.ones(2, dtype=torch.float16), torch.ones(2)).dtype is torch.float32
+    assert getattr(home, name) is function
+    assert function(*args).dtype is dtype
     amp.shutdown()
-    assert torch.sigmoid(torch.ones(2, dtype=torch.float16)).dtype is torch.float16
+    assert function(*args).dtype is before
 
 
-def test_a_registered_function_of_torch_overrides_the_lists():
-    amp.register_float_function(torch.nn.functional, "linear")
-    amp.register_half_function(torch, "exp")
-    init(net(), None, "O1")
-    # A listed function goes where the program wants it, though autocast would cast it below.
-    assert torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is torch.float32
-    assert torch.exp(torch.ones(2)).dtype is torch.float16
-    model = nn.Linear(3, 4)
-    assert model(torch.ones(2, 3)).dtype is torch.float32
-
-
-def test_a_registered_function_elsewhere_is_wrapped_while_O1_is_on():
-    seen = []
-
-    class Space:
-        @staticmethod
-        def scale(x):
-            seen.append(x.dtype)
-            return x
-
-    original = Space.scale
-    amp.register_half_function(Space, "scale")
-    for level, dtype in (("O1", torch.float16), ("O2", torch.float32), ("O1", torch.float16)):
-        init(net(), None, level)
-        Space.scale(torch.ones(2))
-        assert seen[-1] is dtype
-    amp.shutdown()
-    assert Space.scale is original
-    with pytest.raises(
-        ValueError, match=r"register_half_function: expected the name of a function in .*Space.*, got 'nothing'"
-    ):
-        amp.register_half_function(Space, "nothing")
-
-
-def test_a_function_registered_twice_is_wrapped_once_and_given_back():
+def test_a_registered_function_elsewhere_is_wrapped_once_while_O1_is_on():
     class Space:
         @staticmethod
         def f(x):
             return x.dtype
 
     original = Space.f
-    amp.register_half_function(Space, "f")
     amp.register_float_function(Space, "f")
-    init(net(), None, "O1")
-    assert Space.f(torch.ones(1, dtype=torch.float16)) is torch.float32  # the last word counts
+    amp.register_half_function(Space, "f")  # the last word counts
+    for level, dtype in (("O1", torch.float16), ("O2", torch.float32), ("O1", torch.float16)):
+        init(net(), None, level)
+        assert Space.f(torch.ones(2)) is dtype
     amp.shutdown()
     assert Space.f is original
+    with pytest.raises(
+        ValueError, match=r"register_half_function: expected the name of a function in .*Space.*, got 'nothing'"
+    ):
+        amp.register_half_function(Space, "nothing")
 
 
 # Checkpoints
-
-
-def saved(level):
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, level)
-    train(model, optimizer, 4)
-    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("order", [("model", "optimizer", "amp"), ("optimizer", "model", "amp"),
                                    ("amp", "optimizer", "model")])  # fmt: skip
 def test_a_checkpoint_loads_in_any_order(level, order):
-    state = saved(level)
-    straight = net()
-    optimizer = sgd(straight)
-    init(straight, optimizer, level)
+    straight, optimizer = ready(level)
     train(straight, optimizer, 4)
+    parts = {"model": straight, "optimizer": optimizer, "amp": amp}
+    state = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
     train(straight, optimizer, 3, seed=9)
     expected = weights(straight)
     expected_state = amp.state_dict()
@@ -340,85 +298,34 @@ def test_a_checkpoint_loads_in_any_order(level, order):
 # Optimizers
 
 
+INF = float("inf")
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_dcgan_of_apexs_examples(level):
-    """Two models, two optimizers, three losses with a scaler each; an overflow of one leaves the others alone."""
-    generator, critic = net(1), nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
-    optimizer_d, optimizer_g = sgd(critic), sgd(generator)
-    (critic, generator), (optimizer_d, optimizer_g) = init(
-        [critic, generator], [optimizer_d, optimizer_g], level, num_losses=3, loss_scale="dynamic"
-    )
-    criterion = nn.BCEWithLogitsLoss()
-
-    def step(factor=1.0):
-        optimizer_d.zero_grad()
-        real = criterion(critic(torch.randn(6, 4)).float(), torch.ones(6, 1)) * factor
-        backward(real, optimizer_d, loss_id=0)
-        fake = generator(torch.randn(6, 4))
-        wrong = criterion(critic(fake.detach()).float(), torch.zeros(6, 1))
-        backward(wrong, optimizer_d, loss_id=1)
-        optimizer_d.step()
-        optimizer_g.zero_grad()
-        fooled = criterion(critic(fake).float(), torch.ones(6, 1))
-        backward(fooled, optimizer_g, loss_id=2)
-        optimizer_g.step()
-
-    step()
-    before_d, before_g = weights(critic), weights(generator)
-    step(float("inf"))
-    scales = [state["loss_scale"] for state in amp.state_dict().values()]
-    assert scales == [2.0**15, 2.0**16, 2.0**16]
-    assert same(weights(critic), before_d)  # the real loss overflowed: the critic's step was skipped
-    assert not same(weights(generator), before_g)
-    step()
-    assert not same(weights(critic), before_d)
-
-
-def test_an_overflow_in_one_loss_skips_all_its_optimizers_once():
-    first, second = net(0), net(1)
-    optimizers = sgd(first), sgd(second)
-    init([first, second], list(optimizers), dtype=torch.float16)
-    x = torch.randn(2, next(first.parameters()).shape[1])
-    before = weights(first), weights(second)
-    loss = first(x).float().sum() * float("inf") + second(x).float().sum() * 1e-3
-    backward(loss, list(optimizers))
-    for optimizer in optimizers:
-        optimizer.step()
-    assert same(weights(first), before[0])
-    assert same(weights(second), before[1])
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        optimizer.zero_grad()
-        backward(model(x).float().sum() * 1e-3, optimizer)
-        optimizer.step()
-    assert not same(weights(first), before[0])
-    assert not same(weights(second), before[1])
-
-
-def test_an_overflow_skips_no_optimizer_that_its_pass_made_no_gradients_for():
-    models = net(0), net(1)
+@pytest.mark.parametrize(("passes", "moves", "scales"), [
+    ([((INF, 1e-3), (0, 1), 0)], [False, False], [15, 16, 16]),
+    ([((0.0, 1e-3), (0, 1), 0), ((INF, 0.0), (0, 1), 0)], [False, True], [15, 16, 16]),
+    ([((INF, 0.0), (0,), 0), ((1e-3, 0.0), (0,), 1), ((0.0, 1e-3), (1,), 2)], [False, True], [15, 16, 16]),  # a GAN's
+], ids=["of both", "of one", "of one among three losses"])  # fmt: skip
+def test_an_overflow_skips_one_step_of_the_optimizers_whose_gradients_it_made(level, passes, moves, scales):
+    """Each pass has factors of two networks' losses, the optimizers that it is for, and its loss's number."""
+    models = net(1), net(2)
     optimizers = [sgd(model) for model in models]
-    init(list(models), optimizers)
-    before = [weights(model) for model in models]
-    for model, factor in ((models[1], 1e-3), (models[0], float("inf"))):
-        backward(model(torch.ones(2, 4)).float().sum() * factor, optimizers)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [same(weights(model), old) for model, old in zip(models, before, strict=True)] == [True, False]
+    init(list(models), optimizers, level, num_losses=3, loss_scale="dynamic")
+    for rows, expected in ((passes, moves), ([((1e-3, 1e-3), (0, 1), 0)], [True, True])):
+        before = [weights(model) for model in models]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for factors, which, loss_id in rows:
+            losses = [m(torch.ones(2, 4)).float().sum() * f for m, f in zip(models, factors, strict=True) if f]
+            backward(sum(losses), [optimizers[i] for i in which], loss_id=loss_id)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [not same(weights(model), old) for model, old in zip(models, before, strict=True)] == expected
+        assert [state["loss_scale"] for state in amp.state_dict().values()] == [2.0**scale for scale in scales]
 
 
 # What wraps a model or repeats its forward pass
-
-
-def test_a_wrapped_model_is_refused_before_and_accepted_after():
-    for level in LEVELS:
-        model = net()
-        with pytest.raises(
-            AmpUsageError, match=r"expected the model itself, got a DataParallel around it. Wrap it after"
-        ):
-            init(nn.DataParallel(model), sgd(model), level)
-        init(model, sgd(model), level)
-        out = nn.DataParallel(model)(torch.ones(4, 4))
-        assert out.dtype is (torch.float16 if level == "O1" else torch.float32)
 
 
 def replica_of(module):
@@ -430,22 +337,9 @@ def replica_of(module):
 
 
 def in_threads(*models):
-    """Calls the models as DataParallel does on its devices: a thread each, with autocast handed over."""
-    results = [None] * len(models)
-    models = [replica_of(model) for model in models]
-
-    def call(index, model):
-        try:
-            results[index] = model(torch.ones(2, 4))
-        except AmpUsageError as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=call, args=pair) for pair in enumerate(models)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    """Calls the models as DataParallel does on its devices: a thread each."""
+    with ThreadPoolExecutor(len(models)) as threads:
+        return list(threads.map(lambda model: model(torch.ones(2, 4)), [replica_of(model) for model in models]))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -484,9 +378,7 @@ def test_a_delayed_pass_that_fails_leaves_the_gradients_before_it(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_pass_that_fails_loses_no_gradient(level):
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, level, loss_scale=128.0)
+    model, optimizer = ready(level, loss_scale=128.0)
     backward(model(torch.ones(3, 4)).float().sum(), optimizer)
     before = [p.grad.clone() for p in amp.master_params(optimizer)]
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda param: {}["no such key"])
@@ -522,13 +414,22 @@ class Meeting(nn.Module):
         return out
 
 
+class Batch:
+    """Counts as a container because of its ``to``."""
+
+    def __init__(self, items):
+        vars(self).update(items)
+
+    def values(self):
+        return vars(self).values()
+
+    def to(self, where):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("make", [
-    dict,
-    OrderedDict,
-    UserDict,
-    lambda items: defaultdict(list, items),
-    lambda items: list(items.values()),
-    lambda items: deque(items.values(), maxlen=3),
+    dict, OrderedDict, UserDict, lambda items: defaultdict(list, items), lambda items: list(items.values()),
+    lambda items: deque(items.values(), maxlen=3), Batch,
 ])  # fmt: skip
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_containers_go_in_and_come_out_as_what_they_are(level, make):
@@ -598,9 +499,7 @@ def test_activation_checkpointing_changes_no_gradient(level, networks):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_keeps_a_model_alive(level):
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, level)
+    model, optimizer = ready(level)
     train(model, optimizer)
     watched = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
     amp.shutdown()
@@ -620,12 +519,9 @@ def test_disable_casts_is_respected_by_decorated_functions():
 
 
 def test_a_schedule_may_begin_with_a_skipped_step():
-    model = net()
-    optimizer = sgd(model)
+    model, optimizer = ready("O1")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    init(model, optimizer, "O1", loss_scale="dynamic")
-    backward(model(torch.ones(2, 4)).float().mean() * float("inf"), optimizer)
-    optimizer.step()
+    step(model, optimizer, INF)
     scheduler.step()  # torch would warn of a forgotten optimizer.step(), and warnings are errors here
 
 
@@ -637,11 +533,12 @@ def test_gradients_of_other_kinds_are_unscaled(kind, scale):
             super().__init__()
             torch.manual_seed(0)
             self.table = nn.Embedding(10, 4, sparse=kind == "sparse")
-            self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64)) if kind == "complex" else None
+            if kind == "complex":
+                self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64))
 
         def forward(self, rows):
             found = self.table(rows).float()
-            if self.filter is not None:
+            if kind == "complex":
                 found = torch.fft.irfft(torch.fft.rfft(found) * self.filter)
             return found.square().mean()
 
@@ -650,15 +547,13 @@ def test_gradients_of_other_kinds_are_unscaled(kind, scale):
         model = Net()
         optimizer = sgd(model)
         init(model, optimizer, "O1", loss_scale=scaled_by)
-        with amp.scale_loss(model(torch.tensor([1, 1, 3])), optimizer) as loss:
-            loss.backward()
+        backward(model(torch.tensor([1, 1, 3])), optimizer)
         gradients.append([p.grad.to_dense().clone() for p in model.parameters()])
         if scaled_by == "dynamic":
-            with amp.scale_loss(model(torch.tensor([1, 2])) * float("inf"), optimizer) as loss:
-                loss.backward()
-            before = [p.detach().clone() for p in model.parameters()]
+            backward(model(torch.tensor([1, 2])) * INF, optimizer)
+            before = weights(model)
             optimizer.step()
-            assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+            assert same(weights(model), before)
         amp.shutdown()
     for plain, unscaled in zip(*gradients, strict=True):
         torch.testing.assert_close(unscaled, plain)
@@ -676,23 +571,20 @@ def test_spectral_norm_under_apex_lists():
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("batches", [1, 2])
 def test_an_overflow_whose_gradients_are_dropped_skips_no_later_step(level, batches):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, dtype=torch.float16, max_loss_scale=128.0, verbosity=0)
+    model, optimizer = ready(level, loss_scale="dynamic", max_loss_scale=128.0)
     moved = []
     for number in range(4):
         optimizer.zero_grad()
         for k in range(batches):
-            loss = net(torch.randn(4, 4)).float().square().mean() * (float("inf") if number == 1 else 1.0)
+            loss = model(torch.randn(4, 4)).float().square().mean() * (INF if number == 1 else 1.0)
             backward(loss, optimizer, delay_unscale=k < batches - 1)
         norm = nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1.0)
         if not torch.isfinite(norm):  # as many loops do
             moved.append(None)
             continue
-        before = [p.detach().clone() for p in amp.master_params(optimizer)]
+        before = weights(model)
         optimizer.step()
-        moved.append(any(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True)))
+        moved.append(not same(before, weights(model)))
     assert moved == [True, None, True, True]
 
 
@@ -747,9 +639,7 @@ def test_O1_computes_with_the_weights_of_now(context):
 
 @pytest.mark.parametrize("verbosity", [0, 1])
 def test_a_skipped_step_is_said(verbosity, caplog):
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, "O1", verbosity=verbosity)
+    model, optimizer = ready("O1", verbosity=verbosity)
     with caplog.at_level(logging.WARNING, logger="lightning_turbo.amp"):
         step(model, optimizer)
         assert not caplog.messages
@@ -759,9 +649,7 @@ def test_a_skipped_step_is_said(verbosity, caplog):
 
 
 def test_a_scale_of_zero_ends_the_run():
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, "O1")
+    model, optimizer = ready("O1")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**-148, "unskipped": 0}})
     step(model, optimizer, float("nan"))
     with pytest.raises(AmpStateError, match="Loss scaler 0 has halved its scale down to zero"):
@@ -781,9 +669,7 @@ def pickled(value):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_model_and_optimizer_are_pickled_whole(level, trained):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    init(model, optimizer, level, cast_model_outputs=torch.float32)
+    model, optimizer = ready(level, cast_model_outputs=torch.float32)
     if trained:
         step(model, optimizer)
     x = torch.ones(2, 4)

@@ -6,11 +6,12 @@ import types
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_turbo import ApexAMP
 from lightning_turbo.errors import AmpUsageError, MissingExtraError
+from tests.trainers import quiet_trainer
 
 
 class FakeAmp(types.ModuleType):
@@ -68,15 +69,9 @@ class Net(LightningModule):
 def fit(plugin, ckpt_path=None, epochs=1, **kwargs):
     net = Net()
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=4)
-    trainer = Trainer(
-        accelerator="cpu", plugins=[] if plugin is None else [plugin], max_epochs=epochs, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **kwargs,
-    )  # fmt: skip
+    trainer = quiet_trainer(plugins=[] if plugin is None else [plugin], max_epochs=epochs, **kwargs)
     trainer.fit(net, data, ckpt_path=ckpt_path)
     return net, trainer
-
-
-workers = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 @pytest.mark.parametrize(("file", "said"), [
@@ -116,7 +111,6 @@ def test_arguments_that_apex_does_not_have_are_refused(fake):
     ApexAMP("O1", backend="apex", scale_window=2000, exact_masters=True, dtype=torch.float16)
 
 
-@workers
 def test_a_trainer_runs_through_apexs_calls(fake):
     net, trainer = fit(
         ApexAMP("O2", backend="apex", loss_scale=128.0), gradient_clip_val=1e9, accumulate_grad_batches=1
@@ -130,7 +124,6 @@ def test_a_trainer_runs_through_apexs_calls(fake):
     assert trainer.precision_plugin.loss_scale == 65536.0
 
 
-@workers
 def test_state_goes_on_under_either_backend(fake, tmp_path):
     _, trainer = fit(ApexAMP("O1", backend="apex"))
     trainer.save_checkpoint(tmp_path / "apex.ckpt")
@@ -152,7 +145,6 @@ def test_state_goes_on_under_either_backend(fake, tmp_path):
 
 
 @pytest.mark.apex
-@workers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O1 patches torch to the end of the process
 def test_the_real_apex_trains_under_the_trainer(level):
