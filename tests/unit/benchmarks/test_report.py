@@ -63,20 +63,17 @@ def test_every_row_shows_time_ratio_memory_and_quality(results):
     assert lines == [["fast", "middle", "0.80 (0.73-0.87)"]]
 
 
-@pytest.mark.parametrize(
-    ("stated", "verdict"),
-    [
-        (aim(0.7), "met"),
-        (aim(0.5), "missed"),
-        (aim(0.6), "undecided"),
-        (aim(0.7, fact="bfloat16_instructions"), "does not count here"),
-        (aim(2.0, quantity="peak_bytes"), "met"),
-        (aim(0.7, case="absent"), "not measured"),
-        (aim(0.25, against="", quantity="loss"), "met"),
-        (aim(0.24, against="", quantity="loss"), "missed"),
-        (aim(1.0, against="", quantity="nothing"), "not measured"),
-    ],
-)
+@pytest.mark.parametrize(("stated", "verdict"), [
+    (aim(0.7), "met"),
+    (aim(0.5), "missed"),
+    (aim(0.6), "undecided"),
+    (aim(0.7, fact="bfloat16_instructions"), "does not count here"),
+    (aim(2.0, quantity="peak_bytes"), "met"),
+    (aim(0.7, case="absent"), "not measured"),
+    (aim(0.25, against="", quantity="loss"), "met"),
+    (aim(0.24, against="", quantity="loss"), "missed"),
+    (aim(1.0, against="", quantity="nothing"), "not measured"),
+])  # fmt: skip
 def test_verdicts_of_aims(results, stated, verdict):
     results["suites"][0]["aims"] = [stated]
     assert [found for *_, found in aim_verdicts(results["suites"][0], MACHINE)] == [verdict]
@@ -132,15 +129,12 @@ def test_the_folder_holds_json_markdown_and_pictures(results, tmp_path):
     assert sorted(path.name for path in write_report(results, tmp_path)) == ["results.json", "results.md"], "no picture"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "is not a file: expected a results.json or its folder"),
-        ("{", "is not JSON"),
-        ("[]", "is not a result of this version's benchmarks"),
-        ('{"format": 99, "suites": []}', "is not a result of this version's benchmarks"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "is not a file: expected a results.json or its folder"),
+    ("{", "is not JSON"),
+    ("[]", "is not a result of this version's benchmarks"),
+    ('{"format": 99, "suites": []}', "is not a result of this version's benchmarks"),
+])  # fmt: skip
 def test_foreign_files_are_refused(tmp_path, content, message):
     path = tmp_path / "results.json"
     if content is not None:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,11 +42,6 @@ class Jitter(Dataset):
         return x + torch.rand(1), y
 
 
-class Noise:
-    def __init__(self):
-        self.R = np.random.RandomState(0)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.rand(8))
@@ -65,26 +61,23 @@ def reset(worker_id):
 
 GLOBAL = Data(lambda data: torch.rand(1) + np.random.rand() + random.random())
 OWN = Data(lambda data: data.rng.random(), rng=np.random.default_rng(0))
+NOISE = Data(lambda data: data.transform.R.rand(), transform=SimpleNamespace(R=np.random.RandomState(0)))
 
 
-@pytest.mark.parametrize(
-    ("dataset", "settings", "draws", "repeated"),
-    [
-        (Data(rng=np.random.default_rng(0)), {}, (), ()),
-        (GLOBAL, {}, (TORCH, NUMPY, PYTHON), ()),
-        (GLOBAL, {"num_workers": 0}, (), ()),
-        (GLOBAL, {"worker_init_fn": reset}, (TORCH, NUMPY, PYTHON), (NUMPY,)),
-        (OWN, {}, ("dataset.rng",), ("dataset.rng",)),
-        (OWN, {"num_workers": 1}, ("dataset.rng",), ()),
-        (OWN, {"worker_init_fn": reseed}, ("dataset.rng",), ()),
-        (Data(lambda data: torch.rand(1, generator=data.g), g=torch.Generator()), {}, ("dataset.g",), ("dataset.g",)),
-        (Subset(Data(lambda data: data.transform.R.rand(), transform=Noise()), [3, 4]), {}, ("dataset.transform.R",),
-         ("dataset.transform.R",)),
-        (seed_samples(DataLoader(GLOBAL, num_workers=2), 1), {}, (), ()),
-        (Data(fail), {}, (), ()),
-        (Stream(), {}, (), ()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "settings", "draws", "repeated"), [
+    (Data(rng=np.random.default_rng(0)), {}, (), ()),
+    (GLOBAL, {}, (TORCH, NUMPY, PYTHON), ()),
+    (GLOBAL, {"num_workers": 0}, (), ()),
+    (GLOBAL, {"worker_init_fn": reset}, (TORCH, NUMPY, PYTHON), (NUMPY,)),
+    (OWN, {}, ("dataset.rng",), ("dataset.rng",)),
+    (OWN, {"num_workers": 1}, ("dataset.rng",), ()),
+    (OWN, {"worker_init_fn": reseed}, ("dataset.rng",), ()),
+    (Data(lambda data: torch.rand(1, generator=data.g), g=torch.Generator()), {}, ("dataset.g",), ("dataset.g",)),
+    (Subset(NOISE, [3, 4]), {}, ("dataset.transform.R",), ("dataset.transform.R",)),
+    (seed_samples(DataLoader(GLOBAL, num_workers=2), 1), {}, (), ()),
+    (Data(fail), {}, (), ()),
+    (Stream(), {}, (), ()),
+])  # fmt: skip
 def test_what_a_sample_draws_is_told(dataset, settings, draws, repeated):
     torch.manual_seed(3)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
