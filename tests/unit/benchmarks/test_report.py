@@ -56,7 +56,6 @@ def test_every_row_shows_time_ratio_memory_and_quality(results):
     assert fast["peak memory, MiB"] == "1.0"
     assert (fast["loss"], fast["accuracy"]) == ("0.25", "0.9")
     assert cells(results)["middle"]["state, MiB"] == "3.0"
-
     assert cells(results)["absent"]["note"] == "skipped: a|b not installed"
     assert cells(results)["broken"]["note"] == "failed: OSError: no"
     _, lines = suite_tables(results["suites"][0], MACHINE)[1]
@@ -113,8 +112,7 @@ def test_markdown_holds_circumstances_and_tables(results):
         results["suites"][0]["rows"].append({**row(f"own {number}", [0.1]), "base": f"own {number}"})
     named = "Baselines, each for the cases of its kind: slow; own 0; own 1; own 2; and 3 more."
     assert f" to warm up. {named}\n" in markdown(results)
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.endswith("|") for line in tables)
+    assert all(line.endswith("|") for line in text.splitlines() if line.startswith("|"))
 
 
 def test_the_folder_holds_json_markdown_and_pictures(results, tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_turbo import Doctor
 from lightning_turbo.data.sample_seeds import seed_samples
@@ -30,15 +30,9 @@ class Data(Dataset):
         return self.draw(self) * index
 
 
-class Jitter(Dataset):
-    def __init__(self):
-        self.items = images(32)
-
-    def __len__(self):
-        return 32
-
+class Jitter(TensorDataset):
     def __getitem__(self, index):
-        x, y = self.items[index]
+        x, y = super().__getitem__(index)
         return x + torch.rand(1), y
 
 
@@ -98,7 +92,7 @@ def test_a_sample_that_takes_too_long_is_no_finding(monkeypatch):
 def test_the_run_is_the_same_and_a_doctor_that_only_times_loads_nothing(watched):
     class Augmented(Noisy):
         def train_dataloader(self):
-            return DataLoader(Jitter(), batch_size=4, shuffle=True, num_workers=1)
+            return DataLoader(Jitter(*images(32).tensors), batch_size=4, shuffle=True, num_workers=1)
 
     doctor = Doctor(warmup=1, timed=2, watched=watched)
     assert equal(trained(model=Augmented), trained(doctor, model=Augmented))

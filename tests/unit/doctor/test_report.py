@@ -61,7 +61,8 @@ def test_picture_table_json_and_console_have_one_total(report):
 
 @pytest.mark.parametrize(("phases", "said"), [
     ({"data": 0.043, "forward": 0.057}, "Your step waits 43% of its 100.00 ms for data: loading ahead helps."),
-    ({"data": 0.009, "forward": 0.091}, "Compute-bound: your step waits 9% of its 100.00 ms for data, so prefetching"),
+    ({"data": 0.09, "forward": 0.91},
+     "Compute-bound: your step waits 9% of its 1000.00 ms for data, so prefetching will hardly help; 91% of it is "),
     ({"copy": 0.06, "forward": 0.04}, "Bound by copies to the device: your step waits 0%"),
     ({"hooks": 0.003, "logging": 0.003, "forward": 0.004}, "Bound by the loop: your step waits 0%"),
     ({}, "No step was timed."),

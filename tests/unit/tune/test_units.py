@@ -48,17 +48,6 @@ def fit(module, *callbacks, times=1):
     return module
 
 
-@pytest.mark.parametrize(("settings", "kind", "workers"), [
-    ({"num_workers": 1}, DataLoader, 1), ({"prefetch": True, "threads": 2}, PrefetchLoader, 0), ({}, DataLoader, 0),
-])  # fmt: skip
-def test_the_batches_are_those_of_the_plain_loader(settings, kind, workers):
-    plain = fit(Module(adam))
-    made = fit(Module(adam), LoaderSettings(**settings))
-    assert torch.equal(torch.stack(made.seen), torch.stack(plain.seen))
-    assert isinstance(made.loaders[0], kind)
-    assert made.loaders[0].num_workers == workers
-
-
 @pytest.mark.parametrize("settings", [{"num_workers": 1}, {"prefetch": True}])
 def test_a_run_that_resumes_has_the_order_of_one_that_never_stopped(settings, tmp_path):
     data = torch.arange(32.0).reshape(8, 4)
