@@ -92,3 +92,9 @@ def test_the_json_is_plain_and_complete(report):
 def test_the_text_fits_the_terminal(report):
     plain = Report(facts=report.facts, findings=(finding(what="word " * 60, site=None),), short="word " * 60)
     assert max(map(len, as_text(plain, width=60).splitlines())) <= 60
+
+
+def test_files_are_written_with_their_folder(report, tmp_path):
+    report.save(html=tmp_path / "new" / "r.html", json=tmp_path / "new" / "r.json")
+    assert (tmp_path / "new" / "r.html").read_text(encoding="utf-8") == as_html(as_json(report))
+    assert json.loads((tmp_path / "new" / "r.json").read_text(encoding="utf-8")) == as_json(report)
