@@ -43,14 +43,11 @@ def busy(matrix, times):
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 40])
-@pytest.mark.parametrize(
-    ("make", "workers"),
-    [
-        (DataLoader, 2),
-        (PrefetchLoader, 0),
-        (functools.partial(PrefetchLoader, threads=3), 0),
-    ],
-)
+@pytest.mark.parametrize(("make", "workers"), [
+    (DataLoader, 2),
+    (PrefetchLoader, 0),
+    (functools.partial(PrefetchLoader, threads=3), 0),
+])  # fmt: skip
 def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
     """The device is kept behind the host, so that a missing wait or a memory reused too soon would show."""
     loader = make(Numbered(), batch_size=8, num_workers=workers)

@@ -60,24 +60,16 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
     assert "Did you mean: 'ApexAMP'?" in done.stderr  # Python reads __dir__
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ((), "required: COMMAND"),
-        (("dance",), "invalid choice: 'dance'"),
-        (("dmo",), "did you mean demo? Try: lightning-turbo --help"),
-        (("demo", "--epohcs", "3"), "arguments: --epohcs 3; did you mean --epochs? Try: lightning-turbo demo --help"),
-        (("demo", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo demo --help"),
-        (("convert", "a", "b", "--to", "mixde"), "did you mean mixed?"),
-        (("demo", "--levels", "01"), "levels: expected some of O0, O1, O2, O3 (letter O, not zero)"),
-        (("demo", "--levels", ","), "levels: expected some of O0, O1, O2, O3, each at most once"),
-        (("demo", "--epochs", "none"), "invalid int value: 'none'"),
-        (("demo", "--epochs", "0"), "epochs: expected an integer from 1 to 1000000, got 0"),
-        (("demo", "--tune-seconds", "-1"), "tune_seconds: expected a number from 0 on, got -1"),
-        (("demo", "--device", "tpu"), "device: expected auto, cpu, cuda or cuda:<index>, got 'tpu'"),
-        (("demo", "--seed", "-1"), "seed: expected an integer from 0 to 4294967295, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    ((), "required: COMMAND"),
+    (("dance",), "invalid choice: 'dance'"),
+    (("dmo",), "did you mean demo? Try: lightning-turbo --help"),
+    (("demo", "--epohcs", "3"), "arguments: --epohcs 3; did you mean --epochs? Try: lightning-turbo demo --help"),
+    (("demo", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo demo --help"),
+    (("convert", "a", "b", "--to", "mixde"), "did you mean mixed?"),
+    (("demo", "--levels", "01"), "levels: expected some of O0, O1, O2, O3 (letter O, not zero)"),
+    (("demo", "--epochs", "none"), "invalid int value: 'none'"),
+])  # fmt: skip
 def test_bad_input_is_refused_in_words(capsys, argv, message):
     assert message in refused(capsys, *argv)
 
@@ -99,16 +91,14 @@ def test_arguments_reach_the_settings(monkeypatch):
 
 
 def test_pack(capsys, tmp_path):
-    folder = tmp_path / "scans"
     for name in ("a", "b"):
-        (folder / name).mkdir(parents=True)
-        np.save(folder / name / "1.npy", np.ones((2, 3), dtype=np.float32))
-    assert cli.main(["pack", str(folder), str(tmp_path / "packed")]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'packed'}: 2 samples, 2 classes")
-    assert np.load(tmp_path / "packed" / "labels.npy").tolist() == [0, 1]
-    assert "packed" in refused(capsys, "pack", str(folder), str(tmp_path / "packed"))
-    assert cli.main(["pack", str(folder), str(tmp_path / "packed"), "--overwrite"]) == 0
-    capsys.readouterr()
+        (tmp_path / "scans" / name).mkdir(parents=True)
+        np.save(tmp_path / "scans" / name / "1.npy", np.ones((2, 3), dtype=np.float32))
+    assert cli.main(["pack", "scans", "packed"]) == 0
+    assert capsys.readouterr().out.startswith("packed: 2 samples, 2 classes")
+    assert np.load("packed/labels.npy").tolist() == [0, 1]
+    assert "packed" in refused(capsys, "pack", "scans", "packed")
+    assert cli.main(["pack", "scans", "packed", "--overwrite"]) == 0
 
 
 def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_path, monkeypatch):
@@ -120,14 +110,14 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     seconds = iter((0.0, 1.0, 2.0, 3.0))
     monkeypatch.setattr("time.monotonic", lambda: next(seconds, 3.0))
-    argv = ["pack", str(tmp_path / "scans"), str(tmp_path / "out"), "--labels", str(tmp_path / "masks")]
+    argv = ["pack", "scans", "out", "--labels", "masks"]
     assert "1 of 3 files cannot be packed" in refused(capsys, *argv)
     seconds = iter((0.0, 1.0, 2.0, 3.0))
     assert cli.main([*argv, "--size", "2x2x4", "--skip-broken"]) == 0
     said = capsys.readouterr()
     assert "1/3 files, 2 s left" in said.err
     assert said.out.splitlines()[1].endswith("out.broken.txt: 1 files were left out")
-    assert np.load(tmp_path / "out" / "labels.npy").shape == (2, 2, 2, 4)
+    assert np.load("out/labels.npy").shape == (2, 2, 2, 4)
     assert "mode='L' does not go" in refused(capsys, *argv, "--overwrite", "--mode", "L")
     assert "classes=('a', 'b') does not go" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
 

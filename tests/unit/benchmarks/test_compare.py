@@ -31,20 +31,17 @@ def verdicts(after, **options):
     return {(c.case, c.quantity): c.verdict for c in compare_results(BEFORE, after, **options)}
 
 
-@pytest.mark.parametrize(
-    ("after", "options", "changed"),
-    [
-        (BEFORE, {}, {}),
-        # The noisy one stays within the spread of both runs.
-        (
-            run(a=(2.6, 2.7, 2.8), peak=120, noisy=(1.5, 3.4, 5.5)), {},
-            {("a", "time"): "slower", ("a", "peak memory"): "larger"},
-        ),
-        (run(a=(1.0, 1.1, 1.2), peak=50), {}, {("a", "time"): "faster", ("a", "peak memory"): "smaller"}),
-        (run(a=(2.3, 2.31, 2.32)), {}, {("a", "time"): "slower"}),
-        (run(a=(2.3, 2.31, 2.32)), {"threshold": 0.2}, {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("after", "options", "changed"), [
+    (BEFORE, {}, {}),
+    # The noisy one stays within the spread of both runs.
+    (
+        run(a=(2.6, 2.7, 2.8), peak=120, noisy=(1.5, 3.4, 5.5)), {},
+        {("a", "time"): "slower", ("a", "peak memory"): "larger"},
+    ),
+    (run(a=(1.0, 1.1, 1.2), peak=50), {}, {("a", "time"): "faster", ("a", "peak memory"): "smaller"}),
+    (run(a=(2.3, 2.31, 2.32)), {}, {("a", "time"): "slower"}),
+    (run(a=(2.3, 2.31, 2.32)), {"threshold": 0.2}, {}),
+])  # fmt: skip
 def test_what_changed_by_more_than_threshold_and_spread(after, options, changed):
     assert {key: verdict for key, verdict in verdicts(after, **options).items() if verdict != "same"} == changed
 

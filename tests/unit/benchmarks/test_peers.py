@@ -21,14 +21,11 @@ class Squares(Dataset):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("package", "case", "other", "tolerance"),
-    [
-        ("mosaicml", "Composer fp32", "PyTorch float32", 1e-4),
-        # Where the loss is rounded differs by library; a bfloat16 has 8 bits.
-        ("accelerate", "Accelerate bf16", "PyTorch autocast bf16", 1e-2),
-    ],
-)
+@pytest.mark.parametrize(("package", "case", "other", "tolerance"), [
+    ("mosaicml", "Composer fp32", "PyTorch float32", 1e-4),
+    # Where the loss is rounded differs by library; a bfloat16 has 8 bits.
+    ("accelerate", "Accelerate bf16", "PyTorch autocast bf16", 1e-2),
+])  # fmt: skip
 def test_a_peer_trains_as_the_plain_loop_does(package, case, other, tolerance, tmp_path):
     if installed_version(package) is None:
         pytest.skip(f"{package} not installed")

@@ -56,27 +56,23 @@ def test_every_row_shows_time_ratio_memory_and_quality(results):
     assert fast["peak memory, MiB"] == "1.0"
     assert (fast["loss"], fast["accuracy"]) == ("0.25", "0.9")
     assert cells(results)["middle"]["state, MiB"] == "3.0"
-
     assert cells(results)["absent"]["note"] == "skipped: a|b not installed"
     assert cells(results)["broken"]["note"] == "failed: OSError: no"
     _, lines = suite_tables(results["suites"][0], MACHINE)[1]
     assert lines == [["fast", "middle", "0.80 (0.73-0.87)"]]
 
 
-@pytest.mark.parametrize(
-    ("stated", "verdict"),
-    [
-        (aim(0.7), "met"),
-        (aim(0.5), "missed"),
-        (aim(0.6), "undecided"),
-        (aim(0.7, fact="bfloat16_instructions"), "does not count here"),
-        (aim(2.0, quantity="peak_bytes"), "met"),
-        (aim(0.7, case="absent"), "not measured"),
-        (aim(0.25, against="", quantity="loss"), "met"),
-        (aim(0.24, against="", quantity="loss"), "missed"),
-        (aim(1.0, against="", quantity="nothing"), "not measured"),
-    ],
-)
+@pytest.mark.parametrize(("stated", "verdict"), [
+    (aim(0.7), "met"),
+    (aim(0.5), "missed"),
+    (aim(0.6), "undecided"),
+    (aim(0.7, fact="bfloat16_instructions"), "does not count here"),
+    (aim(2.0, quantity="peak_bytes"), "met"),
+    (aim(0.7, case="absent"), "not measured"),
+    (aim(0.25, against="", quantity="loss"), "met"),
+    (aim(0.24, against="", quantity="loss"), "missed"),
+    (aim(1.0, against="", quantity="nothing"), "not measured"),
+])  # fmt: skip
 def test_verdicts_of_aims(results, stated, verdict):
     results["suites"][0]["aims"] = [stated]
     assert [found for *_, found in aim_verdicts(results["suites"][0], MACHINE)] == [verdict]
@@ -116,8 +112,7 @@ def test_markdown_holds_circumstances_and_tables(results):
         results["suites"][0]["rows"].append({**row(f"own {number}", [0.1]), "base": f"own {number}"})
     named = "Baselines, each for the cases of its kind: slow; own 0; own 1; own 2; and 3 more."
     assert f" to warm up. {named}\n" in markdown(results)
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.endswith("|") for line in tables)
+    assert all(line.endswith("|") for line in text.splitlines() if line.startswith("|"))
 
 
 def test_the_folder_holds_json_markdown_and_pictures(results, tmp_path):
@@ -132,15 +127,12 @@ def test_the_folder_holds_json_markdown_and_pictures(results, tmp_path):
     assert sorted(path.name for path in write_report(results, tmp_path)) == ["results.json", "results.md"], "no picture"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "is not a file: expected a results.json or its folder"),
-        ("{", "is not JSON"),
-        ("[]", "is not a result of this version's benchmarks"),
-        ('{"format": 99, "suites": []}', "is not a result of this version's benchmarks"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "is not a file: expected a results.json or its folder"),
+    ("{", "is not JSON"),
+    ("[]", "is not a result of this version's benchmarks"),
+    ('{"format": 99, "suites": []}', "is not a result of this version's benchmarks"),
+])  # fmt: skip
 def test_foreign_files_are_refused(tmp_path, content, message):
     path = tmp_path / "results.json"
     if content is not None:

@@ -2,11 +2,12 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_turbo import Doctor
 from lightning_turbo.data.sample_seeds import seed_samples
@@ -29,21 +30,10 @@ class Data(Dataset):
         return self.draw(self) * index
 
 
-class Jitter(Dataset):
-    def __init__(self):
-        self.items = images(32)
-
-    def __len__(self):
-        return 32
-
+class Jitter(TensorDataset):
     def __getitem__(self, index):
-        x, y = self.items[index]
+        x, y = super().__getitem__(index)
         return x + torch.rand(1), y
-
-
-class Noise:
-    def __init__(self):
-        self.R = np.random.RandomState(0)
 
 
 class Stream(IterableDataset):
@@ -65,26 +55,23 @@ def reset(worker_id):
 
 GLOBAL = Data(lambda data: torch.rand(1) + np.random.rand() + random.random())
 OWN = Data(lambda data: data.rng.random(), rng=np.random.default_rng(0))
+NOISE = Data(lambda data: data.transform.R.rand(), transform=SimpleNamespace(R=np.random.RandomState(0)))
 
 
-@pytest.mark.parametrize(
-    ("dataset", "settings", "draws", "repeated"),
-    [
-        (Data(rng=np.random.default_rng(0)), {}, (), ()),
-        (GLOBAL, {}, (TORCH, NUMPY, PYTHON), ()),
-        (GLOBAL, {"num_workers": 0}, (), ()),
-        (GLOBAL, {"worker_init_fn": reset}, (TORCH, NUMPY, PYTHON), (NUMPY,)),
-        (OWN, {}, ("dataset.rng",), ("dataset.rng",)),
-        (OWN, {"num_workers": 1}, ("dataset.rng",), ()),
-        (OWN, {"worker_init_fn": reseed}, ("dataset.rng",), ()),
-        (Data(lambda data: torch.rand(1, generator=data.g), g=torch.Generator()), {}, ("dataset.g",), ("dataset.g",)),
-        (Subset(Data(lambda data: data.transform.R.rand(), transform=Noise()), [3, 4]), {}, ("dataset.transform.R",),
-         ("dataset.transform.R",)),
-        (seed_samples(DataLoader(GLOBAL, num_workers=2), 1), {}, (), ()),
-        (Data(fail), {}, (), ()),
-        (Stream(), {}, (), ()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "settings", "draws", "repeated"), [
+    (Data(rng=np.random.default_rng(0)), {}, (), ()),
+    (GLOBAL, {}, (TORCH, NUMPY, PYTHON), ()),
+    (GLOBAL, {"num_workers": 0}, (), ()),
+    (GLOBAL, {"worker_init_fn": reset}, (TORCH, NUMPY, PYTHON), (NUMPY,)),
+    (OWN, {}, ("dataset.rng",), ("dataset.rng",)),
+    (OWN, {"num_workers": 1}, ("dataset.rng",), ()),
+    (OWN, {"worker_init_fn": reseed}, ("dataset.rng",), ()),
+    (Data(lambda data: torch.rand(1, generator=data.g), g=torch.Generator()), {}, ("dataset.g",), ("dataset.g",)),
+    (Subset(NOISE, [3, 4]), {}, ("dataset.transform.R",), ("dataset.transform.R",)),
+    (seed_samples(DataLoader(GLOBAL, num_workers=2), 1), {}, (), ()),
+    (Data(fail), {}, (), ()),
+    (Stream(), {}, (), ()),
+])  # fmt: skip
 def test_what_a_sample_draws_is_told(dataset, settings, draws, repeated):
     torch.manual_seed(3)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
@@ -105,7 +92,7 @@ def test_a_sample_that_takes_too_long_is_no_finding(monkeypatch):
 def test_the_run_is_the_same_and_a_doctor_that_only_times_loads_nothing(watched):
     class Augmented(Noisy):
         def train_dataloader(self):
-            return DataLoader(Jitter(), batch_size=4, shuffle=True, num_workers=1)
+            return DataLoader(Jitter(*images(32).tensors), batch_size=4, shuffle=True, num_workers=1)
 
     doctor = Doctor(warmup=1, timed=2, watched=watched)
     assert equal(trained(model=Augmented), trained(doctor, model=Augmented))

@@ -13,25 +13,22 @@ from lightning_turbo.doctor.environment import Line
 LINES = [Line("torch", "ok", "2.6"), Line("apex", "fault", "no", "go away")]
 
 
-@pytest.mark.parametrize(
-    ("line", "status", "remedy"),
-    [
-        (environment.torch_line("2.6.0+cu124", "12.4", gpus=2, usable=True), "ok", ""),
-        (environment.torch_line("2.5.1", None), "fault", "2.6 or newer"),
-        (environment.torch_line("2.6.0", None, gpus=1), "fault", "CUDA build"),
-        (environment.torch_line("2.6.0+cu124", "12.4", gpus=1), "fault", "update the driver"),
-        (environment.lightning_line("lightning", "2.6.6"), "ok", ""),
-        (environment.lightning_line("lightning", "2.6.2"), "fault", "change it"),
-        (environment.lightning_line("pytorch-lightning", "2.6.2"), "ok", ""),
-        (environment.lightning_line("lightning", "1.9.5"), "fault", "2.5 or newer"),
-        (environment.lightning_line("lightning", "3.0.0"), "fault", "below 3"),
-        (environment.lightning_line("lightning", None), "fault", "pip install"),
-        (environment.apex_line("absent"), "ok", ""),
-        (environment.apex_line("stranger"), "fault", "pip uninstall apex"),
-        (environment.shared_memory_line(2**30), "ok", ""),
-        (environment.shared_memory_line(64 * 2**20), "note", "--shm-size"),
-    ],
-)
+@pytest.mark.parametrize(("line", "status", "remedy"), [
+    (environment.torch_line("2.6.0+cu124", "12.4", gpus=2, usable=True), "ok", ""),
+    (environment.torch_line("2.5.1", None), "fault", "2.6 or newer"),
+    (environment.torch_line("2.6.0", None, gpus=1), "fault", "CUDA build"),
+    (environment.torch_line("2.6.0+cu124", "12.4", gpus=1), "fault", "update the driver"),
+    (environment.lightning_line("lightning", "2.6.6"), "ok", ""),
+    (environment.lightning_line("lightning", "2.6.2"), "fault", "change it"),
+    (environment.lightning_line("pytorch-lightning", "2.6.2"), "ok", ""),
+    (environment.lightning_line("lightning", "1.9.5"), "fault", "2.5 or newer"),
+    (environment.lightning_line("lightning", "3.0.0"), "fault", "below 3"),
+    (environment.lightning_line("lightning", None), "fault", "pip install"),
+    (environment.apex_line("absent"), "ok", ""),
+    (environment.apex_line("stranger"), "fault", "pip uninstall apex"),
+    (environment.shared_memory_line(2**30), "ok", ""),
+    (environment.shared_memory_line(64 * 2**20), "note", "--shm-size"),
+])  # fmt: skip
 def test_each_part_has_a_line(line, status, remedy):
     assert line.status == status
     assert remedy in line.remedy

@@ -2,7 +2,7 @@
 
 import json
 import re
-from html.parser import HTMLParser
+from html import escape
 
 import pytest
 
@@ -20,14 +20,9 @@ SITE = Site(file=f"/{EVIL}.py", line=3)
 
 def finding(site=SITE, **more):
     given = {
-        "rule": "host-sync",
-        "level": "warning",
-        "what": f".item() {EVIL}",
-        "remedy": "Keep values on the device.",
-        "card": "device-prefetch",
-        "cost": "0.20 ms a step",
-        "places": (Place(site),) if site else (),
-    }
+        "rule": "host-sync", "level": "warning", "what": f".item() {EVIL}", "remedy": "Keep values on the device.",
+        "card": "device-prefetch", "cost": "0.20 ms a step", "places": (Place(site),) if site else (),
+    }  # fmt: skip
     return Finding(**{**given, **more})
 
 
@@ -42,30 +37,12 @@ def report():
     )
 
 
-class Page(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.words, self.links = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [value for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
 def test_the_page_escapes_all_that_comes_from_the_program_and_needs_nothing_else(report):
     text = as_html(as_json(report))
-    page = Page(text)
-    assert not {"script", "b"} & set(page.tags)
+    assert not re.search(r"<script|<b>|url\(|@import|https?://|(src|href)=", text)
     assert text.count("</style>") == 1
-    shown = "".join(page.words)
-    for part in (f".item() {EVIL}", f"Note {EVIL}", f"too short {EVIL}", f"/{EVIL}.py:3"):
-        assert part in shown
-    assert page.links == []
-    assert not re.search(r"url\(|@import|https?://", text)
+    for part in (f".item() {EVIL}", f"Note {EVIL}", f"too short {EVIL}", f"/{EVIL}.py:3", f"[Callback]{EVIL}"):
+        assert escape(part) in text
     assert '<meta name="viewport"' in text
 
 
@@ -82,19 +59,14 @@ def test_picture_table_json_and_console_have_one_total(report):
     assert data["step_seconds"] == pytest.approx(sum(each["seconds"] for each in data["phases"]))
 
 
-@pytest.mark.parametrize(
-    ("phases", "said"),
-    [
-        ({"data": 0.043, "forward": 0.057}, "Your step waits 43% of its 100.00 ms for data: loading ahead helps."),
-        (
-            {"data": 0.009, "forward": 0.091},
-            "Compute-bound: your step waits 9% of its 100.00 ms for data, so prefetching will h",
-        ),
-        ({"copy": 0.06, "forward": 0.04}, "Bound by copies to the device: your step waits 0%"),
-        ({"hooks": 0.003, "logging": 0.003, "forward": 0.004}, "Bound by the loop: your step waits 0%"),
-        ({}, "No step was timed."),
-    ],
-)
+@pytest.mark.parametrize(("phases", "said"), [
+    ({"data": 0.043, "forward": 0.057}, "Your step waits 43% of its 100.00 ms for data: loading ahead helps."),
+    ({"data": 0.09, "forward": 0.91},
+     "Compute-bound: your step waits 9% of its 1000.00 ms for data, so prefetching will hardly help; 91% of it is "),
+    ({"copy": 0.06, "forward": 0.04}, "Bound by copies to the device: your step waits 0%"),
+    ({"hooks": 0.003, "logging": 0.003, "forward": 0.004}, "Bound by the loop: your step waits 0%"),
+    ({}, "No step was timed."),
+])  # fmt: skip
 def test_the_verdict_comes_first(phases, said):
     assert verdict(Facts(phases=phases)).startswith(said)
     report = Report(facts=Facts(phases=phases, watched=4), findings=())
@@ -117,10 +89,9 @@ def test_the_json_is_plain_and_complete(report):
     assert data["summary"].startswith("1 error, 1 warning, 1 info")
 
 
-@pytest.mark.parametrize("width", [60, 100])
-def test_the_text_fits_the_terminal(report, width):
+def test_the_text_fits_the_terminal(report):
     plain = Report(facts=report.facts, findings=(finding(what="word " * 60, site=None),), short="word " * 60)
-    assert max(map(len, as_text(plain, width=width).splitlines())) <= width
+    assert max(map(len, as_text(plain, width=60).splitlines())) <= 60
 
 
 def test_files_are_written_with_their_folder(report, tmp_path):

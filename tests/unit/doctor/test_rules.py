@@ -19,8 +19,8 @@ SLOW = {"data": 0.02, "forward": 0.08}
 LOADER = Loader(type="DataLoader", standard=True, sampler="RandomSampler", site=SITE)
 
 
-def calls(kind, count=4, steps=4, **more):
-    return (Call(kind=kind, name="x", site=SITE, count=count, steps=steps, **more),)
+def calls(kind, **more):
+    return (Call(**{"kind": kind, "name": "x", "site": SITE, "count": 4, "steps": 4, **more}),)
 
 
 def adam(**more):
@@ -40,20 +40,14 @@ CASES = {
         (replace(CUDA, calls=calls("sync", within="torchmetrics")), "warning"),
         (CPU, None),
     ],
-    "progress-bar-sync": [
-        (replace(CUDA, calls=calls("log")), "info"),
-        (CUDA, None),
-    ],
+    "progress-bar-sync": [(replace(CUDA, calls=calls("log")), "info"), (CUDA, None)],
     "made-on-host": [
         (replace(CUDA, calls=calls("moved")), "warning"),
         (replace(CUDA, calls=calls("moved", count=1, steps=1)), "info"),
         (replace(CPU, calls=calls("moved")), "info"),
         (CPU, None),
     ],
-    "housekeeping": [
-        (replace(CPU, calls=calls("housekeeping")), "warning"),
-        (CPU, None),
-    ],
+    "housekeeping": [(replace(CPU, calls=calls("housekeeping")), "warning"), (CPU, None)],
     "retained-graph": [
         (replace(CPU, retained=(Part(name="self.losses", growing=True, site=SITE),)), "warning"),
         (replace(CPU, retained=(Part(name="self.last", growing=False),)), "info"),
@@ -159,10 +153,7 @@ def test_a_rule_speaks_at_its_threshold(name, facts, level):
 
 
 def test_the_gravest_comes_first_and_then_the_costliest():
-    cheap, dear = (
-        Call(kind="sync", name=name, site=SITE, count=4, steps=4, seconds=seconds)
-        for name, seconds in (("cheap", 0.1), ("dear", 0.9))
-    )
+    ((cheap,), (dear,)) = (calls("sync", name=name, seconds=n) for name, n in (("cheap", 0.1), ("dear", 0.9)))
     loader = replace(LOADER, pin_memory=True, sharded=False)
     facts = replace(CUDA, world_size=2, loader=loader, biases=(Part(name="conv"),), calls=(cheap, dear))
     assert diagnose(Facts()) == []
@@ -172,25 +163,19 @@ def test_the_gravest_comes_first_and_then_the_costliest():
 
 
 def lines(*numbers, **more):
-    return tuple(
-        Call(kind="sync", name=".item()", site=Site(file="/t.py", line=n), count=4, steps=4, seconds=0.004, **more)
-        for n in numbers
-    )
+    return tuple(call for n in numbers for call in calls("sync", site=Site(file="/t.py", line=n), **more))
 
 
 LAYERS = tuple(Part(name=f"block.{i}.conv", site=SITE) for i in range(16))
 
 
-@pytest.mark.parametrize(
-    ("facts", "count", "places"),
-    [
-        (replace(CUDA, calls=lines(3, 5, 9)), 3, ["/t.py:3", "/t.py:5", "/t.py:9"]),
-        (replace(CUDA, calls=lines(3, 5, within="torchmetrics")), 2, ["/t.py:3", "/t.py:5"]),
-        (replace(CPU, biases=LAYERS), 16, ["train.py:7 (block.0.conv, block.1.conv, block.2.conv and 13 more)"]),
-        (replace(CPU, unused=LAYERS[:1]), 1, ["train.py:7"]),
-        (replace(CPU, unused=(Part(name="a"), Part(name="b"))), 2, ["a, b"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("facts", "count", "places"), [
+    (replace(CUDA, calls=lines(3, 5, 9)), 3, ["/t.py:3", "/t.py:5", "/t.py:9"]),
+    (replace(CUDA, calls=lines(3, 5, within="torchmetrics")), 2, ["/t.py:3", "/t.py:5"]),
+    (replace(CPU, biases=LAYERS), 16, ["train.py:7 (block.0.conv, block.1.conv, block.2.conv and 13 more)"]),
+    (replace(CPU, unused=LAYERS[:1]), 1, ["train.py:7"]),
+    (replace(CPU, unused=(Part(name="a"), Part(name="b"))), 2, ["a, b"]),
+])  # fmt: skip
 def test_one_cause_is_one_finding_with_its_places(facts, count, places):
     report = Report(facts=facts, findings=tuple(diagnose(facts)))
     (finding,) = as_json(report)["findings"]
@@ -198,15 +183,12 @@ def test_one_cause_is_one_finding_with_its_places(facts, count, places):
     assert (f"{count} places: " in " ".join(as_text(report, 120).split())) == (count > 1)
 
 
-@pytest.mark.parametrize(
-    ("within", "remedy"),
-    [
-        ("", "torch.where"),
-        ("torchmetrics", "nan_strategy='disable'"),
-        ("torch.distributions", "validate_args=False"),
-        ("a layer of torch", "nothing to change"),
-    ],
-)
+@pytest.mark.parametrize(("within", "remedy"), [
+    ("", "torch.where"),
+    ("torchmetrics", "nan_strategy='disable'"),
+    ("torch.distributions", "validate_args=False"),
+    ("a layer of torch", "nothing to change"),
+])  # fmt: skip
 def test_the_remedy_fits_the_cause(within, remedy):
     (finding,) = diagnose(replace(CPU, calls=calls("sync", within=within)))
     assert remedy in finding.remedy

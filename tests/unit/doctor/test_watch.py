@@ -33,59 +33,53 @@ def seen(watch, function, *args):
     return sorted((call.kind, call.name, call.count) for call in watch.calls())
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda x: x.sum().item(), ".item()"),
-        (lambda x: float(x[0]), "float(tensor)"),
-        (lambda x: x.cpu(), ".cpu()"),
-        (lambda x: x.detach().cpu().numpy(), ".cpu()"),
-        (lambda x: 1 if x[0] > 0 else 2, "`if tensor`"),
-        (lambda x: f"{x.mean()}", "a tensor in an f-string"),
-        (lambda x: str(x), "print(tensor)"),
-        (lambda x: np.asarray(x), "numpy.asarray(tensor)"),
-        (lambda x: x[x > 0], "tensor[mask]"),
-        (lambda x: x[(x > 0,)], "tensor[mask]"),
-        (lambda x: torch.where(x > 0), "torch.where with one argument"),
-        (lambda x: torch.nonzero(x), "torch.nonzero"),
-        (lambda x: F.one_hot(x.long().abs()), "one_hot without num_classes"),
-        (lambda x: torch.allclose(x, x), "torch.allclose"),
-        (lambda x: [0, 1, 2][x.argmax()], "a tensor as an index of a list"),
-        (lambda x: torch.equal(x, x), "torch.equal"),
-        (lambda x: torch.unique(x), "torch.unique"),
-        (lambda x: x.numpy(), ".numpy()"),
-        (lambda x: x.tolist(), ".tolist()"),
-        (lambda x: int(x.max()), "int(tensor)"),
-        (lambda x: torch.isfinite(x[0]) and 1, "`if tensor`"),
-        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave without output_size"),
-        (lambda x: x.masked_select(x > 0), "torch.masked_select"),
-        (lambda x: x.__setitem__(x > -1, x * 2), "tensor[mask] = values"),
-    ],
-)
+@pytest.mark.parametrize(("function", "expected"), [
+    (lambda x: x.sum().item(), ".item()"),
+    (lambda x: float(x[0]), "float(tensor)"),
+    (lambda x: x.cpu(), ".cpu()"),
+    (lambda x: x.detach().cpu().numpy(), ".cpu()"),
+    (lambda x: 1 if x[0] > 0 else 2, "`if tensor`"),
+    (lambda x: f"{x.mean()}", "a tensor in an f-string"),
+    (lambda x: str(x), "print(tensor)"),
+    (lambda x: np.asarray(x), "numpy.asarray(tensor)"),
+    (lambda x: x[x > 0], "tensor[mask]"),
+    (lambda x: x[(x > 0,)], "tensor[mask]"),
+    (lambda x: torch.where(x > 0), "torch.where with one argument"),
+    (lambda x: torch.nonzero(x), "torch.nonzero"),
+    (lambda x: F.one_hot(x.long().abs()), "one_hot without num_classes"),
+    (lambda x: torch.allclose(x, x), "torch.allclose"),
+    (lambda x: [0, 1, 2][x.argmax()], "a tensor as an index of a list"),
+    (lambda x: torch.equal(x, x), "torch.equal"),
+    (lambda x: torch.unique(x), "torch.unique"),
+    (lambda x: x.numpy(), ".numpy()"),
+    (lambda x: x.tolist(), ".tolist()"),
+    (lambda x: int(x.max()), "int(tensor)"),
+    (lambda x: torch.isfinite(x[0]) and 1, "`if tensor`"),
+    (lambda x: x.repeat_interleave(x.long()), "repeat_interleave without output_size"),
+    (lambda x: x.masked_select(x > 0), "torch.masked_select"),
+    (lambda x: x.__setitem__(x > -1, x * 2), "tensor[mask] = values"),
+])  # fmt: skip
 def test_what_fetches_a_value_counts_once(watch, function, expected):
     assert seen(watch, function, torch.rand(3)) == [("sync", expected, 1)]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x[0],
-        lambda x: x[x.long()],
-        lambda x: x.masked_fill(x > 0, 1.0),
-        lambda x: torch.where(x > 0, x, 0.0),
-        lambda x: x.__setitem__(x > 0, 0.0),
-        lambda x: x.new_zeros(3),
-        lambda x: torch.zeros(3, device=x.device).to(x.device),
-        lambda x: torch.as_tensor(x),
-        lambda x: torch.tensor([1.0, 2.0]),
-        lambda x: x.to(torch.float64),
-        lambda x: torch.rand(1).item() + float(torch.randn(3).sum()),
-        lambda x: (x.shape, x.device, x.dtype, x.is_cuda, len(x)),
-        lambda x: F.one_hot(x.long().abs(), 9),
-        lambda x: x.repeat_interleave(x.long(), output_size=0),
-        lambda x: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(x)], 1.0),
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda x: x[0],
+    lambda x: x[x.long()],
+    lambda x: x.masked_fill(x > 0, 1.0),
+    lambda x: torch.where(x > 0, x, 0.0),
+    lambda x: x.__setitem__(x > 0, 0.0),
+    lambda x: x.new_zeros(3),
+    lambda x: torch.zeros(3, device=x.device).to(x.device),
+    lambda x: torch.as_tensor(x),
+    lambda x: torch.tensor([1.0, 2.0]),
+    lambda x: x.to(torch.float64),
+    lambda x: torch.rand(1).item() + float(torch.randn(3).sum()),
+    lambda x: (x.shape, x.device, x.dtype, x.is_cuda, len(x)),
+    lambda x: F.one_hot(x.long().abs(), 9),
+    lambda x: x.repeat_interleave(x.long(), output_size=0),
+    lambda x: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(x)], 1.0),
+])  # fmt: skip
 def test_what_fetches_nothing_is_not_noted(watch, function):
     assert seen(watch, function, torch.rand(3)) == []
 
@@ -126,17 +120,14 @@ class Loss(torchmetrics.MeanMetric):
     """A metric of the user's own."""
 
 
-@pytest.mark.parametrize(
-    ("function", "within"),
-    [
-        (lambda x: torchmetrics.MeanMetric()(x), "torchmetrics"),
-        (lambda x: Loss()(x), "torchmetrics"),
-        (lambda x: torch.distributions.Categorical(logits=x, validate_args=True), "torch.distributions"),
-        (lambda x: torch.distributions.Normal(x, 1.0, validate_args=True).log_prob(x), "torch.distributions"),
-        (lambda x: torch.nn.Sequential(torch.nn.Identity())(x).sum().item(), ""),
-        (lambda x: F.one_hot(x.long().abs()), ""),
-    ],
-)
+@pytest.mark.parametrize(("function", "within"), [
+    (lambda x: torchmetrics.MeanMetric()(x), "torchmetrics"),
+    (lambda x: Loss()(x), "torchmetrics"),
+    (lambda x: torch.distributions.Categorical(logits=x, validate_args=True), "torch.distributions"),
+    (lambda x: torch.distributions.Normal(x, 1.0, validate_args=True).log_prob(x), "torch.distributions"),
+    (lambda x: torch.nn.Sequential(torch.nn.Identity())(x).sum().item(), ""),
+    (lambda x: F.one_hot(x.long().abs()), ""),
+])  # fmt: skip
 def test_the_library_that_fetches_is_named_at_the_users_line(watch, function, within):
     seen(watch, function, torch.rand(3))
     calls = [call for call in watch.calls() if call.kind == "sync"]

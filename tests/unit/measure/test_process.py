@@ -70,13 +70,9 @@ def test_a_process_is_held_with_what_it_started_and_ended_with_it(start):
     assert wait_for("XZ", child)
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ({"exit": 3, "say": "goodbye"}, "ended with exit status 3: goodbye"),
-        ({"exit": 0}, "ended with exit status 0"),
-    ],
-)
+@pytest.mark.parametrize(("task", "message"), [
+    ({"exit": 3, "say": "goodbye"}, "ended with exit status 3: goodbye"), ({"exit": 0}, "ended with exit status 0"),
+])  # fmt: skip
 def test_a_process_that_ends_says_how(start, task, message):
     process = start(task)
     with pytest.raises(ProcessError, match=f"^{message}$"):

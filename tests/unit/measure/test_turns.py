@@ -105,16 +105,13 @@ def test_no_more_processes_start_at_the_same_time_than_asked_for(clock):
     assert (machine.most, machine.running, len(made.alive)) == (2, 0, 9)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason", "rounds"),
-    [
-        ("start", "gone", 0),
-        ("start done", "ended before its first round", 0),
-        ("round", "gone", 0),
-        ("round done", "ended before its rounds were over", 0),
-        ("end", "gone", 3),
-    ],
-)
+@pytest.mark.parametrize(("fault", "reason", "rounds"), [
+    ("start", "gone", 0),
+    ("start done", "ended before its first round", 0),
+    ("round", "gone", 0),
+    ("round done", "ended before its rounds were over", 0),
+    ("end", "gone", 3),
+])  # fmt: skip
 def test_a_process_that_fails_is_a_row_with_its_reason(clock, fault, reason, rounds):
     machine = Machine(clock, b=fault)
     rows = run(machine)
@@ -123,15 +120,12 @@ def test_a_process_that_fails_is_a_row_with_its_reason(clock, fault, reason, rou
     assert not machine.open
 
 
-@pytest.mark.parametrize(
-    ("options", "rounds"),
-    [
-        ({"seconds": 30.0}, [10] * 3),
-        ({"until": 60.0}, [10] * 3),  # the starts took 30
-        ({"until": 1.0, "fewest": 2}, [2] * 3),
-        ({"start_until": 5.0, "seconds": 2.0, "fewest": 1}, [1, 1, 0]),
-    ],
-)
+@pytest.mark.parametrize(("options", "rounds"), [
+    ({"seconds": 30.0}, [10] * 3),
+    ({"until": 60.0}, [10] * 3),  # the starts took 30
+    ({"until": 1.0, "fewest": 2}, [2] * 3),
+    ({"start_until": 5.0, "seconds": 2.0, "fewest": 1}, [1, 1, 0]),
+])  # fmt: skip
 def test_the_time_is_kept(clock, options, rounds):
     rows = run(Machine(clock), **{"rounds": 1000, **options})
     assert [len(row["rounds"]) for row in rows.values()] == rounds

@@ -12,13 +12,10 @@ def network(kind=nn.Conv2d, norm=nn.BatchNorm2d):
     return nn.Sequential(kind(3, 4, 3), norm(4), nn.Dropout(0.2), nn.ReLU(), kind(4, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("kind", "norm", "shape", "last"),
-    [
-        (nn.Conv2d, nn.BatchNorm2d, (2, 3, 8, 8), torch.channels_last),
-        (nn.Conv3d, nn.BatchNorm3d, (2, 3, 8, 8, 8), torch.channels_last_3d),
-    ],
-)
+@pytest.mark.parametrize(("kind", "norm", "shape", "last"), [
+    (nn.Conv2d, nn.BatchNorm2d, (2, 3, 8, 8), torch.channels_last),
+    (nn.Conv3d, nn.BatchNorm3d, (2, 3, 8, 8, 8), torch.channels_last_3d),
+])  # fmt: skip
 def test_the_format_changes_and_the_numbers_do_not(kind, norm, shape, last):
     x = torch.randn(shape)
     net = network(kind, norm).eval()

@@ -1,4 +1,4 @@
-"""A window's gradient against the gradient of one big batch."""
+"""The factors of a window, and how gradients are multiplied by them."""
 
 import math
 from types import SimpleNamespace
@@ -10,33 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_turbo import ExactAccumulation
 from lightning_turbo.optim import AccumulationWindow, scale_gradients
-
-
-def gradients(model, batches):
-    model.zero_grad()
-    model(torch.cat(batches)).square().mean().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize(("lengths", "unit", "scale", "weigh"), [
-    ((3, 3, 3, 3), 1.0, 1.0, None), ((3, 3), 1.0, 1024.0, None), ((3,), 1.0, 1.0, None),
-    ((3, 5, 1, 7), 4.0, 8.0, len), ((6, 1), 1.0, 8.0, lambda batch: torch.tensor(len(batch))),
-])  # fmt: skip
-def test_a_window_equals_the_big_batch(lengths, unit, scale, weigh):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    batches = [torch.randn(n, 4) for n in lengths]
-    expected = gradients(model, batches)
-    model.zero_grad()
-    window = AccumulationWindow(unit)
-    for x in batches:
-        loss = model(x).square().mean() / 4 * scale
-        window.add(loss, weigh and weigh(x))
-        loss.backward()
-    scale_gradients(model.parameters(), 1 / scale)
-    scale_gradients(model.parameters(), window.factor(4))
-    for parameter, big in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, big, rtol=1e-6, atol=1e-7)  # float32 sums in another order
 
 
 def test_what_needs_no_factor_is_left_bit_for_bit():
@@ -67,13 +40,12 @@ class Asked(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def of_many_dtypes():
+def of_many_dtypes(device="cpu"):
     dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.float32)
-    made = [
-        nn.Parameter(torch.zeros(shape, dtype=d)) for d, shape in zip(dtypes, (3, 5, (2, 2), 4, 7, ()), strict=True)
-    ]
+    shapes = (3, 5, (2, 2), 4, 7, ())
+    made = [nn.Parameter(torch.zeros(shape, dtype=d, device=device)) for d, shape in zip(dtypes, shapes, strict=True)]
     for parameter in made:
-        parameter.grad = torch.randn(parameter.shape, dtype=torch.float64).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, dtype=torch.float64).to(parameter)
     return made
 
 
@@ -88,27 +60,18 @@ def test_each_product_is_rounded_once(factor):
         torch.testing.assert_close(p.grad, expected, rtol=0 if gradient.ndim else 2e-7, atol=0)
 
 
-def test_one_call_serves_the_gradients_of_a_dtype():
-    parameters = of_many_dtypes()
-    with Asked() as asked:
-        scale_gradients(parameters, torch.tensor(1 / 3, dtype=torch.float64))
-    calls = [dtypes for name, dtypes in asked.operations if "_foreach_mul_" in name]
-    assert sorted(calls, key=len) == [[torch.float64] * 2, [torch.float32] * 4]  # the gradients and the factor
-
-
-def test_a_number_gets_to_the_device_without_a_copy():
+def test_one_call_serves_the_gradients_of_a_dtype_and_no_number_is_copied_to_the_device():
     meta = torch.device("meta")
-    parameter = nn.Parameter(torch.zeros(3, device=meta))
-    parameter.grad = torch.zeros(3, device=meta)
     strategy = SimpleNamespace(root_device=meta, reduce=lambda total, reduce_op: total)
     trainer = SimpleNamespace(strategy=strategy, world_size=2, accumulate_grad_batches=4)
     callback = ExactAccumulation(weight=len)
     callback._window.add(torch.zeros((), requires_grad=True), 6.0)
+    optimizer = torch.optim.SGD(of_many_dtypes(meta), 0.1)
     with Asked() as asked:
-        callback.on_before_optimizer_step(trainer, None, torch.optim.SGD([parameter], 0.1))
-    names = [name for name, _ in asked.operations]
-    assert names[0] == "aten.full.default"  # written there; CUDA would wait for a tensor of the host to be copied
-    assert names[-1] == "aten._foreach_mul_.Tensor"
+        callback.on_before_optimizer_step(trainer, None, optimizer)
+    assert asked.operations[0][0] == "aten.full.default"  # written there; CUDA would wait for a copy of the host's
+    calls = [dtypes for name, dtypes in asked.operations if "_foreach_mul_" in name]
+    assert sorted(calls, key=len) == [[torch.float64] * 2, [torch.float32] * 4]  # the gradients and the factor
 
 
 def test_the_loss_keeps_its_dtype_on_the_way_back():

@@ -19,63 +19,44 @@ def gradients(model, step):
     model(x).square().mean().backward()
 
 
-def naive_lars(model, steps, lr, momentum, decay, trust):
-    buffers = {p: torch.zeros_like(p) for p in model.parameters()}
-    for step in range(steps):
-        gradients(model, step)
-        with torch.no_grad():
-            for p in model.parameters():
-                g = p.grad.clone()
-                if p.ndim > 1:
-                    ratio = trust * p.norm() / (g.norm() + decay * p.norm())
-                    g = ratio * (g + decay * p)
-                buffers[p] = momentum * buffers[p] + g
-                p -= lr * buffers[p]
+def naive_lars(p, state):
+    g = p.grad.clone()
+    if p.ndim > 1:
+        g = 0.02 * p.norm() / (g.norm() + 0.01 * p.norm()) * (g + 0.01 * p)
+    state["m"] = 0.8 * state.get("m", 0) + g
+    return 0.5 * state["m"]
 
 
-def naive_lamb(model, steps, lr, betas, eps, decay):
-    m = {p: torch.zeros_like(p) for p in model.parameters()}
-    v = {p: torch.zeros_like(p) for p in model.parameters()}
-    for step in range(steps):
-        gradients(model, step)
-        with torch.no_grad():
-            for p in model.parameters():
-                m[p] = betas[0] * m[p] + (1 - betas[0]) * p.grad
-                v[p] = betas[1] * v[p] + (1 - betas[1]) * p.grad**2
-                update = m[p] / (v[p].sqrt() + eps)
-                if p.ndim > 1:
-                    update = update + decay * p
-                    update = update * p.norm() / update.norm()
-                p -= lr * update
+def naive_lamb(p, state):
+    state["m"] = 0.9 * state.get("m", 0) + 0.1 * p.grad
+    state["v"] = 0.999 * state.get("v", 0) + 0.001 * p.grad**2
+    update = state["m"] / (state["v"].sqrt() + 1e-6)
+    if p.ndim > 1:
+        update = update + 0.1 * p
+        update = update * p.norm() / update.norm()
+    return 0.01 * update
 
 
-def same(a, b):
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)  # float32, and eps in the trust ratio's denominator
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_lars_follows_its_formula(momentum):
-    model, reference = network(), network()
-    optimizer = lars(model, lr=0.5, momentum=momentum, weight_decay=0.01, trust_coefficient=0.02)
-    for step in range(4):
-        gradients(model, step)
-        optimizer.step()
-    naive_lars(reference, 4, 0.5, momentum, 0.01, 0.02)
-    same(model, reference)
-
-
-def test_lamb_follows_its_formula():
+@pytest.mark.parametrize(("make", "settings", "naive"), [
+    (lars, {"lr": 0.5, "momentum": 0.8, "weight_decay": 0.01, "trust_coefficient": 0.02}, naive_lars),
+    (lamb, {"lr": 0.01, "weight_decay": 0.1}, naive_lamb),
+])  # fmt: skip
+def test_the_steps_follow_the_formula(make, settings, naive):
     model, reference = network(), network()
     with torch.no_grad():
         for net in (model, reference):
             net[0].weight.mul_(40)  # norms above 10, which must not be cut off
-    optimizer = lamb(model, lr=0.01, weight_decay=0.1)
+    optimizer = make(model, **settings)
+    states = {p: {} for p in reference.parameters()}
     for step in range(4):
         gradients(model, step)
         optimizer.step()
-    naive_lamb(reference, 4, 0.01, (0.9, 0.999), 1e-6, 0.1)
-    same(model, reference)
+        gradients(reference, step)
+        with torch.no_grad():
+            for p, state in states.items():
+                p -= naive(p, state)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)  # float32, and eps in the trust ratio's denominator
 
 
 def test_biases_and_norms_get_no_decay_and_no_trust_ratio():

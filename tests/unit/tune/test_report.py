@@ -52,12 +52,8 @@ def test_the_files_hold_what_was_found(search, tmp_path):
     rows = {row["name"]: row for row in results["candidates"]}
     assert rows["fused"]["ratio"] == pytest.approx(0.8)
     assert rows["fused"]["interval"] == pytest.approx([0.8, 0.8])
-    assert {name: row["kept"] for name, row in rows.items()} == {
-        "O1": True,
-        "fused": True,
-        "lean": False,
-        "tf32": False,
-    }
+    kept = {name: row["kept"] for name, row in rows.items()}
+    assert kept == {"O1": True, "fused": True, "lean": False, "tf32": False}
     assert rows["tf32"]["why"] == "not tried: it needs a CUDA device"
     assert rows["tf32"]["ratio"] is None
     chosen = results["chosen"]
@@ -82,14 +78,11 @@ def test_nothing_is_written_as_nothing(tmp_path):
     assert make_results(Search([], Still({})), ["python"])["headroom"] is None, "ended before anything was measured"
 
 
-@pytest.mark.parametrize(
-    ("step", "one_batch", "loader", "sentence"),
-    [
-        (64.0, 33.0, 30.9, "64.0 ms, 31.0 of them waiting for data; without waiting it would be 1.9 times as fast."),
-        (10.0, 9.5, 0.0, "10.0 ms, 0.500 of them waiting for data; without waiting it would be 1.05 times as fast."),
-        (10.0, 11.0, 0.0, "10.0 ms, 0.000 of them waiting for data: prefetching cannot help."),
-    ],
-)
+@pytest.mark.parametrize(("step", "one_batch", "loader", "sentence"), [
+    (64.0, 33.0, 30.9, "64.0 ms, 31.0 of them waiting for data; without waiting it would be 1.9 times as fast."),
+    (10.0, 9.5, 0.0, "10.0 ms, 0.500 of them waiting for data; without waiting it would be 1.05 times as fast."),
+    (10.0, 11.0, 0.0, "10.0 ms, 0.000 of them waiting for data: prefetching cannot help."),
+])  # fmt: skip
 def test_the_headroom_in_a_sentence(step, one_batch, loader, sentence):
     facts = Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader)
     alone = f" The loader alone takes {loader} ms a batch." if loader else ""
