@@ -74,6 +74,32 @@ def test_fused_optimizers_with_clipping_equal_plain_ones(level, half):
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
+class TwoLosses(Net):
+    """Two passes a step with a scale each; the second overflows in the first step. Nothing is learned."""
+
+    def __init__(self):
+        super().__init__(lambda ps: torch.optim.SGD(ps, lr=0.0))
+        self.automatic_optimization = False
+        self.seen = []
+
+    def training_step(self, batch, index):
+        for loss_id in (0, 1):
+            self.poison = [0] * loss_id
+            self.manual_backward(super().training_step(batch, index), loss_id=loss_id)
+            self.seen.append(self.last.weight.grad.clone())
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_each_loss_is_scaled_and_unscaled_by_its_own_scale(level):
+    plugin = ApexAMP(level, dtype=torch.float16, num_losses=2)
+    fit(model := TwoLosses(), plugin)
+    scales = [plugin.state_dict()[f"loss_scaler{n}"]["loss_scale"] for n in (0, 1)]
+    assert scales[0] == 2 * scales[1]
+    torch.testing.assert_close(model.seen[4], model.seen[5], rtol=1e-2, atol=1e-6)
+
+
 class Watch(TorchDispatchMode):
     """Counts the operations that matter."""
 
