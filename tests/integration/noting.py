@@ -9,7 +9,7 @@ from tests.leftovers import nothing_is_left
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["auto", "turbo"])
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["auto", "turbo"])
 
 
 class Numbers(Dataset):
@@ -42,8 +42,9 @@ class Noting(LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.others.append(("val", dataloader_idx, batch[1].tolist()))
-        self.log("val", self.net(batch[0]).square().mean(), batch_size=4)
+        loss = self.net(batch[0]).square().mean()
+        self.others.append(("val", dataloader_idx, batch[1].tolist(), loss.item()))
+        self.log("val", loss, batch_size=4)
 
     def test_step(self, batch, batch_idx):
         self.others.append(("test", batch[1].tolist()))
@@ -66,11 +67,11 @@ class Save(Callback):
         setattr(self, hook, save)
 
 
-def fit(data, *callbacks, model=Noting, seed=0, ckpt_path=None, **settings):
-    """Train a new model on a DataModule and return it; nothing is left then."""
+def fit(data, *callbacks, model=Noting, seed=0, validation=None, ckpt_path=None, **settings):
+    """Train a new model on a DataModule or on loaders, and return it; nothing is left then."""
     torch.manual_seed(seed)
     model = model()
     trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 2, **settings})
-    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, **unpickling(False if ckpt_path else None))
+    trainer.fit(model, data, validation, ckpt_path=ckpt_path, **unpickling(True if ckpt_path else None))
     nothing_is_left()
     return model

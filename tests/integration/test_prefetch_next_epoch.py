@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchNextEpoch
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from tests.integration.noting import STRATEGIES, Noting, Numbers, Save, fit
+from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit
 from tests.leftovers import nothing_is_left, wait_until
 from tests.trainers import quiet_trainer
 
@@ -71,7 +71,7 @@ def test_with_dropout_and_validation_a_seed_gives_one_result(workers):
     assert_whole_epochs(first.seen)
 
 
-@STRATEGIES
+@EACH_STRATEGY
 def test_loading_goes_on_before_validation(strategy):
     asked = []
 
