@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -18,12 +19,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, default_collate
 
 from lightning_turbo import (
     ApexAMP,
     EffectiveBatchSize,
     ExactAccumulation,
+    PrefetchDataModule,
     PrefetchLoader,
     PrefetchNextEpoch,
     TurboDDPStrategy,
@@ -36,7 +38,13 @@ from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
 RANK = int(os.environ.get("RANK", 0))
 LEVELS = ("O0", "O1", "O2", "O3")
-FLAGS = {**trainers.FLAGS, "devices": 2}
+
+
+def train(model, data, ckpt=None, weights_only=True, **settings):
+    """Train on both ranks and return the trainer."""
+    trainer = trainers.quiet_trainer(devices=2, **settings)
+    trainer.fit(model, data, ckpt_path=ckpt, **unpickling(weights_only if ckpt else None))
+    return trainer
 
 
 def techniques(folder, groups=(tuple(registry.BY_NAME),)):
@@ -50,18 +58,24 @@ def pairs(folder):
     return techniques(folder, list(itertools.combinations(registry.BY_NAME, 2)))
 
 
-class Linear(pl.LightningModule):
-    def __init__(self, width=3):
+SAMPLES = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48))
+
+
+class Net(pl.LightningModule):
+    """Notes its samples."""
+
+    def __init__(self, *more, width=3):
         super().__init__()
-        self.layer = nn.Linear(4, width)
-        self.steps = 0
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), *more, nn.Linear(16, width))
+        self.seen = []
 
     def training_step(self, batch, index):
-        self.steps += 1
-        return self.layer(batch[0]).sum()
+        self.seen.append(batch[1].tolist())
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 3)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def agreement(folder):
@@ -80,17 +94,18 @@ def agreement(folder):
 
 
 def start(folder, level="O1", scale=None, width=3, ckpt=None, strategy=None, **settings):
-    model = Linear(width)
+    model, said = Net(width=width), ""
+    settings = {"max_epochs": 1, "limit_train_batches": 2, "default_root_dir": folder, **settings}
     plugins = [ApexAMP(level, dtype=torch.bfloat16, loss_scale=scale)]
-    flags = {**FLAGS, "max_epochs": 1, "plugins": plugins, "default_root_dir": folder, **settings}
-    trainer = pl.Trainer(strategy=TurboDDPStrategy(**(strategy or {})), **flags)
-    said = ""
     try:
-        trainer.fit(model, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2), ckpt_path=ckpt)
+        trainer = train(
+            model, DataLoader(SAMPLES, 4), ckpt, strategy=TurboDDPStrategy(**(strategy or {})), plugins=plugins,
+            **settings,
+        )  # fmt: skip
         trainer.save_checkpoint(folder / "one.ckpt")
     except MisconfigurationException as error:
         said = str(error)
-    return {"said": said, "steps": model.steps}
+    return {"said": said, "steps": len(model.seen)}
 
 
 def resume(folder, cases=("O1-adamw_fused-float16", "O2-sgd-float16")):
@@ -101,23 +116,6 @@ def resume(folder, cases=("O1-adamw_fused-float16", "O2-sgd-float16")):
 
 def resume_all(folder):
     return resume(folder, resuming.ALL)
-
-
-class Net(pl.LightningModule):
-    """Notes its samples."""
-
-    def __init__(self, *more):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), *more, nn.Linear(16, 3))
-        self.seen = []
-
-    def training_step(self, batch, index):
-        self.seen.append(batch[1].tolist())
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1] % 3)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Stopping(Net):
@@ -144,16 +142,15 @@ class Stopping(Net):
 def fit(folder, stop=None, ckpt=None):
     """Trains two epochs of ten batches in windows of four; every rank has its own order."""
     model = Stopping(stop)
-    data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40))
+    data = Subset(SAMPLES, range(40))
     generator = torch.Generator().manual_seed(RANK + 10 * (ckpt is not None))
-    trainer = pl.Trainer(
-        **{**FLAGS, "enable_checkpointing": True}, strategy="turbo_ddp", max_epochs=2, default_root_dir=folder,
+    trainer = train(
+        model, PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator), ckpt, weights_only=False,
+        strategy="turbo_ddp", max_epochs=2, default_root_dir=folder, enable_checkpointing=True,
         accumulate_grad_batches=4, use_distributed_sampler=False,
         plugins=[ApexAMP("O2", dtype=torch.bfloat16, loss_scale=8.0)],
         callbacks=[ExactAccumulation(), OnExceptionCheckpoint(folder, filename=str(stop))],
     )  # fmt: skip
-    loader = PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator)
-    trainer.fit(model, loader, ckpt_path=ckpt, **unpickling(False))
     return {"module": model.state_dict(), "seen": model.seen, "steps": trainer.global_step}
 
 
@@ -235,13 +232,13 @@ def accumulation(folder):
     """ExactAccumulation with and without weights: 5 batches a rank in windows of 3 and 2."""
     for weighted in (False, True):
         model = Mean()
-        trainer = pl.Trainer(
-            **FLAGS, strategy="ddp", use_distributed_sampler=False, max_epochs=2, accumulate_grad_batches=3,
+        sampler = DistributedSampler(POINTS, 2, RANK, shuffle=False)
+        train(
+            model, DataLoader(POINTS, 4, collate_fn=uneven if weighted else whole, sampler=sampler),
+            strategy="ddp", use_distributed_sampler=False, max_epochs=2, accumulate_grad_batches=3,
             gradient_clip_val=0.5, callbacks=[ExactAccumulation((lambda batch: len(batch[0])) if weighted else None)],
             plugins=[ApexAMP("O0", loss_scale=256.0)] if weighted else None,
         )  # fmt: skip
-        sampler = DistributedSampler(POINTS, 2, RANK, shuffle=False)
-        trainer.fit(model, DataLoader(POINTS, 4, collate_fn=uneven if weighted else whole, sampler=sampler))
         yield f"accumulation.{weighted}", {"module": model.state_dict()}
 
 
@@ -257,7 +254,19 @@ class Dropping(Net):
         self.ddp["holds_gradients"] = any(p.grad is not None for p in self.parameters())
 
 
-SAMPLES = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48))
+LOADED_AHEAD = set()
+
+
+def note_thread(samples):
+    LOADED_AHEAD.add(threading.current_thread() is not threading.main_thread())
+    return default_collate(samples)
+
+
+class Prefetched(PrefetchDataModule):
+    def train_dataloader(self):
+        return DataLoader(SAMPLES, batch_size=4, shuffle=True, collate_fn=note_thread)
+
+
 STRATEGIES = {
     "stock": lambda: "ddp",
     "turbo": lambda: "turbo_ddp",
@@ -265,6 +274,7 @@ STRATEGIES = {
     "static-1": lambda: TurboDDPStrategy(static_graph=True, gradient_as_bucket_view=False),
     "fp16": lambda: TurboDDPStrategy(grad_compression="fp16"),
     "sized": lambda: "turbo_ddp",
+    "prefetched": lambda: "ddp",
     "compiled": lambda: TurboDDPStrategy(compile={"backend": "eager"}),
     "turbo-O2": lambda: "turbo_ddp",
     "stock-O2": lambda: "ddp",
@@ -277,14 +287,14 @@ def strategies(folder):
         pl.seed_everything(0, verbose=False)
         window = 1 if name.endswith("1") or name == "sized" else 2
         model = Dropping()
-        trainer = pl.Trainer(
-            **FLAGS, strategy=strategy(), max_epochs=2, accumulate_grad_batches=window,
+        trainer = train(
+            model, Prefetched() if name == "prefetched" else DataLoader(SAMPLES, batch_size=4, shuffle=True),
+            strategy=strategy(), max_epochs=2, accumulate_grad_batches=window,
             plugins=[ApexAMP("O2", dtype=torch.bfloat16)] if name.endswith("O2") else None,
             callbacks=[EffectiveBatchSize(16, None)] if name == "sized" else None,  # 4 samples x 2 ranks x 2
         )  # fmt: skip
-        trainer.fit(model, DataLoader(SAMPLES, batch_size=4, shuffle=True))
         result = {"module": model.state_dict(), "seen": model.seen, "ddp": model.ddp, "steps": trainer.global_step}
-        yield f"strategies.{name}", result
+        yield f"strategies.{name}", {**result, "loaded_ahead": any(LOADED_AHEAD)}
 
 
 def own_orders(folder):
@@ -292,38 +302,14 @@ def own_orders(folder):
     for step in (None, 8, 12):
         model = Dropping()
         saves = ModelCheckpoint(folder, filename="own-{step}", every_n_train_steps=4, save_top_k=-1)
-        trainer = pl.Trainer(
-            **{**FLAGS, "enable_checkpointing": True}, strategy="turbo_ddp", max_epochs=2,
-            use_distributed_sampler=False, callbacks=[saves, PrefetchNextEpoch()],
-        )  # fmt: skip
         torch.manual_seed(RANK + 10 * (step or 0))  # dropout differs from rank to rank
         generator = torch.Generator().manual_seed(RANK + 10 * (step or 0))
         loader = PrefetchLoader(SAMPLES, batch_size=4, shuffle=True, generator=generator)
-        ckpt = step and folder / f"own-step={step}.ckpt"
-        trainer.fit(model, loader, ckpt_path=ckpt, **unpickling(True if ckpt else None))
+        train(
+            model, loader, step and folder / f"own-step={step}.ckpt", strategy="turbo_ddp", max_epochs=2,
+            enable_checkpointing=True, use_distributed_sampler=False, callbacks=[saves, PrefetchNextEpoch()],
+        )  # fmt: skip
         yield f"own_orders.{step}", {"module": model.state_dict(), "seen": model.seen}
-
-
-class Spawned(Mean):
-    def training_step(self, batch, index):
-        loss = super().training_step(batch, index)
-        self.log("loss", loss, sync_dist=True, prog_bar=True)
-        self.log("steps", float(self.trainer.global_step + 1))
-        return loss
-
-    def on_fit_end(self):
-        # A thread of gloo may hold the last tensor still, see tests/ranks.py. Lightning has more to say until the end.
-        atexit.register(torch.distributed.destroy_process_group)
-
-
-def spawned(folder):
-    """Ranks that the Trainer spawns itself; run in one process."""
-    for name, strategy in (("stock", "ddp_spawn"), ("turbo", TurboDDPStrategy(start_method="spawn"))):
-        model = Spawned()
-        trainer = pl.Trainer(**FLAGS, strategy=strategy, max_epochs=2)
-        trainer.fit(model, DataLoader(TensorDataset(POINTS.tensors[0][:24]), batch_size=4, shuffle=False))
-        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        yield f"spawned.{name}", {"module": model.state_dict(), "metrics": metrics}
 
 
 class Logging(Net):
@@ -339,6 +325,24 @@ class Logging(Net):
             os.kill(os.getpid(), signal.SIGTERM)
         self.log("loss", loss, sync_dist=True, prog_bar=True, on_step=True, on_epoch=True)
         return loss
+
+
+class Spawned(Logging):
+    def on_train_batch_start(self, batch, index):
+        self.log("steps", float(self.trainer.global_step + 1))
+
+    def on_fit_end(self):
+        # A thread of gloo may hold the last tensor still, see tests/ranks.py. Lightning has more to say until the end.
+        atexit.register(torch.distributed.destroy_process_group)
+
+
+def spawned(folder):
+    """Ranks that the Trainer spawns itself; run in one process."""
+    for name, strategy in (("stock", "ddp_spawn"), ("turbo", TurboDDPStrategy(start_method="spawn"))):
+        model = Spawned()
+        trainer = train(model, DataLoader(SAMPLES, batch_size=8), strategy=strategy, max_epochs=2)
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        yield f"spawned.{name}", {"module": model.state_dict(), "metrics": metrics}
 
 
 class Alone(Logging):
@@ -364,18 +368,16 @@ def lean(folder):
     parts = {"lean_step": True, "lean_logging": True, "sigterm_every": 4}
     off = {"lean_step": False, "lean_logging": False}
     for name, settings, ends_in in (("stock", off, None), ("lean", parts, None), ("killed", parts, 2)):
-        model, ended = Logging(ends_in), False
-        trainer = pl.Trainer(**FLAGS, strategy=TurboDDPStrategy(**settings), max_epochs=2)
-        try:
-            trainer.fit(model, DataLoader(SAMPLES, batch_size=2))
-        except SystemExit:
-            ended = True
-        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        state = {"module": model.state_dict(), "metrics": metrics, "batches": len(model.seen), "ended": ended}
-        yield f"lean.{name}", state
-    trainer = pl.Trainer(**FLAGS, strategy=TurboDDPStrategy(lean_step=True, sigterm_every=3), max_epochs=1)
+        model, metrics = Logging(ends_in), None  # None where the run was ended
+        with contextlib.suppress(SystemExit):
+            trainer = train(
+                model, DataLoader(SAMPLES, batch_size=2), strategy=TurboDDPStrategy(**settings), max_epochs=2
+            )
+            metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        yield f"lean.{name}", {"module": model.state_dict(), "metrics": metrics, "batches": len(model.seen)}
+    strategy = TurboDDPStrategy(lean_step=True, sigterm_every=3)
     try:
-        trainer.fit(Alone(), DataLoader(Uneven(), batch_size=1))
+        train(Alone(), DataLoader(Uneven(), batch_size=1), strategy=strategy, max_epochs=1)
     except RuntimeError as error:
         yield "lean.uneven", str(error)
 

@@ -9,6 +9,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP
+from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
@@ -21,7 +22,10 @@ OPTIMIZERS = {
 LEVELS = ("O0", "O1", "O2", "O3")
 ALL = [f"{level}-{optimizer}-bfloat16" for level in LEVELS for optimizer in OPTIMIZERS]
 ALL += [f"{level}-{optimizer}-float16" for level in ("O1", "O2") for optimizer in OPTIMIZERS]
-MOMENTS = ("mid_epoch", "mid_window", "epoch_end")
+MOMENTS = {  # in the middle of a window and of an epoch, and at its end
+    "mid_window": (3, "on_train_batch_end"), "mid_epoch": (4, "on_train_batch_end"),
+    "epoch_end": (6, "on_train_epoch_end"),
+}  # fmt: skip
 BATCHES = 6
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -42,21 +46,6 @@ class Net(pl.LightningModule):
         optimizer = OPTIMIZERS[self.kind](self.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Saves(pl.Callback):
-    """Writes a checkpoint in mid-epoch, in the middle of an accumulation window, and at the end of the epoch."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        if trainer.current_epoch == 0 and index in (2, 3):
-            trainer.save_checkpoint(self.folder / ("mid_window.ckpt" if index == 2 else "mid_epoch.ckpt"))
-
-    def on_train_epoch_end(self, trainer, module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.folder / "epoch_end.ckpt")
 
 
 class Bits(pl.Callback):
@@ -84,9 +73,10 @@ def run(case, folder, moment=None):
     bits = Bits()
     place = folder / case
     place.mkdir(parents=True, exist_ok=True)
+    saves = [] if moment else [Save(place / f"{name}.ckpt", *when) for name, when in MOMENTS.items()]
     trainer = quiet_trainer(
         devices=RANKS, strategy="ddp" if RANKS > 1 else "auto", max_epochs=2, accumulate_grad_batches=2,
-        gradient_clip_val=1.0, callbacks=[bits] if moment else [bits, Saves(place)], use_distributed_sampler=False,
+        gradient_clip_val=1.0, callbacks=[bits, *saves], use_distributed_sampler=False,
         plugins=[ApexAMP(level, dtype=getattr(torch, half))],
     )  # fmt: skip
     ckpt = str(place / f"{moment}.ckpt") if moment else None

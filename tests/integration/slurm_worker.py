@@ -7,10 +7,10 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader, TurboDDPStrategy
-from tests.integration.ranks_worker import Net
+from tests.integration.ranks_worker import SAMPLES, Net
 from tests.trainers import quiet_trainer
 
 RANK = int(os.environ["SLURM_PROCID"])
@@ -33,7 +33,7 @@ class Told(Net):
 def main(folder, told, **settings):
     """Train three epochs of ten batches in windows of four; every rank has its own order."""
     model = Told(told)
-    data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40))
+    data = Subset(SAMPLES, range(40))
     generator = torch.Generator().manual_seed(RANK + (0 if told else 10))
     trainer = quiet_trainer(
         devices=2, strategy=TurboDDPStrategy(**settings), max_epochs=3, default_root_dir=folder,

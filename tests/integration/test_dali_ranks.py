@@ -3,7 +3,6 @@
 import os
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,85 +14,37 @@ pytestmark = pytest.mark.distributed
 COUNT = 27  # no multiple of two ranks
 
 
-def under_the_trainer(root, folder):
-    """Fit with DDP, keep a checkpoint of mid-epoch, and fit again from it."""
-    from lightning.pytorch import Callback, LightningModule, Trainer
-
-    from lightning_turbo import DALIDataModule
-
-    class Model(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(3 * 8 * 8, 3)
-            self.train_trace, self.val_trace = [], []
-
-        def training_step(self, batch, batch_idx):
-            images, labels, numbers = batch
-            self.train_trace.append((self.current_epoch, batch_idx, numbers.tolist(), float(images.double().sum())))
-            return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), labels)
-
-        def validation_step(self, batch, batch_idx):
-            self.val_trace.append((self.current_epoch, batch[2].tolist()))
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.01)
-
-    class Keep(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if (trainer.current_epoch, batch_idx) == (1, 1):
-                trainer.save_checkpoint(folder / "kept.ckpt")
-
-    def fit(ckpt_path=None):
-        torch.manual_seed(0)
-        model = Model()
-        data = DALIDataModule(
-            root, root, batch_size=4, num_threads=1, seed=3, images={"size": 8, "index": True}
-        )  # fmt: skip
-        trainer = Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=2,
-            callbacks=[] if ckpt_path else [Keep()],
-        )  # fmt: skip
-        trainer.fit(model, data, ckpt_path=ckpt_path)
-        weights = model.layer.weight.detach().clone()
-        return {"train": model.train_trace, "val": model.val_trace, "steps": trainer.global_step, "weights": weights}
-
-    return {"whole": fit(), "resumed": fit(folder / "kept.ckpt")}
-
-
 def worker(rank, root, folder):
+    """Fit with DDP, keep a checkpoint of mid-epoch, and fit again from it."""
+    from tests.integration.test_dali_trainer import Save, fit
+
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    torch.save(under_the_trainer(root, Path(folder)), f"{folder}/{rank}.pt")
+    for name, more in (("whole", {"callbacks": [Save(folder / "kept", 6)]}), ("rest", {"ckpt_path": folder / "kept"})):
+        model, trainer, _ = fit(root, devices=2, strategy="ddp", max_epochs=3, **more)
+        weights = model.layer.weight.detach().clone()
+        run = {"train": model.trained, "val": model.validated, "steps": trainer.global_step, "weights": weights}
+        torch.save(run, folder / f"{name}.{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    root = make_photos(tmp_path_factory.mktemp("photos"), per_class=COUNT // 3)
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(str(root), str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+def numbers(runs, part, epoch, start=0):
+    return sorted(n for run in runs for e, _, batch, _ in run[part][start:] for n in batch if e == epoch)
 
 
-def test_under_ddp_every_epoch_covers_the_data_and_steps_agree(ranks):
-    runs = [rank["whole"] for rank in ranks]
-    assert [run["steps"] for run in runs] == [12, 12]
+def test_under_ddp_every_epoch_covers_the_data_and_a_resumed_run_equals_the_whole_one(tmp_path):
+    mp.spawn(worker, args=(make_photos(tmp_path / "photos", per_class=COUNT // 3), tmp_path), nprocs=2)
+    whole, rest = ([torch.load(tmp_path / f"{name}.{rank}") for rank in (0, 1)] for name in ("whole", "rest"))
+    assert [run["steps"] for run in whole] == [12, 12]
     for epoch in range(3):
-        numbers = [n for run in runs for e, _, batch, _ in run["train"] for n in batch if e == epoch]
-        assert sorted(numbers) == list(range(COUNT))
-        shown = [n for run in runs for e, batch in run["val"][2:] for n in batch if e == epoch]
-        assert sorted(shown) == list(range(COUNT))
-    assert torch.equal(runs[0]["weights"], runs[1]["weights"])
-
-
-def test_under_ddp_a_resumed_run_equals_the_whole_one(ranks):
-    for rank in ranks:
-        whole, resumed = rank["whole"], rank["resumed"]
-        assert resumed["train"] == [entry for entry in whole["train"] if entry[:2] > (1, 1)]
-        assert torch.equal(resumed["weights"], whole["weights"])
+        assert numbers(whole, "train", epoch) == list(range(COUNT))
+        assert numbers(whole, "val", epoch, start=2) == list(range(COUNT))
+    assert torch.equal(whole[0]["weights"], whole[1]["weights"])
+    for run, resumed in zip(whole, rest, strict=True):
+        assert resumed["train"] == run["train"][6:]
+        assert torch.equal(resumed["weights"], run["weights"])

@@ -6,18 +6,17 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from nvidia.dali import fn, pipeline_def, types
 
 from lightning_turbo import DALIDataModule, DALILoader, _optional
 from lightning_turbo.data.dali import ImageFolder
 from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos
+from tests.integration.noting import Save
+from tests.trainers import quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated.*"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-]
+SETTINGS = {"batch_size": 4, "num_threads": 1, "seed": 3, "images": {"size": 8, "index": True}}
 
 
 @pytest.fixture(scope="module")
@@ -61,26 +60,15 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def trainer(**kwargs):
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**{"accelerator": "cpu", "max_epochs": 2, **quiet, **kwargs})
-
-
 def data(photos, *, val=True, **kwargs):
-    given = {"batch_size": 4, "num_threads": 1, "seed": 3, "images": {"size": 8, "index": True}, **kwargs}
-    return DALIDataModule(photos, photos if val else None, **given)
+    return DALIDataModule(photos, photos if val else None, **{**SETTINGS, **kwargs})
 
 
 def fit(photos, module=None, ckpt_path=None, model=None, **kwargs):
     torch.manual_seed(0)
     model = model or Model()
     module = module or data(photos)
-    runner = trainer(**kwargs)
+    runner = quiet_trainer(**{"max_epochs": 2, **kwargs})
     runner.fit(model, module, ckpt_path=ckpt_path)
     return model, runner, module
 
@@ -143,21 +131,6 @@ def test_an_epoch_broken_off_and_another_fit_with_the_same_data(photos, whole, h
     assert again.trained == whole.trained
 
 
-class Keep(Callback):
-    """Saves a checkpoint after one batch, or at the end of an epoch."""
-
-    def __init__(self, path, epoch, batch):
-        self.path, self.place = path, (epoch, batch)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == self.place:
-            trainer.save_checkpoint(self.path)
-
-    def on_train_epoch_end(self, trainer, module):
-        if (trainer.current_epoch, "end") == self.place:
-            trainer.save_checkpoint(self.path)
-
-
 @pipeline_def
 def written(files, shard_id, num_shards):
     encoded, labels = fn.readers.file(
@@ -178,44 +151,37 @@ def of(kind, photos):
     return DALIDataModule(written, batch_size=4, num_threads=1, seed=3, arguments={"files": files})
 
 
-CASES = [
-    ("auto", "folder", 1.0, (0, 0)),
-    ("auto", "folder", 4, (1, 3)),
-    ("auto", "written", 1.0, (1, 3)),
-    ("auto", "written", 4, (1, "end")),
-    ("turbo", "folder", 1.0, (1, "end")),
-    ("turbo", "written", 1.0, (1, 5)),
-]
-
-
 @pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader.*")
-@pytest.mark.parametrize(("strategy", "kind", "limit", "place"), CASES)
-def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind, limit, place):
+@pytest.mark.parametrize(("strategy", "kind", "limit", "batches", "hook"), [
+    ("auto", "folder", 1.0, 1, "on_train_batch_end"), ("auto", "folder", 4, 8, "on_train_batch_end"),
+    ("auto", "written", 1.0, 10, "on_train_batch_end"), ("auto", "written", 4, 8, "on_train_epoch_end"),
+    ("turbo", "folder", 1.0, 12, "on_train_epoch_end"), ("turbo", "written", 1.0, 12, "on_train_batch_end"),
+])  # fmt: skip
+def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind, limit, batches, hook):
     path = tmp_path / "kept.ckpt"
     settings = {"max_epochs": 3, "limit_train_batches": limit, "strategy": strategy}
-    model, _, _ = fit(photos, of(kind, photos), callbacks=[Keep(path, *place)], **settings)
+    model, _, _ = fit(photos, of(kind, photos), callbacks=[Save(path, batches, hook)], **settings)
     reads_length = Model(reads_length=kind == "folder")  # configure_optimizers asks for the length of the training
     resumed, _, _ = fit(photos, of(kind, photos), model=reads_length, ckpt_path=path, **settings)
-    last = (place[0], 99) if place[1] == "end" else place
-    assert resumed.trained == [entry for entry in model.trained if entry[:2] > last]
+    assert resumed.trained == model.trained[batches:]
     assert torch.equal(resumed.layer.weight, model.layer.weight)
 
 
 def test_the_loader_alone_resumes_too(photos, whole, tmp_path):
-    path, place = tmp_path / "kept.ckpt", (1, 0)
+    path = tmp_path / "kept.ckpt"
 
     def run(ckpt_path=None, callbacks=()):
         torch.manual_seed(0)
         model = Model()
         loader = DALILoader(ImageFolder(photos, train=True, size=8, index=True), 4, num_threads=1, seed=3)
         plain = DALILoader(ImageFolder(photos, train=False, size=8, index=True), 4, num_threads=1)
-        trainer(callbacks=list(callbacks)).fit(model, loader, plain, ckpt_path=ckpt_path)
+        quiet_trainer(max_epochs=2, callbacks=list(callbacks)).fit(model, loader, plain, ckpt_path=ckpt_path)
         loader.close()
         plain.close()
         return model
 
-    run(callbacks=[Keep(path, *place)])
-    assert run(path).trained == [entry for entry in whole.trained if place < entry[:2] < (2, 0)]
+    run(callbacks=[Save(path, 7)])
+    assert run(path).trained == whole.trained[7:12]
 
 
 def test_beside_a_plain_dataloader_and_a_hook_of_a_subclass(photos, whole):
@@ -226,8 +192,7 @@ def test_beside_a_plain_dataloader_and_a_hook_of_a_subclass(photos, whole):
         def val_dataloader(self):
             return plain
 
-    settings = {"batch_size": 4, "num_threads": 1, "seed": 3, "images": {"size": 8, "index": True}}
-    for module in (Mixed(photos, **settings), DALIDataModule(photos, plain, **settings)):
+    for module in (Mixed(photos, **SETTINGS), DALIDataModule(photos, plain, **SETTINGS)):
         model, _, _ = fit(photos, module)
         assert model.trained == whole.trained[:12]
         assert numbers(model.validated, 1) == list(range(5))
@@ -244,8 +209,7 @@ def test_lists_of_sources(photos, tmp_path):
     (few / "gravel").rmdir()  # the classes are those of training
     train = DALILoader(ImageFolder(photos, train=True, size=8, index=True), 7, num_threads=1, last_batch="drop")
     parts = [str(few), ImageFolder(photos, train=False, size=8, index=True)]
-    settings = {"batch_size": 4, "num_threads": 1, "images": {"size": 8, "index": True}}
-    module = DALIDataModule(train, parts, predict=photos, **settings)
+    module = DALIDataModule(train, parts, predict=photos, **SETTINGS)
     model, runner, _ = fit(photos, module, model=Several(), max_epochs=1, num_sanity_val_steps=0)
     assert (runner.num_training_batches, runner.num_val_batches) == (3, [1, 6])
     assert model.validated[0] == (0, 0, [0, 1], [0, 1])
@@ -254,8 +218,8 @@ def test_lists_of_sources(photos, tmp_path):
     predicted = runner.predict(model, module)
     assert torch.cat([n for _, n in predicted]).tolist() == list(range(21))
     assert module.loaders["predict"].pipeline.labels is None
-    alone, model = DALIDataModule(test=few, classes=("brick", "grass", "gravel"), **settings), Model()
-    trainer().test(model, alone, verbose=False)
+    alone, model = DALIDataModule(test=few, classes=("brick", "grass", "gravel"), **SETTINGS), Model()
+    quiet_trainer().test(model, alone, verbose=False)
     assert numbers(model.tested) == [0, 1]
 
 
@@ -278,7 +242,7 @@ def test_ranks_that_the_trainer_starts_share_the_cores(photos, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     module = DALIDataModule(photos, photos, batch_size=4, images={"size": 8})
-    module.trainer = trainer(devices=4, strategy="ddp")
+    module.trainer = quiet_trainer(devices=4, strategy="ddp")
     module.setup("fit")
     assert [module.loaders[name].num_threads for name in ("train", "val")] == [3, 3]
     module.teardown("fit")

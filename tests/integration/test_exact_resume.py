@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from lightning_turbo.callbacks.exact_resume import KEY
+from tests.integration.noting import EACH_STRATEGY, Save
+from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*"),
     pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning"),
@@ -51,34 +52,9 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr / 100, momentum=0.9)
 
 
-class Save(pl.Callback):
-    def __init__(self, path, at):
-        self.path, self.at = path, at
-
-    def save(self, trainer, hook):
-        if (hook, trainer.global_step) == self.at:
-            trainer.save_checkpoint(self.path)
-
-    def on_train_batch_end(self, trainer, *_):
-        self.save(trainer, "batch end")
-
-    def on_train_epoch_end(self, trainer, *_):
-        self.save(trainer, "epoch end")
-
-    def on_train_epoch_start(self, trainer, *_):
-        self.save(trainer, "epoch start")
-
-    def on_validation_end(self, trainer, *_):
-        self.save(trainer, "validation end")
-
-
 def trainer(strategy, *callbacks, **settings):
-    settings = {"max_epochs": EPOCHS, **settings}
-    return pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=list(callbacks),
-        **settings,
-    )  # fmt: skip
+    settings = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **settings}
+    return quiet_trainer(strategy=strategy, callbacks=list(callbacks), **settings)
 
 
 class Data(PrefetchDataModule):
@@ -96,15 +72,11 @@ def plain(make):
     }
 
 
-def module():
-    return {"datamodule": Data()}
-
-
 # The keywords of ``fit``, the strategy and the callbacks that make a run exact.
 KINDS = {
-    "datamodule": (module, "auto", ()),
-    "datamodule, turbo": (module, "turbo", ()),
-    "datamodule, next epoch early": (module, "auto", (PrefetchNextEpoch,)),
+    "datamodule": (lambda: {"datamodule": Data()}, "auto", ()),
+    "datamodule, turbo": (lambda: {"datamodule": Data()}, "turbo", ()),
+    "datamodule, next epoch early": (lambda: {"datamodule": Data()}, "auto", (PrefetchNextEpoch,)),
     "prefetch loader, turbo": (plain(PrefetchLoader), "turbo", ()),
     "prefetch loader, callback": (plain(PrefetchLoader), "auto", (ExactResume,)),
     "plain loader, turbo": (plain(DataLoader), "turbo", ()),
@@ -112,29 +84,29 @@ KINDS = {
 }
 
 
-def fit(kind, *callbacks, ckpt=None, **settings):
+def fit(kind, *callbacks, ckpt=None, seed=1, **settings):
     data, strategy, exact = KINDS[kind]
-    pl.seed_everything(0 if ckpt is None else 1, verbose=False)
+    pl.seed_everything(0 if ckpt is None else seed, verbose=False)
     model = Net()
     run = trainer(strategy, *(make() for make in exact), *callbacks, **settings)
     run.fit(model, **data(), ckpt_path=ckpt, **unpickling(True if ckpt else None))
     return run, model
 
 
-@pytest.mark.parametrize("at", [
-    ("epoch end", 6), ("epoch end", 12), ("validation end", 6), ("batch end", 6), ("epoch start", 0),
-    ("epoch start", 6), ("batch end", 8),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("hook", "batches"), [
+    ("on_train_epoch_end", 6), ("on_train_epoch_end", 12), ("on_validation_end", 6), ("on_train_batch_end", 6),
+    ("on_train_epoch_start", 0), ("on_train_epoch_start", 6), ("on_train_batch_end", 8),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_equals_one_that_never_stopped(kind, at, tmp_path):
-    if at == ("batch end", 8) and "plain" in kind:
+def test_a_resumed_run_equals_one_that_never_stopped(kind, hook, batches, tmp_path):
+    if batches == 8 and "plain" in kind:
         pytest.skip("a plain DataLoader does not know its position in the middle of an epoch")
     path = tmp_path / "at.ckpt"
-    validates = 1.0 if at[0] == "validation end" else 0  # from a last step Lightning leaves the validation out
-    whole, first = fit(kind, Save(path, at), limit_val_batches=validates)
-    rest, second = fit(kind, Save(path, ()), ckpt=path, limit_val_batches=validates)
-    assert second.losses == first.losses[at[1] :]
-    assert len(second.losses) == EPOCHS * BATCHES - at[1]
+    validates = 1.0 if hook == "on_validation_end" else 0  # from a last step Lightning leaves the validation out
+    whole, first = fit(kind, Save(path, batches, hook), limit_val_batches=validates)
+    rest, second = fit(kind, ckpt=path, limit_val_batches=validates)
+    assert second.losses == first.losses[batches:]
+    assert len(second.losses) == EPOCHS * BATCHES - batches
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert rest.global_step == whole.global_step
     counters = [{**run.fit_loop.state_dict(), "state_dict": {}} for run in (whole, rest)]
@@ -151,19 +123,16 @@ def test_a_checkpoint_that_is_saved_after_a_run_resumes_too(tmp_path):
 def test_another_number_of_ranks_leaves_the_random_states_alone(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.callbacks.exact_resume.rank_zero_info", said.append)
-    run, path = trainer("turbo", max_epochs=1, limit_val_batches=0), tmp_path / "two.ckpt"
-    run.fit(Net(), DataLoader(Numbers(), 2))
-    run.save_checkpoint(path)
+    path = tmp_path / "two.ckpt"
+    fit("plain loader, turbo", max_epochs=1, limit_val_batches=0)[0].save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
     torch.save({**saved, KEY: saved[KEY] * 2}, path)
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    again = trainer("turbo", max_epochs=1, limit_val_batches=0)
-    again.fit(Net(), DataLoader(Numbers(), 2), ckpt_path=path, **unpickling(True))
-    assert said == ["turbo: random states are not restored: expected world size 1, got 2 in the file."]
-    torch.manual_seed(3)
-    assert torch.rand(1) == expected
+    drawn = []
+    for seed in (1, 2):
+        fit("plain loader, turbo", ckpt=path, seed=seed, max_epochs=1, limit_val_batches=0)
+        drawn.append(torch.rand(()))
+    assert said == ["turbo: random states are not restored: expected world size 1, got 2 in the file."] * 2
+    assert drawn[0] != drawn[1]
 
 
 def test_one_callback_is_enough():
@@ -173,7 +142,7 @@ def test_one_callback_is_enough():
     assert sum(isinstance(callback, ExactResume) for callback in run.callbacks) == 1
 
 
-class Again(BatchSizeFinder):
+class AgainSize(BatchSizeFinder):
     """Searches when an epoch starts, a later one too."""
 
     def on_fit_start(self, *args):
@@ -194,7 +163,7 @@ class AgainRate(LearningRateFinder):
 
 
 @pytest.mark.parametrize("search", [
-    lambda: Again(mode="power", steps_per_trial=2, init_val=2, max_trials=1),
+    lambda: AgainSize(mode="power", steps_per_trial=2, init_val=2, max_trials=1),
     lambda: AgainRate(num_training_steps=3, early_stop_threshold=None),
 ], ids=["batch size", "learning rate"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*")
@@ -215,7 +184,7 @@ def test_a_search_in_the_middle_of_a_run_is_left_to_lightning(search):
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@EACH_STRATEGY
 def test_a_checkpoint_is_restored_after_a_run(strategy, tmp_path):
     run = trainer(strategy, max_epochs=1, limit_val_batches=0)
     run.fit(Net(), DataLoader(Numbers(), 2))

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,31 +52,25 @@ def two_hosts():
 
 def torchrun(folder, *words):
     """Run a script on both hosts, two ranks each, to its end."""
-    with two_hosts() as names:
+    with two_hosts() as names, ExitStack() as running:
         jobs = []
-        try:
-            for host, name in enumerate(names):
-                output = open(folder / f"output.{host}", "wb")  # noqa: SIM115
-                launch = [
-                    "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(host),
-                    "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "hosts",
-                    "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host],
-                ]  # fmt: skip
-                with output:
-                    jobs.append(
-                        subprocess.Popen(
-                            ["ip", "netns", "exec", name, sys.executable, *launch, *map(str, words)],
-                            stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **WIRED},
-                            start_new_session=True,
-                        )
-                    )  # fmt: skip
-            for job in jobs:
-                job.wait(timeout=250)
-        finally:
-            for job in jobs:
-                end(job)
-        said = [(folder / f"output.{host}").read_text() for host in (0, 1)]
-        assert [job.returncode for job in jobs] == [0, 0], "\n".join(text[-3000:] for text in said)
+        for host, name in enumerate(names):
+            launch = [
+                "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(host),
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "hosts",
+                "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host],
+            ]  # fmt: skip
+            job = subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, *launch, *map(str, words)],
+                stdout=running.enter_context(open(folder / f"output.{host}", "wb")), stderr=subprocess.STDOUT,
+                env={**os.environ, **WIRED}, start_new_session=True,
+            )  # fmt: skip
+            running.callback(end, job)
+            jobs.append(job)
+        for job in jobs:
+            job.wait(timeout=250)
+        said = [(folder / f"output.{host}").read_text()[-3000:] for host in (0, 1)]
+        assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
 
 
 @pytest.mark.slow

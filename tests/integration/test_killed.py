@@ -8,19 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import PrefetchLoader
 from tests.integration.killed_worker import STEPS, STEPS_OF_AN_EPOCH
+from tests.integration.noting import Noting, Numbers, fit
 from tests.integration.resuming import assert_same
 from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end
-from tests.trainers import quiet_trainer
-from tests.versions import unpickling
 
 WORKER = Path(__file__).with_name("killed_worker.py")
 PLACES = ("forward", "write", "backward", "prefetch", "place", "random")
@@ -114,24 +112,15 @@ def test_a_kill_changes_no_bit(undisturbed, tmp_path):
     check(undisturbed("O2"), tmp_path / "killed", 1)
 
 
-class Recording(pl.LightningModule):
-    """Notes which samples each step saw."""
+class Recording(Noting):
+    """Notes when epochs start, too, and has an optimizer and a schedule with states."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(2, 1)
-        self.seen = []
-
-    def training_step(self, batch, index):
-        self.seen.append((self.current_epoch, index, batch[1].tolist()))
-        return self.layer(batch[0]).pow(2).sum()
+        self.epochs = []
 
     def on_train_epoch_start(self):
-        self.seen.append(self.current_epoch)
-
-    def validation_step(self, batch, index):
-        """The weights stay as they are."""
+        self.epochs.append(self.current_epoch)
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
@@ -143,59 +132,46 @@ class AfterValidation(ModelCheckpoint):
     """One whose state has a name of its own."""
 
 
-def of_two_ranks(samples):
-    """The shuffled sampler that Lightning places in each of two ranks."""
-    return {"sampler": DistributedSampler(samples, 2, 1), "num_workers": 1}
+def dealt(cls, **settings):
+    """A loader with the shuffled sampler that Lightning places in each of two ranks."""
+    return lambda: cls(Numbers(6), sampler=DistributedSampler(range(6), 2, 1), **settings)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The dirpath has changed", "ignore:'set_vital' is deprecated",
-    "ignore:.*have no .val_dataloader",
-)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:'set_vital' is deprecated")
+@pytest.mark.filterwarnings("ignore:.*have no .val_dataloader")
 @pytest.mark.parametrize(("loader", "settings"), [
-    (PrefetchLoader, {"max_epochs": 3}),
-    (lambda samples: PrefetchLoader(samples, **of_two_ranks(samples)), {"max_epochs": 3}),
-    (lambda samples: StatefulDataLoader(samples, **of_two_ranks(samples)), {"max_steps": 9}),
-    (
-        lambda samples: StatefulDataLoader(samples, sampler=of_two_ranks(samples)["sampler"]),
-        {"max_epochs": 3, "val_check_interval": 2},
-    ),
+    (lambda: PrefetchLoader(Numbers(3)), {"max_epochs": 3}),
+    (dealt(PrefetchLoader, num_workers=1), {"max_epochs": 3}),
+    (dealt(StatefulDataLoader, num_workers=1), {"max_epochs": -1, "max_steps": 9}),
+    (dealt(StatefulDataLoader), {"max_epochs": 3, "val_check_interval": 2}),
 ], ids=["in order", "one rank", "StatefulDataLoader", "validating"])  # fmt: skip
 def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, tmp_path):
     """Also from a checkpoint of an epoch's last step, of a whole epoch, and from one in the epoch after it."""
-    batches = 3
-    samples = torch.arange(3 if loader is PrefetchLoader else 6)
-    samples = TensorDataset(samples.float().view(-1, 1).repeat(1, 2), samples)
+    validation = DataLoader(Numbers(1)) if "val_check_interval" in settings else None
 
-    def fit(folder, ckpt=None):
-        module = Recording()
-        each = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        ends = ModelCheckpoint(folder, filename="end-{step}", save_on_train_epoch_end=True, save_top_k=-1)
-        validated = AfterValidation(folder, filename="val-{step}", save_on_train_epoch_end=False, save_top_k=-1)
-        trainer = quiet_trainer(
-            enable_checkpointing=True, strategy="turbo", callbacks=[each, ends, validated], **settings
-        )
-        validation = [torch.zeros(1, 2)] if "val_check_interval" in settings else None
-        trainer.fit(module, loader(samples), validation, ckpt_path=ckpt, **unpickling(True))
-        return module
+    def go(name, path=None):
+        folder = tmp_path / name
+        saves = [
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+            ModelCheckpoint(folder, filename="end-{step}", save_on_train_epoch_end=True, save_top_k=-1),
+            AfterValidation(folder, filename="val-{step}", save_on_train_epoch_end=False, save_top_k=-1),
+        ]
+        settings.update(model=Recording, strategy="turbo", enable_checkpointing=True)
+        return fit(loader(), *saves, validation=validation, ckpt_path=path, **settings), sorted(folder.glob("*.ckpt"))
 
-    def steps(module):
-        return [entry for entry in module.seen if isinstance(entry, tuple)]
-
-    whole = fit(tmp_path / "whole")
-    for path in sorted((tmp_path / "whole").glob("*.ckpt")):
+    whole, paths = go("whole")
+    assert len(whole.seen) == 9
+    for path in paths:
         first = int(path.stem.partition("=")[2])
-        once = fit(tmp_path / path.stem, path)
-        assert steps(once) == steps(whole)[first:], path.stem
-        assert [entry for entry in once.seen if isinstance(entry, int)] == list(range(-(-first // batches), 3)), (
-            path.stem
-        )
-        for again in sorted((tmp_path / path.stem).glob("*.ckpt")):
-            second = int(again.stem.partition("=")[2])
-            if second < min(first + batches, 3 * batches):
-                twice = fit(tmp_path / f"{path.stem}-{again.stem}", again)
-                assert steps(twice) == steps(whole)[second:], (path.stem, again.stem)
-                assert torch.equal(twice.layer.weight, whole.layer.weight), (path.stem, again.stem)
+        once, again = go(path.stem, path)
+        assert once.seen == whole.seen[first:], path.stem
+        assert once.epochs == list(range(-(-first // 3), 3)), path.stem
+        for next_path in again:
+            second = int(next_path.stem.partition("=")[2])
+            if second < min(first + 3, 9):
+                twice, _ = go(f"{path.stem}-{next_path.stem}", next_path)
+                assert twice.seen == whole.seen[second:], (path.stem, next_path.stem)
+                assert_same(twice.state_dict(), whole.state_dict(), f"{path.stem} {next_path.stem}")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +51,6 @@ def bright_cubes(path, side):
 def volumes(tmp_path_factory):
     """Volumes of 12 voxels a side."""
     return bright_cubes(tmp_path_factory.mktemp("medmnist") / "cubes.npz", 12)
-
-
-def arrays_of(path):
-    with np.load(path) as file:
-        return dict(file)
 
 
 @pytest.fixture
@@ -162,48 +158,38 @@ def test_batches_are_the_same_packed_and_not(volumes, kind):
     ("train_labels", lambda y: y + 1, 2, None),  # label 2 against the rest
 ])  # fmt: skip
 def test_a_file_of_another_form_is_refused(volumes, tmp_path, name, spoil, positive, message):
-    arrays = arrays_of(volumes)
+    with np.load(volumes) as file:
+        arrays = dict(file)
     array = arrays.pop(name)
     np.savez(tmp_path / "spoilt.npz", **arrays, **({name: spoil(array)} if spoil else {}))
-
-    def read():
-        data = Volumes(str(tmp_path / "spoilt.npz"), positive=positive)
+    data = Volumes(str(tmp_path / "spoilt.npz"), positive=positive)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         data.setup("fit")
-        return data.pos_weight
-
-    if message is None:
-        assert read() == 1.5
-    else:
-        with pytest.raises(ValueError, match=message):
-            read()
-
-
-def fake_medmnist(root, download):
-    module = types.ModuleType("medmnist")
-    module.INFO = {"vesselmnist3d": {"python_class": "VesselMNIST3D"}, "pathmnist": {"python_class": "PathMNIST"}}
-    module.info = types.SimpleNamespace(DEFAULT_ROOT=str(root))
-    module.VesselMNIST3D = download
-    return module
+        assert data.pos_weight == 1.5
 
 
 def test_medmnist_by_name(volumes, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "medmnist", None)
-    with pytest.raises(MissingExtraError, match=r"needs the package medmnist, which is not installed.*pip install"):
-        Volumes("vesselmnist3d").prepare_data()
+    def install(download):
+        info = {"vesselmnist3d": {"python_class": "VesselMNIST3D"}, "pathmnist": {"python_class": "PathMNIST"}}
+        root = types.SimpleNamespace(DEFAULT_ROOT=str(tmp_path))
+        module = types.SimpleNamespace(INFO=info, info=root, VesselMNIST3D=download)
+        monkeypatch.setitem(sys.modules, "medmnist", module)
 
     def offline(split, download):
         raise RuntimeError("Something went wrong when downloading!")
 
-    monkeypatch.setitem(sys.modules, "medmnist", fake_medmnist(tmp_path, offline))
+    def online(split, download):
+        (tmp_path / "vesselmnist3d.npz").write_bytes(volumes.read_bytes())
+
+    monkeypatch.setitem(sys.modules, "medmnist", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package medmnist, which is not installed.*pip install"):
+        Volumes("vesselmnist3d").prepare_data()
+    install(offline)
     with pytest.raises(ValueError, match=r"could not download it .*Put the file at .*vesselmnist3d\.npz"):
         Volumes("vesselmnist3d").prepare_data()
     with pytest.raises(ValueError, match=r"neither 'mni152', nor an .npz file, nor a 3D set.*vesselmnist3d"):
         Volumes("pathmnist").prepare_data()
-
-    def online(split, download):
-        (tmp_path / "vesselmnist3d.npz").write_bytes(volumes.read_bytes())
-
-    monkeypatch.setitem(sys.modules, "medmnist", fake_medmnist(tmp_path, online))
+    install(online)
     data = Volumes("vesselmnist3d")
     data.prepare_data()
     data.setup("fit")

@@ -8,8 +8,9 @@ from torch.utils.data import TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader
 from lightning_turbo.errors import TurboWarning
+from tests.integration.noting import Save
+from tests.trainers import quiet_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
@@ -50,30 +51,16 @@ class Manual(pl.LightningModule):
         return [torch.optim.SGD(net.parameters(), lr=0.5) for net in (self.two, self.one)]
 
 
-class SaveAfter(pl.Callback):
-    def __init__(self, index, path):
-        self.index, self.path = index, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == self.index:
-            trainer.save_checkpoint(self.path)
-
-
 def fit(module, plugin, ckpt_path=None, callbacks=(), **flags):
     inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, plugins=plugin, callbacks=list(callbacks), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **flags,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=1, plugins=plugin, callbacks=list(callbacks), **flags)
     trainer.fit(module, PrefetchLoader(TensorDataset(inputs), batch_size=4), ckpt_path=ckpt_path)
     return module
 
 
 POISON = {"finite": (), "first": (("two", 2),), "second": (("one", 2), ("two", 3))}
 CASES = [(level, dtype, "finite") for level in ("O0", "O1", "O2", "O3") for dtype in (HALF, BRAIN)]
-CASES += [
-    (level, HALF, poison) for level in ("O1", "O2") for poison in ("first", "second")
-]  # skips with a dynamic scale
+CASES += [(level, HALF, poison) for level in ("O1", "O2") for poison in ("first", "second")]  # with skipped steps
 
 
 @pytest.mark.parametrize(("level", "dtype", "poison"), CASES)
@@ -83,7 +70,7 @@ def test_manual_optimization_goes_on_with_what_waits(level, dtype, poison, order
         return ApexAMP(level, dtype=dtype, num_losses=2)
 
     path = tmp_path / "waits.ckpt"
-    whole = fit(Manual(order, POISON[poison]), plugin(), callbacks=[SaveAfter(2, path)])
+    whole = fit(Manual(order, POISON[poison]), plugin(), callbacks=[Save(path, 3)])
     resumed = fit(Manual(order, POISON[poison]), plugin(), ckpt_path=path)
     assert resumed.scales == whole.scales[3:]
     for name, value in whole.state_dict().items():
@@ -95,7 +82,7 @@ def test_manual_optimization_goes_on_with_what_waits(level, dtype, poison, order
 def test_gradients_that_wait_are_saved_and_no_others_of_toggled_optimizers(toggles, tmp_path):
     module = Manual(("one", "two"))
     module.toggles = toggles
-    saves = [SaveAfter(2, tmp_path / "open"), SaveAfter(3, tmp_path / "done")]
+    saves = [Save(tmp_path / "open", 3), Save(tmp_path / "done", 4)]
     fit(module, ApexAMP("O2", num_losses=2), callbacks=saves)
     waiting, stepped = torch.load(tmp_path / "open", weights_only=False)["ApexAMP"]["accumulated_gradients"][0]
     assert len(waiting) == 2
@@ -110,7 +97,7 @@ def test_a_window_of_other_ranks_is_lost_and_said_so(level, exact, tmp_path):
     path, flags = tmp_path / "window.ckpt", {"accumulate_grad_batches": 4}
     ours = [ExactAccumulation()] if exact or level is None else []
     plugin = level and ApexAMP(level)
-    fit(Automatic(), plugin, callbacks=[*ours, SaveAfter(1, path)], **flags)
+    fit(Automatic(), plugin, callbacks=[*ours, Save(path, 2)], **flags)
     saved = torch.load(path, weights_only=False)
     for owner in (saved.get("ApexAMP", {}), saved):  # as two ranks write it
         for key in ("accumulated_gradients", "noted", "lightning_turbo.ExactAccumulation"):
@@ -120,15 +107,6 @@ def test_a_window_of_other_ranks_is_lost_and_said_so(level, exact, tmp_path):
     with pytest.warns(TurboWarning, match=r"by a run of 2 rank\(s\); this run has 1.*that window are lost"):
         resumed = fit(Automatic(), plugin and ApexAMP(level), ckpt_path=path, callbacks=ours, **flags)
     assert all(p.isfinite().all() for p in resumed.parameters())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_gradients_are_saved_once(level, tmp_path):
-    fit(Automatic(), ApexAMP(level), callbacks=[ExactAccumulation(), SaveAfter(1, tmp_path / "c")],
-        accumulate_grad_batches=4)  # fmt: skip
-    saved = torch.load(tmp_path / "c", weights_only=False)
-    assert "gradients" not in saved["lightning_turbo.ExactAccumulation"][0]
-    assert len(saved["ApexAMP"]["accumulated_gradients"][0][0]) == 2
 
 
 class Automatic(pl.LightningModule):
@@ -156,10 +134,13 @@ class Automatic(pl.LightningModule):
 
 @pytest.mark.parametrize("second", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("first", ["O1", "O2", "O3"])
-def test_an_exact_window_goes_on_at_another_level(first, second, tmp_path):
+def test_an_exact_window_has_its_gradients_once_and_goes_on_at_another_level(first, second, tmp_path):
     path = tmp_path / "window.ckpt"
     flags = {"accumulate_grad_batches": 4}
-    whole = fit(Automatic(), ApexAMP(first), callbacks=[ExactAccumulation(), SaveAfter(1, path)], **flags)
+    whole = fit(Automatic(), ApexAMP(first), callbacks=[ExactAccumulation(), Save(path, 2)], **flags)
+    saved = torch.load(path, weights_only=False)
+    assert "gradients" not in saved["lightning_turbo.ExactAccumulation"][0]
+    assert len(saved["ApexAMP"]["accumulated_gradients"][0][0]) == 2
     resumed = fit(Automatic(), ApexAMP(second), ckpt_path=path, callbacks=[ExactAccumulation()], **flags)
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0.02, atol=0.02)
@@ -167,7 +148,7 @@ def test_an_exact_window_goes_on_at_another_level(first, second, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_batch_without_a_loss_after_a_skipped_step_is_no_skipped_step(tmp_path):
-    module = fit(Automatic(poison=[1], empty=[2]), ApexAMP("O2", dtype=HALF), callbacks=[SaveAfter(1, tmp_path / "c")])
+    module = fit(Automatic(poison=[1], empty=[2]), ApexAMP("O2", dtype=HALF), callbacks=[Save(tmp_path / "c", 2)])
     resumed = fit(Automatic(poison=[1], empty=[2]), ApexAMP("O2", dtype=HALF), ckpt_path=tmp_path / "c")
     assert module.rates == [0.5, 0.5, 0.25, 0.125, 0.0625, 0.03125]
     assert resumed.rates == module.rates[2:]

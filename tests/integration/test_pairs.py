@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from tests.integration.noting import Save
 from tests.registry import BY_NAME, TECHNIQUES, run
 from tests.versions import unpickling
 
@@ -41,29 +42,14 @@ def test_techniques_run_together(names):
             assert together == losses(level, changing), level
 
 
-class Save(pl.Callback):
-    """Writes a checkpoint in the middle of a window of the first epoch, or at its end."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        if (trainer.current_epoch, index) == (0, self.batch):
-            trainer.save_checkpoint("first.ckpt")
-
-    def on_train_epoch_end(self, trainer, module):
-        if (trainer.current_epoch, self.batch) == (0, None):
-            trainer.save_checkpoint("first.ckpt")
-
-
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("batch", [None, 2])
+@pytest.mark.parametrize(("batches", "hook"), [(5, "on_train_epoch_end"), (3, "on_train_batch_end")])
 @pytest.mark.parametrize("left_out", ["effective_batch_size", "exact_accumulation"])
-def test_stop_save_load_and_continue_equals_never_having_stopped(left_out, batch, level, tmp_path):
+def test_stop_save_load_and_continue_equals_never_having_stopped(left_out, batches, hook, level, tmp_path):
     # EffectiveBatchSize sets the accumulation that ExactAccumulation is given otherwise; each is tried.
     techniques = [t for t in TECHNIQUES if t.name not in (left_out, "doctor")]
-    _, straight = run(pl, level, techniques, epochs=3, callbacks=[Save(batch)])
+    _, straight = run(pl, level, techniques, epochs=3, callbacks=[Save("first.ckpt", batches, hook)])
     _, resumed = run(pl, level, techniques, epochs=3, fit={"ckpt_path": "first.ckpt", **unpickling(True)})
-    assert resumed.losses == straight.losses[5 if batch is None else batch + 1 :]
+    assert resumed.losses == straight.losses[batches:]
     for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name

@@ -1,43 +1,25 @@
 """PrefetchNextEpoch under a real Trainer: the same training with no wait at an epoch's start, and nothing left."""
 
 import itertools
-import time
 import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchNextEpoch
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from tests.leftovers import nothing_is_left
+from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit
+from tests.leftovers import nothing_is_left, wait_until
+from tests.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader"),
-    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
-
-
-class Numbers(Dataset):
-    """Notes which samples were asked for, and when."""
-
-    def __init__(self, length=24):
-        self.data = torch.randn(length, 4, generator=torch.Generator().manual_seed(0))
-        self.asked = []
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        self.asked.append(index)
-        return self.data[index], index
+WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
 
 
 class Streamed(IterableDataset):
@@ -45,91 +27,62 @@ class Streamed(IterableDataset):
         return (Numbers()[index] for index in range(24))
 
 
-class Model(LightningModule):
-    """Notes what it saw; with dropout it draws from the generator that the order of the samples comes from."""
-
-    def __init__(self, dropout=0.5):
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))
-        self.seen, self.losses = [], []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        if batch_idx == 0:
-            self.seen.append([])
-        self.seen[-1].append(batch[1].tolist())
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).square().mean(), batch_size=4)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Data(PrefetchDataModule):
-    def __init__(self, dataset=None, validate=False, cls=DataLoader, **settings):
+    def __init__(self, dataset=None, validate=False, **settings):
         super().__init__()
-        self.dataset, self.cls, self.settings = dataset or Numbers(), cls, {"shuffle": True, **settings}
+        self.dataset, self.settings = dataset or Numbers(), {"batch_size": 4, "shuffle": True, **settings}
         if validate:
             self.val_dataloader = lambda: DataLoader(Numbers(8), batch_size=4)
 
     def train_dataloader(self):
-        return self.cls(self.dataset, batch_size=4, **self.settings)
+        return DataLoader(self.dataset, **self.settings)
 
 
-def trainer(*callbacks, **settings):
-    return Trainer(**{
-        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu",
-        "enable_model_summary": False, "max_epochs": 3, "callbacks": list(callbacks), **settings,
-    })  # fmt: skip
+class Steady(Noting):
+    """Draws no random numbers."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
 
 
-def fit(datamodule, *callbacks, dropout=0.5, seed=0, ckpt_path=None, **settings):
-    torch.manual_seed(seed)
-    model = Model(dropout)
-    trainer(*callbacks, **settings).fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
-    nothing_is_left()
-    return model
+def early(data, *callbacks, **settings):
+    return fit(data, PrefetchNextEpoch(), *callbacks, **{"max_epochs": 3, **settings})
 
 
-WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+def assert_whole_epochs(seen):
+    """Every sample comes once in each three epochs, in another order."""
+    orders = [list(itertools.chain(*seen[at : at + 6])) for at in (0, 6, 12)]
+    assert all(sorted(order) == list(range(24)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
 
 
 @pytest.mark.parametrize(("workers", "strategy"), [(WORKERS[0], "turbo"), (WORKERS[1], "auto"), (WORKERS[2], "turbo")])
 def test_training_is_the_same_where_nothing_draws_in_between(workers, strategy):
-    plain = fit(Data(**workers), dropout=0.0, strategy=strategy)
-    early = fit(Data(**workers), PrefetchNextEpoch(), dropout=0.0, strategy=strategy)
-    assert early.seen == plain.seen
-    assert early.losses == plain.losses
-    assert len({tuple(map(tuple, epoch)) for epoch in early.seen}) == 3
+    plain = fit(Data(**workers), model=Steady, max_epochs=3, strategy=strategy)
+    ours = early(Data(**workers), model=Steady, strategy=strategy)
+    assert (ours.seen, ours.losses) == (plain.seen, plain.losses)
+    assert_whole_epochs(ours.seen)
 
 
 @pytest.mark.parametrize("workers", WORKERS[::2])
 def test_with_dropout_and_validation_a_seed_gives_one_result(workers):
-    first, second = (fit(Data(validate=True, **workers), PrefetchNextEpoch()) for _ in range(2))
-    assert first.seen == second.seen
-    assert first.losses == second.losses
-    for epoch in first.seen:
-        assert sorted(itertools.chain(*epoch)) == list(range(24))
+    first, second = (early(Data(validate=True, **workers)) for _ in range(2))
+    assert (first.seen, first.losses) == (second.seen, second.losses)
+    assert_whole_epochs(first.seen)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@EACH_STRATEGY
 def test_loading_goes_on_before_validation(strategy):
     asked = []
 
     class Look(Callback):
         def on_validation_start(self, trainer, pl_module):
             if not trainer.sanity_checking and trainer.current_epoch < 2:
-                deadline = time.monotonic() + 20
-                while len(data.dataset.asked) <= 24 * (trainer.current_epoch + 1):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.005)
+                wait_until(lambda: len(data.dataset.asked) > 24 * (trainer.current_epoch + 1))
             asked.append(len(data.dataset.asked))
 
     data = Data(validate=True)
-    fit(data, PrefetchNextEpoch(), Look(), strategy=strategy)
+    early(data, Look(), strategy=strategy)
     assert asked[0] == 0
     assert 24 < asked[1] <= 48 < asked[2] <= 72
     assert asked[3] == 72  # after the last epoch none is begun
@@ -149,76 +102,59 @@ def test_loading_goes_on_before_validation(strategy):
         {"strategy": "turbo", "limit_train_batches": 3},
     ],
 )
-@pytest.mark.parametrize("workers", WORKERS[:1])
 @pytest.mark.filterwarnings("ignore:.*You requested to overfit")
-def test_flags_of_the_trainer(settings, workers):
-    plain = fit(Data(shuffle=False, validate=True, **workers), dropout=0.0, **settings)
-    early = fit(Data(shuffle=False, validate=True, **workers), PrefetchNextEpoch(), dropout=0.0, **settings)
-    assert early.seen == plain.seen
-    assert early.losses == plain.losses
+def test_flags_of_the_trainer(settings):
+    settings = {"max_epochs": 3, "model": Steady, **settings}
+    plain = fit(Data(shuffle=False, validate=True), **settings)
+    ours = early(Data(shuffle=False, validate=True), **settings)
+    assert (ours.seen, ours.losses) == (plain.seen, plain.losses)
 
 
-def _stop(at):
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == at:
-                trainer.should_stop = True
+def does(hook, act):
+    """A callback that does something in a hook of the second epoch."""
 
-    return Stop()
+    def acts(self, trainer, *_):
+        if trainer.current_epoch == 1:
+            self.trainer = trainer  # as a program does that looks at it afterwards
+            act(trainer)
+
+    return type("Does", (Callback,), {hook: acts})()
 
 
-def _fail(kind):
-    class Fail(Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            raise kind("here")
+def fails(error):
+    def fail(trainer):
+        raise error("here")
 
-    return Fail()
+    return fail
 
 
 @pytest.mark.parametrize("workers", WORKERS[::2])
 def test_stopping_early_leaves_nothing(workers):
-    fit(Data(**workers), PrefetchNextEpoch(), _stop(6))
+    early(Data(**workers), does("on_train_batch_end", lambda trainer: setattr(trainer, "should_stop", True)))
     stopper = EarlyStopping("val", patience=1, min_delta=100.0)
-    fit(Data(validate=True, **workers), PrefetchNextEpoch(), stopper, max_epochs=50)
+    early(Data(validate=True, **workers), stopper, max_epochs=50)
     assert stopper.stopped_epoch == 1
 
 
-@pytest.mark.parametrize(("kind", "workers"), [(ValueError, WORKERS[0]), (KeyboardInterrupt, WORKERS[2])])
-def test_an_exception_after_the_last_step_leaves_nothing(workers, kind):
-    data = Data(**workers)
-    with pytest.raises((ValueError, SystemExit, KeyboardInterrupt)):
-        fit(data, PrefetchNextEpoch(), _fail(kind))
-    nothing_is_left()
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_an_exception_before_the_first_step_leaves_nothing(kind):
-    class Fail(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 1:
-                self.trainer = trainer  # as a program does that looks at it afterwards
-                raise kind
-
-    fail = Fail()
-    with pytest.raises((ValueError, SystemExit, KeyboardInterrupt)):
-        fit(Data(Numbers(96), num_workers=1), PrefetchNextEpoch(), fail)
+@pytest.mark.parametrize(
+    ("hook", "error", "workers"),
+    [
+        ("on_train_epoch_end", ValueError, WORKERS[0]),
+        ("on_train_epoch_end", KeyboardInterrupt, WORKERS[2]),
+        ("on_train_epoch_start", ValueError, {"num_workers": 1}),
+        ("on_train_epoch_start", KeyboardInterrupt, {"num_workers": 1}),
+    ],
+)
+def test_an_exception_between_epochs_leaves_nothing(hook, error, workers):
+    fail = does(hook, fails(error))
+    with pytest.raises((error, SystemExit)):
+        early(Data(Numbers(96), **workers), fail)
     assert fail.trainer.current_epoch == 1
     nothing_is_left()
 
 
-class Keep(Callback):
-    """Saves each epoch with the process-wide generator, as a run that is to go on bit for bit has to."""
-
-    def __init__(self, folder, at_last_step=False):
-        self.folder, self.at_last_step, self.state = folder, at_last_step, None
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self.at_last_step and trainer.is_last_batch:
-            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if not self.at_last_step:
-            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+class KeepRandom(Callback):
+    """Saves and restores the process-wide generator, as a run that is to go on bit for bit has to."""
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         checkpoint["torch_rng"] = torch.get_rng_state()
@@ -227,46 +163,39 @@ class Keep(Callback):
         self.state = checkpoint["torch_rng"]
 
     def on_train_start(self, trainer, pl_module):
-        if self.state is not None:
+        if hasattr(self, "state"):
             torch.set_rng_state(self.state)
 
 
+def dealt():
+    return {"shuffle": False, "sampler": DistributedSampler(range(24), 2, 1)}
+
+
 @pytest.mark.parametrize(
-    ("workers", "at_last_step", "strategy"),
+    ("settings", "hook", "strategy"),
     [
-        (WORKERS[0], False, "auto"),
-        (WORKERS[0], True, "turbo"),
-        (WORKERS[1], True, "auto"),
-        (WORKERS[2], False, "turbo"),
+        (lambda: WORKERS[0], "on_train_epoch_end", "auto"),
+        (lambda: WORKERS[0], "on_train_batch_end", "turbo"),
+        (lambda: WORKERS[1], "on_train_batch_end", "auto"),
+        (lambda: WORKERS[2], "on_train_epoch_end", "turbo"),
+        (dealt, "on_train_epoch_end", "auto"),
     ],
 )
-def test_going_on_after_an_epoch_equals_never_having_stopped(workers, at_last_step, strategy, tmp_path):
+def test_going_on_after_an_epoch_equals_never_having_stopped(settings, hook, strategy, tmp_path):
+    path, epoch = tmp_path / "one.ckpt", 3 if settings is dealt else 6
     # Lightning itself does not validate when it goes on from an epoch's last step.
-    def run(**settings):
-        callbacks = PrefetchNextEpoch(), Keep(tmp_path, at_last_step)
-        data = Data(validate=not at_last_step, **workers)
-        return fit(data, *callbacks, max_epochs=4, strategy=strategy, **settings)
+    validate = hook == "on_train_epoch_end" and settings is not dealt
+
+    def run(**more):
+        callbacks = KeepRandom(), Save(path, 2 * epoch, hook)
+        return early(Data(validate=validate, **settings()), *callbacks, max_epochs=4, strategy=strategy, **more)
 
     whole = run()
-    rest = run(seed=5, ckpt_path=tmp_path / "1.ckpt")
-    assert rest.seen == whole.seen[2:]
-    assert rest.losses == whole.losses[12:]
-
-
-@pytest.mark.parametrize("workers", WORKERS[:1])
-def test_going_on_with_the_order_of_a_distributed_sampler(workers, tmp_path):
-    def run(**settings):
-        data = Data(shuffle=False, sampler=DistributedSampler(range(24), 2, 1), **workers)
-        return fit(data, PrefetchNextEpoch(), Keep(tmp_path), max_epochs=4, **settings)
-
-    whole = run()
-    assert (
-        whole.seen
-        == fit(Data(shuffle=False, sampler=DistributedSampler(range(24), 2, 1), **workers), max_epochs=4).seen
-    )
-    rest = run(seed=5, ckpt_path=tmp_path / "1.ckpt")
-    assert rest.seen == whole.seen[2:]
-    assert rest.losses == whole.losses[6:]
+    rest = run(seed=5, ckpt_path=path)
+    assert rest.seen == whole.seen[2 * epoch :]
+    assert rest.losses == whole.losses[2 * epoch :]
+    if settings is dealt:
+        assert whole.seen == fit(Data(**dealt()), max_epochs=4).seen
 
 
 @pytest.mark.parametrize(
@@ -279,43 +208,29 @@ def test_going_on_with_the_order_of_a_distributed_sampler(workers, tmp_path):
 def test_where_nothing_can_begin_early_it_is_said_once(data):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer(PrefetchNextEpoch(), max_epochs=4).fit(Model(), **data())
+        quiet_trainer(callbacks=[PrefetchNextEpoch()], max_epochs=4).fit(Noting(), **data())
     texts = [str(each.message) for each in told if issubclass(each.category, NoEffectWarning)]
     assert len([text for text in texts if "no training loader can begin an epoch early" in text]) == 1
 
 
+class Two(PrefetchDataModule):
+    def train_dataloader(self):
+        return [DataLoader(Numbers(), batch_size=4, shuffle=True), DataLoader(Numbers(12), batch_size=4)]
+
+
+class Reads(Noting):
+    def training_step(self, batch, batch_idx):
+        assert batch[1][1].tolist() == [4 * (batch_idx % 3) + k for k in range(4)]
+        return super().training_step(batch[0], batch_idx)
+
+
 def test_several_loaders():
-    class Two(Data):
-        def train_dataloader(self):
-            return {"a": DataLoader(Numbers(), batch_size=4, shuffle=True), "b": DataLoader(Numbers(12), batch_size=4)}
-
-    class Reads(Model):
-        def training_step(self, batch, batch_idx):
-            assert batch["b"][1].tolist() == [4 * (batch_idx % 3) + k for k in range(4)]
-            return super().training_step(batch["a"], batch_idx)
-
-    def run():
-        torch.manual_seed(0)
-        model = Reads()
-        trainer(PrefetchNextEpoch()).fit(model, datamodule=Two())
-        nothing_is_left()
-        return model
-
-    first = run()
-    assert all(sorted(itertools.chain(*epoch)) == list(range(24)) for epoch in first.seen)
-    assert first.losses == run().losses
+    first, second = (early(Two(), model=Reads) for _ in range(2))
+    assert first.losses == second.losses
+    assert_whole_epochs(first.seen)
 
 
 def test_a_checkpoint_of_other_loaders_says_that_orders_are_drawn_anew(tmp_path):
-    class Two(Data):
-        def train_dataloader(self):
-            return [DataLoader(Numbers(), batch_size=4), DataLoader(Numbers(), batch_size=4)]
-
-    class Reads(Model):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch[0], batch_idx)
-
-    fit(Data(), PrefetchNextEpoch(), Keep(tmp_path))
+    early(Data(), Save(tmp_path / "one.ckpt", 6, "on_train_epoch_end"))
     with pytest.warns(TurboWarning, match="for 1 training loaders, and this run has 2"):
-        trainer(PrefetchNextEpoch(), Keep(tmp_path)).fit(Reads(), datamodule=Two(), ckpt_path=tmp_path / "0.ckpt")
-    nothing_is_left()
+        early(Two(), model=Reads, ckpt_path=tmp_path / "one.ckpt")

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_turbo import TurboDDPStrategy, _distributed
 from lightning_turbo.strategies.turbo_ddp import compare_settings, read_settings
-from tests.integration.ranks_worker import LEVELS, POINTS, STRATEGIES, Mean, uneven, whole
+from tests.integration.ranks_worker import LEVELS, POINTS, STRATEGIES, Mean, Net, uneven, whole
 from tests.integration.resuming import ALL, assert_same, check_resumed
 from tests.ranks import run_ranks
 from tests.registry import BY_NAME
@@ -113,7 +113,7 @@ def test_an_object_of_the_same_kind_is_the_same_setting():
     "scale": "settings: loss_scale: 128.0 on rank 0, 256.0 on rank 1. Start every",
     "trainer": "settings: accumulate_grad_batches: 1 on rank 0, 2 on rank 1; max_epochs: 1 on rank 0, 2 on rank 1.",
     "strategy": "settings: grad_compression: None on rank 0, 'fp16' on rank 1; ddp_kwargs: {",
-    "network": "settings: parameters: (2, 15) on rank 0, (2, 20) on rank 1. Start",
+    "network": "settings: parameters: (4, 163) on rank 0, (4, 180) on rank 1. Start",
     "checkpoint": "one.ckpt' on rank 0, None on rank 1. Start",
 }.items())  # fmt: skip
 def test_ranks_that_disagree_are_refused_before_the_first_step(case, said, ended):
@@ -208,9 +208,11 @@ def test_turbo_ddp_equals_ddp(ended):
         seen = [zero["seen"][k : k + 6] + one["seen"][k : k + 6] for k in (0, 6)]
         epochs = [sorted(itertools.chain.from_iterable(batches)) for batches in seen]
         assert epochs == [list(range(48))] * 2, name  # each sample once an epoch over the ranks
+        assert seen[0] != seen[1], name
+    assert [rank["loaded_ahead"] for rank in runs["prefetched"]] == [True, True]
     for turbo, stock, tolerance in (
         ("turbo", "stock", 0.0), ("static-1", "stock-1", 0.0), ("turbo-O2", "stock-O2", 0.0),
-        ("sized", "stock", 0.0), ("compiled", "stock", 1e-6), ("fp16", "stock", 5e-4),
+        ("sized", "stock", 0.0), ("prefetched", "stock", 0.0), ("compiled", "stock", 1e-6), ("fp16", "stock", 5e-4),
     ):  # fmt: skip
         ours, theirs = runs[turbo][0], runs[stock][0]
         assert ours["steps"] == theirs["steps"]
@@ -241,7 +243,7 @@ def test_the_lean_parts_compute_the_same_and_stop_after_the_same_batch(ended):
         assert_same(stock["module"], lean["module"])
         assert stock["metrics"] == lean["metrics"]
         # Rank 1 was told to end in batch 2; the ranks agree after batch 4.
-        assert (killed["batches"], killed["ended"]) == (4, True)
+        assert (killed["batches"], killed["metrics"]) == (4, None)
     for rank, said in enumerate(load(ended, "lean.uneven")):
         # One rank is at its end, the other at its third batch; neither was told to end.
         assert f"got this one at batch {2 + rank} of its run" in said
@@ -254,4 +256,4 @@ def test_two_spawned_ranks_give_what_ddp_spawn_gives(tmp_path):
     stock, turbo = (torch.load(tmp_path / f"spawned.{name}.0", weights_only=True) for name in ("stock", "turbo"))
     assert_same(stock, turbo)
     assert stock["metrics"]["steps"] == 6
-    assert not torch.equal(stock["module"]["net.0.weight"], Mean().net[0].weight)
+    assert not torch.equal(stock["module"]["net.0.weight"], Net().net[0].weight)

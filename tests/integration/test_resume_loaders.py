@@ -6,20 +6,19 @@ import multiprocessing
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from lightning_turbo.data.loader import prefetching
+from tests.integration.noting import EACH_STRATEGY, Save
+from tests.trainers import quiet_trainer
 from tests.versions import BEGINS_ONCE, unpickling
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
     # torchdata calls a function of torch that is on its way out.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
 ]
@@ -43,8 +42,61 @@ def matrix(names, *axes):
 STRATEGIES = ["auto", "turbo"]
 
 
-def loader(length, seed, cls=DataLoader):
-    return cls(range(length), 2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+def loader(length, seed, cls=DataLoader, **settings):
+    return cls(range(length), 2, shuffle=True, generator=torch.Generator().manual_seed(seed), **settings)
+
+
+def sides(strategy, cls=DataLoader):
+    """A DataModule that adds prefetching to a class of loaders, or another one and the class that has it."""
+    return (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
+
+
+def stateful():
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+class Own(IterableDataset):
+    """Keeps its place itself, and draws from a generator of its own."""
+
+    def __init__(self):
+        self.at, self.loaded, self.rng = 0, False, torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        self.at, self.loaded = self.at if self.loaded else 0, False
+        while self.at < 8:
+            self.at += 1
+            yield torch.randint(1000, (), generator=self.rng)
+
+    def state_dict(self):
+        return {"at": self.at, "rng": self.rng.get_state()}
+
+    def load_state_dict(self, state):
+        self.at, self.loaded = state["at"], True
+        self.rng.set_state(state["rng"])
+
+
+LOADERS = {
+    "shuffled": lambda cls: loader(8, 1, cls),
+    "workers": lambda cls: loader(8, 1, cls, num_workers=1),
+    "counting": lambda cls: cls(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1),
+    "distributed": lambda cls: cls(range(16), 2, sampler=DistributedSampler(range(16), 2, 1), num_workers=1),
+    "two": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
+    "unequal": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size"),
+    "unequal streams": lambda cls: CombinedLoader({"a": cls(Stream(), 2), "b": cls(Stream(), 4)}, "max_size"),
+    "stream": lambda cls: cls(Stream(), 2),
+    "stream of a worker": lambda cls: cls(Stream(), 2, num_workers=1),
+    "own": lambda cls: cls(Own(), 2),
+    "single": lambda cls: cls(Own(), 8),
+}
+IN_A_STEP = ["shuffled", "workers", "two", "unequal", "stream", "distributed"]
+WITH_STATES = [
+    pytest.param(name, id=name, marks=BEGINS_ONCE) if name in ("own", "single") else name for name in LOADERS
+]
 
 
 class Model(LightningModule):
@@ -62,15 +114,6 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Save(Callback):
-    def __init__(self, path, batches, hook):
-        def save(trainer, *_):
-            if trainer.global_step == batches:
-                trainer.save_checkpoint(path)
-
-        setattr(self, hook, save)
-
-
 def run(make, base, path, *callbacks, model=Model, **settings):
     made = []
 
@@ -81,10 +124,7 @@ def run(make, base, path, *callbacks, model=Model, **settings):
 
     torch.manual_seed(0)
     model = model()
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=list(callbacks), **{"max_epochs": 3, **settings},
-    )  # fmt: skip
+    trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 3, **settings})
     trainer.fit(model, datamodule=Data(), ckpt_path=path, **unpickling(True if path else None))
     assert len(made) == 1
     return model.seen
@@ -137,18 +177,21 @@ def early(hook):
     return type("Early", (Model,), {hook: reads})
 
 
-@matrix(("batches", "strategy", "hook"), [2, 4, 6], STRATEGIES, ["configure_optimizers", "on_fit_start", "setup"])
-def test_loaders_that_are_set_up_early(batches, strategy, hook, tmp_path):
-    make, path = (lambda: loader(8, 1)), tmp_path / "c"
-    check(make, PrefetchDataModule, path, batches, strategy=strategy, model=early(hook))
-
-
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-def test_loaders_that_are_set_up_early_and_begin_the_next_epoch_early(strategy, tmp_path):
+@matrix(
+    ("kind", "batches", "hook", "strategy"), ["plain", "next epoch early", "stateful"], [2, 4, 6],
+    ["configure_optimizers", "on_fit_start", "setup"], STRATEGIES,
+)  # fmt: skip
+def test_loaders_that_are_set_up_early(kind, batches, hook, strategy, tmp_path):
+    base, cls = sides(strategy, stateful()) if kind == "stateful" else (PrefetchDataModule, DataLoader)
     check(
-        lambda: loader(8, 1), PrefetchDataModule, tmp_path / "c", 4,
-        strategy=strategy, model=early("configure_optimizers"), callbacks=[PrefetchNextEpoch],
+        lambda: loader(8, 1, cls), base, tmp_path / "c", batches, strategy=strategy, model=early(hook),
+        callbacks=[PrefetchNextEpoch] if kind == "next epoch early" else [],
     )  # fmt: skip
+
+
+def test_a_sampler_with_an_epoch_whose_loader_is_set_up_early(tmp_path):
+    make, model = (lambda: LOADERS["counting"](DataLoader)), early("configure_optimizers")
+    check(make, LightningDataModule, tmp_path / "c", 4, strategy="turbo", model=model)
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 12}])
@@ -165,96 +208,34 @@ def test_a_loader_with_a_state_that_is_set_up_early(batches, limit, tmp_path):
     )  # fmt: skip
 
 
-def test_a_sampler_with_an_epoch_whose_loader_is_set_up_early(tmp_path):
-    def make():
-        return DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1)
-
-    model = early("configure_optimizers")
-    check(make, LightningDataModule, tmp_path / "c", 4, strategy="turbo", model=model)
+@matrix(("name", "batches", "strategy"), IN_A_STEP, [0, 1, 3, 4, 6], STRATEGIES)
+def test_a_batch_whose_step_was_not_finished_comes_again(name, batches, strategy, tmp_path):
+    base, cls = sides(strategy)
+    check(lambda: LOADERS[name](cls), base, tmp_path / "c", batches, "on_train_batch_start", strategy=strategy)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
-
-
-IN_A_STEP = {
-    "one": lambda cls: loader(8, 1, cls),
-    "workers": lambda cls: cls(range(8), 2, shuffle=True, num_workers=1, generator=torch.Generator().manual_seed(1)),
-    "two": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
-    "unequal": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size"),
-    "without length": lambda cls: cls(Stream(), 2),
-    "distributed": lambda cls: cls(range(16), 2, sampler=DistributedSampler(range(16), 2, 1), num_workers=1),
-}
-
-
-@matrix(
-    ("make", "batches", "strategy"), [pytest.param(make, id=name) for name, make in IN_A_STEP.items()],
-    [0, 1, 3, 4, 6], STRATEGIES,
-)  # fmt: skip
-def test_a_batch_whose_step_was_not_finished_comes_again(make, batches, strategy, tmp_path):
-    base, cls = (PrefetchDataModule, DataLoader) if strategy == "auto" else (LightningDataModule, PrefetchLoader)
-    check(lambda: make(cls), base, tmp_path / "c", batches, "on_train_batch_start", strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@EACH_STRATEGY
 @pytest.mark.parametrize("batches", [1, 3, 6])
 def test_a_batch_that_lightning_has_fetched_ahead_comes_again(batches, strategy, tmp_path):
-    base, cls = (PrefetchDataModule, DataLoader) if strategy == "auto" else (LightningDataModule, PrefetchLoader)
+    base, cls = sides(strategy)
     check(lambda: cls(Stream(), 2), base, tmp_path / "c", batches, strategy=strategy)
 
 
 @BEGINS_ONCE
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@EACH_STRATEGY
 def test_an_epoch_that_a_hook_ended_is_over(strategy, tmp_path):
     class Ends(Model):
         def on_train_batch_start(self, batch, index):
             return -1 if index == 2 else None
 
-    base, cls = (PrefetchDataModule, DataLoader) if strategy == "auto" else (LightningDataModule, PrefetchLoader)
-    seen = check(
-        lambda: loader(8, 1, cls), base, tmp_path / "c", 2, "on_train_epoch_end", strategy=strategy, model=Ends
+    base, cls = sides(strategy)
+    save = Save(tmp_path / "c", 3, "on_train_epoch_end")  # Lightning counts the batch that was refused
+    seen, again = (
+        run(lambda: loader(8, 1, cls), base, path, save, strategy=strategy, model=Ends)
+        for path in (None, tmp_path / "c")
     )
+    assert again == seen[2:]
     assert len(seen) == 6
-
-
-class Own(IterableDataset):
-    """Keeps its place itself, and draws from a generator of its own."""
-
-    def __init__(self):
-        self.at, self.loaded, self.rng = 0, False, torch.Generator().manual_seed(3)
-
-    def __iter__(self):
-        self.at, self.loaded = self.at if self.loaded else 0, False
-        while self.at < 8:
-            self.at += 1
-            yield torch.randint(1000, (), generator=self.rng)
-
-    def state_dict(self):
-        return {"at": self.at, "rng": self.rng.get_state()}
-
-    def load_state_dict(self, state):
-        self.at, self.loaded = state["at"], True
-        self.rng.set_state(state["rng"])
-
-
-def shuffled(cls, **settings):
-    return cls(range(8), 2, shuffle=True, generator=torch.Generator().manual_seed(1), **settings)
-
-
-WITH_STATES = {
-    "shuffled": shuffled,
-    "workers": lambda cls: shuffled(cls, num_workers=1),
-    "counting": lambda cls: cls(range(8), 2, sampler=DistributedSampler(range(8), 1, 0), num_workers=1),
-    "two": lambda cls: CombinedLoader({"a": shuffled(cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
-    "unequal": lambda cls: CombinedLoader({"a": shuffled(cls), "b": loader(4, 2, cls)}, "max_size"),
-    "unequal streams": lambda cls: CombinedLoader({"a": cls(Stream(), 2), "b": cls(Stream(), 4)}, "max_size"),
-    "stream": lambda cls: cls(Stream(), 2),
-    "stream of a worker": lambda cls: cls(Stream(), 2, num_workers=1),
-    "own": lambda cls: cls(Own(), 2),
-    "single": lambda cls: cls(Own(), 8),
-}
-MARKS = {"own": BEGINS_ONCE, "single": BEGINS_ONCE}
 
 
 STOPS = [
@@ -268,15 +249,11 @@ STOPS = [
 ]
 
 
-@matrix(
-    ("make", "stops", "strategy"),
-    [pytest.param(make, id=name, marks=MARKS.get(name, ())) for name, make in WITH_STATES.items()], STOPS, STRATEGIES,
-)  # fmt: skip
-def test_loaders_with_a_state_of_their_own(make, stops, strategy, tmp_path):
-    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    base, of = (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
-    epochs = 12 if make is WITH_STATES["single"] else 3
-    check_stops(lambda: make(of), base, stops, tmp_path, max_epochs=epochs, strategy=strategy)
+@matrix(("name", "stops", "strategy"), WITH_STATES, STOPS, STRATEGIES)
+def test_loaders_with_a_state_of_their_own(name, stops, strategy, tmp_path):
+    base, cls = sides(strategy, stateful())
+    epochs = 12 if name == "single" else 3
+    check_stops(lambda: LOADERS[name](cls), base, stops, tmp_path, max_epochs=epochs, strategy=strategy)
 
 
 @BEGINS_ONCE
@@ -290,48 +267,33 @@ def test_loaders_with_a_state_of_their_own(make, stops, strategy, tmp_path):
 ])  # fmt: skip
 def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
     """By ``max_steps`` alone, with epochs that end before or after their data do, or with nothing left to do."""
-    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    check_stops(lambda: WITH_STATES[name](cls), PrefetchDataModule, stops, tmp_path, **settings)
+    check_stops(lambda: LOADERS[name](stateful()), PrefetchDataModule, stops, tmp_path, **settings)
     if name in ("shuffled", "workers"):
-        made = IN_A_STEP["one" if name == "shuffled" else name]
-        check_stops(lambda: made(DataLoader), PrefetchDataModule, stops, tmp_path, **settings)
-        check_stops(lambda: made(PrefetchLoader), LightningDataModule, stops, tmp_path, strategy="turbo", **settings)
+        for strategy in STRATEGIES:
+            base, cls = sides(strategy)
+            check_stops(lambda cls=cls: LOADERS[name](cls), base, stops, tmp_path, strategy=strategy, **settings)
 
 
 def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
     """A ``StatefulDataLoader`` starts some to tell where it stands, if it is asked after its iterator was dropped."""
-    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    made = cls(Stream(), 2, num_workers=1)
-    data = type("Data", (PrefetchDataModule,), {"train_dataloader": lambda _: made})
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, max_epochs=2,
-    )  # fmt: skip
-    trainer.fit(Model(), datamodule=data())
+    made = stateful()(Stream(), 2, num_workers=1)
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(Model(), datamodule=type("Data", (PrefetchDataModule,), {"train_dataloader": lambda _: made})())
     trainer.save_checkpoint(tmp_path / "c")
     assert not multiprocessing.active_children()
-    seen = run(lambda: cls(Stream(), 2, num_workers=1), PrefetchDataModule, tmp_path / "c", max_epochs=3)
+    seen = run(lambda: stateful()(Stream(), 2, num_workers=1), PrefetchDataModule, tmp_path / "c", max_epochs=3)
     assert seen == [{"a": [2 * number, 2 * number + 1]} for number in range(4)]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@EACH_STRATEGY
 def test_no_worker_is_left_by_a_loader_whose_attributes_are_kept(strategy, tmp_path):
     """As Lightning keeps them for the rest of a process in which a ``train_dataloader`` raised."""
     with _replace_dunder_methods(DataLoader):
-        test_loaders_with_a_state_of_their_own(WITH_STATES["workers"], [(4, "on_train_batch_end")], strategy, tmp_path)
+        test_loaders_with_a_state_of_their_own("workers", [(4, "on_train_batch_end")], strategy, tmp_path)
         assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
-@pytest.mark.parametrize("batches", [2, 4, 6])
-def test_a_loader_with_a_state_of_its_own_that_is_set_up_early(batches, strategy, tmp_path):
-    cls = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    base, of = (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
-    model = early("configure_optimizers")
-    check(lambda: shuffled(of), base, tmp_path / "c", batches, strategy=strategy, model=model)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@EACH_STRATEGY
 @pytest.mark.parametrize(("batches", "hook"), [
     (2, "on_train_batch_start"), (2, "on_before_backward"), (4, "on_train_epoch_start"), (8, "on_train_epoch_start"),
     (8, "on_before_backward"),
@@ -349,19 +311,16 @@ def test_steps_are_counted_and_validated_as_in_one_run(batches, hook, strategy, 
         def log_metrics(self, metrics, step):
             rows.append((step, metrics.get("made"), metrics["epoch"]))
 
+    base, cls = sides(strategy)
+    base = type("Validated", (base,), {"val_dataloader": lambda _: [0]})
+
     def go(path, *callbacks):
         rows.clear()
-        model = Logged()
-        trainer = Trainer(
-            accelerator="cpu", logger=Rows(), enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=list(callbacks), max_epochs=3, strategy=strategy,
+        seen = run(
+            lambda: loader(8, 1, cls), base, path, *callbacks, model=Logged, logger=Rows(), strategy=strategy,
             log_every_n_steps=1, num_sanity_val_steps=0, val_check_interval=3, check_val_every_n_epoch=None,
         )  # fmt: skip
-        made = loader(8, 1, PrefetchLoader if strategy == "turbo" else DataLoader)
-        base = LightningDataModule if strategy == "turbo" else PrefetchDataModule
-        data = type("Data", (base,), {"train_dataloader": lambda _: made, "val_dataloader": lambda _: [0]})
-        trainer.fit(model, datamodule=data(), ckpt_path=path, **unpickling(True if path else None))
-        return model.seen, list(rows)
+        return seen, list(rows)
 
     rows = []
     path = tmp_path / "c"

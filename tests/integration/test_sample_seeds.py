@@ -1,10 +1,7 @@
-"""The same samples, augmentation included, whatever loads them: processes, threads, ranks, kills and restarts."""
+"""The same samples, augmentation included, whatever loads them: processes, threads and ranks."""
 
 import itertools
 import json
-import os
-import random
-import signal
 from pathlib import Path
 
 import pytest
@@ -69,44 +66,3 @@ def test_two_ranks(expected, tmp_path):
         first, second = (torch.load(tmp_path / f"{number}_{rank}.pt") for rank in (0, 1))
         dealt = torch.stack([first, second], 2).flatten(1, 2)
         assert torch.equal(dealt, expected), settings
-
-
-def live(path, life, num_workers, kind):
-    """Continue a run from what an earlier life left, save it at one batch, and be killed some batches later."""
-    random.seed(life)
-    saved_at, killed_at = sorted(random.sample(range(1, 12), 2))
-    loader = seeds_worker.make_loader(LENGTH, kind, num_workers)
-    epoch, rows, taken = 0, [], 0
-    if path.exists():
-        state = torch.load(path)
-        epoch, rows = state["epoch"], list(state["rows"])
-        loader.load_state_dict(state["loader"])
-    while epoch < seeds_worker.EPOCHS:
-        loader.sampler.set_epoch(epoch)
-        for batch in loader:
-            rows.append(batch)
-            taken += 1
-            if taken == saved_at:
-                over = len(rows) == (epoch + 1) * len(loader)
-                torch.save({"epoch": epoch + over, "rows": rows, "loader": loader.state_dict()}, path)
-            if taken == killed_at and life < KILLS:
-                os.kill(os.getpid(), signal.SIGKILL)
-        epoch += 1
-    torch.save({"rows": rows}, path)
-
-
-KILLS = 30
-
-
-def test_thirty_kills_and_restarts_at_random_batches(expected, tmp_path):
-    killed, path = 0, tmp_path / "run.pt"
-    for life in range(KILLS + 1):
-        process = torch.multiprocessing.get_context("fork").Process(
-            target=live, args=(path, life, (0, 1, 2, 4)[life % 4], "prefetch")
-        )
-        process.start()
-        process.join(120)
-        killed += process.exitcode == -signal.SIGKILL
-    assert (killed, process.exitcode) == (KILLS, 0)
-    rows = torch.cat(torch.load(path)["rows"])
-    assert torch.equal(rows, expected.flatten(0, 1))
