@@ -174,7 +174,7 @@ def alone(folder):
             chain = [error]
             while chain[-1].__context__ is not None:
                 chain.append(chain[-1].__context__)
-            said = [str(warning.message) for warning in caught if "alone" in str(warning.message)]
+            said = [str(warning.message) for warning in caught if "The checkpoint holds the" in str(warning.message)]
             torch.save({"errors": [repr(each) for each in chain], "said": said}, folder / "alone")
     os._exit(0)  # the group is broken
 
