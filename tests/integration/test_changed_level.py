@@ -91,6 +91,7 @@ def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
             seen.extend([torch.exp(batch[0]).dtype, in_half(batch[0])])
             return super().training_step(batch, index)
 
+    functions = torch.mm, torch.exp
     amp.register_float_function(torch, "mm")
     amp.register_half_function(torch, "exp")
     try:
@@ -100,6 +101,7 @@ def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
         amp.registration._registered.clear()
     assert seen == [torch.float32] * 3 + [dtype] * 2
     assert in_half(torch.ones(1)) is torch.float32  # when the run is over
+    assert (torch.mm, torch.exp) == functions
 
 
 @pytest.mark.parametrize(("first", "state", "then", "scale"), [
