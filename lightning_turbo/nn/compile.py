@@ -160,8 +160,8 @@ def compile_counts() -> CompileReport:
     utils: Any = sys.modules.get("torch._dynamo.utils")  # torch imports it to compile, which takes a second
     if utils is None:
         return CompileReport(0, {}, {})
-    again = Counter(_describe(each) for each in utils.get_compilation_metrics() if _is_recompilation(each))
-    breaks = Counter(_describe_break(each) for each in utils.graph_break_reasons)
+    again = Counter(map(_describe, filter(_is_recompilation, utils.get_compilation_metrics())))
+    breaks = Counter(map(_describe_break, utils.graph_break_reasons))
     return CompileReport(utils.counters["stats"]["unique_graphs"], dict(again), dict(breaks))
 
 
