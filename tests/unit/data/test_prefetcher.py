@@ -16,7 +16,7 @@ import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo import _random
-from lightning_turbo.data import BackgroundIterator, prefetcher
+from lightning_turbo.data import BackgroundIterator, PrefetchLoader, prefetcher
 from lightning_turbo.data.prefetcher import LoadProfile
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -400,6 +400,15 @@ def test_a_buffer_that_is_handed_out_again_and_again_is_copied(make):
 def test_batches_in_memory_of_their_own_are_not_copied():
     made = [torch.full((3,), n) for n in range(6)]
     assert all(got is batch for got, batch in zip(BackgroundIterator(iter(made)), made, strict=True))
+
+
+def test_a_collector_that_the_program_switched_off_stays_off():
+    gc.disable()
+    try:
+        list(PrefetchLoader(range(8), 2))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")

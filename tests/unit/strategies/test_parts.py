@@ -89,6 +89,7 @@ def test_hooks_on_an_object_see_batches_before_their_copy_as_those_of_a_class_do
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return batch
 
+    assert hooks_before_transfer(LightningModule(), None) == []
     data, network = LightningDataModule(), Overrides()
     network.trainer = SimpleNamespace(datamodule=data)
     network.transfer_batch_to_device = data.transfer_batch_to_device = print
