@@ -255,12 +255,18 @@ def test_a_registered_function_elsewhere_is_wrapped_once_while_O1_is_on():
         def f(x):
             return x.dtype
 
+        @staticmethod
+        def pair(x, y):
+            return x.dtype, y.dtype
+
     original = Space.f
+    amp.register_promote_function(Space, "pair")
     amp.register_float_function(Space, "f")
     amp.register_half_function(Space, "f")  # the last word counts
     for level, dtype in (("O1", torch.float16), ("O2", torch.float32), ("O1", torch.float16)):
         init(net(), None, level)
         assert Space.f(torch.ones(2)) is dtype
+        assert Space.pair(NARROW, WIDE) == (torch.float32 if level == "O1" else torch.float16, torch.float32)
     amp.shutdown()
     assert Space.f is original
     with pytest.raises(
