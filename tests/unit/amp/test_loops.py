@@ -458,6 +458,35 @@ def test_containers_go_in_and_come_out_as_what_they_are(level, make):
     assert next(floats(out)).dtype is torch.float32
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_module_in_a_batch_stays_as_it_is(level):
+    class Net(nn.Linear):
+        def forward(self, batch):
+            assert batch["teacher"] is teacher
+            return super().forward(batch["x"])
+
+    teacher, model = nn.Linear(4, 2), Net(4, 2)
+    init(model, sgd(model), level)
+    model({"x": torch.ones(5, 4), "teacher": teacher})
+
+
+def test_amp_can_end_within_a_call():
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            out = self.layer(x)
+            amp.shutdown()
+            return out
+
+    init(model := Ends(), sgd(model), "O2")
+    weight = model.layer.weight
+    model(torch.ones(1, 4))
+    assert model.layer.weight is weight
+
+
 def vars_of(container):
     return type(container), getattr(container, "default_factory", None), getattr(container, "maxlen", None)
 

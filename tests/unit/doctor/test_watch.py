@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import sys
+import time
 import types
 
 import numpy as np
@@ -60,7 +61,9 @@ def seen(watch, function, *args):
     (lambda x: x.__setitem__(x > -1, x * 2), "tensor[mask] = values"),
 ])  # fmt: skip
 def test_what_fetches_a_value_counts_once(watch, function, expected):
+    started = time.perf_counter()
     assert seen(watch, function, torch.rand(3)) == [("sync", expected, 1)]
+    assert 0 < watch.calls()[0].seconds < time.perf_counter() - started
 
 
 @pytest.mark.parametrize("function", [
