@@ -266,7 +266,10 @@ def test_a_window_of_a_checkpoint_that_was_only_tested_is_dropped():
     trainer = quiet_trainer(callbacks=[ExactAccumulation()], **settings)
     trainer.test(Net(), ckpt_path="stopped.ckpt", verbose=False)
     trainer.fit(after := Net())
-    fit(fresh := Net(), ExactAccumulation(), **settings)
+    whole = fit(fresh := Net(), ExactAccumulation(), **settings)
+    whole.save_checkpoint("whole.ckpt")
+    windows = ["lightning_turbo.ExactAccumulation" in torch.load(f"{name}.ckpt") for name in ("stopped", "whole")]
+    assert windows == [True, False]
     assert all(torch.equal(a, b) for a, b in zip(after.parameters(), fresh.parameters(), strict=True))
 
 
