@@ -102,6 +102,7 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
 @pytest.mark.parametrize(("make", "error", "text"), [
     (lambda: TurboStrategy(memory_format="last"), ValueError, "memory_format: expected None, 'channels_last' or 'con"),
     (lambda: TurboStrategy(device_prefetch="yes"), TypeError, "device_prefetch='yes': expected True or False"),
+    (lambda: TurboStrategy(device_prefetch=None), TypeError, "device_prefetch=None: expected True or False"),
     (lambda: TurboStrategy(prefetch_batches=0), ValueError, "prefetch_batches: expected an integer of 1 or more"),
     (lambda: TurboStrategy(prefetch_batches=1.5), TypeError, "prefetch_batches: expected an integer of 1 or more"),
     (lambda: TurboStrategy(cudnn_benchmark=1), TypeError, "cudnn_benchmark=1: expected True, False or None"),
