@@ -19,7 +19,6 @@ from lightning_turbo._lightning import (
     set_sampler_epoch,
 )
 from lightning_turbo._random import set_shared_state, shared_state
-from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.position import correct_states, is_between_epochs
@@ -85,7 +84,7 @@ class ExactResume(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of every rank."""
         own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device)}
-        own["loaders"] = [entry[name] for entry, name in _find_loader_states(trainer, checkpoint)]
+        own["loaders"] = _loop_state(checkpoint).get("combined_loader", [])
         name = "random states and loaders' states"
         checkpoint[KEY] = gather_for_checkpoint(own, name, trainer.fit_loop.total_batch_idx)
 
@@ -215,12 +214,9 @@ def _begins_an_epoch(loader: Any, state: Any) -> bool:
     return isinstance(loader, PrefetchLoader) and is_between_epochs(state)
 
 
-def _find_loader_states(trainer: Any, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return where a checkpoint has states of training loaders: of this epoch, and of one that was begun early."""
-    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    callbacks = checkpoint.get("callbacks", {})
-    early = [(callbacks, each.state_key) for each in trainer.callbacks if isinstance(each, PrefetchNextEpoch)]
-    return [(entry, name) for entry, name in [(loop, "combined_loader"), *early] if name in entry]
+def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return where a checkpoint has the states of rank 0's training loaders."""
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
 def _take_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -233,8 +229,8 @@ def _take_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, 
         )
     if len(ranks) != size:
         return None
-    for (entry, name), state in zip(_find_loader_states(trainer, checkpoint), ranks[rank]["loaders"], strict=False):
-        entry[name] = state
+    if "combined_loader" in _loop_state(checkpoint):
+        _loop_state(checkpoint)["combined_loader"] = ranks[rank]["loaders"]
     return ranks[rank]["random"]
 
 

@@ -50,11 +50,11 @@ class PrefetchNextEpoch(Callback):
         self._told = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loaders stand whose next epoch is begun: Lightning keeps none after a whole epoch."""
-        return {"begun": [None if loader is None else loader.state_dict() for loader in self._begun]}
+        """Return which loaders have begun the next epoch. Its order is in their own states in the checkpoint."""
+        return {"begun": [loader is not None for loader in self._begun]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the order of the next epoch from a checkpoint, for when training starts."""
+        """Keep which loaders had begun the next epoch, for when training starts."""
         self._restored = state_dict["begun"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,10 +72,9 @@ class PrefetchNextEpoch(Callback):
             return
         loop: Any = trainer.fit_loop
         with same_random_numbers():
-            for loader, state in zip(able, restored, strict=True):
-                if state is not None:
+            for loader, begun in zip(able, restored, strict=True):
+                if begun:
                     set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-                    loader.load_state_dict(state)
                     loader.start_next_epoch()
             begin_epoch_again(trainer)
 

@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_turbo import PrefetchDataModule, PrefetchNextEpoch
+from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit
 from tests.leftovers import nothing_is_left, wait_until
@@ -36,6 +36,13 @@ class Data(PrefetchDataModule):
 
     def train_dataloader(self):
         return DataLoader(self.dataset, **self.settings)
+
+
+class WithLoader(LightningDataModule):
+    """Without ``PrefetchDataModule``, which would add ``ExactResume``."""
+
+    def train_dataloader(self):
+        return PrefetchLoader(Numbers(), batch_size=4, shuffle=True)
 
 
 class Steady(Noting):
@@ -179,6 +186,7 @@ def dealt():
         (lambda: WORKERS[1], "on_train_batch_end", "auto"),
         (lambda: WORKERS[2], "on_train_epoch_end", "turbo"),
         (dealt, "on_train_epoch_end", "auto"),
+        (None, "on_train_batch_end", "auto"),
     ],
 )
 def test_going_on_after_an_epoch_equals_never_having_stopped(settings, hook, strategy, tmp_path):
@@ -187,8 +195,8 @@ def test_going_on_after_an_epoch_equals_never_having_stopped(settings, hook, str
     validate = hook == "on_train_epoch_end" and settings is not dealt
 
     def run(**more):
-        callbacks = KeepRandom(), Save(path, 2 * epoch, hook)
-        return early(Data(validate=validate, **settings()), *callbacks, max_epochs=4, strategy=strategy, **more)
+        data = WithLoader() if settings is None else Data(validate=validate, **settings())
+        return early(data, KeepRandom(), Save(path, 2 * epoch, hook), max_epochs=4, strategy=strategy, **more)
 
     whole = run()
     rest = run(seed=5, ckpt_path=path)
