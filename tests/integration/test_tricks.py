@@ -298,12 +298,15 @@ def test_a_checkpoint_with_biases_can_be_tested_without():
         assert got == pytest.approx(expected, rel=1e-4)
 
 
-def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_loads_into_the_original():
+def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_loads_into_the_original(monkeypatch):
+    said = []
+    monkeypatch.setattr("lightning_turbo.callbacks.drop_bias.rank_zero_info", said.append)
     callback = DropBiasBeforeNorm()
     trainer = fit(dropped := Net(lr=0.01), callback, max_epochs=1)
     fit(whole := Net(lr=0.01), max_epochs=1)
     trainer.test(dropped, verbose=False)  # which sets the callback up again
     assert callback.report.dropped == {"net.0": "net.1"}
+    assert said == [f"DropBiasBeforeNorm: {callback.report}"]
     assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 5
     # The bias moves all activations before the norm, which rounds in another way.
     assert dropped.losses == pytest.approx(whole.losses, rel=1e-4)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from lightning_turbo import _optional
-from lightning_turbo.demo.figure import draw_results
+from lightning_turbo.demo.figure import _smooth, draw_results
 from lightning_turbo.demo.history import RunHistory
 from lightning_turbo.demo.report import compare_volumes, make_row, print_results, readable_bytes
 from lightning_turbo.errors import MissingExtraError
@@ -68,12 +68,25 @@ def test_the_picture_is_drawn_even_of_an_unfinished_run(tmp_path, monkeypatch):
         draw_results(results(), tmp_path / "demo.png")
 
 
+def test_a_smoothed_curve_starts_at_its_first_loss_and_passes_over_what_is_not_finite():
+    assert _smooth([2.0, float("nan"), 2.0]) == pytest.approx([2.0] * 3)
+    assert 0.5 < _smooth([2.0, 0.5])[1] < 2.0
+
+
 def test_the_titles_say_what_was_found(tmp_path):
     levels = {"O0": a_row(0.98), "O3": a_row(0.97)}
     levels["O3"]["samples_per_second"] = 2 * levels["O0"]["samples_per_second"]
     levels["O3"]["bytes"] = {name: size / 2 for name, size in levels["O0"]["bytes"].items()}
     draw_results(results(VOLUMES, **levels), tmp_path / "demo.svg")
     drawn = (tmp_path / "demo.svg").read_text()
-    titles = ("accuracies within 1.0 points", "O3 2.00 times O0", "O3 0.50 of O0", VOLUMES["headline"], "workers-2")
+    titles = (
+        "accuracies within 1.0 points",
+        "O3 2.00 times O0",
+        "O3 0.50 of O0",
+        VOLUMES["headline"],
+        "workers-2",
+        " 4 KiB",
+        " 2 KiB",
+    )
     for title in titles:
         assert title in drawn  # matplotlib writes each text beside its outlines, as a comment
