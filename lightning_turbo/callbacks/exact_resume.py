@@ -84,7 +84,7 @@ class ExactResume(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of every rank."""
         own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device)}
-        own["loaders"] = _loop_state(checkpoint).get("combined_loader", [])
+        own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
         name = "random states and loaders' states"
         checkpoint[KEY] = gather_for_checkpoint(own, name, trainer.fit_loop.total_batch_idx)
 
@@ -230,7 +230,7 @@ def _take_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, 
     if len(ranks) != size:
         return None
     if "combined_loader" in _loop_state(checkpoint):
-        _loop_state(checkpoint)["combined_loader"] = ranks[rank]["loaders"]
+        _loop_state(checkpoint)["combined_loader"] = ranks[rank]["loaders"][0]
     return ranks[rank]["random"]
 
 
