@@ -41,6 +41,7 @@ BATCH = 32
 MEAN, STD = (np.array(v, dtype=np.float32) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 PILLOW, OURS = "DataLoader with Pillow, 0 workers", "DALILoader"
 BARE = "bare DALI pipeline with its own reader"
+ITERATOR = "DALI's own iterator"
 NUMPY = "volumes: DataLoader with np.load, 0 workers"
 SYNTHETIC = "ResNet-50 on synthetic images"
 
@@ -187,8 +188,8 @@ def pillow(meter: Meter, *, workers: int, by: str = "torch") -> dict[str, float]
         return _drain(meter, iter(_pillow_loader(root, _size(meter), meter.device, workers, by)))
 
 
-def bare(meter: Meter, *, uint8: bool) -> dict[str, float]:
-    """Photographs by a DALI pipeline with DALI's own reader, run without any loader around it."""
+def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, float]:
+    """Photographs by a DALI pipeline with DALI's own reader: without any loader, or under DALI's own iterator."""
     _need_dali()
     from nvidia import dali
 
@@ -198,7 +199,7 @@ def bare(meter: Meter, *, uint8: bool) -> dict[str, float]:
 
         @dali.pipeline_def
         def graph() -> Any:
-            encoded, labels = fn.readers.file(file_root=root, random_shuffle=True, pad_last_batch=True)
+            encoded, labels = fn.readers.file(file_root=root, random_shuffle=True, pad_last_batch=True, name="files")
             image = fn.decoders.image_random_crop(encoded, output_type=types.RGB, random_aspect_ratio=[3 / 4, 4 / 3])
             image = fn.resize(image, size=(size, size))
             mirrored = fn.random.coin_flip()
@@ -207,9 +208,12 @@ def bare(meter: Meter, *, uint8: bool) -> dict[str, float]:
             mean, std = (list(map(float, 255 * v)) for v in (MEAN, STD))
             return fn.crop_mirror_normalize(image, mirror=mirrored, mean=mean, std=std, dtype=types.FLOAT), labels
 
-        pipeline: Any = graph(batch_size=BATCH, num_threads=2, device_id=None, seed=meter.seed, prefetch_queue_depth=2)
+        pipeline: Any = graph(
+            batch_size=BATCH, num_threads=2, device_id=None, seed=meter.seed, prefetch_queue_depth=2,
+            exec_dynamic=iterator,
+        )  # fmt: skip
         pipeline.build()
-        return _run_bare(meter, pipeline)
+        return _run_iterator(meter, pipeline) if iterator else _run_bare(meter, pipeline)
 
 
 def _run_bare(meter: Meter, pipeline: Any) -> dict[str, float]:
@@ -221,6 +225,15 @@ def _run_bare(meter: Meter, pipeline: Any) -> dict[str, float]:
         pipeline.schedule_run()
         if not meter.step(samples=len(batch[0])):
             return {}
+
+
+def _run_iterator(meter: Meter, pipeline: Any) -> dict[str, float]:
+    """Take batches from DALI's iterator over a built pipeline."""
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    settings: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.DROP, "auto_reset": True}
+    batches = DALIGenericIterator([pipeline], ["image", "label"], reader_name="files", **settings)
+    return _drain(meter, ((batch["image"], batch["label"]) for (batch,) in _forever(batches)))
 
 
 def _recipe(meter: Meter, folder: str, uint8: bool) -> ImageFolder:
@@ -361,8 +374,9 @@ for _name, _package, _by in (
     )  # fmt: skip
 for _suffix, _uint8 in (("", False), (", uint8", True)):
     SUITE.add(BARE + _suffix, bare, config={"uint8": _uint8}, peer=True, quick=False)
+    SUITE.add(ITERATOR + _suffix, bare, config={"uint8": _uint8, "iterator": True}, peer=True, quick=False)
     SUITE.add(
-        OURS + _suffix, ours, config={"uint8": _uint8}, against=(BARE + _suffix,), ours=True,
+        OURS + _suffix, ours, config={"uint8": _uint8}, against=(BARE + _suffix, ITERATOR + _suffix), ours=True,
         quick=not _uint8,
     )  # fmt: skip
 SUITE.add(NUMPY, numpy, config={"workers": 0}, base=NUMPY, quick=False)
@@ -384,6 +398,7 @@ SUITE.add(SEEDS, sample_seeds, base=SEEDS, ours=True, quick=False)
 SUITE.aims += [
     Aim(SEEDS, "", at_most=30, quantity="microseconds_a_sample", devices=("cpu",)),
     Aim(OURS + ", uint8", BARE + ", uint8", at_most=1.03, devices=("cpu",)),
+    Aim(OURS + ", uint8", ITERATOR + ", uint8", at_most=1.03, devices=("cpu",)),
     Aim(OURS, PILLOW, at_most=1 / 2.4, devices=("cpu",)),
     Aim("PrefetchLoader with Pillow, 2 threads", "torchdata's nodes with Pillow, 2 threads", 1.02, devices=("cpu",)),
     Aim("volumes: PackedDataset", NUMPY, at_most=0.15, devices=("cpu",)),
