@@ -210,7 +210,7 @@ def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, floa
 
         pipeline: Any = graph(
             batch_size=BATCH, num_threads=2, device_id=None, seed=meter.seed, prefetch_queue_depth=2,
-            exec_dynamic=iterator,
+            exec_dynamic=iterator or None,  # DALI's default where nothing holds on to a batch
         )  # fmt: skip
         pipeline.build()
         return _run_iterator(meter, pipeline) if iterator else _run_bare(meter, pipeline)

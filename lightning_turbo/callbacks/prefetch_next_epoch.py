@@ -15,6 +15,7 @@ from lightning_turbo._lightning import (
     set_sampler_epoch,
 )
 from lightning_turbo._random import same_random_numbers
+from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["PrefetchNextEpoch"]
@@ -25,7 +26,7 @@ class PrefetchNextEpoch(Callback):
 
     Without it, the first batch of each epoch is loaded while nothing else happens; and worker processes, where they
     are not persistent, start. With it, that goes on beside the last step, validation and the writing of checkpoints.
-    Needs training loaders with prefetching: ``PrefetchDataModule`` or ``PrefetchLoader``.
+    Needs training loaders with prefetching: ``PrefetchDataModule`` or ``PrefetchLoader``. It adds ``ExactResume``.
 
     Warns:
         NoEffectWarning: If no training loader can begin early: it has no prefetching, or reads an ``IterableDataset``
@@ -48,6 +49,10 @@ class PrefetchNextEpoch(Callback):
         self._begun: list[Any] = []
         self._restored: list[Any] = []
         self._told = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Add ``ExactResume``: Lightning alone loads no state of a loader after a whole epoch."""
+        attach_exact_resume(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which loaders have begun the next epoch. Its order is in their own states in the checkpoint."""

@@ -187,6 +187,7 @@ def dealt():
         (lambda: WORKERS[2], "on_train_epoch_end", "turbo"),
         (dealt, "on_train_epoch_end", "auto"),
         (None, "on_train_batch_end", "auto"),
+        (None, "on_train_epoch_end", "auto"),
     ],
 )
 def test_going_on_after_an_epoch_equals_never_having_stopped(settings, hook, strategy, tmp_path):

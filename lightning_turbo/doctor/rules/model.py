@@ -44,11 +44,7 @@ def _unused_parameters(facts: Facts) -> Iterator[Hit]:
         yield Hit(f"{each.name} never got a gradient", each.site, cost, level, each.name, cause="unused")
 
 
-@rule(
-    "graph-breaks",
-    LIGHTNING,
-    "Move what breaks the graph out of the compiled function.",
-)
+@rule("graph-breaks", LIGHTNING, "Move what breaks the graph out of the compiled function.")
 def _graph_breaks(facts: Facts) -> Iterator[Hit]:
     for reason, count in facts.graph_breaks.items():
         what = f"torch.compile broke the graph, {count} times: {reason}"
