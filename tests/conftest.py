@@ -135,7 +135,8 @@ def _put_back_loaders():
 
 def _lasting(thread):
     """Threads that a library starts once and keeps for the process on purpose."""
-    return thread.name.startswith(("tensorboard", "tqdm_monitor", "pydevd", "ThreadPoolExecutor-pynvml"))
+    started = ("tensorboard", "tqdm_monitor", "pydevd", "ThreadPoolExecutor-pynvml")
+    return thread.name.startswith(started) or "(_read_thread)" in thread.name  # of torch 2.6's compiler
 
 
 def _globals():

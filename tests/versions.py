@@ -15,6 +15,9 @@ BEGINS_ONCE = pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning begin
 
 LEAN_STEP = {"lean_step": True} if KNOWS_WEIGHTS_ONLY else {}  # both came with 2.6
 
+# A candidate of tune that takes the turbo strategy.
+TURBO_CANDIDATE = "lean" if KNOWS_WEIGHTS_ONLY else "device-prefetch"
+
 
 def unpickling(weights_only):
     """Arguments of ``Trainer.fit`` that say what a checkpoint may hold; before 2.6, anything, and there are none."""

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_turbo import ApexAMP
 from lightning_turbo.plugins.nonfinite import NonFiniteError
 from tests.trainers import quiet_trainer
+from tests.versions import unpickling
 
 LEVELS = ("O0", "O1", "O2", "O3")
 HALVES = (torch.bfloat16, torch.float16)
@@ -290,7 +291,7 @@ def test_gradients_of_a_checkpoint_that_is_only_validated_go_into_no_later_run(l
     trainer(ApexAMP(level), accumulate_grad_batches=3, callbacks=[Save()]).fit(net(), batches())
     assert "accumulated_gradients" in torch.load(path, weights_only=True)["ApexAMP"]
     plugin, plain, later = ApexAMP(level), net(), net()
-    trainer(plugin).validate(net(), batches(), ckpt_path=path, verbose=False, weights_only=True)
+    trainer(plugin).validate(net(), batches(), ckpt_path=path, verbose=False, **unpickling(True))
     trainer(plugin, accumulate_grad_batches=3).fit(later, batches())
     trainer(ApexAMP(level), accumulate_grad_batches=3).fit(plain, batches())
     for name, value in plain.state_dict().items():

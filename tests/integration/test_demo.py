@@ -22,6 +22,7 @@ from lightning_turbo.demo.history import RunHistory
 from lightning_turbo.demo.model import DemoNet
 from lightning_turbo.demo.run import run_demo
 from tests.trainers import quiet_trainer
+from tests.versions import KNOWS_WEIGHTS_ONLY
 
 
 def demo(out, **settings):
@@ -119,7 +120,7 @@ def _few_volumes(monkeypatch):
 
 
 @pytest.mark.usefixtures("_few_digits", "_few_volumes")
-@pytest.mark.parametrize("helps", [("prefetch", "O1", "lean"), ()])
+@pytest.mark.parametrize("helps", [("prefetch", "O1", *["lean"] * KNOWS_WEIGHTS_ONLY), ()])
 def test_volumes_are_trained_with_and_without_what_was_found(tmp_path, monkeypatch, helps):
     """The search measures for real; what it is told of the time is the test's, so that its answer is known."""
     measure = search.ScriptInProcess._measure

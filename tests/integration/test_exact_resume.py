@@ -174,6 +174,9 @@ def test_a_search_in_the_middle_of_a_run_is_left_to_lightning(search):
         def train_dataloader(self):
             return DataLoader(Numbers(), batch_size=self.batch_size, shuffle=True)
 
+        def val_dataloader(self):  # Lightning 2.5.0 asks for it
+            return DataLoader(Numbers())
+
     runs = []
     for strategy, callbacks in (("auto", ()), ("turbo", ()), ("auto", (ExactResume(),))):
         pl.seed_everything(0, verbose=False)

@@ -113,11 +113,12 @@ def test_a_skipped_step_does_not_advance_the_cycle():
 @pytest.mark.filterwarnings("ignore:.*The parameter.*")
 def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder():
     model = Net(by_epochs)
-    finder = BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=2, margin=0.0)
-    trainer = fit(model, finder, max_epochs=2)
-    assert (model.batch_size, trainer.lr_scheduler_configs[0].scheduler.total_size) == (4, 15)
-    expected = preview(0.01, 0.5, steps=20, epochs_up=1, epochs_down=0.5, steps_per_epoch=10).lr[0]
-    assert model.rates[-20:] == pytest.approx(expected)
+    trainer = fit(model, BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=2), max_epochs=2)
+    steps = 40 // model.batch_size
+    assert steps == trainer.num_training_batches < 20
+    assert trainer.lr_scheduler_configs[0].scheduler.total_size == steps + round(steps / 2)
+    expected = preview(0.01, 0.5, steps=2 * steps, epochs_up=1, epochs_down=0.5, steps_per_epoch=steps).lr[0]
+    assert model.rates[-2 * steps :] == pytest.approx(expected)
 
 
 @pytest.fixture

@@ -1,8 +1,12 @@
 """A network that is compiled in place: the same results and names, each block once, and nothing left afterwards."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import CompilationMetrics
 
 from lightning_turbo.nn.compile import compiled_in_place, repeated_blocks
 
@@ -84,9 +88,10 @@ def test_what_torch_compiled_again_and_where_it_left_a_graph_is_said_with_line_a
             network(torch.randn(rows, 4))
     (text,) = said
     assert text.startswith("compile='network': 2 graphs, ")
-    assert "size mismatch at index 0. expected 3, actual 5" in text
+    told = "recompile_reason" in {field.name for field in dataclasses.fields(CompilationMetrics)}  # not by torch 2.6
+    assert ("size mismatch at index 0. expected 3, actual 5" if told else "torch gives no reason") in text
     line = Prints.forward.__code__.co_firstlineno + 1
-    assert f"{__file__}:{line}: Failed to trace builtin" in text
+    assert re.search(rf"{re.escape(__file__)}:{line}: (Failed to trace )?builtin", text)
 
 
 def test_it_is_taken_off_after_an_error_and_what_somebody_else_compiled_is_left(backend):
