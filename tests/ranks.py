@@ -59,6 +59,8 @@ def main():
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
     # A thread of gloo may hold the last tensor still. If it lets go of it when Python has ended, the process aborts.
+    # With torch 2.6, destroying the group waits for that thread and holds the GIL that it needs; a barrier does not.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
