@@ -40,9 +40,9 @@ class _Restored(NamedTuple):
 class ExactResume(Callback):
     """Make a resumed run equal to one that never stopped.
 
-    Every checkpoint holds the states of every rank's training loaders and of its random generators: torch's (CPU, and
-    the CUDA device of the rank), Python's and NumPy's. ``Trainer.fit(ckpt_path=...)`` restores them: the order of
-    samples, dropout and augmentation continue bit for bit. ``PrefetchDataModule`` and the turbo strategies add it.
+    Every checkpoint holds the states of every rank's training loaders and random generators: torch's (CPU and the
+    rank's CUDA device), Python's and NumPy's. ``Trainer.fit(ckpt_path=...)`` restores them: samples, dropout and
+    augmentation continue bit for bit. ``PrefetchDataModule``, ``PrefetchNextEpoch`` and the turbo strategies add it.
 
     Without this callback Lightning 2.6
 
