@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP
 from lightning_turbo.plugins.nonfinite import NonFiniteError
+from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
@@ -279,16 +280,11 @@ def test_a_forward_of_the_modules_own_is_at_the_border_too(change, level):
 def test_gradients_of_a_checkpoint_that_is_only_validated_go_into_no_later_run(level, tmp_path):
     path = tmp_path / "window.ckpt"
 
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            if index == 3:  # the first of a window
-                trainer.save_checkpoint(path)
-
     def net():
         torch.manual_seed(0)
         return Net(optimizer=lambda parameters: torch.optim.SGD(parameters[:2], lr=0.1))
 
-    trainer(ApexAMP(level), accumulate_grad_batches=3, callbacks=[Save()]).fit(net(), batches())
+    trainer(ApexAMP(level), accumulate_grad_batches=3, callbacks=[Save(path, 4)]).fit(net(), batches())
     assert "accumulated_gradients" in torch.load(path, weights_only=True)["ApexAMP"]
     plugin, plain, later = ApexAMP(level), net(), net()
     trainer(plugin).validate(net(), batches(), ckpt_path=path, verbose=False, **unpickling(True))

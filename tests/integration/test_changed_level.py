@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader, amp
+from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -38,15 +39,6 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=2.5)
 
 
-class SaveAfter(pl.Callback):
-    def __init__(self, batches, path):
-        self.batches, self.path = batches, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
-
-
 def fit(plugin, ckpt_path=None, automatic=True, window=1, callbacks=()):
     net = Net(automatic, window)
     inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
@@ -69,7 +61,7 @@ def test_training_goes_on_as_in_float32(first, automatic, window, exact, tmp_pat
 
     wanted = train([]).losses[5:]  # 5 batches: in mid-window where there is one
     (level, dtype), path = first, tmp_path / "first.ckpt"
-    train([ApexAMP(level, dtype=dtype, loss_scale="dynamic" if dtype is HALF else None)], SaveAfter(5, path))
+    train([ApexAMP(level, dtype=dtype, loss_scale="dynamic" if dtype is HALF else None)], Save(path, 5))
     for level, dtype in RUNS:
         plugin = ApexAMP(level, dtype=dtype)
         net = train([plugin], ckpt_path=path)
@@ -86,7 +78,7 @@ def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
         def training_step(self, batch, index):
             made = self.net(batch[0])
             with amp.disable_casts():
-                seen.append((batch[0] @ self.net.weight.T).dtype)
+                seen.extend([(batch[0] @ self.net.weight.T).dtype, in_half(batch[0])])
             seen.extend([torch.mm(batch[0], self.net.weight.T).dtype, in_float(made)])
             seen.extend([torch.exp(batch[0]).dtype, in_half(batch[0])])
             return super().training_step(batch, index)
@@ -99,7 +91,7 @@ def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
         trainer.fit(Choosing(), PrefetchLoader(TensorDataset(torch.randn(8, 4)), batch_size=8))
     finally:
         amp.registration._registered.clear()
-    assert seen == [torch.float32] * 3 + [dtype] * 2
+    assert seen == [torch.float32] * 4 + [dtype] * 2
     assert in_half(torch.ones(1)) is torch.float32  # when the run is over
     assert (torch.mm, torch.exp) == functions
 
