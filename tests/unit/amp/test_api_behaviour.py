@@ -14,14 +14,14 @@ from torch import nn
 
 from lightning_turbo import amp
 from lightning_turbo.amp.autocast import cache_survives_no_grad
+from tests.unit.amp.loops import INF, LEVELS, init, net, ready, sgd
 
 FACTS = {
     fact["id"]: fact
     for fact in json.loads((Path(__file__).parents[2] / "data" / "apex" / "api_behaviour.json").read_text())["facts"]
     if not fact.get("version_artifact")
 }
-LEVELS = ("O0", "O1", "O2", "O3")
-INF, HALF = float("inf"), torch.float16
+HALF = torch.float16
 
 # What differs on purpose: id -> (value here, or the error's type; the reason).
 OWN_MASTER = "at O2 a parameter is float32 outside of calls, and its own master"
@@ -46,28 +46,6 @@ DIFFERENT = {
     "submodule_call_O2": ("float32", "a part that is called outside of the model's call computes in float32"),
     "add_param_group_O2": (["float16", "float16"], "an optimizer keeps the parameters that it is given"),
 }
-
-
-def net(*middle):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), *(middle or (nn.Linear(8, 8),)), nn.Linear(8, 2))
-
-
-def sgd(model, **kwargs):
-    return torch.optim.SGD(model.parameters(), lr=0.01, **{"momentum": 0.9, **kwargs})
-
-
-def init(model, optimizer=None, level="O1", **kwargs):
-    kwargs = {"dtype": HALF, "exact_masters": False, "verbosity": 0, **kwargs}
-    return amp.initialize(model, optimizer, opt_level=level, **kwargs)
-
-
-def ready(level="O1", model=None, make=sgd, **kwargs):
-    """A network and its optimizer, initialized."""
-    model = net() if model is None else model
-    optimizer = make(model)
-    init(model, optimizer, level, **kwargs)
-    return model, optimizer
 
 
 def backward(model, optimizer, factor=1.0, **kwargs):
@@ -401,7 +379,7 @@ def adam_dtype(level):
 @fact
 def master_start_values_O2():
     initial = [p.detach().clone() for p in net().parameters()]
-    own = masters(ready("O2")[1])
+    own = masters(ready("O2", exact_masters=False)[1])
     rounded = all(torch.equal(m, w.half().float()) for m, w in zip(own, initial, strict=True))
     return [rounded, all(torch.equal(m, w) for m, w in zip(own, initial, strict=True))]
 
@@ -583,12 +561,6 @@ def O1_optimizer_step_uncast():
 
     passed("O1", make=lambda model: Custom(model.parameters(), lr=0.1))[1].step()
     return seen[0]
-
-
-@pytest.fixture(autouse=True)
-def _shut_down():
-    yield
-    amp.shutdown()
 
 
 @pytest.mark.parametrize("name", FACTS)

@@ -5,47 +5,34 @@ import contextlib
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo import amp
 from lightning_turbo.errors import AmpUsageError
+from tests.unit.amp.loops import LEVELS, backward, init, net, ready, same, sgd, weights
 
 pytestmark = pytest.mark.distributed
-LEVELS = ("O0", "O1", "O2", "O3")
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def train(model, inner, batches, level):
-    optimizer = torch.optim.SGD(inner.parameters(), lr=0.05, momentum=0.9)
-    amp.initialize(inner, optimizer, opt_level=level, dtype=torch.float16, loss_scale=128.0, verbosity=0)
-    model = model(inner)
+def train(wrap, batches, level):
+    inner, optimizer = ready(level, loss_scale=128.0)
+    model = wrap(inner)
     for x in batches:
         optimizer.zero_grad()
-        loss = model(x).float().pow(2).mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(model(x).float().pow(2).mean(), optimizer)
         optimizer.step()
     amp.shutdown()
-    return [p.detach().float().clone() for p in amp.master_params(optimizer)], [p.detach() for p in inner.parameters()]
+    return weights(inner)
 
 
 def accumulated(rank, level, delayed):
     """Two passes under ``no_sync`` and one that DDP synchronises; returns the gradients."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, dtype=torch.float16, verbosity=0)
+    model, optimizer = ready(level)
     wrapped = DistributedDataParallel(model)
     for i in range(3):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * i + rank))
         with contextlib.nullcontext() if i == 2 else wrapped.no_sync():
-            loss = wrapped(x).float().square().mean() / 3
-            with amp.scale_loss(loss, optimizer, delay_unscale=delayed and i < 2) as scaled:
-                scaled.backward()
+            backward(wrapped(x).float().square().mean() / 3, optimizer, delay_unscale=delayed and i < 2)
     gradients = [p.grad.clone() for p in amp.master_params(optimizer)]
     amp.shutdown()
     return gradients
@@ -58,10 +45,10 @@ def work(rank, folder):
     batches = torch.load(folder / "batches.pt", weights_only=True)
     for level in LEVELS:
         own = [x[rank * 3 : rank * 3 + 3] for x in batches]
-        result[level] = train(DistributedDataParallel, net(), own, level)
+        result[level] = train(DistributedDataParallel, own, level)
         wrapped = DistributedDataParallel(net())
         try:
-            amp.initialize(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), opt_level=level)
+            init(wrapped, sgd(wrapped), level)
             result[level + " wrapped"] = "accepted"
         except AmpUsageError as error:
             result[level + " wrapped"] = str(error)
@@ -86,20 +73,14 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("level", LEVELS)
 def test_ddp_averages_delayed_gradients_and_without_a_scale_all(ranks, level):
     delayed, undelayed = zip(*(results["accumulated", level] for results in ranks[1:]), strict=True)
-    alike = [
-        all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) for first, second in (delayed, undelayed)
-    ]
-    assert alike == [True, level in ("O0", "O3")]
+    assert [same(*delayed), same(*undelayed)] == [True, level in ("O0", "O3")]
 
 
 def test_two_ranks_wrapped_after_initialize_train_as_one(ranks):
     batches, first, second = ranks
     for level in LEVELS:
-        for ours, theirs in zip(first[level], second[level], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), level
-        alone, _ = train(lambda m: m, net(), batches, level)
+        assert same(first[level], second[level]), level
         # Means of two half gradients against one of the joint batch: a few units of the half's last place.
         tolerance = 1e-6 if level == "O0" else 3e-3
-        for a, b in zip(first[level][0], alone, strict=True):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(first[level], train(lambda m: m, batches, level), rtol=tolerance, atol=tolerance)
         assert "expected the model itself, got a DistributedDataParallel around it" in first[level + " wrapped"]

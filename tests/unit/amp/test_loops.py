@@ -15,38 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_turbo import amp
-from lightning_turbo.amp import registration
 from lightning_turbo.errors import AmpStateError, AmpUsageError
-
-LEVELS = ("O0", "O1", "O2", "O3")
-
-
-@pytest.fixture(autouse=True)
-def _shut_down():
-    yield
-    amp.shutdown()
-    registration._registered.clear()
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
-def sgd(model, lr=0.05):
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-
-def init(models, optimizers=None, level="O1", **kwargs):
-    return amp.initialize(models, optimizers, opt_level=level, **{"dtype": torch.float16, "verbosity": 0, **kwargs})
-
-
-def ready(level="O1", **kwargs):
-    """A network and its optimizer, initialized."""
-    model = net()
-    optimizer = sgd(model)
-    init(model, optimizer, level, **kwargs)
-    return model, optimizer
+from tests.unit.amp.loops import INF, LEVELS, backward, init, net, ready, same, sgd, weights
 
 
 def train(model, optimizer, steps=3, seed=5):
@@ -59,23 +29,10 @@ def train(model, optimizer, steps=3, seed=5):
     return float(loss.detach())
 
 
-def backward(loss, optimizers, **kwargs):
-    with amp.scale_loss(loss, optimizers, **kwargs) as scaled:
-        scaled.backward()
-
-
 def step(model, optimizer, factor=1.0):
     optimizer.zero_grad()
     backward(model(torch.ones(3, 4)).float().square().mean() * factor, optimizer)
     optimizer.step()
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # Calls of initialize
@@ -268,9 +225,6 @@ def test_a_checkpoint_loads_in_any_order(level, order):
 # Optimizers
 
 
-INF = float("inf")
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(("passes", "moves", "scales"), [
     ([((INF, 1e-3), (0, 1), 0)], [False, False], [15, 16, 16]),
@@ -279,7 +233,7 @@ INF = float("inf")
 ], ids=["of both", "of one", "of one among three losses"])  # fmt: skip
 def test_an_overflow_skips_one_step_of_the_optimizers_whose_gradients_it_made(level, passes, moves, scales):
     """Each pass has factors of two networks' losses, the optimizers that it is for, and its loss's number."""
-    models = net(1), net(2)
+    models = net(seed=1), net(seed=2)
     optimizers = [sgd(model) for model in models]
     init(list(models), optimizers, level, num_losses=3, loss_scale="dynamic")
     for rows, expected in ((passes, moves), ([((1e-3, 1e-3), (0, 1), 0)], [True, True])):
@@ -579,7 +533,7 @@ def test_weights_may_be_set_at_any_time(change):
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_O1_computes_with_the_weights_of_now(context):
-    folds = [net(1), net(2)]
+    folds = [net(seed=1), net(seed=2)]
     model, x = net(), torch.ones(3, 4)
     init(model, None, "O1")
     expected = [fold(x) for fold in folds]

@@ -8,12 +8,7 @@ from torch.nn import Parameter
 from lightning_turbo import amp
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.loss_scaling import LossScaler
-
-
-@pytest.fixture(autouse=True)
-def _shut_down():
-    yield
-    amp.shutdown()
+from tests.unit.amp.loops import INF
 
 
 def engine_of(optimizer):
@@ -57,9 +52,6 @@ def test_what_ran_in_float32_has_float32_gradients(product):
         scaled.backward()
     assert loss.dtype is torch.float32
     assert torch.equal(weight.grad, wanted)
-
-
-INF = float("inf")
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -107,7 +99,7 @@ def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
     weight = Parameter(torch.ones(4))
     optimizer = Capturable([weight], lr=1.0)
     engine = engine_of(optimizer)
-    arrive(engine, optimizer, torch.full((4,), float("inf")))
+    arrive(engine, optimizer, torch.full((4,), INF))
     engine.step(optimizer, optimizer.step)
     assert weight.tolist() == [1.0] * 4
 
@@ -121,7 +113,7 @@ def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
     optimizer.load_state_dict(plain.state_dict())
     engine = engine_of(optimizer)
     before = weight.detach().clone()
-    for gradient in (float("inf"), 1.0):
+    for gradient in (INF, 1.0):
         arrive(engine, optimizer, torch.full((4,), gradient))
         engine.step(optimizer, optimizer.step)
         assert torch.equal(weight, before) is (gradient != 1.0)
@@ -145,7 +137,7 @@ def test_the_count_of_steps_of_a_parameter_without_dimensions_stays_wide(optimiz
 
 def test_an_overflow_is_not_lost_on_the_way_to_another_device():
     scaler = LossScaler("dynamic")
-    scaler.unscale_([torch.tensor([float("inf")])])
+    scaler.unscale_([torch.tensor([INF])])
     scaler.to(torch.device("cpu", 0))
     assert scaler.overflowed
     scaler.update()
