@@ -6,12 +6,7 @@ import torch
 from lightning_turbo import amp
 from tests.unit.amp.naive_loop import PLAIN
 from tests.unit.amp.recorded import CASES, run_case
-from tests.unit.amp.test_recorded_runs import as_stored
-
-ARRAYS = ("out0", "grad0", "p1", "final_stored", "final_buf", "master", "eval_out")
-
-# A bias in front of batch norm has no exact gradient; Adam turns its rounding noise into whole steps.
-BEFORE_NORM = {"convbn": ("master/3.bias",), "conv3d": ("master/0.bias",)}
+from tests.unit.amp.test_recorded_runs import BEFORE_NORM, BITWISE, deviation, finite, same_bits, together
 
 
 def equal_to_torch_alone():
@@ -21,7 +16,7 @@ def equal_to_torch_alone():
         arrays, ours = run_case(row, amp)
         amp.shutdown()
         _, plain = run_case(row, PLAIN)
-        names = [name for name in arrays if name.split("/")[0] in ARRAYS]
+        names = [name for name in arrays if name.split("/")[0] in BITWISE]
         equal += all(torch.equal(torch.as_tensor(ours[n]), torch.as_tensor(plain[n])) for n in names)
     return equal, len(cases)
 
@@ -32,17 +27,13 @@ def largest(level):
     for row in cases:
         arrays, ours = run_case(row, amp)
         amp.shutdown()
-        theirs, mine = arrays["loss"].ravel(), ours["loss"].ravel()
-        finite = np.isfinite(theirs)
-        loss = max(loss, np.max(np.abs(mine - theirs)[finite] / np.abs(theirs[finite]), initial=0.0))
-        names = [name for name in arrays if name.split("/")[0] in ARRAYS]
-        same = all(np.array_equal(as_stored(ours[n], arrays[n]), arrays[n], equal_nan=True) for n in names)
-        equal += same and np.array_equal(mine, theirs, equal_nan=True)
-        masters = [n for n in arrays if n.startswith("master/") and n not in BEFORE_NORM.get(row["model"], ())]
-        both = [np.concatenate([np.asarray(s[n], np.float64).ravel() for n in masters]) for s in (ours, arrays)]
-        kept = np.isfinite(both[1])
-        if kept.any():
-            weights = max(weights, np.linalg.norm((both[0] - both[1])[kept]) / np.linalg.norm(both[1][kept]))
+        loss = max(loss, deviation("loss_rel", row, arrays, ours))
+        same = all(same_bits(ours[n], arrays[n]) for n in arrays if n.split("/")[0] in BITWISE)
+        equal += same and np.array_equal(ours["loss"].ravel(), arrays["loss"].ravel(), equal_nan=True)
+        _, join = together(arrays, "master", BEFORE_NORM.get(row["model"], ()))
+        mine, theirs = finite(join(ours), join(arrays))
+        if theirs.size:
+            weights = max(weights, np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
     return len(cases), equal, loss, weights
 
 

@@ -3,12 +3,11 @@
 import contextlib
 import types
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_turbo import amp
-from tests.unit.amp.recorded import FOLDER, build_loss, build_model, build_optimizer
+from tests.unit.amp.recorded import build_loss, build_model, build_optimizer, recorded_arrays
 
 # torch alone, in the place of amp.
 PLAIN = types.SimpleNamespace(
@@ -21,8 +20,7 @@ PLAIN = types.SimpleNamespace(
 
 def naive(row):
     """O2 or O3 by hand: rounded masters, one scale, one decision for every backward pass."""
-    with np.load(FOLDER / row["file"], allow_pickle=False) as file:
-        arrays = dict(file)
+    arrays = recorded_arrays(row)
     model, o2 = build_model(row, arrays), row["opt_level"] == "O2"
     kept = {id(p) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and o2
             for p in (*m.parameters(), *m.buffers())}  # fmt: skip

@@ -17,6 +17,11 @@ def tables(name):
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
+def recorded_arrays(row):
+    with np.load(FOLDER / row["file"], allow_pickle=False) as file:
+        return dict(file)
+
+
 def build_model(row, arrays):
     layers = {
         "mlp": lambda: [
@@ -74,10 +79,13 @@ def dtype_name(tensor):
     return None if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
+def largest_change(before, after):
+    return max(float((a.float() - b.detach().float()).abs().max()) for a, b in zip(before, after, strict=True))
+
+
 def run_case(row, amp):
     """Trains one recorded case and returns the arrays that its file holds."""
-    with np.load(FOLDER / row["file"], allow_pickle=False) as file:
-        arrays = dict(file)
+    arrays = recorded_arrays(row)
     model = build_model(row, arrays)
     optimizer = build_optimizer(row, model)
     criterion = build_loss(row)
@@ -92,9 +100,9 @@ def run_case(row, amp):
     loss_mult = arrays["loss_mult"].reshape(steps, micro)
     params = list(amp.master_params(optimizer))
     order = list(row["optimizer_param_order"])
-    got = {k: [] for k in ("loss", "scale", "scale_after", "unskipped_after", "skipped", "grad_norm", "clip_norm",
-                           "max_abs_change", "max_abs_change_master", "param_norm")}  # fmt: skip
-    result = {"dtypes_master_grads": {}}
+    got = {k: [] for k in ("loss", "scale", "scale_after", "unskipped_after", "grad_norm", "max_abs_change",
+                           "max_abs_change_master")}  # fmt: skip
+    result = {}
     model.register_forward_pre_hook(  # what it computes with
         lambda module, args: result.update(params={n: dtype_name(p) for n, p in module.named_parameters()})
     )
@@ -124,28 +132,15 @@ def run_case(row, amp):
             for name, p in zip(order, params, strict=True):
                 if p.grad is not None:
                     result[f"grad0/{name}"] = p.grad.detach().clone()
-        clip = float("nan")
         if row["clip_max_norm"]:
-            clip = float(torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), row["clip_max_norm"]))
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), row["clip_max_norm"])
         optimizer.step()
-        changed = max(
-            float((a.float() - b.detach().float()).abs().max()) for a, b in zip(before, model.parameters(), strict=True)
-        )
-        changed_master = max(
-            float((a.float() - b.detach().float()).abs().max()) for a, b in zip(before_master, params, strict=True)
-        )
         state = amp.state_dict()["loss_scaler0"]
         got["scale_after"].append(state["loss_scale"])
         got["unskipped_after"].append(state["unskipped"])
-        skipped = step in row["skipped_steps"]
-        got["skipped"].append(int(changed == 0.0 and changed_master == 0.0))
-        got["grad_norm"].append(float("nan") if skipped else norm)
-        got["clip_norm"].append(float("nan") if skipped else clip)
-        got["max_abs_change"].append(changed)
-        got["max_abs_change_master"].append(changed_master)
-        got["param_norm"].append(
-            torch.linalg.vector_norm(torch.stack([p.detach().double().norm() for p in params])).item()
-        )
+        got["grad_norm"].append(float("nan") if step in row["skipped_steps"] else norm)
+        got["max_abs_change"].append(largest_change(before, model.parameters()))
+        got["max_abs_change_master"].append(largest_change(before_master, params))
         if step == 0:
             for name, p in model.named_parameters():
                 result[f"p1/{name}"] = p.detach().clone()
@@ -169,8 +164,3 @@ def run_case(row, amp):
     with torch.no_grad():
         result["eval_out"] = model(x[0]).clone()
     return arrays, result
-
-
-def recorded_arrays(row):
-    with np.load(FOLDER / row["file"], allow_pickle=False) as file:
-        return dict(file)
