@@ -39,25 +39,18 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=2.5)
 
 
-def fit(plugin, ckpt_path=None, automatic=True, window=1, callbacks=()):
-    net = Net(automatic, window)
-    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
-    accumulated = window if automatic else 1
-    trainer = quiet_trainer(
-        max_epochs=1, plugins=plugin, callbacks=list(callbacks), accumulate_grad_batches=accumulated
-    )  # fmt: skip
-    trainer.fit(net, PrefetchLoader(TensorDataset(inputs), batch_size=8), ckpt_path=ckpt_path)
-    return net
-
-
 @pytest.mark.parametrize(("automatic", "window", "exact"), [
     (True, 1, False), (True, 2, False), (True, 3, True), (False, 1, False), (False, 2, False),
 ])  # fmt: skip
 @pytest.mark.parametrize("first", RUNS)
 def test_training_goes_on_as_in_float32(first, automatic, window, exact, tmp_path):
     def train(plugins, *saves, ckpt_path=None):
-        callbacks = [*saves, ExactAccumulation()] if exact else saves
-        return fit(plugins, ckpt_path, automatic, window, callbacks)
+        net, flags = Net(automatic, window), {"accumulate_grad_batches": window if automatic else 1}
+        inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        callbacks = [*saves, ExactAccumulation()] if exact else [*saves]
+        trainer = quiet_trainer(max_epochs=1, plugins=plugins, callbacks=callbacks, **flags)
+        trainer.fit(net, PrefetchLoader(TensorDataset(inputs), batch_size=8), ckpt_path=ckpt_path)
+        return net
 
     wanted = train([]).losses[5:]  # 5 batches: in mid-window where there is one
     (level, dtype), path = first, tmp_path / "first.ckpt"

@@ -95,23 +95,6 @@ class AllRepeated(Regression):
         return (out - target).square().mean()
 
 
-class TwoLosses(Toggling):
-    """Two losses, each with a scale of its own, before the step of one optimizer."""
-
-    def training_step(self, batch, index):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.manual_backward(1e-3 * self.loss((-batch[0], batch[1])), **self.second)
-        optimizer.step()
-
-    @property
-    def second(self):
-        return {"loss_id": 1} if isinstance(self.trainer.precision_plugin, ApexAMP) else {}
-
-    configure_optimizers = Regression.configure_optimizers
-
-
 class DoubleBackward(Regression):
     def training_step(self, batch, index):
         x = batch[0].clone().requires_grad_()
@@ -187,7 +170,6 @@ ROWS = {
     "compiled": (with_modules(lambda: torch.compile(layers(), backend="eager")), list, {"max_epochs": 1}),
     "DataParallel": (with_modules(lambda: nn.DataParallel(layers())), list, {}),
     "double backward": (DoubleBackward, list, {}),
-    "several losses": (TwoLosses, list, {}),
     "accumulation": (Regression, list, {"accumulate_grad_batches": 4}),
 }
 
@@ -201,7 +183,7 @@ def test_it_trains_as_float32_does_and_leaves_nothing(row, level, dtype):
     make, callbacks, settings = ROWS[row]
     wanted, module = fit(make(), callbacks=callbacks(), **settings), make()
     hooks = hooks_of(module)
-    plugin = ApexAMP(level, dtype=dtype, max_loss_scale=1024.0, num_losses=2)
+    plugin = ApexAMP(level, dtype=dtype, max_loss_scale=1024.0)
     fit(module, plugin, callbacks=callbacks(), **settings)
     assert apart(module, wanted, make()) < {"O0": 1e-5, "O3": 0.12}.get(level, 0.06)
     assert hooks_of(module) == hooks
