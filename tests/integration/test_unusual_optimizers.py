@@ -85,9 +85,8 @@ def test_the_second_pass_of_sam_sees_the_first_ones_step(kind, level, settings, 
 def test_sam_is_refused_where_a_loss_scale_would_not_follow_it(level):
     with pytest.raises(MisconfigurationException, match=r"runs its closure once a step, got Sam. Take O0"):
         fit(SharpnessAwareInOneStep(), ApexAMP(level, **HALF, loss_scale=8.0))
-    with pytest.raises(
-        MisconfigurationException, match=r"expected a fixed loss scale for Sam.*Pass dtype=torch.bfloat16"
-    ):
+    said = r"expected a fixed loss scale for Sam.*Pass dtype=torch.bfloat16"
+    with pytest.raises(MisconfigurationException, match=said):
         fit(SharpnessAware(), ApexAMP(level, dtype=torch.float16))
 
 
@@ -253,18 +252,23 @@ class Wrapped(Regression):
         return Wrapping(self.parameters(), lr=0.02)
 
 
-class Growing(Regression):
-    """Gives its optimizer the second layer after an epoch, by the wrapper that a training step sees."""
-
+class ByHand(Regression):
     automatic_optimization = False
 
     def training_step(self, batch, index):
-        optimizer = self.optimizers()
-        if self.current_epoch == 1 and index == 0:
-            optimizer.add_param_group({"params": list(self.net[2].parameters())})
+        optimizer = self.chosen(index)
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         optimizer.step()
+
+
+class Growing(ByHand):
+    """Gives its optimizer the second layer after an epoch, by the wrapper that a training step sees."""
+
+    def chosen(self, index):
+        if self.current_epoch == 1 and index == 0:
+            self.optimizers().add_param_group({"params": list(self.net[2].parameters())})
+        return self.optimizers()
 
     def configure_optimizers(self):
         return SGD(self.net[0].parameters(), lr=0.02)
@@ -287,39 +291,28 @@ class Replacing(Regression):
 @pytest.mark.parametrize("by_strategy", [True, False])
 @pytest.mark.parametrize(("level", "dtype"), MIXES)
 def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy):
-    wanted = fit(Replacing(by_strategy))
-    assert (
-        apart(fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0)), wanted, Replacing()) < 0.06
-    )
+    ours = fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0))
+    assert apart(ours, fit(Replacing(by_strategy)), Replacing()) < 0.06
 
 
-class Own(Regression):
+class Own(ByHand):
     """Steps an optimizer that Lightning was not given."""
-
-    automatic_optimization = False
 
     def on_train_start(self):
         self.own = SGD(self.parameters(), lr=0.02)
 
-    def training_step(self, batch, index):
-        self.own.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        self.own.step()
+    def chosen(self, index):
+        return self.own
 
     def configure_optimizers(self):
         return None
 
 
-class Past(Regression):
+class Past(ByHand):
     """Steps past Lightning."""
 
-    automatic_optimization = False
-
-    def training_step(self, batch, index):
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        optimizer.step()
+    def chosen(self, index):
+        return self.optimizers(use_pl_optimizer=False)
 
 
 @NO_OPTIMIZER
@@ -330,12 +323,11 @@ def test_optimizers_that_go_ways_of_their_own(kind, level):
 
 
 @NO_OPTIMIZER
-def test_gradients_that_nobody_would_unscale_are_refused():
-    for level in ("O1", "O2"):
-        with pytest.raises(
-            MisconfigurationException, match=r"expected optimizers from configure_optimizers.*or pass loss_scale=1.0"
-        ):
-            fit(Own(), ApexAMP(level, dtype=torch.float16))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_nobody_would_unscale_are_refused(level):
+    said = r"expected optimizers from configure_optimizers.*or pass loss_scale=1.0"
+    with pytest.raises(MisconfigurationException, match=said):
+        fit(Own(), ApexAMP(level, dtype=torch.float16))
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -345,9 +337,8 @@ def test_a_window_whose_last_batch_has_no_loss_steps_with_the_others(level, dtyp
         def training_step(self, batch, index):
             return None if index == 3 else super().training_step(batch, index)
 
-    wanted = fit(Skipping(), accumulate_grad_batches=2, max_epochs=2)
-    plugin = ApexAMP(level, dtype=dtype, max_loss_scale=64.0)
-    assert apart(fit(Skipping(), plugin, accumulate_grad_batches=2, max_epochs=2), wanted, Skipping()) < 0.06
+    plugin, flags = ApexAMP(level, dtype=dtype, max_loss_scale=64.0), {"accumulate_grad_batches": 2, "max_epochs": 2}
+    assert apart(fit(Skipping(), plugin, **flags), fit(Skipping(), **flags), Skipping()) < 0.06
 
 
 def test_O0_leaves_float64_to_a_network_of_float64():

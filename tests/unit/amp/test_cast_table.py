@@ -172,17 +172,16 @@ def call_module(text, dtype):
     if name == "Embedding":
         return module(torch.tensor([1, 2])), None, module
     x.requires_grad_()
+    more = []
     if name == "Bilinear":
-        return module(x, torch.rand(4, 6).to(dtype)), x, module
-    if name in ("CosineSimilarity", "PairwiseDistance"):
-        return module(x, torch.rand(4, 5).to(dtype)), x, module
-    if name in ("CrossEntropyLoss", "NLLLoss"):
-        return module(x, torch.tensor([0, 1, 2, 3])), x, module
-    if name.endswith("Loss"):
-        return module(x, torch.rand(4, 5).to(dtype)), x, module
-    if name == "MultiheadAttention":
-        return module(x, x, x), x, module
-    return module(x), x, module
+        more = [torch.rand(4, 6).to(dtype)]
+    elif name in ("CrossEntropyLoss", "NLLLoss"):
+        more = [torch.tensor([0, 1, 2, 3])]
+    elif name.endswith(("Loss", "Similarity", "Distance")):
+        more = [torch.rand(4, 5).to(dtype)]
+    elif name == "MultiheadAttention":
+        more = [x, x]
+    return module(x, *more), x, module
 
 
 def tensors_in(value):
