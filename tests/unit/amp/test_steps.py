@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from lightning_turbo import amp
 from lightning_turbo.amp.engine import AmpEngine
 from lightning_turbo.amp.loss_scaling import LossScaler
-from tests.unit.amp.loops import INF
+from tests.unit.amp.loops import INF, backward, init
 
 
 def engine_of(optimizer):
@@ -46,10 +46,9 @@ def test_what_ran_in_float32_has_float32_gradients(product):
     (wanted,) = torch.autograd.grad(product(inputs, weight).square().mean(), weight)
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.SGD([weight, *model.parameters()], lr=0.0)
-    amp.initialize(model, optimizer, opt_level="O1", dtype=torch.bfloat16, cast_lists="apex", verbosity=0)
+    init(model, optimizer, "O1", dtype=torch.bfloat16, cast_lists="apex")
     loss = product(inputs, weight).square().mean()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(loss, optimizer)
     assert loss.dtype is torch.float32
     assert torch.equal(weight.grad, wanted)
 
@@ -128,9 +127,8 @@ def test_the_count_of_steps_of_a_parameter_without_dimensions_stays_wide(optimiz
     steps.step()
     for state in steps.state.values():
         state["step"].fill_(256.0)  # bfloat16 has no 257
-    amp.initialize(net, steps, opt_level="O3", dtype=torch.bfloat16, verbosity=0)
-    with amp.scale_loss((net(torch.ones(1, 1)) * net.gain).sum(), steps) as loss:
-        loss.backward()
+    init(net, steps, "O3", dtype=torch.bfloat16)
+    backward((net(torch.ones(1, 1)) * net.gain).sum(), steps)
     steps.step()
     assert [state["step"].item() for state in steps.state.values()] == [257.0, 257.0]
 
