@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_turbo._pytree import tensors_in
 from lightning_turbo.amp.autocast import FunctionCasts
 
 FOLDER = Path(__file__).parents[2] / "data" / "apex"
@@ -182,12 +183,6 @@ def call_module(text, dtype):
     elif name == "MultiheadAttention":
         more = [x, x]
     return module(x, *more), x, module
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 # Module -> what comes out here, why it is not what apex gave.

@@ -48,9 +48,6 @@ def test_refused_in_words(level, settings, error, text):
 
 
 @pytest.mark.parametrize(("level", "settings", "scale"), [
-    ("O2", {"loss_scale": "128.0"}, 128.0),
-    ("O2", {"loss_scale": 128}, 128.0),
-    ("O3", {"loss_scale": "dynamic"}, 65536.0),
     ("O1", {"dtype": torch.float16}, 65536.0),
     ("O1", {"dtype": torch.bfloat16}, 1.0),
     ("O1", {"dtype": torch.float16, "min_loss_scale": 0.25, "max_loss_scale": 0.5}, 0.5),
