@@ -260,12 +260,6 @@ def replica_of(module):
     return replica
 
 
-def in_threads(*models):
-    """Calls the models as DataParallel does on its devices: a thread each."""
-    with ThreadPoolExecutor(len(models)) as threads:
-        return list(threads.map(lambda model: model(torch.ones(2, 4)), [replica_of(model) for model in models]))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_each_parameter_of_a_pass_has_its_own_delay(level):
     """The first one's gradient is scaled still, and two optimizers hold it; the second one's was unscaled before."""
@@ -310,7 +304,9 @@ def test_outputs_are_float32_on_every_thread_of_data_parallel(level):
     init(model, sgd(model), level)
     with torch.no_grad():
         expected = copy.deepcopy(model.net).half()(torch.ones(2, 4).half())
-    for out in in_threads(model, model):
+    with ThreadPoolExecutor(2) as threads:
+        outs = list(threads.map(lambda replica: replica(torch.ones(2, 4)), [replica_of(model), replica_of(model)]))
+    for out in outs:
         assert out.dtype is torch.float32
         assert torch.equal(out, expected.float())
 
@@ -349,17 +345,13 @@ class Batch:
 ])  # fmt: skip
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_containers_go_in_and_come_out_as_what_they_are(level, make):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
+    class Net(nn.Linear):
         def forward(self, batch):
             x, number = batch.values() if hasattr(batch, "values") else batch
             assert number == 3
-            return make({"x": self.layer(x), "n": number})
+            return make({"x": super().forward(x), "n": number})
 
-    model = Net()
+    model = Net(4, 2)
     init(model, sgd(model), level)
     given = make({"x": torch.ones(5, 4), "n": 3})
     out = model(given)
@@ -381,20 +373,15 @@ def test_a_module_in_a_batch_stays_as_it_is(level):
 
 
 def test_amp_can_end_within_a_call():
-    class Ends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
+    class Ends(nn.Linear):
         def forward(self, x):
-            out = self.layer(x)
             amp.shutdown()
-            return out
+            return x
 
-    init(model := Ends(), sgd(model), "O2")
-    weight = model.layer.weight
+    init(model := Ends(4, 2), sgd(model), "O2")
+    weight = model.weight
     model(torch.ones(1, 4))
-    assert model.layer.weight is weight
+    assert model.weight is weight
 
 
 def vars_of(container):
