@@ -14,7 +14,8 @@ from torch import nn
 
 from lightning_turbo import amp
 from lightning_turbo.amp.autocast import cache_survives_no_grad
-from tests.unit.amp.loops import INF, LEVELS, init, net, ready, sgd
+from tests.unit.amp import loops
+from tests.unit.amp.loops import INF, LEVELS, net, sgd
 
 FACTS = {
     fact["id"]: fact
@@ -22,6 +23,7 @@ FACTS = {
     if not fact.get("version_artifact")
 }
 HALF = torch.float16
+init, ready = (functools.partial(call, exact_masters=False) for call in (loops.init, loops.ready))  # as apex
 
 # What differs on purpose: id -> (value here, or the error's type; the reason).
 OWN_MASTER = "at O2 a parameter is float32 outside of calls, and its own master"
@@ -379,7 +381,7 @@ def adam_dtype(level):
 @fact
 def master_start_values_O2():
     initial = [p.detach().clone() for p in net().parameters()]
-    own = masters(ready("O2", exact_masters=False)[1])
+    own = masters(ready("O2")[1])
     rounded = all(torch.equal(m, w.half().float()) for m, w in zip(own, initial, strict=True))
     return [rounded, all(torch.equal(m, w) for m, w in zip(own, initial, strict=True))]
 
