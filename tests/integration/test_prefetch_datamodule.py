@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.datamodules import prefetch
@@ -22,6 +22,7 @@ from lightning_turbo.errors import NoEffectWarning
 from tests.integration.noting import Noting, Numbers, fit
 from tests.leftovers import nothing_is_left
 from tests.trainers import quiet_trainer
+from tests.unit.data.samples import Stream
 from tests.versions import unpickling
 
 pytestmark = [
@@ -166,13 +167,6 @@ def test_other_iterables_are_handed_on():
     assert gives([range(3), 3]).train_dataloader() == [range(3), 3]
 
 
-def test_methods_that_are_set_on_the_object():
-    datamodule = Mine()
-    datamodule.train_dataloader = lambda: DataLoader(Numbers(8), 4)
-    assert isinstance(datamodule.train_dataloader(), PrefetchLoader)
-    assert len(fit(datamodule).seen) == 4
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 def test_from_datasets():
     datamodule = PrefetchDataModule.from_datasets(Numbers(), batch_size=4, prefetch_batches=3)
@@ -271,15 +265,8 @@ def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset
     nothing_is_left()
 
 
-class Undivided(IterableDataset):
-    thing = None
-
-    def __iter__(self):
-        yield from range(8)
-
-
 KEPT = {
-    "a stream": (Undivided, "is an IterableDataset"),
+    "a stream": (Stream, "is an IterableDataset"),
     "an open file": (lambda: Unmeasurable(8, thing=open(__file__, "rb")), "processes cannot share"),  # noqa: SIM115
     "a connection": (lambda: Unmeasurable(8, thing=sqlite3.connect(":memory:")), "processes cannot share"),
     "half of it": (lambda: Subset(Unmeasurable(8, thing=threading.Lock()), range(4)), "processes cannot share"),
@@ -322,23 +309,6 @@ def test_a_loader_with_prefetching_of_its_own_is_used_as_it_is():
     assert loader is own
     assert (loader.prefetch_batches, loader.threads) == (2, 3)
     assert len(list(loader)) == 5  # it goes on from the state that was loaded
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"prefetch_batches": 0}, ValueError, r"prefetch_batches: expected an integer of 1 or more, got 0"),
-        ({"threads": 0}, ValueError, r"threads: expected an integer of 1 or more, got 0"),
-        ({"threads": True}, TypeError, r"threads: expected an integer of 1 or more, got True"),
-        ({"device_prefetch": "cuda"}, TypeError, r"device_prefetch='cuda': expected True or False"),
-        ({"device_transform": 1}, TypeError, r"device_transform=1: expected a function or None"),
-        ({"auto_workers": "auto"}, TypeError, r"auto_workers='auto': expected True or False"),
-        ({"num_workers": 2}, TypeError, r"no argument for num_workers=2; expected are .*, auto_workers, .*, by"),
-    ],
-)
-def test_bad_settings(arguments, error, message):
-    with pytest.raises(error, match=message):
-        PrefetchDataModule(**arguments)
 
 
 def test_a_constructor_that_does_not_call_up_is_told():

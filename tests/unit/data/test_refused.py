@@ -45,6 +45,14 @@ REFUSED = [
     (lambda: PrefetchLoader.of([1]), TypeError, r"of expected a torch.utils.data.DataLoader, got \[1\]"),
     (lambda: PrefetchLoader(DataLoader([1])), TypeError, r"got the loader .*PrefetchLoader.of\(loader\)"),
     (lambda: PrefetchLoader(PrefetchLoader(Stream())), TypeError, "expected a dataset, got the loader"),
+    # PrefetchDataModule.
+    (lambda: Module(prefetch_batches=0), ValueError, f"prefetch_batches: expected {COUNT} 0"),
+    (lambda: Module(threads=0), ValueError, f"threads: expected {COUNT} 0"),
+    (lambda: Module(threads=True), TypeError, f"threads: expected {COUNT} True"),
+    (lambda: Module(device_prefetch="cuda"), TypeError, "device_prefetch='cuda': expected True or False"),
+    (lambda: Module(device_transform=1), TypeError, "device_transform=1: expected a function or None"),
+    (lambda: Module(auto_workers="auto"), TypeError, "auto_workers='auto': expected True or False"),
+    (lambda: Module(num_workers=2), TypeError, "no argument for num_workers=2; expected are .*, auto_workers, .*, by"),
     # BackgroundIterator.
     (lambda: BackgroundIterator(iter([]), prefetch_batches=-1), ValueError, f"prefetch_batches: expected {COUNT} -1"),
     (lambda: BackgroundIterator(iter([]), prefetch_batches=1.5), TypeError, f"{COUNT} 1.5"),
