@@ -4,7 +4,6 @@ import itertools
 import warnings
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -71,9 +70,28 @@ def test_training_is_the_same_where_nothing_draws_in_between(workers, strategy):
     assert_whole_epochs(ours.seen)
 
 
-@pytest.mark.parametrize("workers", WORKERS[::2])
-def test_with_dropout_and_validation_a_seed_gives_one_result(workers):
-    first, second = (early(Data(validate=True, **workers)) for _ in range(2))
+class Two(PrefetchDataModule):
+    def train_dataloader(self):
+        return [DataLoader(Numbers(), batch_size=4, shuffle=True), DataLoader(Numbers(12), batch_size=4)]
+
+
+class Reads(Noting):
+    def training_step(self, batch, batch_idx):
+        assert batch[1][1].tolist() == [4 * (batch_idx % 3) + k for k in range(4)]
+        return super().training_step(batch[0], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [
+        (lambda: Data(validate=True), Noting),
+        (lambda: Data(validate=True, **WORKERS[2]), Noting),
+        (Two, Reads),
+    ],
+    ids=["in threads", "in workers", "several loaders"],
+)
+def test_a_seed_gives_one_result_whatever_draws_in_between(make, model):
+    first, second = (early(make(), model=model) for _ in range(2))
     assert (first.seen, first.losses) == (second.seen, second.losses)
     assert_whole_epochs(first.seen)
 
@@ -160,20 +178,6 @@ def test_an_exception_between_epochs_leaves_nothing(hook, error, workers):
     nothing_is_left()
 
 
-class KeepRandom(Callback):
-    """Saves and restores the process-wide generator, as a run that is to go on bit for bit has to."""
-
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        checkpoint["torch_rng"] = torch.get_rng_state()
-
-    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
-        self.state = checkpoint["torch_rng"]
-
-    def on_train_start(self, trainer, pl_module):
-        if hasattr(self, "state"):
-            torch.set_rng_state(self.state)
-
-
 def dealt():
     return {"shuffle": False, "sampler": DistributedSampler(range(24), 2, 1)}
 
@@ -197,7 +201,7 @@ def test_going_on_after_an_epoch_equals_never_having_stopped(settings, hook, str
 
     def run(**more):
         data = WithLoader() if settings is None else Data(validate=validate, **settings())
-        return early(data, KeepRandom(), Save(path, 2 * epoch, hook), max_epochs=4, strategy=strategy, **more)
+        return early(data, Save(path, 2 * epoch, hook), max_epochs=4, strategy=strategy, **more)
 
     whole = run()
     rest = run(seed=5, ckpt_path=path)
@@ -220,23 +224,6 @@ def test_where_nothing_can_begin_early_it_is_said_once(data):
         quiet_trainer(callbacks=[PrefetchNextEpoch()], max_epochs=4).fit(Noting(), **data())
     texts = [str(each.message) for each in told if issubclass(each.category, NoEffectWarning)]
     assert len([text for text in texts if "no training loader can begin an epoch early" in text]) == 1
-
-
-class Two(PrefetchDataModule):
-    def train_dataloader(self):
-        return [DataLoader(Numbers(), batch_size=4, shuffle=True), DataLoader(Numbers(12), batch_size=4)]
-
-
-class Reads(Noting):
-    def training_step(self, batch, batch_idx):
-        assert batch[1][1].tolist() == [4 * (batch_idx % 3) + k for k in range(4)]
-        return super().training_step(batch[0], batch_idx)
-
-
-def test_several_loaders():
-    first, second = (early(Two(), model=Reads) for _ in range(2))
-    assert first.losses == second.losses
-    assert_whole_epochs(first.seen)
 
 
 def test_a_checkpoint_of_other_loaders_says_that_orders_are_drawn_anew(tmp_path):
