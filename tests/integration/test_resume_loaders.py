@@ -15,6 +15,7 @@ from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoc
 from lightning_turbo.data.loader import prefetching
 from tests.integration.noting import EACH_STRATEGY, Save
 from tests.trainers import quiet_trainer
+from tests.unit.data.samples import Stream
 from tests.versions import BEGINS_ONCE, unpickling
 
 pytestmark = [
@@ -55,11 +56,6 @@ def stateful():
     return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
-
-
 class Own(IterableDataset):
     """Keeps its place itself, and draws from a generator of its own."""
 
@@ -87,9 +83,9 @@ LOADERS = {
     "distributed": lambda cls: cls(range(16), 2, sampler=DistributedSampler(range(16), 2, 1), num_workers=1),
     "two": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size_cycle"),
     "unequal": lambda cls: CombinedLoader({"a": loader(8, 1, cls), "b": loader(4, 2, cls)}, "max_size"),
-    "unequal streams": lambda cls: CombinedLoader({"a": cls(Stream(), 2), "b": cls(Stream(), 4)}, "max_size"),
-    "stream": lambda cls: cls(Stream(), 2),
-    "stream of a worker": lambda cls: cls(Stream(), 2, num_workers=1),
+    "unequal streams": lambda cls: CombinedLoader({"a": cls(Stream(8), 2), "b": cls(Stream(8), 4)}, "max_size"),
+    "stream": lambda cls: cls(Stream(8), 2),
+    "stream of a worker": lambda cls: cls(Stream(8), 2, num_workers=1),
     "own": lambda cls: cls(Own(), 2),
     "single": lambda cls: cls(Own(), 8),
 }
@@ -218,7 +214,7 @@ def test_a_batch_whose_step_was_not_finished_comes_again(name, batches, strategy
 @pytest.mark.parametrize("batches", [1, 3, 6])
 def test_a_batch_that_lightning_has_fetched_ahead_comes_again(batches, strategy, tmp_path):
     base, cls = sides(strategy)
-    check(lambda: cls(Stream(), 2), base, tmp_path / "c", batches, strategy=strategy)
+    check(lambda: cls(Stream(8), 2), base, tmp_path / "c", batches, strategy=strategy)
 
 
 @BEGINS_ONCE
@@ -276,12 +272,12 @@ def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
 
 def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
     """A ``StatefulDataLoader`` starts some to tell where it stands, if it is asked after its iterator was dropped."""
-    made = stateful()(Stream(), 2, num_workers=1)
+    made = stateful()(Stream(8), 2, num_workers=1)
     trainer = quiet_trainer(max_epochs=2)
     trainer.fit(Model(), datamodule=type("Data", (PrefetchDataModule,), {"train_dataloader": lambda _: made})())
     trainer.save_checkpoint(tmp_path / "c")
     assert not multiprocessing.active_children()
-    seen = run(lambda: stateful()(Stream(), 2, num_workers=1), PrefetchDataModule, tmp_path / "c", max_epochs=3)
+    seen = run(lambda: stateful()(Stream(8), 2, num_workers=1), PrefetchDataModule, tmp_path / "c", max_epochs=3)
     assert seen == [{"a": [2 * number, 2 * number + 1]} for number in range(4)]
 
 
