@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_turbo import (
-    ApexAMP,
-    DevicePrefetcher,
-    PackedDataset,
-    PrefetchDataModule,
-)
+from lightning_turbo import ApexAMP, DevicePrefetcher, PackedDataset, PrefetchDataModule
 from lightning_turbo.data import pack_folder
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
