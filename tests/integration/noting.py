@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import Dataset
 
+from lightning_turbo import PrefetchDataModule
 from tests.leftovers import nothing_is_left, prefetch_threads
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
@@ -27,6 +28,11 @@ class Numbers(Dataset):
     def __getitem__(self, index):
         self.asked.append(index)
         return self.data[index], index
+
+
+def gives(loaders, base=PrefetchDataModule, **settings):
+    """A DataModule whose train_dataloader gives these."""
+    return type("Data", (base,), {"train_dataloader": lambda _: loaders})(**settings)
 
 
 class Noting(LightningModule):

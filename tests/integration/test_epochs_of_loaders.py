@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_turbo import PrefetchDataModule
-from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit
+from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit, gives
 from tests.leftovers import wait_until
 
 pytestmark = [
@@ -72,12 +72,7 @@ def test_epochs_that_are_broken_off(loader, workers):
 
 
 def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
-    class Kept(PrefetchDataModule):
-        def train_dataloader(self):
-            self.loader = DataLoader(Numbers(64), 4)
-            return self.loader
-
-    data = Kept()
+    data = gives(DataLoader(Numbers(64), 4))
     fit(data, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
     for loader in (data.train_dataloader(), data.trainer.train_dataloader):
         iterator = iter(loader)

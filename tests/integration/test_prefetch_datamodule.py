@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.datamodules import prefetch
 from lightning_turbo.errors import NoEffectWarning
-from tests.integration.noting import Noting, Numbers, fit
+from tests.integration.noting import Noting, Numbers, fit, gives
 from tests.leftovers import nothing_is_left
 from tests.trainers import quiet_trainer
 from tests.unit.data.samples import Stream
@@ -59,11 +59,6 @@ class Theirs(LightningDataModule):
 
 class Mine(PrefetchDataModule, Theirs):
     pass
-
-
-def gives(loaders, base=PrefetchDataModule, **settings):
-    """A DataModule whose train_dataloader gives these."""
-    return type("Data", (base,), {"train_dataloader": lambda _: loaders})(**settings)
 
 
 SETTINGS = {

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit
+from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit, gives
 from tests.leftovers import nothing_is_left, wait_until
 from tests.trainers import quiet_trainer
 
@@ -37,18 +37,18 @@ class Data(PrefetchDataModule):
         return DataLoader(self.dataset, **self.settings)
 
 
-class WithLoader(LightningDataModule):
+def with_loader():
     """Without ``PrefetchDataModule``, which would add ``ExactResume``."""
-
-    def train_dataloader(self):
-        return PrefetchLoader(Numbers(), batch_size=4, shuffle=True)
+    return gives(PrefetchLoader(Numbers(), batch_size=4, shuffle=True), LightningDataModule)
 
 
-class Steady(Noting):
+def two():
+    return gives([DataLoader(Numbers(), batch_size=4, shuffle=True), DataLoader(Numbers(12), batch_size=4)])
+
+
+def steady():
     """Draws no random numbers."""
-
-    def __init__(self):
-        super().__init__(dropout=0.0)
+    return Noting(dropout=0.0)
 
 
 def early(data, *callbacks, **settings):
@@ -64,15 +64,10 @@ def assert_whole_epochs(seen):
 
 @pytest.mark.parametrize(("workers", "strategy"), [(WORKERS[0], "turbo"), (WORKERS[1], "auto"), (WORKERS[2], "turbo")])
 def test_training_is_the_same_where_nothing_draws_in_between(workers, strategy):
-    plain = fit(Data(**workers), model=Steady, max_epochs=3, strategy=strategy)
-    ours = early(Data(**workers), model=Steady, strategy=strategy)
+    plain = fit(Data(**workers), model=steady, max_epochs=3, strategy=strategy)
+    ours = early(Data(**workers), model=steady, strategy=strategy)
     assert (ours.seen, ours.losses) == (plain.seen, plain.losses)
     assert_whole_epochs(ours.seen)
-
-
-class Two(PrefetchDataModule):
-    def train_dataloader(self):
-        return [DataLoader(Numbers(), batch_size=4, shuffle=True), DataLoader(Numbers(12), batch_size=4)]
 
 
 class Reads(Noting):
@@ -86,7 +81,7 @@ class Reads(Noting):
     [
         (lambda: Data(validate=True), Noting),
         (lambda: Data(validate=True, **WORKERS[2]), Noting),
-        (Two, Reads),
+        (two, Reads),
     ],
     ids=["in threads", "in workers", "several loaders"],
 )
@@ -129,7 +124,7 @@ def test_loading_goes_on_before_validation(strategy):
 )
 @pytest.mark.filterwarnings("ignore:.*You requested to overfit")
 def test_flags_of_the_trainer(settings):
-    settings = {"max_epochs": 3, "model": Steady, **settings}
+    settings = {"max_epochs": 3, "model": steady, **settings}
     plain = fit(Data(shuffle=False, validate=True), **settings)
     ours = early(Data(shuffle=False, validate=True), **settings)
     assert (ours.seen, ours.losses) == (plain.seen, plain.losses)
@@ -200,7 +195,7 @@ def test_going_on_after_an_epoch_equals_never_having_stopped(settings, hook, str
     validate = hook == "on_train_epoch_end" and settings is not dealt
 
     def run(**more):
-        data = WithLoader() if settings is None else Data(validate=validate, **settings())
+        data = with_loader() if settings is None else Data(validate=validate, **settings())
         return early(data, Save(path, 2 * epoch, hook), max_epochs=4, strategy=strategy, **more)
 
     whole = run()
@@ -229,4 +224,4 @@ def test_where_nothing_can_begin_early_it_is_said_once(data):
 def test_a_checkpoint_of_other_loaders_says_that_orders_are_drawn_anew(tmp_path):
     early(Data(), Save(tmp_path / "one.ckpt", 6, "on_train_epoch_end"))
     with pytest.warns(TurboWarning, match="for 1 training loaders, and this run has 2"):
-        early(Two(), model=Reads, ckpt_path=tmp_path / "one.ckpt")
+        early(two(), model=Reads, ckpt_path=tmp_path / "one.ckpt")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from lightning_turbo.data.loader import prefetching
-from tests.integration.noting import EACH_STRATEGY, Save
+from tests.integration.noting import EACH_STRATEGY, Save, gives
 from tests.trainers import quiet_trainer
 from tests.unit.data.samples import Stream
 from tests.versions import BEGINS_ONCE, unpickling
@@ -274,7 +274,7 @@ def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
     """A ``StatefulDataLoader`` starts some to tell where it stands, if it is asked after its iterator was dropped."""
     made = stateful()(Stream(8), 2, num_workers=1)
     trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(Model(), datamodule=type("Data", (PrefetchDataModule,), {"train_dataloader": lambda _: made})())
+    trainer.fit(Model(), datamodule=gives(made))
     trainer.save_checkpoint(tmp_path / "c")
     assert not multiprocessing.active_children()
     seen = run(lambda: stateful()(Stream(8), 2, num_workers=1), PrefetchDataModule, tmp_path / "c", max_epochs=3)

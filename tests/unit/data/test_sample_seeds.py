@@ -26,10 +26,10 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo import PrefetchDataModule
 from lightning_turbo._random import shared_state
 from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
 from lightning_turbo.errors import NoEffectWarning
+from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 from tests.unit.data.samples import Rows, seeded
 
@@ -365,15 +365,11 @@ class Net(LightningModule):
 
 def fit(num_workers, ckpt_path=None, **settings):
     """The rows of a fit that writes a checkpoint after each step."""
-
-    class Module(PrefetchDataModule):
-        def train_dataloader(self):
-            return DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=num_workers)
-
+    loader = DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=num_workers)
     keep = ModelCheckpoint(".", "{step}", every_n_train_steps=1, save_top_k=-1)
     net = Net()
     trainer = quiet_trainer(callbacks=[keep], max_epochs=2, enable_checkpointing=True, **settings)
-    trainer.fit(net, datamodule=Module(sample_seeds=SEED), ckpt_path=ckpt_path)
+    trainer.fit(net, datamodule=gives(loader, sample_seeds=SEED), ckpt_path=ckpt_path)
     return net.rows
 
 
