@@ -113,13 +113,6 @@ def test_an_error_in_the_step_is_raised_and_nothing_is_left():
             tune_workers(maker(range(10**6), cls), seconds=1, max_workers=1, show=None, step=lambda batch: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (Rows(9, bad), r"num_workers=0: ValueError: no such row.*Give it more seconds, or repair"),
-        (torch.zeros(0), "the loader is empty"),
-    ],
-)
-def test_errors_of_loading_are_told(dataset, message):
-    with pytest.raises(RuntimeError, match=message):
-        tune_workers(maker(dataset), seconds=2, max_workers=0, show=None)
+def test_errors_of_loading_are_told():
+    with pytest.raises(RuntimeError, match=r"num_workers=0: ValueError: no such row.*Give it more seconds, or repair"):
+        tune_workers(maker(Rows(9, bad)), seconds=2, max_workers=0, show=None)
