@@ -35,11 +35,7 @@ GIVEN = {
     "checkpoint_io": ASYNC,
     "precision_plugin": {"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": "O2"}},
 }
-GOT = {
-    "checkpoint_io.checkpoint_io.__class__": AsyncCheckpointIO,
-    "precision_plugin.opt_level": "O2",
-    **PARTS,
-}
+GOT = {"checkpoint_io.checkpoint_io.__class__": AsyncCheckpointIO, "precision_plugin.opt_level": "O2", **PARTS}
 DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
 SIZES = {"target": 64, "lr_rule": "sqrt", "warmup_steps": 5, "base_batch_size": 8, "batch_size": 4}
