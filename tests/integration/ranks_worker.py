@@ -25,7 +25,6 @@ from lightning_turbo import (
     ApexAMP,
     EffectiveBatchSize,
     ExactAccumulation,
-    PrefetchDataModule,
     PrefetchLoader,
     PrefetchNextEpoch,
     TurboDDPStrategy,
@@ -34,6 +33,7 @@ from lightning_turbo import (
 from lightning_turbo.data import prefetcher
 from tests import registry, trainers
 from tests.integration import resuming
+from tests.integration.noting import gives
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
 RANK = int(os.environ.get("RANK", 0))
@@ -59,6 +59,7 @@ def pairs(folder):
 
 
 SAMPLES = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48))
+FORTY = Subset(SAMPLES, range(40))
 
 
 class Net(pl.LightningModule):
@@ -142,10 +143,9 @@ class Stopping(Net):
 def fit(folder, stop=None, ckpt=None):
     """Trains two epochs of ten batches in windows of four; every rank has its own order."""
     model = Stopping(stop)
-    data = Subset(SAMPLES, range(40))
     generator = torch.Generator().manual_seed(RANK + 10 * (ckpt is not None))
     trainer = train(
-        model, PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator), ckpt, weights_only=False,
+        model, PrefetchLoader(FORTY, batch_size=4, shuffle=True, generator=generator), ckpt, weights_only=False,
         strategy="turbo_ddp", max_epochs=2, default_root_dir=folder, enable_checkpointing=True,
         accumulate_grad_batches=4, use_distributed_sampler=False,
         plugins=[ApexAMP("O2", dtype=torch.bfloat16, loss_scale=8.0)],
@@ -203,20 +203,9 @@ def places(folder):
     yield "places", {**result, "said": [str(warning.message) for warning in caught]}
 
 
-class Mean(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
+class Mean(Net):
     def training_step(self, batch, index):
         return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-POINTS = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(7)), torch.arange(40))
 
 
 def uneven(samples):
@@ -232,9 +221,9 @@ def accumulation(folder):
     """ExactAccumulation with and without weights: 5 batches a rank in windows of 3 and 2."""
     for weighted in (False, True):
         model = Mean()
-        sampler = DistributedSampler(POINTS, 2, RANK, shuffle=False)
+        sampler = DistributedSampler(FORTY, 2, RANK, shuffle=False)
         train(
-            model, DataLoader(POINTS, 4, collate_fn=uneven if weighted else whole, sampler=sampler),
+            model, DataLoader(FORTY, 4, collate_fn=uneven if weighted else whole, sampler=sampler),
             strategy="ddp", use_distributed_sampler=False, max_epochs=2, accumulate_grad_batches=3,
             gradient_clip_val=0.5, callbacks=[ExactAccumulation((lambda batch: len(batch[0])) if weighted else None)],
             plugins=[ApexAMP("O0", loss_scale=256.0)] if weighted else None,
@@ -262,11 +251,6 @@ def note_thread(samples):
     return default_collate(samples)
 
 
-class Prefetched(PrefetchDataModule):
-    def train_dataloader(self):
-        return DataLoader(SAMPLES, batch_size=4, shuffle=True, collate_fn=note_thread)
-
-
 STRATEGIES = {
     "stock": lambda: "ddp",
     "turbo": lambda: "turbo_ddp",
@@ -285,10 +269,11 @@ def strategies(folder):
     """The turbo strategy with its parts, and Lightning's own."""
     for name, strategy in STRATEGIES.items():
         pl.seed_everything(0, verbose=False)
+        LOADED_AHEAD.clear()
         window = 1 if name.endswith("1") or name == "sized" else 2
-        model = Dropping()
+        model, loader = Dropping(), DataLoader(SAMPLES, batch_size=4, shuffle=True, collate_fn=note_thread)
         trainer = train(
-            model, Prefetched() if name == "prefetched" else DataLoader(SAMPLES, batch_size=4, shuffle=True),
+            model, gives(loader) if name == "prefetched" else loader,
             strategy=strategy(), max_epochs=2, accumulate_grad_batches=window,
             plugins=[ApexAMP("O2", dtype=torch.bfloat16)] if name.endswith("O2") else None,
             callbacks=[EffectiveBatchSize(16, None)] if name == "sized" else None,  # 4 samples x 2 ranks x 2
