@@ -95,7 +95,7 @@ def assert_same(a, b, path=""):
         assert a.dtype == b.dtype, path
         assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b), path
     elif isinstance(a, dict):
-        assert a.keys() == b.keys(), path
+        assert list(a) == list(b), path
         for key in a:
             assert_same(a[key], b[key], f"{path}/{key}")
     elif isinstance(a, (list, tuple)):
