@@ -1,36 +1,30 @@
-"""Two gloo ranks: shards, lengths and resuming under a Trainer with DDP."""
+"""Two gloo ranks: shards, lengths and resuming under a Trainer with DDP. As a script, one of the ranks."""
 
 import os
+import sys
 import warnings
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.dali_samples import make_photos
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 COUNT = 27  # no multiple of two ranks
 
 
-def worker(rank, root, folder):
+def main(photos, folder):
     """Fit with DDP, keep a checkpoint of mid-epoch, and fit again from it."""
     from tests.integration.test_dali_trainer import Save, fit
 
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
     for name, more in (("whole", {"callbacks": [Save(folder / "kept", 6)]}), ("rest", {"ckpt_path": folder / "kept"})):
-        model, trainer, _ = fit(root, devices=2, strategy="ddp", max_epochs=3, **more)
+        model, trainer, _ = fit(photos, devices=2, strategy="ddp", max_epochs=3, **more)
         weights = model.layer.weight.detach().clone()
         run = {"train": model.trained, "val": model.validated, "steps": trainer.global_step, "weights": weights}
-        torch.save(run, folder / f"{name}.{rank}")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+        torch.save(run, folder / f"{name}.{os.environ['RANK']}")
 
 
 def numbers(runs, part, epoch, start=0):
@@ -38,7 +32,7 @@ def numbers(runs, part, epoch, start=0):
 
 
 def test_under_ddp_every_epoch_covers_the_data_and_a_resumed_run_equals_the_whole_one(tmp_path):
-    mp.spawn(worker, args=(make_photos(tmp_path / "photos", per_class=COUNT // 3), tmp_path), nprocs=2)
+    run_ranks(__file__, make_photos(tmp_path / "photos", per_class=COUNT // 3), tmp_path)
     whole, rest = ([torch.load(tmp_path / f"{name}.{rank}") for rank in (0, 1)] for name in ("whole", "rest"))
     assert [run["steps"] for run in whole] == [12, 12]
     for epoch in range(3):
@@ -48,3 +42,7 @@ def test_under_ddp_every_epoch_covers_the_data_and_a_resumed_run_equals_the_whol
     for run, resumed in zip(whole, rest, strict=True):
         assert resumed["train"] == run["train"][6:]
         assert torch.equal(resumed["weights"], run["weights"])
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
