@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods, _set_sampler_epoch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
@@ -29,8 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_turbo._random import shared_state
 from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
 from lightning_turbo.errors import NoEffectWarning
-from tests.integration.noting import gives
-from tests.trainers import quiet_trainer
+from tests.integration.noting import Save, fit, gives
 from tests.unit.data.samples import Rows, seeded
 
 SEED, LENGTH = 7, 12
@@ -350,40 +347,29 @@ def test_a_state_from_before_there_were_seeds_is_refused_in_the_middle_of_an_epo
         list(loader)
 
 
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.rows = torch.nn.Linear(5, 1), []
-
-    def training_step(self, batch, batch_idx):
-        self.rows.append(batch)
-        return self.layer(batch.float()).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
+def to_train_and_to_note(rows):
+    return torch.stack(rows)[:, 1:].float(), torch.stack(rows)
 
 
-def fit(num_workers, ckpt_path=None, **settings):
-    """The rows of a fit that writes a checkpoint after each step."""
-    loader = DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=num_workers)
-    keep = ModelCheckpoint(".", "{step}", every_n_train_steps=1, save_top_k=-1)
-    net = Net()
-    trainer = quiet_trainer(callbacks=[keep], max_epochs=2, enable_checkpointing=True, **settings)
-    trainer.fit(net, datamodule=gives(loader, sample_seeds=SEED), ckpt_path=ckpt_path)
-    return net.rows
+def fit_seeded(num_workers, *callbacks, **settings):
+    """The batches of a fit."""
+    loader = DataLoader(Augmented(), 5, shuffle=True, num_workers=num_workers, collate_fn=to_train_and_to_note)
+    model = fit(gives(loader, sample_seeds=SEED), *callbacks, **settings)
+    return [torch.tensor(rows, dtype=torch.float64) for rows in model.seen]
 
 
 @QUIET
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:.*have no .val_dataloader")
 @pytest.mark.parametrize("reload", [0, 1])
 def test_a_fit_resumes_at_each_step_with_other_workers_and_is_the_same_run(reload):
     settings = {"reload_dataloaders_every_n_epochs": reload}
-    whole = fit(1, **settings)
+    steps = (1, 3, 5)
+    whole = fit_seeded(1, *(Save(f"{step}.ckpt", step) for step in steps), **settings)
     rows = torch.cat(whole)
     assert torch.equal(rows_of([rows[:LENGTH]], 1)[0], expected()[0])
     assert torch.equal(rows_of([rows[LENGTH:]], 1)[0], expected()[1])
-    for step in (1, 3, 5):
-        left = fit(step // 2, f"step={step}.ckpt", **settings)
+    for step in steps:
+        left = fit_seeded(step // 2, ckpt_path=f"{step}.ckpt", **settings)
         assert len(left) == 6 - step
         drawn, epoch = torch.cat(left)[-LENGTH if step <= 3 else 0 :], expected()[1]
         assert torch.equal(drawn, epoch[drawn[:, 0].long()])
