@@ -372,12 +372,8 @@ def main():
     prefetcher.WORTH = 0.0  # every prefetching loader gets a thread, fast as it is
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1])
-    jobs = (
-        techniques, pairs, agreement, resume, resume_all, stopped, alone, after_alone, places, accumulation,
-        strategies, own_orders, spawned, lean,
-    )  # fmt: skip
-    for job in (job for word in sys.argv[2:] for job in jobs if job.__name__ == word):
-        for name, result in job(folder):
+    for job in sys.argv[2:]:
+        for name, result in globals()[job](folder):
             torch.save(result, folder / f"{name}.{RANK}")
 
 
