@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
@@ -170,17 +170,12 @@ class Sgd(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Notes(Logger):
+class Notes(DummyLogger):
     """A logger that keeps what it is given."""
 
     def __init__(self):
         super().__init__()
         self.notes = []
-
-    name, version = "notes", 0
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
 
     def log_metrics(self, metrics, step=None):
         self.notes.append((step, dict(metrics)))
@@ -217,6 +212,10 @@ class Stops(pl.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         trainer.should_stop = index == 5
+
+
+def early():
+    return EarlyStopping("loss_step", patience=0, mode="max", check_on_train_epoch_end=True)
 
 
 class Stream(IterableDataset):
@@ -289,14 +288,14 @@ CASES = {
     "another batch": {"data": "dict"},
     "stream": {"data": "stream"},
     "accumulation": {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
-    "exact accumulation": {"accumulate_grad_batches": 4, "callbacks": "exact"},
+    "exact accumulation": {"accumulate_grad_batches": 4, "callback": ExactAccumulation},
     "clip by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "validation inside": {"val_check_interval": 3},
     "validation by steps": {"val_check_interval": 7, "check_val_every_n_epoch": None},
     "scheduler per step": {"make": lambda: Net(scheduler="step"), "accumulate_grad_batches": 2},
     "scheduler per epoch": {"make": lambda: Net(scheduler="epoch")},
-    "skips the rest": {"make": lambda: Net(skip=(6,)), "callbacks": "logs"},
-    "breaks off": {"make": Raises, "callbacks": "logs"},
+    "skips the rest": {"make": lambda: Net(skip=(6,)), "callback": Logs},
+    "breaks off": {"make": Raises, "callback": Logs},
     "hooks set to None": {"make": without_hooks, "hooks": ()},
     "gradients that nobody released": {"parts": {"release_gradients": False}},
     "lean step alone": {"parts": {"lean_logging": False}},
@@ -310,9 +309,9 @@ CASES = {
     "bf16-true": {"precision": "bf16-true"},
     "max_steps": {"max_steps": 13, "max_epochs": -1},
     "limit": {"limit_train_batches": 3, "limit_val_batches": 1},
-    "early stopping": {"callbacks": "early", "max_epochs": 8},
-    "told to stop": {"callbacks": "stop"},
-    "beside the doctor": {"callbacks": "doctor"},
+    "early stopping": {"callback": early, "max_epochs": 8},
+    "told to stop": {"callback": Stops},
+    "beside the doctor": {"callback": lambda: Doctor(warmup=1, timed=2, watched=2)},
     "O1": {"level": "O1"},
     "O2": {"level": "O2"},
 }
@@ -325,16 +324,11 @@ def test_lean_calls_and_computes_what_lightning_does(name):
         case = dict(CASES[name])
         parts = case.pop("parts", {})
         parts = parts if make is lean else {k: v for k, v in parts.items() if not k.startswith("lean")}
-        extra = {
-            "logs": lambda: [Logs()],
-            "stop": lambda: [Stops()],
-            "doctor": lambda: [Doctor(warmup=1, timed=2, watched=2)],
-            "exact": lambda: [ExactAccumulation()],
-            "early": lambda: [EarlyStopping("loss_step", patience=0, mode="max", check_on_train_epoch_end=True)],
-        }.get(case.pop("callbacks", None), list)()
+        if callback := case.pop("callback", None):
+            case["callbacks"] = [callback()]
         if level := case.pop("level", None):
             case["plugins"] = [ApexAMP(level, dtype=torch.bfloat16)]
-        runs.append(fit(make(**parts), callbacks=extra, **case))
+        runs.append(fit(make(**parts), **case))
     assert len(runs[0][0].events) > 20
     compare(*runs)
 
