@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from lightning_turbo.data.loader import prefetching
@@ -50,10 +51,6 @@ def loader(length, seed, cls=DataLoader, **settings):
 def sides(strategy, cls=DataLoader):
     """A DataModule that adds prefetching to a class of loaders, or another one and the class that has it."""
     return (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
-
-
-def stateful():
-    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 
 class Own(IterableDataset):
@@ -178,7 +175,7 @@ def early(hook):
     ["configure_optimizers", "on_fit_start", "setup"], STRATEGIES,
 )  # fmt: skip
 def test_loaders_that_are_set_up_early(kind, batches, hook, strategy, tmp_path):
-    base, cls = sides(strategy, stateful()) if kind == "stateful" else (PrefetchDataModule, DataLoader)
+    base, cls = sides(strategy, StatefulDataLoader) if kind == "stateful" else (PrefetchDataModule, DataLoader)
     check(
         lambda: loader(8, 1, cls), base, tmp_path / "c", batches, strategy=strategy, model=early(hook),
         callbacks=[PrefetchNextEpoch] if kind == "next epoch early" else [],
@@ -247,7 +244,7 @@ STOPS = [
 
 @matrix(("name", "stops", "strategy"), WITH_STATES, STOPS, STRATEGIES)
 def test_loaders_with_a_state_of_their_own(name, stops, strategy, tmp_path):
-    base, cls = sides(strategy, stateful())
+    base, cls = sides(strategy, StatefulDataLoader)
     epochs = 12 if name == "single" else 3
     check_stops(lambda: LOADERS[name](cls), base, stops, tmp_path, max_epochs=epochs, strategy=strategy)
 
@@ -263,7 +260,7 @@ def test_loaders_with_a_state_of_their_own(name, stops, strategy, tmp_path):
 ])  # fmt: skip
 def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
     """By ``max_steps`` alone, with epochs that end before or after their data do, or with nothing left to do."""
-    check_stops(lambda: LOADERS[name](stateful()), PrefetchDataModule, stops, tmp_path, **settings)
+    check_stops(lambda: LOADERS[name](StatefulDataLoader), PrefetchDataModule, stops, tmp_path, **settings)
     if name in ("shuffled", "workers"):
         for strategy in STRATEGIES:
             base, cls = sides(strategy)
@@ -272,12 +269,15 @@ def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
 
 def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
     """A ``StatefulDataLoader`` starts some to tell where it stands, if it is asked after its iterator was dropped."""
-    made = stateful()(Stream(8), 2, num_workers=1)
+
+    def make():
+        return LOADERS["stream of a worker"](StatefulDataLoader)
+
     trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(Model(), datamodule=gives(made))
+    trainer.fit(Model(), datamodule=gives(make()))
     trainer.save_checkpoint(tmp_path / "c")
     assert not multiprocessing.active_children()
-    seen = run(lambda: stateful()(Stream(8), 2, num_workers=1), PrefetchDataModule, tmp_path / "c", max_epochs=3)
+    seen = run(make, PrefetchDataModule, tmp_path / "c", max_epochs=3)
     assert seen == [{"a": [2 * number, 2 * number + 1]} for number in range(4)]
 
 
