@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_turbo import ApexAMP, AtomicCheckpointIO, PrefetchDataModule
+from lightning_turbo import ApexAMP, AtomicCheckpointIO
 from lightning_turbo.data import prefetcher
+from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 
 prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
@@ -20,20 +21,13 @@ LEVELS = ("O0", "O2")
 EPOCHS, SAMPLES, JOINT = 2, 64, 8
 
 
-class Data(PrefetchDataModule):
+def samples(ranks):
     """Samples in an order of chance that depends on the epoch alone; Lightning gives each rank its share."""
-
-    def __init__(self, ranks):
-        super().__init__(prefetch_batches=2)
-        self.ranks = ranks
-        generator = torch.Generator().manual_seed(0)
-        x, y = torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
-        self.data = TensorDataset(x, y, torch.arange(SAMPLES))
-
-    def train_dataloader(self):
-        if self.ranks > 1:
-            return DataLoader(self.data, JOINT // self.ranks, shuffle=True)
-        return DataLoader(self.data, JOINT, sampler=DistributedSampler(self.data, 1, 0, seed=0))
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+    data = TensorDataset(x, y, torch.arange(SAMPLES))
+    order = {"shuffle": True} if ranks > 1 else {"sampler": DistributedSampler(data, 1, 0, seed=0)}
+    return gives(DataLoader(data, JOINT // ranks, **order), prefetch_batches=2)
 
 
 class Net(pl.LightningModule):
@@ -76,7 +70,7 @@ def run(folder):
             devices=ranks // nodes, num_nodes=nodes, strategy="turbo_ddp" if ranks > 1 else "auto", max_epochs=EPOCHS,
             callbacks=[saves], plugins=[ApexAMP(level, dtype=torch.bfloat16), io], enable_checkpointing=True,
         )  # fmt: skip
-        trainer.fit(model, Data(ranks))
+        trainer.fit(model, samples(ranks))
         end = {
             "module": {name: value.clone() for name, value in model.state_dict().items()},
             "seen": model.seen,

@@ -21,8 +21,9 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_turbo import ApexAMP, PrefetchDataModule
+from lightning_turbo import ApexAMP
 from lightning_turbo.data import prefetcher
+from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
@@ -110,15 +111,6 @@ class Samples(Dataset):
         return self.x[index], self.y[index]
 
 
-class Data(PrefetchDataModule):
-    def __init__(self, kill):
-        super().__init__(prefetch_batches=2)
-        self.kill = kill
-
-    def train_dataloader(self):
-        return DataLoader(Samples(self.kill), batch_size=BATCH, shuffle=True)
-
-
 class Net(pl.LightningModule):
     def __init__(self, kill):
         super().__init__()
@@ -190,7 +182,8 @@ def run(level, folder, kills):
         callbacks=[saves, Story(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
         enable_checkpointing=True,
     )  # fmt: skip
-    trainer.fit(Net(kill), Data(kill), ckpt_path="last", **unpickling(True))
+    data = gives(DataLoader(Samples(kill), batch_size=BATCH, shuffle=True), prefetch_batches=2)
+    trainer.fit(Net(kill), data, ckpt_path="last", **unpickling(True))
 
 
 def main():
