@@ -8,12 +8,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
 from lightning_turbo.callbacks.exact_resume import KEY
 from tests.integration.noting import EACH_STRATEGY, Save
 from tests.trainers import quiet_trainer
+from tests.unit.data.samples import Rows
 from tests.versions import unpickling
 
 pytestmark = [
@@ -24,14 +25,12 @@ pytestmark = [
 BATCHES, EPOCHS = 6, 3
 
 
-class Numbers(Dataset):
-    """Samples that an augmentation of torch, NumPy and Python alters."""
+def altered(index):
+    """A sample, altered by an augmentation of torch, NumPy and Python."""
+    return torch.full((4,), float(index)) + torch.rand(4) + np.random.rand() + random.random()
 
-    def __len__(self):
-        return 2 * BATCHES
 
-    def __getitem__(self, index):
-        return torch.full((4,), float(index)) + torch.rand(4) + np.random.rand() + random.random()
+SAMPLES = Rows(2 * BATCHES, altered)
 
 
 class Net(pl.LightningModule):
@@ -59,16 +58,16 @@ def trainer(strategy, *callbacks, **settings):
 
 class Data(PrefetchDataModule):
     def train_dataloader(self):
-        return DataLoader(Numbers(), batch_size=2, shuffle=True)
+        return DataLoader(SAMPLES, batch_size=2, shuffle=True)
 
     def val_dataloader(self):
-        return DataLoader(Numbers(), batch_size=4)
+        return DataLoader(SAMPLES, batch_size=4)
 
 
 def plain(make):
     return lambda: {
-        "train_dataloaders": make(Numbers(), batch_size=2, shuffle=True),
-        "val_dataloaders": DataLoader(Numbers(), batch_size=4),
+        "train_dataloaders": make(SAMPLES, batch_size=2, shuffle=True),
+        "val_dataloaders": DataLoader(SAMPLES, batch_size=4),
     }
 
 
@@ -172,10 +171,10 @@ def test_a_search_in_the_middle_of_a_run_is_left_to_lightning(search):
         batch_size = 2
 
         def train_dataloader(self):
-            return DataLoader(Numbers(), batch_size=self.batch_size, shuffle=True)
+            return DataLoader(SAMPLES, batch_size=self.batch_size, shuffle=True)
 
         def val_dataloader(self):  # Lightning 2.5.0 asks for it
-            return DataLoader(Numbers())
+            return DataLoader(SAMPLES)
 
     runs = []
     for strategy, callbacks in (("auto", ()), ("turbo", ()), ("auto", (ExactResume(),))):
@@ -190,7 +189,7 @@ def test_a_search_in_the_middle_of_a_run_is_left_to_lightning(search):
 @EACH_STRATEGY
 def test_a_checkpoint_is_restored_after_a_run(strategy, tmp_path):
     run = trainer(strategy, max_epochs=1, limit_val_batches=0)
-    run.fit(Net(), DataLoader(Numbers(), 2))
+    run.fit(Net(), DataLoader(SAMPLES, 2))
     run.save_checkpoint(tmp_path / "end.ckpt")
     weight = run.lightning_module.net[0].weight
     with torch.no_grad():
