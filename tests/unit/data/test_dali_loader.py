@@ -18,6 +18,7 @@ from lightning_turbo.data import DevicePrefetcher
 from lightning_turbo.data.dali import ImageFolder
 from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos
+from tests.integration.resuming import assert_same
 
 COUNT = 21
 
@@ -67,12 +68,6 @@ def numbers(batches):
     return torch.cat([batch[2] for batch in batches]).tolist()
 
 
-def same(first, second):
-    return len(first) == len(second) and all(
-        torch.equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
-    )
-
-
 @pytest.mark.parametrize(("last_batch", "sizes"), [("partial", [4] * 5 + [1]), ("fill", [4] * 6), ("drop", [4] * 5)])
 def test_length_coverage_and_order(make, last_batch, sizes):
     loader, again, other = make(last_batch=last_batch), make(last_batch=last_batch), make(seed=6)
@@ -83,7 +78,7 @@ def test_length_coverage_and_order(make, last_batch, sizes):
         assert [len(label) for _, label, _ in batches] == sizes
         assert all(part.dtype == torch.int64 and part.ndim == 1 for batch in batches for part in batch[1:])
         assert all(torch.equal(label, number // 7) for _, label, number in batches)
-        assert same(list(again), batches)
+        assert_same(list(again), batches)
         orders.append(numbers(batches))
         assert len(set(orders[-1])) == min(COUNT, sum(sizes))
     assert orders[0] != orders[1] != orders[2] != orders[0]
@@ -119,7 +114,7 @@ def test_every_iteration_begins_at_the_beginning_of_the_epoch_that_set_epoch_nam
     batches = iter(loader)
     loader.batch_sampler.sampler.set_epoch(9)  # as Lightning does it, after iter
     other.set_epoch(9)
-    assert same([next(batches)], [next(iter(other))])
+    assert_same([next(batches)], [next(iter(other))])
     assert loader.epoch == 9
     loader.close()
     other.close()
@@ -147,8 +142,8 @@ def test_resumed_it_yields_what_was_not_seen_bit_for_bit(make, last_batch, epoch
     other.load_state_dict(state)
     assert other.state_dict() == state
     if rest:
-        assert same(list(other), rest)
-    assert same(list(other), following)
+        assert_same(list(other), rest)
+    assert_same(list(other), following)
     other.close()
 
 
@@ -161,7 +156,7 @@ def test_a_loaded_state_of_another_epoch_gives_way_to_set_epoch(make, loader):
     other = make()
     other.load_state_dict(state)
     other.set_epoch(1)
-    assert same(list(other), expected)
+    assert_same(list(other), expected)
     ended = other.state_dict()
     other.load_state_dict(ended)
     other.set_epoch(1)
@@ -194,7 +189,7 @@ def test_other_sizes_are_refused_in_mid_epoch_and_taken_at_its_end(make, loader,
     list(batches)
     other.load_state_dict(loader.state_dict())
     twin.set_epoch(1)
-    assert same(list(other), list(twin))
+    assert_same(list(other), list(twin))
     assert other.epoch == 1
     other.close()
     twin.close()
@@ -229,7 +224,7 @@ def test_copies_build_for_themselves_and_two_iterations_at_once_are_refused(load
     batches = [next(second)]
     with pytest.raises(RuntimeError, match="another one has started"):
         next(first)
-    assert same([next(iter(twin))], batches)
+    assert_same([next(iter(twin))], batches)
     loader.close()
     with pytest.raises(RuntimeError, match="or the loader was closed"):
         next(second)
