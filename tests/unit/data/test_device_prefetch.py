@@ -298,11 +298,3 @@ def test_normalize_touches_images_alone():
     chosen = Normalize(0.0, 1.0, keys=[1])([image, image])
     assert chosen[0] is image
     assert chosen[1].dtype == torch.float32
-
-
-def test_normalize_says_what_does_not_fit():
-    image = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="Normalize has 2 channels and the image 3"):
-        Normalize([0.1, 0.1], [1.0, 1.0])(image)
-    with pytest.raises(KeyError, match="the batch has no \\['x'\\]; it has \\['image'\\]"):
-        Normalize(0.1, 1.0, keys=["x"])({"image": image})

@@ -21,6 +21,7 @@ from lightning_turbo.data import (
 from tests.unit.data.samples import Rows, Stream
 
 ARRAYS = {"train": np.zeros((20, 4)), "test": np.zeros((6, 4))}
+IMAGE = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
 COUNT = "an integer of 1 or more, got"
 
 
@@ -78,6 +79,8 @@ REFUSED = [
     (lambda: Normalize(0.1, 1.0, memory_format="nhwc"), TypeError, "expected a memory format .*, got 'nhwc'"),
     (lambda: Normalize(0.1, 1.0, keys="image"), TypeError, "keys: expected a sequence of names .*, got 'image'"),
     (lambda: Normalize(0.1, 1.0, dtype=torch.int8), TypeError, "expected a floating-point dtype.*, got torch.int8"),
+    (lambda: Normalize([0.1, 0.1], [1.0, 1.0])(IMAGE), ValueError, "Normalize has 2 channels and the image 3"),
+    (lambda: Normalize(0.1, 1.0, keys=["x"])({"image": IMAGE}), KeyError, r"batch has no \['x'\]; it has \['image'\]"),
     # tune_workers.
     (lambda: tune(3), TypeError, "make_loader: expected a function that returns a DataLoader, got 3"),
     (lambda: tune(step=3), TypeError, "step=3: expected a function or None"),
