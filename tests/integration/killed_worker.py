@@ -19,12 +19,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP
 from lightning_turbo.data import prefetcher
 from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
+from tests.unit.data.samples import Rows, seeded
 from tests.versions import unpickling
 
 prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
@@ -96,19 +97,15 @@ class Dying:
         self.file.flush()
 
 
-class Samples(Dataset):
-    def __init__(self, kill):
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(SAMPLES, 6, generator=generator)
-        self.y = torch.randint(0, 3, (SAMPLES,), generator=generator)
-        self.kill = kill
+def samples(kill):
+    generator = seeded()
+    x, y = torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
 
-    def __len__(self):
-        return SAMPLES
+    def load(index):
+        kill.at("prefetch")
+        return x[index], y[index]
 
-    def __getitem__(self, index):
-        self.kill.at("prefetch")
-        return self.x[index], self.y[index]
+    return Rows(SAMPLES, load)
 
 
 class Net(pl.LightningModule):
@@ -182,7 +179,7 @@ def run(level, folder, kills):
         callbacks=[saves, Story(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
         enable_checkpointing=True,
     )  # fmt: skip
-    data = gives(DataLoader(Samples(kill), batch_size=BATCH, shuffle=True), prefetch_batches=2)
+    data = gives(DataLoader(samples(kill), batch_size=BATCH, shuffle=True), prefetch_batches=2)
     trainer.fit(Net(kill), data, ckpt_path="last", **unpickling(True))
 
 

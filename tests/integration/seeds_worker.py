@@ -12,25 +12,23 @@ import monai.data
 import numpy as np
 import torch
 from monai.transforms import Compose, RandFlip, RandGaussianNoise
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.sample_seeds import SeededSampler, seed_samples
 from lightning_turbo.errors import NoEffectWarning
+from tests.unit.data.samples import Rows
 
 SEED, EPOCHS = 11, 2
 
 
-class Augmented(Dataset):
+class Augmented(Rows):
     """Crops by torch, scales by NumPy, shifts by Python, and has noise from MONAI; a row begins with the index."""
 
     def __init__(self, length):
-        self.length = length
+        super().__init__(length)
         self.transform = Compose([RandFlip(0.5, spatial_axis=0), RandGaussianNoise(0.5)])
-
-    def __len__(self):
-        return self.length
 
     def __getitem__(self, index):
         image = torch.arange(16.0).reshape(1, 4, 4) + index

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.datamodules import prefetch
@@ -22,7 +22,7 @@ from lightning_turbo.errors import NoEffectWarning
 from tests.integration.noting import Noting, Numbers, fit, gives
 from tests.leftovers import nothing_is_left
 from tests.trainers import quiet_trainer
-from tests.unit.data.samples import Stream
+from tests.unit.data.samples import Rows, Stream
 from tests.versions import unpickling
 
 pytestmark = [
@@ -223,12 +223,10 @@ def test_auto_workers(capsys):
     nothing_is_left()
 
 
-class Unmeasurable(Dataset):
+class Unmeasurable(Rows):
     def __init__(self, length, pause=0.0, error=None, thing=None):
-        self.length, self.pause, self.error, self.thing = length, pause, error, {"inside": [thing]}
-
-    def __len__(self):
-        return self.length
+        super().__init__(length)
+        self.pause, self.error, self.thing = pause, error, {"inside": [thing]}
 
     def __getitem__(self, index):
         time.sleep(self.pause)
