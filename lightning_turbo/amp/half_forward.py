@@ -46,6 +46,7 @@ _BACKWARD = -1  # in place of an id: a backward pass is under way
 
 _Position = tuple[dict[str, Any], str]  # what holds a tensor, and under which name
 _Swap = tuple[dict[str, Any], str, Any, Tensor | None]  # the same, the tensor, and its half copy
+_Copies = dict[int, tuple[Tensor, Any, Tensor]]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -114,7 +115,7 @@ class HalfForward:
         self._recursions = 0  # calls of the outermost module within its own call
         self._swaps: list[_Swap] = []  # of the call that is under way
         # By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
-        self._copies: dict[int, tuple[Tensor, Any, Tensor]] = {}
+        self._copies: _Copies = {}
         self._called: dict[int, list[_Position]] = {}  # by outermost module, until a call after their backward passes
         self._is_backward_over = False
         self._handles: list[Any] = []
@@ -279,29 +280,27 @@ class HalfForward:
 
     def _swap_in(self, positions: Iterable[_Position]) -> None:
         """Let half copies take the positions of tensors; lists of an LSTM are only to be put back."""
+        # Only the copies that a backward pass will need are kept: what writes to ``weight.data`` between two
+        # evaluations, as the swap for averaged weights, leaves the version as it is.
+        copies = self._copies if torch.is_grad_enabled() else {}
         for holder, name in positions:
             wide = holder.get(name)
             if isinstance(wide, list):
                 self._swaps.append((holder, name, wide, None))
             elif _needs_cast(wide, self.dtype):
-                half = holder[name] = self._copy_of(wide)
+                half = holder[name] = self._copy_of(wide, copies)
                 self._swaps.append((holder, name, wide, half))
 
-    def _copy_of(self, wide: Tensor) -> Tensor:
+    def _copy_of(self, wide: Tensor, copies: _Copies) -> Tensor:
         """Return a half copy; that of a weight is the same until the weight changes or the backward pass is over."""
         if not isinstance(wide, nn.Parameter):
             return wide.detach().to(self.dtype)
         # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
-        state = (
-            0 if wide.is_inference() else wide._version,
-            wide.data_ptr(),
-            wide.requires_grad and torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-        )
-        _, made_of, half = self._copies.get(id(wide), (None, None, None))
+        state = 0 if wide.is_inference() else wide._version, wide.data_ptr(), wide.requires_grad
+        _, made_of, half = copies.get(id(wide), (None, None, None))
         if half is None or made_of != state:
             half = wide.to(self.dtype)
-            self._copies[id(wide)] = wide, state, half
+            copies[id(wide)] = wide, state, half
         return half
 
     def _swap_out(self) -> None:
