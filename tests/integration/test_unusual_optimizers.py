@@ -288,11 +288,17 @@ class Replacing(Regression):
             self.trainer.optimizers = [self.configure_optimizers()]
 
 
+class ReplacingByHand(Replacing, ByHand):
+    def chosen(self, index):
+        return self.optimizers()
+
+
+@pytest.mark.parametrize("kind", [Replacing, ReplacingByHand])
 @pytest.mark.parametrize("by_strategy", [True, False])
 @pytest.mark.parametrize(("level", "dtype"), MIXES)
-def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy):
-    ours = fit(Replacing(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0))
-    assert apart(ours, fit(Replacing(by_strategy)), Replacing()) < 0.06
+def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy, kind):
+    ours = fit(kind(by_strategy), ApexAMP(level, dtype=dtype, max_loss_scale=64.0))
+    assert apart(ours, fit(kind(by_strategy)), kind()) < 0.06
 
 
 class Own(ByHand):

@@ -279,6 +279,14 @@ def test_each_parameter_of_a_pass_has_its_own_delay(level):
         assert torch.equal(weight.grad, torch.full_like(weight, expected))
 
 
+def test_one_window_has_the_scale_of_one_loss():
+    model, optimizer = ready("O1", num_losses=2)
+    for loss_id in (1, 1):
+        backward(model(torch.ones(1, 4)).float().sum(), optimizer, loss_id=loss_id, delay_unscale=True)
+    with pytest.raises(AmpUsageError, match="loss_id=0: expected loss_id=1, whose scaled gradients"):
+        backward(model(torch.ones(1, 4)).float().sum(), optimizer)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("delayed", "when"), [
     (True, "register_hook"),  # before there is a gradient
@@ -470,6 +478,7 @@ def test_gradients_of_other_kinds_are_unscaled(kind, scale):
         optimizer = sgd(model)
         init(model, optimizer, "O1", loss_scale=scaled_by)
         backward(model(torch.tensor([1, 1, 3])), optimizer)
+        backward(model(torch.tensor([3, 4])), optimizer)
         gradients.append([p.grad.to_dense().clone() for p in model.parameters()])
         if scaled_by == "dynamic":
             backward(model(torch.tensor([1, 2])) * INF, optimizer)
