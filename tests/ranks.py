@@ -34,7 +34,7 @@ def run_ranks(worker, *words, ranks=2, timeout=170, **variables):
             said, _ = job.communicate(timeout=timeout)
         finally:
             end(job)
-    assert job.returncode == 0, said[-3000:]
+    assert job.returncode == 0, f"ended with {job.returncode}: {said[-3000:]}"
 
 
 def free_port():
