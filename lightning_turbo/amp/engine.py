@@ -411,6 +411,8 @@ def _add(aside: dict[Tensor, Tensor]) -> None:
     for param, before in aside.items():
         if param.grad is None:
             param.grad = before
+        elif before.is_sparse:  # to which nothing dense can be added
+            param.grad.add_(before)
         else:  # the same tensor as before, as without scaling
             param.grad = before.add_(param.grad)
 

@@ -46,6 +46,7 @@ _BACKWARD = -1  # in place of an id: a backward pass is under way
 
 _Position = tuple[dict[str, Any], str]  # what holds a tensor, and under which name
 _Swap = tuple[dict[str, Any], str, Any, Tensor | None]  # the same, the tensor, and its half copy
+# By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
 _Copies = dict[int, tuple[Tensor, Any, Tensor]]
 
 
@@ -114,8 +115,7 @@ class HalfForward:
         self._outermost = 0
         self._recursions = 0  # calls of the outermost module within its own call
         self._swaps: list[_Swap] = []  # of the call that is under way
-        # By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
-        self._copies: _Copies = {}
+        self._copies: _Copies = {}  # that a backward pass will need
         self._called: dict[int, list[_Position]] = {}  # by outermost module, until a call after their backward passes
         self._is_backward_over = False
         self._handles: list[Any] = []
@@ -280,8 +280,8 @@ class HalfForward:
 
     def _swap_in(self, positions: Iterable[_Position]) -> None:
         """Let half copies take the positions of tensors; lists of an LSTM are only to be put back."""
-        # Only the copies that a backward pass will need are kept: what writes to ``weight.data`` between two
-        # evaluations, as the swap for averaged weights, leaves the version as it is.
+        # None is kept without gradients: what writes to ``weight.data`` between two evaluations, as the swap for
+        # averaged weights, leaves the version as it is.
         copies = self._copies if torch.is_grad_enabled() else {}
         for holder, name in positions:
             wide = holder.get(name)

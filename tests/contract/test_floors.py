@@ -25,7 +25,7 @@ FLOORS = (
     ),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-LINES = 20_207
+LINES = 20_209
 WORST_COMPLEXITY = 12  # of each function and method
 MEAN_COMPLEXITY = 3.2  # of each part
 FILES = sorted(ROOT.rglob("*.py"))

@@ -490,6 +490,20 @@ def test_gradients_of_other_kinds_are_unscaled(kind, scale):
         torch.testing.assert_close(unscaled, plain)
 
 
+@pytest.mark.parametrize("order", [(True, False), (False, True), (True, True)])
+def test_a_window_adds_sparse_and_dense_gradients(order):
+    class Tied(nn.Embedding):
+        def forward(self, sparse):
+            return nn.functional.embedding(torch.tensor([1, 3]), self.weight, sparse=sparse)
+
+    model, optimizer = ready("O1", Tied(10, 4), loss_scale=64.0)
+    for sparse in order:
+        backward(model(sparse).float().sum(), optimizer)
+    expected = torch.zeros(10, 4)
+    expected[[1, 3]] = 2.0
+    assert torch.equal(model.weight.grad.to_dense(), expected)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("batches", [1, 2])
 def test_an_overflow_whose_gradients_are_dropped_skips_no_later_step(level, batches):
