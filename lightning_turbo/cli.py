@@ -187,7 +187,7 @@ def _add_convert(commands: Commands) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.amp.checkpoints import convert_checkpoint
+    from lightning_turbo.amp.convert import convert_checkpoint
 
     new = convert_checkpoint(
         arguments.old, arguments.new, to=arguments.to, prefix=arguments.prefix, trust=arguments.trust

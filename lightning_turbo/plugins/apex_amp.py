@@ -23,7 +23,7 @@ from lightning_turbo._lightning import (
     refuse_as_callback,
 )
 from lightning_turbo.amp import registration
-from lightning_turbo.amp.checkpoints import KNOWN_KEYS, find_scaler_state
+from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
 from lightning_turbo.amp.engine import AmpEngine, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES

@@ -10,7 +10,7 @@ import torch
 
 from lightning_turbo._checks import expect
 from lightning_turbo._lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
-from lightning_turbo.amp.checkpoints import OWN_KEY, find_scaler_state, to_torch_adam
+from lightning_turbo.amp.convert import OWN_KEY, find_scaler_state, to_torch_adam
 
 __all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
 

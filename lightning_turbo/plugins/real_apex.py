@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_turbo._checks import check_choice
 from lightning_turbo._lightning import MisconfigurationException, Precision, check_binding, loaded_checkpoint
-from lightning_turbo.amp.checkpoints import find_scaler_state
+from lightning_turbo.amp.convert import find_scaler_state
 from lightning_turbo.amp.levels import resolve
 from lightning_turbo.errors import AmpUsageError, MissingExtraError
 

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_turbo import AmpCheckpointIO, ApexAMP
-from lightning_turbo.amp.checkpoints import CheckpointError, convert_checkpoint, to_torch_adam
+from lightning_turbo.amp.convert import CheckpointError, convert_checkpoint, to_torch_adam
 from lightning_turbo.cli import main
 from lightning_turbo.errors import TurboWarning
 from tests.trainers import quiet_trainer
