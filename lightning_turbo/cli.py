@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -15,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import lightning_turbo
 from lightning_turbo import _optional
 from lightning_turbo._checks import suggest
-from lightning_turbo.errors import TurboError
+from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = ["main"]
 
@@ -179,9 +180,7 @@ def _add_convert(commands: Commands) -> None:
     parser.add_argument(
         "--to", choices=("apex", "mixed"), default="apex", help="for ApexAMP (default), or for precision='16-mixed'"
     )
-    parser.add_argument(
-        "--prefix", default="", metavar="TEXT", help="plain files: put before the names of weights, as 'model.'"
-    )
+    parser.add_argument("--prefix", metavar="TEXT", help="plain files: put before the names of weights, as 'model.'")
     parser.add_argument("--trust", action="store_true", help="unpickle objects in OLD, which runs the code in it")
     parser.set_defaults(run=_convert)
 
@@ -189,9 +188,15 @@ def _add_convert(commands: Commands) -> None:
 def _convert(arguments: argparse.Namespace) -> int:
     from lightning_turbo.amp.convert import convert_checkpoint
 
-    new = convert_checkpoint(
-        arguments.old, arguments.new, to=arguments.to, prefix=arguments.prefix, trust=arguments.trust
-    )
+    options = {name: getattr(arguments, name) for name in ("to", "prefix", "trust")}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TurboWarning)
+        try:
+            new = convert_checkpoint(arguments.old, arguments.new, **options)
+        except ValueError as error:
+            return _refused(str(error))
+    for warning in caught:
+        print(f"lightning-turbo: warning: {warning.message}", file=sys.stderr)
     print(f"wrote {new}")
     return 0
 

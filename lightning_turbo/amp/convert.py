@@ -54,6 +54,7 @@ _EXPECTED = (
     "expected a checkpoint of Lightning, or {'model', 'optimizer', 'amp'} as in apex's documentation with what "
     "state_dict() returned. Save the parts together."
 )
+_SHOWN = 8  # entries of a file that a message names
 
 
 class CheckpointError(TurboError, ValueError):
@@ -63,13 +64,16 @@ class CheckpointError(TurboError, ValueError):
 def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """Return the scaler state of a checkpoint in apex's format, and the key it was under.
 
+    The known keys come first, because a checkpoint may hold an older state beside its own. Then any other entry counts
+    that looks like the state of a scaler: plain scripts call it ``"amp_state_dict"``, ``"scaler"`` and more.
+
     Args:
         checkpoint: A loaded checkpoint of Lightning or of a plain apex script.
 
     Returns:
         ``({"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, key)``, or ``(None, None)``.
     """
-    for key in KNOWN_KEYS:
+    for key in (*KNOWN_KEYS, *checkpoint):
         state = _read_scalers(checkpoint.get(key))
         if state is not None:
             return state, key
@@ -81,7 +85,9 @@ def _read_scalers(state: Any) -> dict[str, Any] | None:
         return None
     if {"scale", "_growth_tracker"} <= state.keys():  # torch's GradScaler
         return {"loss_scaler0": {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}}
-    return dict(state) if any(str(name).startswith("loss_scaler") for name in state) else None
+    # The state of apex's FP16_Optimizer has a "loss_scaler" too, which is an object.
+    scalers = [value for name, value in state.items() if str(name).startswith("loss_scaler")]
+    return dict(state) if any(isinstance(value, Mapping) and "loss_scale" in value for value in scalers) else None
 
 
 def to_torch_adam(optimizer: Any) -> Any:
@@ -122,7 +128,7 @@ def convert_checkpoint(
     new: str | os.PathLike[str],
     *,
     to: str = "apex",
-    prefix: str = "",
+    prefix: str | None = None,
     trust: bool = False,
 ) -> Path:
     """Turn an old checkpoint into one that Lightning 2 loads, with the loss scale that it holds.
@@ -136,7 +142,8 @@ def convert_checkpoint(
         new: The file to write; must not exist.
         to: ``"apex"`` for ``Trainer(plugins=[ApexAMP(...)])``, ``"mixed"`` for ``Trainer(precision="16-mixed")``.
         prefix: For plain files: what the LightningModule puts before the names of the weights, as ``"model."``
-            for a network in ``self.model``. ``"module."`` from DistributedDataParallel is dropped.
+            for a network in ``self.model``, ``""`` for nothing. ``None`` puts nothing there, and warns how the names
+            begin. ``"module."`` from DistributedDataParallel is dropped.
         trust: Unpickle whatever the file holds, which runs any code in it. Needed for Lightning 1.x files with
             objects in them. These stay in the new file, which then needs ``weights_only=False`` to load.
 
@@ -146,23 +153,25 @@ def convert_checkpoint(
     Raises:
         CheckpointError: If the file is broken, holds objects and is not trusted, or lacks a part.
         OSError: If ``old`` cannot be read, or ``new`` exists or cannot be written.
-        ValueError: If ``to`` is not accepted.
+        ValueError: If ``to`` is neither of the two, or ``prefix`` does not end with a dot.
 
     Warns:
         TurboWarning: For entries that are left out because Lightning has no place for them, for a file without scaler
-            state, and for scalers beyond the one that ``"16-mixed"`` has.
+            state, for a plain file without the state of a schedule or a count of steps, which then start from 0, and
+            for scalers beyond the one that ``"16-mixed"`` has.
     """
     expect(to in ("apex", "mixed"), "to", to, "'apex' (ApexAMP) or 'mixed' (precision='16-mixed')")
+    expect(not prefix or prefix.endswith("."), "prefix", prefix, "a name that ends with a dot, as 'model.'")
     old, new = Path(old), Path(new)
     if new.exists():
         raise FileExistsError(f"{str(new)!r} exists: expected a path that is free. Name another file.")
     checkpoint = _read(old, trust)
+    state, key = find_scaler_state(checkpoint)
     if {_LIGHTNING, "state_dict"} <= checkpoint.keys():
         result = _from_lightning(checkpoint)
+        result.pop(str(key), None)
     else:
-        result = _from_plain(old, checkpoint, prefix)
-    state, key = find_scaler_state(checkpoint)
-    result.pop(str(key), None)
+        result = _from_plain(old, checkpoint, prefix, scaler_key=key)
     if state is None:
         _warn(f"{str(old)!r} holds no state of a loss scaler: a dynamic scale starts from the beginning.")
     elif to == "apex":
@@ -203,33 +212,68 @@ def _from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _find_parts(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _find_parts(path: Path, checkpoint: dict[str, Any], scaler_key: str | None) -> dict[str, Any]:
     """Return the parts of a plain script's file, ``None`` where there is none; warn of what is left out."""
-    given = {name: value for name, value in checkpoint.items() if value is not None and name != "amp"}
+    scalers = ("amp", scaler_key)
+    given = {name: value for name, value in checkpoint.items() if value is not None and name not in scalers}
     taken = {part: next((name for name in names if name in given), "") for part, names in _PLAIN_NAMES.items()}
     parts = {part: given.get(name) for part, name in taken.items()}
     if not isinstance(parts["model"], Mapping) or parts["optimizer"] is None:
-        raise CheckpointError(f"{str(path)!r} has {sorted(map(str, checkpoint))}: {_EXPECTED}")
+        raise CheckpointError(f"{str(path)!r} {_describe(checkpoint)}: {_EXPECTED}")
     left = sorted(map(str, given.keys() - set(taken.values())))
     if left:
         _warn(f"Left out, because Lightning has no entry for them: {', '.join(left)}.")
     return parts
 
 
-def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _describe(checkpoint: Mapping[str, Any]) -> str:
+    """Return in words what a file holds that is not a checkpoint."""
+    names = sorted(map(str, checkpoint))
+    if names and all(isinstance(value, Tensor) for value in checkpoint.values()):
+        return f"holds the weights of a network alone ({len(names)} tensors, as {names[0]!r}), for load_state_dict"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"has {names[:_SHOWN]}{more}"
+
+
+def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str | None, scaler_key: str | None) -> dict[str, Any]:
     """Return what Lightning 2 would have saved in place of a plain script's file."""
-    parts = _find_parts(path, checkpoint)
+    parts = _find_parts(path, checkpoint, scaler_key)
     epoch, step = (_count_in(path, part, parts[part]) for part in ("epoch", "step"))
+    weights = _float_state(parts["model"], _wrapper(parts["model"]), prefix or "")
+    if prefix is None:
+        _warn_of_names(weights)
+    _warn_of_zeros(path, epoch, step, parts["lr_scheduler"])
     return {
         _LIGHTNING: "2.0.0",
         "epoch": epoch,
         "global_step": step,
         "loops": {"fit_loop": _progress(epoch, step)},
-        "state_dict": _float_state(parts["model"], _wrapper(parts["model"]), prefix),
+        "state_dict": weights,
         "optimizer_states": [to_torch_adam(state) for state in _as_list(parts["optimizer"])],
         "lr_schedulers": _as_list(parts["lr_scheduler"]),
         "callbacks": {},
     }
+
+
+def _warn_of_names(weights: Mapping[str, Any]) -> None:
+    begin = list(dict.fromkeys(name.partition(".")[0] for name in weights))
+    more = f" and {len(begin) - _SHOWN} more" if len(begin) > _SHOWN else ""
+    _warn(
+        f"The names of weights begin with {', '.join(begin[:_SHOWN])}{more}. A LightningModule that holds the network "
+        "in self.model needs prefix='model.' (--prefix model.); prefix='' says that the names are right."
+    )
+
+
+def _warn_of_zeros(path: Path, epoch: int, step: int, schedule: Any) -> None:
+    """Warn of what starts from 0 although the run goes on: a plain file does not say how many steps an epoch had."""
+    absent = ["state of a schedule"] * (schedule is None) + ["count of steps"] * (step == 0)
+    if (epoch or step) and absent:
+        names = ["schedules"] * (schedule is None) + ["global_step"] * (step == 0)
+        goes_on = f"epoch {epoch}" if epoch else f"step {step}"
+        _warn(
+            f"{str(path)!r} holds no {' and no '.join(absent)}: {' and '.join(names)} will start from 0 at {goes_on}. "
+            "In on_train_start, self.lr_schedulers().last_epoch = self.current_epoch sets a schedule of epochs."
+        )
 
 
 def _count_in(path: Path, part: str, value: Any) -> int:

@@ -1,6 +1,7 @@
 """Checkpoints of plain apex, of Lightning 1.x and of Lightning 2's own AMP continue under ApexAMP, and the reverse."""
 
 import copy
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -139,7 +140,7 @@ def plain_parts(**extra):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_converted_apex_file_continues_in_lightning(level, tmp_path):
-    parts = plain_parts(epoch=2, global_step=40)
+    parts = plain_parts(epoch=2, global_step=40, lr_scheduler={})
     torch.save(parts, tmp_path / "old.pt")
     before = (tmp_path / "old.pt").read_bytes()
     new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="model.")
@@ -203,6 +204,9 @@ def test_a_lightning_1_file_with_objects_needs_trust(trained, tmp_path, monkeypa
     ({"model": {}, "amp": APEX}, r"has \['amp', 'model'\]: expected a checkpoint of Lightning, or \{'model', 'opt"),
     ({"model": 3, "optimizer": {}}, r"has \['model', 'optimizer'\]: expected .* with what state_dict\(\) returned"),
     ({"weights": 1}, r"has \['weights'\]: expected"),
+    ({f"layer{i}.weight": torch.ones(1) for i in range(120)},
+     r"holds the weights of a network alone \(120 tensors, as 'layer0.weight'\), for load_state_dict: expected"),
+    ({f"part{i}": i for i in range(120)}, r"has \['part0', .*'part104'\] and 112 more: expected a checkpoint of Light"),
     ({"model": {}, "optimizer": {}, "epoch": "last"}, r"has epoch='last': expected a number. Leave the entry out"),
     ([1, 2], r"holds a list: expected a checkpoint"),
     (b"not a checkpoint at all", r"cannot be read as a checkpoint.*Expected a whole file"),
@@ -237,7 +241,7 @@ def test_nothing_is_overwritten_and_paths_are_named(trained, tmp_path):
 @pytest.mark.parametrize("to", ["apex", "mixed"])
 @pytest.mark.parametrize("amp", [{}, {"amp": None}, {"amp": {}}], ids=["absent", "None", "empty"])
 def test_a_file_without_scaler_state_is_converted_without(amp, to, tmp_path):
-    parts = plain_parts(epoch=2)
+    parts = plain_parts(epoch=2, step=4, scheduler={})
     del parts["amp"]
     torch.save({**parts, **amp}, tmp_path / "old.pt")
     with pytest.warns(TurboWarning, match="holds no state of a loss scaler: a dynamic scale starts from the beginning"):
@@ -248,15 +252,99 @@ def test_a_file_without_scaler_state_is_converted_without(amp, to, tmp_path):
 
 def test_what_has_no_entry_is_named_in_one_warning(tmp_path):
     more = {"best_prec1": torch.tensor(12.0), "state_dict_ema": {}, "master params": [torch.ones(2)]}
-    parts = plain_parts(epoch="2", step=None, ema_state_dict=None, lr_scheduler=None, scheduler={"last_epoch": 3})
+    parts = plain_parts(epoch="2", step=9, ema_state_dict=None, lr_scheduler=None, scheduler={"last_epoch": 3})
     scalers = {**APEX, "loss_scaler1": APEX["loss_scaler0"]}
     torch.save({**parts, **more, "amp": scalers}, tmp_path / "old.pt")
     with pytest.warns(TurboWarning) as caught:
-        new = load(convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", to="mixed"))
+        new = load(convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", to="mixed", prefix=""))
     left, scaler = (str(warning.message) for warning in caught)
     assert left.endswith("has no entry for them: best_prec1, master params, state_dict_ema.")
     assert scaler == "precision='16-mixed' has one loss scaler; left out: ['loss_scaler1']."
-    assert (new["epoch"], new["global_step"], new["lr_schedulers"]) == (2, 0, [{"last_epoch": 3}])
+    assert (new["epoch"], new["global_step"], new["lr_schedulers"]) == (2, 9, [{"last_epoch": 3}])
+
+
+@pytest.mark.parametrize("style", ["{}", "{}_state_dict"])
+@pytest.mark.parametrize(("name", "scaler"), [
+    ("amp", APEX), ("apex", {**APEX, "loss_scaler1": APEX["loss_scaler0"]}), ("scaler", TORCH), ("amp_scaler", TORCH),
+])  # fmt: skip
+def test_the_scale_is_found_under_whatever_name_a_plain_script_gave_it(name, scaler, style, tmp_path):
+    parts = plain_parts()
+    del parts["amp"]
+    torch.save({style.format(key): value for key, value in (parts | {name: scaler}).items()}, tmp_path / "old.pt")
+    new = load(convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix=""))  # warnings are errors
+    assert new["ApexAMP"] == (APEX if scaler is TORCH else scaler)
+
+
+def test_the_state_of_fp16_optimizer_is_not_taken_for_one_of_a_scaler(tmp_path):
+    parts = plain_parts()
+    around = {"loss_scaler": Hparams(), "optimizer_state_dict": parts["optimizer"], "fp32_from_fp16": []}
+    torch.save({"model": parts["model"], "optimizer": around}, tmp_path / "old.pt")
+    with pytest.warns(TurboWarning, match="holds no state of a loss scaler"):
+        new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="", trust=True)
+    assert load(new)["optimizer_states"][0]["param_groups"] == parts["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize(("network", "begin"), [
+    (nn.Sequential(nn.Linear(2, 2)), "begin with 0. A LightningModule"),
+    (nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}), "begin with 0, 1. A LightningModule"),
+    (nn.Sequential(*(nn.Linear(1, 1) for _ in range(11))), "begin with 0, 1, 2, 3, 4, 5, 6, 7 and 3 more. A"),
+])  # fmt: skip
+def test_without_a_prefix_a_warning_says_how_the_names_begin(network, begin, tmp_path):
+    torch.save({"model": network.state_dict(), "optimizer": {}, "amp": APEX}, tmp_path / "old.pt")
+    with pytest.warns(TurboWarning, match=begin + r".* needs prefix='model\.' \(--prefix model\.\)"):
+        new = load(convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt"))
+    assert all(name[0].isdigit() for name in new["state_dict"])
+    with pytest.raises(ValueError, match=r"prefix: expected a name that ends with a dot, as 'model.', got 'model'"):
+        convert_checkpoint(tmp_path / "old.pt", tmp_path / "other.ckpt", prefix="model")
+
+
+@pytest.mark.parametrize(("places", "message"), [
+    ({"epoch": 3}, "no state of a schedule and no count of steps: schedules and global_step will start from 0 at ep"),
+    ({"epoch": 3, "step": 30}, "holds no state of a schedule: schedules will start from 0 at epoch 3."),
+    ({"epoch": 3, "scheduler": {}}, "holds no count of steps: global_step will start from 0 at epoch 3."),
+    ({"step": 30}, "holds no state of a schedule: schedules will start from 0 at step 30."),
+    ({}, ""),
+])  # fmt: skip
+def test_what_starts_from_0_in_a_run_that_goes_on_is_told(places, message, tmp_path):
+    torch.save(plain_parts(**places), tmp_path / "old.pt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="model.")
+    assert len(caught) == bool(message)
+    assert all(message in str(warning.message) for warning in caught)
+
+
+class Stepping(Net):
+    """Takes up its schedule as the warning and the migration guide say."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.rates = way, []
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer if self.way == "function" else ([optimizer], [schedule])
+
+    def on_train_start(self):
+        if self.way == "schedule":
+            self.lr_schedulers().last_epoch = self.current_epoch
+
+    def on_train_epoch_start(self):
+        if self.way == "function":
+            for group in self.optimizers().param_groups:
+                group["lr"] = 0.01 * 0.1 ** (self.current_epoch // 2)
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("way", ["function", "schedule"])
+def test_a_schedule_goes_on_at_the_epoch_of_a_converted_file_as_the_guide_says(way, tmp_path):
+    parts = plain_parts(epoch=3, step=6)
+    parts["optimizer"]["param_groups"][0]["lr"] = 1e-3
+    torch.save(parts, tmp_path / "old.pt")
+    with pytest.warns(TurboWarning, match="schedules will start from 0 at epoch 3"):
+        new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="model.")
+    assert fit(plugin(), epochs=6, ckpt_path=new, net=Stepping(way)).rates == pytest.approx([1e-3, 1e-4, 1e-4])
 
 
 def adam_after(steps, weight_decay):
@@ -315,7 +403,8 @@ def test_a_run_with_fusedadam_continues_in_a_trainer(level, source, trained, tmp
     model, _, apex = adam_after(3, 0.0)
     old, plugins = tmp_path / "old.pt", [plugin(level)]
     if source == "converted":
-        torch.save({"model": model.state_dict(), "optimizer": apex, "amp": APEX, "epoch": 1}, old)
+        places = {"epoch": 1, "step": 3, "scheduler": {}}
+        torch.save({"model": model.state_dict(), "optimizer": apex, "amp": APEX, **places}, old)
         old = convert_checkpoint(old, tmp_path / "new.ckpt", prefix="model.")
     else:
         rewrite(trained, old, optimizer_states=[apex], amp_scaling_state=APEX, **OLD)
@@ -330,6 +419,12 @@ def test_the_command(tmp_path, capsys):
     torch.save(plain_parts(), tmp_path / "old.pt")
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/new.ckpt", "--prefix", "model."]) == 0
     assert "new.ckpt" in capsys.readouterr().out
+    assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/bare.ckpt"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("lightning-turbo: warning: The names of weights begin with 0, 2. A LightningModule")
+    assert said.err.count("\n") == 1, "no line of the source below it"
+    assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/n", "--prefix", "model"]) == 2
+    assert "prefix: expected a name that ends with a dot" in capsys.readouterr().err
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/new.ckpt"]) == 2
     assert "exists: expected a path that is free" in capsys.readouterr().err
     (tmp_path / "broken").write_bytes(b"x")
