@@ -116,9 +116,10 @@ def _add_doctor(commands: Commands) -> None:
         examples=("--json", "train.py -- --max_epochs 1"),
         help="check this machine, or find out what slows a training script",
         description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
-        "fails. With a script: run it with a Doctor in each of its Trainers, and write doctor.html and "
-        "doctor.json; the exit status is the script's own, or 1 if that is 0 and a report could not be written.",
-        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] "
+        "fails. With a script: run it with a Doctor in each of its Trainers until one has looked at its steps, and "
+        "write doctor.html and doctor.json; the exit status is that of a script which ends earlier, and 1 if a "
+        "report could not be written.",
+        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] "
         "[-m] SCRIPT [-- ARGUMENT ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
@@ -127,6 +128,9 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument("--warmup", type=int, metavar="N", help="steps before the first look (default: 3)")
     parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
     parser.add_argument("--watched", type=int, metavar="N", help="steps to watch from inside (default: 4)")
+    parser.add_argument(
+        "--keep-going", action="store_true", default=None, help="let the script run to its own end after the report"
+    )
     parser.add_argument(
         "-m", dest="module", action="store_true", default=None, help="SCRIPT is a module, as in python -m"
     )
@@ -143,11 +147,11 @@ class _Removed(argparse.Action):
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    names = ("module", "out", "warmup", "timed", "watched")
+    names = ("module", "out", "warmup", "timed", "watched", "keep_going")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.script is None:
         if given:
-            options = ", ".join(f"--{name}" for name in given)
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             return _refused(
                 f"{options}: expected a script to run as well, got none. Add SCRIPT, or leave out {options}."
             )

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from lightning_turbo._checks import check_switches
 from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
 from lightning_turbo.doctor.facts import check_steps
 from lightning_turbo.doctor.report import Report, as_text
@@ -29,13 +30,17 @@ class Doctor(Callback):
             steps, or 0 to time only.
         html: A file for the report as a page with a picture of the mean step; ``None`` writes none.
         json: A file for the report as JSON; ``None`` writes none.
+        stop: Whether to end the program with ``sys.exit(0)`` once the report is complete, before the run's end. With
+            several ranks the run goes on, because the other ranks would wait for this one.
 
     Attributes:
         report: The report; ``None`` until it is made.
+        stopped: Whether it ended the program.
         superseded: Whether it left because the Trainer has an earlier doctor.
 
     Raises:
-        TypeError: If a count of steps is not an integer, ``html`` or ``json`` is not a path, or ``fix`` is passed.
+        TypeError: If a count of steps is not an integer, ``html`` or ``json`` is not a path, ``stop`` is not a bool,
+            or ``fix`` is passed.
         ValueError: If a count of steps is too small.
 
     Warns:
@@ -62,6 +67,7 @@ class Doctor(Callback):
         watched: int = 4,
         html: str | os.PathLike[str] | None = None,
         json: str | os.PathLike[str] | None = None,
+        stop: bool = False,
         **removed: Any,
     ) -> None:
         check_binding("Doctor")
@@ -73,10 +79,11 @@ class Doctor(Callback):
         for name, path in (("html", html), ("json", json)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise TypeError(f"Doctor({name}={path!r}): expected the path of the file to write, or None for none.")
+        check_switches(stop=stop)
         self.steps = warmup, timed, watched
-        self.html, self.json = html, json
+        self.html, self.json, self.stop = html, json, stop
         self.report: Report | None = None
-        self.superseded = False
+        self.stopped = self.superseded = False
         self._session: Session | None = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -87,7 +94,7 @@ class Doctor(Callback):
         else:
             others = [each for each in trainer.callbacks if each is not self]
             self._session = Session(
-                self.steps, trainer, pl_module, others, sys._getframe(1), lambda: self._finish(trainer)
+                self.steps, trainer, pl_module, others, sys._getframe(1), lambda: self._complete(trainer)
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -114,6 +121,13 @@ class Doctor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop watching, report what was seen, and let the exception pass."""
         self._finish(trainer, interrupted=type(exception).__name__)
+
+    def _complete(self, trainer: Any) -> None:
+        """Report, as all steps are over, and end the program if it was asked for."""
+        self._finish(trainer)
+        if self.stop and trainer.world_size == 1:
+            self.stopped = True
+            sys.exit(0)  # The Trainer tears down, and nothing of the script behind fit runs.
 
     def _leave(self, trainer: Any) -> None:
         """Take this callback out of the Trainer; the list under iteration is left as it is."""

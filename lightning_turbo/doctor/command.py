@@ -25,20 +25,22 @@ def examine(
     *,
     module: bool = False,
     out: str | Path = "runs/doctor",
+    keep_going: bool = False,
     **steps: int,
 ) -> int:
-    """Run a script or a package with a ``Doctor`` in each Trainer that it makes.
+    """Run a script or a package with a ``Doctor`` in each Trainer that it makes, until the first report is complete.
 
     Args:
         program: The script; with ``module`` the name of a module or package, as after ``python -m``.
         argv: Its arguments.
         module: Whether ``program`` is the name of a module.
         out: The folder for ``doctor.html`` and ``doctor.json``; made if absent.
+        keep_going: Whether the program goes on to its own end, as it does with several ranks anyway.
         steps: ``warmup``, ``timed`` and ``watched`` as for ``Doctor``.
 
     Returns:
-        The program's own exit status: 1 after an exception, whose traceback is printed, 130 after Ctrl-C. In place of
-        0, 1 if a report could not be written.
+        0 if it was ended after a report, else the program's own exit status: 1 after an exception, whose traceback is
+        printed, 130 after Ctrl-C. In place of 0, 1 if a report could not be written.
 
     Raises:
         TurboError: If there is no such script, or ``out`` cannot be a folder that reports are written to.
@@ -50,7 +52,8 @@ def examine(
         from lightning_turbo.doctor.callback import Doctor  # not before the script has chosen its copy of Lightning
 
         name = "doctor" if not made else f"doctor-{len(made) + 1}"
-        made.append(Doctor(**steps, html=folder / f"{name}.html", json=folder / f"{name}.json"))
+        files = {suffix: folder / f"{name}.{suffix}" for suffix in ("html", "json")}
+        made.append(Doctor(**steps, **files, stop=not keep_going))
         return made[-1:]
 
     check_steps(**steps)
@@ -62,8 +65,9 @@ def examine(
     written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "html")]
     missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
     failure = [f"a report could not be written to {folder}; the warning above says why."] * missing
+    stopped = [f"{Path(program).name} was ended after the report; --keep-going lets it run to its own end."]
     nothing = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
-    for line in [*written, *failure] or [nothing]:
+    for line in [*written, *failure, *stopped * any(each.stopped for each in made)] or [nothing]:
         sys.stderr.write(f"lightning-turbo doctor: {line}\n")
     return run.status or int(missing)
 

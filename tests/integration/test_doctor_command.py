@@ -1,6 +1,7 @@
 """``lightning-turbo doctor``: a script is examined as it is, and ends as it would have."""
 
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -60,9 +61,18 @@ def arguments(tmp_path, *own, options=(), **places):
     return ["doctor", "--warmup", "1", "--timed", "2", "--watched", "3", *options, str(script), "--", *own]
 
 
-def test_a_script_is_examined(tmp_path, capsys):
-    assert cli.main(arguments(tmp_path, "--lr", "1", options=["--out", "here"])) == 0
+KEEP = ["--keep-going"]
+
+
+def test_a_script_is_examined_and_ended_after_the_report(tmp_path, capsys):
+    status = cli.main(arguments(
+        tmp_path, "--lr", "1", options=["--out", "here"], step="print('step', batch_idx)", after="print('behind fit')",
+    ))  # fmt: skip
+    assert status == 0
     told = capsys.readouterr()
+    assert re.findall(r"step (\d+)", told.out) == ["0", "1", "2", "3", "4", "5"], "those that it looks at, and no more"
+    assert "behind fit" not in told.out
+    assert "train.py was ended after the report; --keep-going lets it run to its own end" in told.err
     assert "arguments ['--lr', '1']" in told.out
     assert f"train.py:{LINE}" in told.out
     assert "report in here/doctor.html" in told.err
@@ -113,7 +123,7 @@ FAIL, STOP = "raise ValueError('own')", "os.kill(os.getpid(), signal.SIGINT)"
 ])  # fmt: skip
 def test_a_script_keeps_its_end_and_status(places, status, said, error, tmp_path, capsys, interrupts):
     before = sys.argv, list(sys.path)
-    assert cli.main(arguments(tmp_path, **places)) == status
+    assert cli.main(arguments(tmp_path, options=KEEP, **places)) == status
     assert (sys.argv, sys.path) == before
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
     told = capsys.readouterr()
@@ -130,7 +140,7 @@ def test_a_script_keeps_its_end_and_status(places, status, said, error, tmp_path
 @pytest.mark.parametrize("after", ["", "os.rmdir(os.getcwd())"], ids=["kept", "removed"])
 def test_the_report_is_where_the_reader_is_though_the_script_goes_elsewhere(after, tmp_path, capsys):
     (tmp_path / "work").mkdir()
-    assert cli.main(arguments(tmp_path, before=f"os.chdir({str(tmp_path / 'work')!r})", after=after)) == 0
+    assert cli.main(arguments(tmp_path, options=KEEP, before=f"os.chdir({str(tmp_path / 'work')!r})", after=after)) == 0
     assert REPORT in capsys.readouterr().err
     assert (tmp_path / "runs" / "doctor" / "doctor.html").is_file()
 
@@ -151,7 +161,7 @@ def test_each_trainer_of_a_script_has_a_report_of_its_own_in_place_of_old_ones(t
     for name in ("doctor-3.json", "doctor_notes.html", "doctor.py"):
         (folder / name).write_text("")
     again = "Trainer(**{**settings, 'max_epochs': 2}).fit(Model(), loader)"
-    assert cli.main(arguments(tmp_path, after=again)) == 0
+    assert cli.main(arguments(tmp_path, options=KEEP, after=again)) == 0
     assert capsys.readouterr().out.count("0 errors, 1 warning") == 2
     assert [json.loads((folder / f"{name}.json").read_text())["watched"] for name in ("doctor", "doctor-2")] == [3, 3]
     reports = {f"{name}.{suffix}" for name in ("doctor", "doctor-2") for suffix in ("html", "json")}
@@ -164,10 +174,21 @@ def test_a_package_is_examined_as_by_python_m(tmp_path, capsys, monkeypatch):
     (tmp_path / "own" / "__main__.py").write_text(source(after="print(__package__, sys.argv)"))
     monkeypatch.setitem(sys.modules, "own", None)
     monkeypatch.delitem(sys.modules, "own")
-    assert cli.main(["doctor", "--warmup", "1", "--timed", "2", "-m", "own", "--", "--lr", "1"]) == 0
+    assert cli.main(["doctor", "--warmup", "1", "--timed", "2", *KEEP, "-m", "own", "--", "--lr", "1"]) == 0
     told = capsys.readouterr().out
     assert f"own ['{tmp_path / 'own' / '__main__.py'}', '--lr', '1']" in told
     assert f"own/__main__.py:{LINE}" in told
+
+
+def test_a_run_that_is_too_short_for_a_report_goes_on_to_the_next(tmp_path, capsys):
+    later = "Trainer(**settings).fit(Model(), loader); print('behind fit')"
+    short = "Trainer(**{**settings, 'max_steps': 4}).fit(Model(), loader)"
+    assert cli.main(arguments(tmp_path, before=short, after=later)) == 0
+    reports = [
+        json.loads((tmp_path / "runs" / "doctor" / f"{name}.json").read_text()) for name in ("doctor", "doctor-2")
+    ]
+    assert ["ended after 4 of the 6 steps" in each["short"] for each in reports] == [True, False]
+    assert "behind fit" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["file", "file/within", "holds_a_folder"])
@@ -201,6 +222,7 @@ def test_a_full_disk_leaves_no_half_report_and_no_status_of_success(tmp_path, ca
     (["--json", "x.py"], "--json"),
     (["-m"], "--module: expected a script to run as well, got none. Add SCRIPT, or leave out --module."),
     (["--watched", "4", "--out", "here"], "--out, --watched: expected a script to run as well, got none."),
+    (["--keep-going"], "--keep-going: expected a script to run as well, got none."),
     (["--fix", "x.py"], "--fix was removed; leave it out, and make the changes that the report lists"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(words, said, tmp_path, capsys):
