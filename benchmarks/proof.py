@@ -16,7 +16,7 @@ import math
 import tempfile
 from pathlib import Path
 
-from lightning_turbo.measure import Interrupt, Progress, console_for, print_table
+from lightning_turbo.measure import Interrupt, Progress, print_lines, print_table
 from lightning_turbo.tune.candidates import Candidate, list_candidates, select, why_not
 from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
@@ -83,19 +83,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4, help="of each combination (default: 4)")
     parser.add_argument("--only", nargs="+", choices=sorted(FEW), default=sorted(FEW), help="scripts of exhaustive")
     asked = parser.parse_args()
-    console = console_for()
     with tempfile.TemporaryDirectory() as folder:
         if asked.what == "nothing":
             found = [tune("nothing", (), asked.minutes, Path(folder))[0] for _ in range(asked.runs)]
             lines = [[str(n), str(each.chosen), each.verdict] for n, each in enumerate(found, 1)]
-            print_table(console, "nothing.py", ["run", "chosen", "note"], lines)
+            print_table("nothing.py", ["run", "chosen", "note"], lines)
             return int(any(each.chosen != DEFAULT for each in found))
         rows = []
         for name in asked.only:
             rows.append(search_exhaustively(name, asked.minutes, asked.processes, Path(folder)))
-            console.print("  ".join(rows[-1][0]))  # what is known is not lost
+            print_lines("  ".join(rows[-1][0]))  # what is known is not lost
     columns = ["script", "chosen", "time / default", "best", "its time / default", "note"]
-    print_table(console, "Chosen, and the best of all combinations", columns, [line for line, _ in rows])
+    print_table("Chosen, and the best of all combinations", columns, [line for line, _ in rows])
     return 0 if all(good for _, good in rows) else 1
 
 

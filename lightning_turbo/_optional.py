@@ -7,18 +7,16 @@ from importlib import metadata
 
 from lightning_turbo.errors import MissingExtraError
 
-__all__ = ["EXTRAS", "installed", "installed_version", "require"]
+__all__ = ["EXTRAS", "how_to_install", "installed", "installed_version", "require"]
 
 # Import name -> (distributions that provide it, the extra of lightning-turbo that installs one of them).
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "PIL": (("pillow",), "dev"),
-    "jsonargparse": (("jsonargparse",), "dev"),
-    "matplotlib": (("matplotlib",), "demo"),
-    "nibabel": (("nibabel",), "nifti"),
+    "PIL": (("pillow",), "pack"),
+    "matplotlib": (("matplotlib",), "pictures"),
+    "nibabel": (("nibabel",), "pack"),
     "nilearn": (("nilearn",), "demo"),
     "nvidia.dali": (("nvidia-dali-cuda120", "nvidia-dali-cuda130"), "dali"),
     "pytorch_optimizer": (("pytorch_optimizer",), "optim"),
-    "rich": (("rich",), "demo"),
     "sklearn": (("scikit-learn",), "demo"),
 }
 
@@ -44,6 +42,15 @@ def installed(module: str) -> bool:
     return known and importlib.util.find_spec(module) is not None
 
 
+def how_to_install(module: str) -> str:
+    """Return the command that installs an optional package.
+
+    Args:
+        module: An import name, one of the keys of ``EXTRAS``.
+    """
+    return f"pip install 'lightning-turbo[{EXTRAS[module][1]}]'"
+
+
 def require(module: str, needed_by: str) -> None:
     """Raise an error that names the extra if an optional package is not installed.
 
@@ -56,9 +63,9 @@ def require(module: str, needed_by: str) -> None:
     """
     if installed(module):
         return
-    distributions, extra = EXTRAS[module]
+    distributions, _ = EXTRAS[module]
     raise MissingExtraError(
         f"{needed_by} needs the package {' or '.join(distributions)}, which is not installed. "
-        f"Install it with: pip install 'lightning-turbo[{extra}]'",
+        f"Install it with: {how_to_install(module)}",
         name=module,
     )

@@ -85,8 +85,8 @@ def _add_demo(commands: Commands) -> None:
         examples=("--levels O1,O2 --epochs 3", "--tune-seconds 60 --out runs/mine"),
         help="train a small network at O0, O1, O2 and O3, and another one with what tune finds",
         description="Train a small network on digits at each level of apex; then tune a script that trains on volumes "
-        "in compressed files, and train it with and without what helped. Writes results.json, demo.png and tune/. "
-        "The exit status is 1 if a level stays below the accuracy it has to reach.",
+        "in compressed files, and train it with and without what helped. Writes results.json, tune/ and, with "
+        "matplotlib, demo.png. The exit status is 1 if a level stays below the accuracy it has to reach.",
     )
     add = parser.add_argument
     add("--levels", type=_names, default=("O0", "O1", "O2", "O3"), metavar="O0,O1,...", help="default: all four")
@@ -103,7 +103,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     names = ("levels", "epochs", "device", "seed", "tune_seconds", "out")
     settings = DemoSettings(**{name: getattr(arguments, name) for name in names})
-    for module in ("matplotlib", "nilearn", "rich", "sklearn"):
+    for module in ("nilearn", "sklearn"):  # the data comes with them
         _optional.require(module, "lightning-turbo demo")
     from lightning_turbo.demo.run import run_demo
 
@@ -281,8 +281,8 @@ def _add_tune(commands: Commands) -> None:
         examples=("--minutes 5 train.py --max_epochs 1", "--only 'workers-*',fused -m package fit"),
         help="find by measurement what makes a training script faster, and write the settings down",
         description="Run a script in fresh processes for some steps of fit, with one setting after the other and then "
-        "with what helps together. The script is not edited. Writes tune.json, turbo.yaml for LightningCLI, turbo.py, "
-        "and tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
+        "with what helps together. The script is not edited. Writes tune.json, turbo.yaml for LightningCLI, turbo.py "
+        "and, with matplotlib, tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
         usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...]",
     )
     add = parser.add_argument

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_turbo.demo.history import RunHistory
 from lightning_turbo.measure import print_table
@@ -57,14 +57,14 @@ def compare_volumes(rows: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any
     }
 
 
-def print_results(console: Any, results: Mapping[str, Any]) -> None:
+def print_results(results: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """Print a table of the levels, and one of the volumes if there is one."""
     title = f"Digits. Accuracy has to reach {FLOOR}. Memory: weights, gradients, state."
-    print_table(console, title, HEADS, [_cells(name, row) for name, row in results["levels"].items()])
+    print_table(title, HEADS, [_cells(name, row) for name, row in results["levels"].items()], stream)
     if volumes := results["volumes"]:
         notes = {"stock": "Lightning as it is", "tuned": " + ".join(volumes["settings"]) or "nothing helps here"}
         lines = [[*_cells(name, row)[:5], notes[name]] for name, row in volumes["rows"].items()]
-        print_table(console, f"Volumes from compressed files: {volumes['headline']}.", [*HEADS[:5], "note"], lines)
+        print_table(f"Volumes from compressed files: {volumes['headline']}.", [*HEADS[:5], "note"], lines, stream)
 
 
 def _cells(name: str, row: Mapping[str, Any]) -> list[str]:

@@ -9,13 +9,13 @@ import math
 import runpy
 import shutil
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from rich.console import Console
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_turbo._checks import expect
@@ -28,7 +28,7 @@ from lightning_turbo.demo.model import DemoNet
 from lightning_turbo.demo.report import FLOOR, compare_volumes, make_row, print_results
 from lightning_turbo.demo.search import tune_script
 from lightning_turbo.demo.settings import DemoError, DemoSettings
-from lightning_turbo.measure import Progress, Work, describe_machine, write_json
+from lightning_turbo.measure import Progress, Work, describe_machine, print_lines, why_no_picture, write_json
 from lightning_turbo.plugins.apex_amp import ApexAMP
 from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO
 
@@ -40,12 +40,12 @@ VOLUME_EPOCHS = 6
 Arguments = Callable[[list[Any]], dict[str, Any]]  # from callbacks to the arguments of a Trainer
 
 
-def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
-    """Train both parts, and write results.json, a picture and the files of tune.
+def run_demo(settings: DemoSettings, stream: TextIO | None = None) -> int:
+    """Train both parts, and write results.json, the files of tune and, with matplotlib, a picture.
 
     Args:
         settings: The settings. The run replaces the results in ``settings.out``.
-        console: Output of progress and tables. Default: standard output.
+        stream: Output of progress and tables. Default: standard output.
 
     Returns:
         Exit status: 0 if every level reaches its accuracy, 1 if one does not, 130 after Ctrl-C. Speed has no effect.
@@ -59,7 +59,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
         What is compared takes turns epoch by epoch, so that a temporary load on the machine slows all of it. The
         results are a demonstration, not a benchmark.
     """
-    console = console or Console()
+    stream = stream or sys.stdout
     device = _device(settings.device)
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
         "volumes": None,
     }
     stopped = False
-    with _quiet_lightning(), _one_thread(), Progress(console=console) as progress:
+    with _quiet_lightning(), _one_thread(), Progress(stream=stream) as progress:
         try:
             _train_levels(settings, device, progress, results["levels"])
             if settings.tune_seconds:
@@ -84,15 +84,19 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
         except KeyboardInterrupt:
             stopped = True
     write_json(results, settings.out / "results.json")
-    draw_results(results, settings.out / "demo.png")
-    print_results(console, results)
-    _say(console, f"{settings.out / 'results.json'}  {settings.out / 'demo.png'}")
+    picture = settings.out / "demo.png"
+    picture.unlink(missing_ok=True)  # of an earlier run
+    if not why_no_picture():
+        draw_results(results, picture)
+    print_results(results, stream)
+    print_lines(str(settings.out / "results.json"), why_no_picture() or str(picture), stream=stream)
     if stopped:
-        _say(console, "Stopped after the last complete epoch; the results hold what was complete.")
+        print_lines("Stopped after the last complete epoch; the results hold what was complete.", stream=stream)
         return INTERRUPTED
     failed = {level: row["val_accuracy"] for level, row in results["levels"].items() if not row["passed"]}
     for level, accuracy in failed.items():
-        _say(console, f"{level}: expected an accuracy of {FLOOR}, got {accuracy}. More epochs may help: --epochs N.")
+        why = f"{level}: expected an accuracy of {FLOOR}, got {accuracy}. More epochs may help: --epochs N."
+        print_lines(why, stream=stream)
     return TOO_LOW if failed else PASSED
 
 
@@ -263,8 +267,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _say(console: Console, line: str) -> None:
-    """Print a line without markup, because a folder may look like markup."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -5,10 +5,10 @@ from lightning_turbo.measure.interrupt import Interrupt, InterruptedRunError
 from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machine, huge_pages
 from lightning_turbo.measure.memory import current_bytes, peak_bytes
 from lightning_turbo.measure.meter import Meter
-from lightning_turbo.measure.picture import Bar, draw_bars
+from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
 from lightning_turbo.measure.process import Process, ProcessError
 from lightning_turbo.measure.progress import Progress, Work
-from lightning_turbo.measure.report import console_for, markdown_table, print_table, three_digits, write_json
+from lightning_turbo.measure.report import markdown_table, print_lines, print_table, three_digits, write_json
 from lightning_turbo.measure.statistics import (
     Summary,
     interval,
@@ -36,7 +36,6 @@ __all__ = [
     "Turns",
     "Work",
     "computes_in_bfloat16",
-    "console_for",
     "count_cores",
     "current_bytes",
     "describe_machine",
@@ -49,11 +48,13 @@ __all__ = [
     "new_row",
     "open_channel",
     "peak_bytes",
+    "print_lines",
     "print_table",
     "ratio",
     "serve",
     "step_seconds",
     "summarise",
     "three_digits",
+    "why_no_picture",
     "write_json",
 ]

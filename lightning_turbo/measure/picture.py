@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_turbo._files import whole_file
+from lightning_turbo._optional import how_to_install, installed
 
-__all__ = ["Bar", "draw_bars"]
+__all__ = ["Bar", "draw_bars", "why_no_picture"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,13 @@ class Bar:
     text: str  # behind it
     kind: str  # a key of the colours
     start: float = 0.0  # where it begins
+
+
+def why_no_picture() -> str:
+    """Return in one line why no picture can be drawn and how to change that; empty where matplotlib is installed."""
+    if installed("matplotlib"):
+        return ""
+    return f"There is no picture, because matplotlib is not installed: {how_to_install('matplotlib')}"
 
 
 def draw_bars(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_turbo._files import whole_file
 
-__all__ = ["console_for", "markdown_table", "print_table", "three_digits", "write_json"]
+__all__ = ["markdown_table", "print_lines", "print_table", "three_digits", "write_json"]
 
 
 def three_digits(value: float) -> str:
@@ -40,30 +41,32 @@ def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> li
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells]
 
 
-def console_for(console: Any = None) -> Any:
-    """Return the console passed, or one on standard output, wide enough for tables outside of a terminal."""
-    from rich.console import Console
+def print_lines(*lines: str, stream: TextIO | None = None) -> None:
+    """Write lines to a stream; ``None`` takes standard output."""
+    target = sys.stdout if stream is None else stream
+    target.write("".join(f"{line}\n" for line in lines))
+    target.flush()
 
-    console = console or Console()
-    return console if console.is_terminal else Console(file=console.file, width=160)
 
-
-def print_table(console: Any, title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column and one called ``note`` are text, the others numbers.
+def print_table(
+    title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], stream: TextIO | None = None
+) -> None:
+    """Print a table in plain text; the first column and one called ``note`` are text, the others numbers.
 
     Args:
-        console: A rich console.
         title: Shown above the table.
         columns: Their names.
         lines: The cells of each line.
+        stream: Where to write; ``None`` takes standard output.
     """
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or column == "note" else "right", overflow="fold")
-    for line in lines:
-        table.add_row(*map(escape, line))
-    console.print(table)
+    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+    to_the_left = [number == 0 or column == "note" for number, column in enumerate(columns)]
+    rule = ["-" * width for width in widths]
+    rows = [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(cells, widths, to_the_left, strict=True)
+        ).rstrip()
+        for cells in (columns, rule, *lines)
+    ]
+    print_lines("", title, *rows, "", stream=stream)

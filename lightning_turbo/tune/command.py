@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TextIO
 
-from lightning_turbo._optional import require
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import Interrupt, Progress, Work, console_for, count_cores
+from lightning_turbo.measure import Interrupt, Progress, Work, count_cores
 from lightning_turbo.tune.candidates import list_candidates, select
 from lightning_turbo.tune.report import describe_headroom, make_results, print_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
@@ -16,22 +15,19 @@ from lightning_turbo.tune.search import Search
 __all__ = ["run_tune"]
 
 
-def run_tune(settings: TuneSettings, console: Any = None) -> int:
+def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     """Search, write the results, and show them.
 
     Args:
         settings: What to tune, and how.
-        console: A rich console for the table; ``None`` writes to standard output.
+        stream: Where to write the table; ``None`` takes standard output.
 
     Returns:
         Exit status: 0, also if nothing helps; 130 after Ctrl-C.
 
     Raises:
-        MissingExtraError: If rich or matplotlib is not installed.
         TurboError: If the script cannot be measured, or the settings leave nothing to try.
     """
-    for module in ("rich", "matplotlib"):
-        require(module, "lightning-turbo tune")
     candidates = select(list_candidates(count_cores()), settings.only, settings.without, settings.same_maths)
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
@@ -42,7 +38,7 @@ def run_tune(settings: TuneSettings, console: Any = None) -> int:
         search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
         search.run()
     results = make_results(search, settings.command)
-    print_results(results, write_results(search, results, settings.out), console_for(console))
+    print_results(results, write_results(search, results, settings.out), stream)
     return 130 if interrupt.pressed else 0
 
 

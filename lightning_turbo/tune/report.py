@@ -1,4 +1,4 @@
-"""What comes out: ``tune.json``, ``turbo.yaml``, ``turbo.py``, ``tune.png``, and a table."""
+"""What comes out: ``tune.json``, ``turbo.yaml``, ``turbo.py``, a table, and with matplotlib ``tune.png``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_turbo._files import whole_file
-from lightning_turbo.measure import Bar, describe_machine, draw_bars, print_table, three_digits, write_json
+from lightning_turbo.measure import (
+    Bar,
+    describe_machine,
+    draw_bars,
+    print_lines,
+    print_table,
+    three_digits,
+    why_no_picture,
+    write_json,
+)
 from lightning_turbo.tune.candidates import SMALL_SHARE, Facts, Settings, combine
 from lightning_turbo.tune.evidence import Comparison
 from lightning_turbo.tune.search import Search, Trial
@@ -166,14 +175,15 @@ def _bar(name: str, kind: str, part: Comparison, start: float, value: float) -> 
 
 
 def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the files."""
+    """Write the files; the picture only where matplotlib is installed."""
     settings, headline = _settings(search), _headline(results)
     paths = [write_json(results, out / "tune.json")]
     for name, text in (("turbo.yaml", yaml_text), ("turbo.py", script_text)):
         with whole_file(out / name) as part:
             part.write_text(text(settings, headline, results["command"]))
         paths.append(out / name)
-    if search.facts is not None:
+    (out / "tune.png").unlink(missing_ok=True)  # of an earlier search
+    if search.facts is not None and not why_no_picture():
         changed = results["chosen"]["result"] == "other maths"
         above, below = search.final.losses
         curves: dict[str, list[float]] = {"default": below, "chosen": above} if changed else {}
@@ -189,18 +199,15 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
     return paths
 
 
-def print_results(results: Mapping[str, Any], paths: Sequence[Path], console: Any) -> None:
+def print_results(results: Mapping[str, Any], paths: Sequence[Path], stream: TextIO | None = None) -> None:
     """Show the candidates in a table, and what is recommended."""
-    lines = [_cells(each) for each in results["candidates"]]
-    print_table(console, "alone", ["setting", "time / default", "95 % interval", "result", "note"], lines)
-    plain = {"markup": False, "highlight": False, "soft_wrap": True}
-    if results["headroom"]:
-        console.print(results["headroom"]["sentence"], **plain)
+    rows = [_cells(each) for each in results["candidates"]]
+    print_table("alone", ["setting", "time / default", "95 % interval", "result", "note"], rows, stream)
+    lines = [results["headroom"]["sentence"]] if results["headroom"] else []
     if results["chosen"]["settings"]:
-        console.print(f"Chosen: {' + '.join(results['chosen']['settings'])}", **plain)
-    console.print(f"{_headline(results)}.", **plain)
-    for path in paths:
-        console.print(str(path), **plain)
+        lines.append(f"Chosen: {' + '.join(results['chosen']['settings'])}")
+    lines += [f"{_headline(results)}.", *map(str, paths)]
+    print_lines(*lines, *filter(None, [why_no_picture()]), stream=stream)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

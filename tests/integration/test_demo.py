@@ -11,7 +11,6 @@ import warnings
 import pytest
 import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
 import torch
-from rich.console import Console
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import cli
@@ -29,7 +28,7 @@ def demo(out, **settings):
     """Runs the demo on the CPU; returns exit status, results and what was shown."""
     stream = io.StringIO()
     settings = {"device": "cpu", "tune_seconds": 0, **settings}
-    status = run_demo(DemoSettings(out=out, **settings), Console(file=stream, width=120))
+    status = run_demo(DemoSettings(out=out, **settings), stream)
     return status, json.loads((out / "results.json").read_text()), stream.getvalue()
 
 
@@ -166,7 +165,7 @@ def test_impossible_settings_are_refused(tmp_path, settings, message):
     (tmp_path / "a-file").touch()
     settings = {"device": "cpu", **settings, "out": tmp_path / settings.get("out", "")}
     with pytest.raises(DemoError, match=message):
-        run_demo(DemoSettings(**settings), Console(file=io.StringIO()))
+        run_demo(DemoSettings(**settings), io.StringIO())
 
 
 def test_a_full_disk_is_told_in_a_line(tmp_path, capsys):

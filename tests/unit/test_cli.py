@@ -75,8 +75,8 @@ def test_bad_input_is_refused_in_words(capsys, argv, message):
 
 
 def test_an_absent_extra_is_named_before_anything_is_trained(capsys, monkeypatch):
-    monkeypatch.setattr(_optional, "installed", lambda name: name != "rich")
-    assert "lightning-turbo demo needs the package rich" in refused(capsys, "demo")
+    monkeypatch.setattr(_optional, "installed", lambda name: name != "sklearn")
+    assert "lightning-turbo demo needs the package scikit-learn" in refused(capsys, "demo")
 
 
 def test_arguments_reach_the_settings(monkeypatch):

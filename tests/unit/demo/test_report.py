@@ -3,7 +3,6 @@
 import io
 
 import pytest
-from rich.console import Console
 
 from lightning_turbo import _optional
 from lightning_turbo.demo.figure import _smooth, draw_results
@@ -29,7 +28,7 @@ def results(volumes=None, **levels):
 
 def shown(found):
     stream = io.StringIO()
-    print_results(Console(file=stream, width=160), found)
+    print_results(found, stream)
     return stream.getvalue()
 
 
@@ -64,7 +63,7 @@ def test_the_picture_is_drawn_even_of_an_unfinished_run(tmp_path, monkeypatch):
     draw_results(results(), tmp_path / "none.png")
     assert (tmp_path / "none.png").stat().st_size > 1000
     monkeypatch.setattr(_optional, "installed", lambda name: False)
-    with pytest.raises(MissingExtraError, match=r"lightning-turbo\[demo\]"):
+    with pytest.raises(MissingExtraError, match=r"lightning-turbo\[pictures\]"):
         draw_results(results(), tmp_path / "demo.png")
 
 

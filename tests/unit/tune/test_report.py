@@ -4,7 +4,6 @@ import io
 import json
 
 import pytest
-from rich.console import Console
 
 from lightning_turbo.measure import new_row
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
@@ -63,7 +62,7 @@ def test_the_files_hold_what_was_found(search, tmp_path):
     assert all(path.read_text().splitlines()[0].endswith((headline, f"{headline}.")) for path in paths[1:3])
     assert paths[3].read_bytes().startswith(b"\x89PNG")
     screen = io.StringIO()
-    print_results(results, paths, Console(file=screen, width=200))
+    print_results(results, paths, screen)
     assert "Chosen: fused + O1" in screen.getvalue()
 
 
@@ -87,3 +86,16 @@ def test_the_headroom_in_a_sentence(step, one_batch, loader, sentence):
     facts = Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader)
     alone = f" The loader alone takes {loader} ms a batch." if loader else ""
     assert describe_headroom(facts) == f"Your step takes {sentence}{alone}"
+
+
+def test_without_matplotlib_there_is_no_picture_and_one_line_says_how_to_get_it(search, tmp_path, monkeypatch):
+    results = make_results(search, ["python", "train.py"])
+    write_results(search, results, tmp_path)
+    monkeypatch.setattr("lightning_turbo.measure.picture.installed", lambda name: name != "matplotlib")
+    paths = write_results(search, results, tmp_path)
+    assert [path.name for path in paths] == ["tune.json", "turbo.yaml", "turbo.py"]
+    assert not (tmp_path / "tune.png").exists(), "the picture of an earlier search would belong to other numbers"
+    screen = io.StringIO()
+    print_results(results, paths, screen)
+    *_, last = screen.getvalue().splitlines()
+    assert last.endswith("matplotlib is not installed: pip install 'lightning-turbo[pictures]'")
