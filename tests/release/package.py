@@ -17,6 +17,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+SCRIPT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+trainer = Trainer(max_epochs=1, limit_val_batches=0, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(256, 32), batch_size=4))
+"""
 DEMO = ("demo", "--levels", "O0,O1", "--epochs", "2", "--device", "cpu", "--tune-seconds", "0", "--out", "out")
 WHERE = "import lightning_turbo; print(lightning_turbo.__file__)"
 
@@ -50,13 +58,13 @@ def inspect(wheel, sdist):
 
 
 def try_out(archive, folder):
-    """Install into an empty environment and run the commands there."""
+    """Install into an empty environment and run the commands there: without extras, then the demo with its own."""
     folder.mkdir()
     python = folder / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt")
     run(*pip, "torch", cwd=folder)
-    run(*pip, f"{archive}[demo]", cwd=folder)
+    run(*pip, archive, cwd=folder)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     where = subprocess.run(
         [python, "-c", WHERE], cwd=folder, env=env, check=True, text=True, capture_output=True
@@ -64,9 +72,17 @@ def try_out(archive, folder):
     assert Path(where).is_relative_to(folder / "venv"), f"{where} is not what was installed"
     command = python.with_name("lightning-turbo")
     run(command, "doctor", cwd=folder, env=env)
+    (folder / "train.py").write_text(SCRIPT)
+    run(command, "doctor", "train.py", cwd=folder, env=env)
+    run(command, "tune", "--minutes", "0.2", "--only", "lean", "train.py", cwd=folder, env=env)
+    assert not (folder / "runs" / "tune" / "tune.png").exists(), "there is no matplotlib to draw it"
+    refused = subprocess.run([command, *DEMO], cwd=folder, env=env, text=True, capture_output=True)
+    assert refused.returncode == 2, refused.stderr
+    assert "pip install 'lightning-turbo[demo]'" in refused.stderr, refused.stderr
+    run(*pip, f"{archive}[demo]", cwd=folder)
     run(command, *DEMO, cwd=folder, env=env)
     assert (folder / "out" / "demo.png").stat().st_size > 10_000
-    print(f"{archive.name}: installed, doctor and demo ran", flush=True)
+    print(f"{archive.name}: installed, doctor, tune and demo ran", flush=True)
 
 
 def main():

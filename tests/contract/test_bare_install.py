@@ -1,0 +1,196 @@
+"""What ``pip install lightning-turbo`` gives: each command runs, or names an extra that holds only what is needed.
+
+The wheel is built and unpacked into a fresh environment, which sees of this one only what the wheel requires.
+``tests/release/package.py`` does the same with pip.
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lightning_turbo
+from lightning_turbo._optional import EXTRAS
+from tests.contract.test_floors import imports
+
+ROOT = Path(lightning_turbo.__file__).parent.parent
+SCRIPT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+trainer = Trainer(max_epochs=1, limit_val_batches=0, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(256, 32), batch_size=4))
+"""
+
+
+def build_wheel(folder):
+    """Build the wheel from a copy of what git knows, so that no folder of an earlier build slips in."""
+    listed = subprocess.run(
+        ["git", "ls-files", "lightning_turbo", "pyproject.toml", "README.md", "LICENSE"],
+        cwd=ROOT, check=True, text=True, capture_output=True,
+    ).stdout  # fmt: skip
+    for name in filter(lambda name: (ROOT / name).exists(), listed.splitlines()):
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "source" / name)
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=folder / "source", check=True, capture_output=True, timeout=120)
+    return next(folder.glob("*.whl"))
+
+
+def needed(requirements):
+    """The distributions that requirements without extras ask for, and those that they ask for in turn."""
+    found, todo = {}, list(requirements)
+    while todo:
+        wanted = Requirement(todo.pop())
+        name = canonicalize_name(wanted.name)
+        for extra in ("", *wanted.extras):
+            if (name, extra) in found or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+                continue
+            found[name, extra] = importlib.metadata.distribution(name)
+            todo += [
+                line.partition(";")[0]
+                for line in found[name, extra].requires or ()
+                if not (marker := Requirement(line).marker) or marker.evaluate({"extra": extra})
+            ]
+    return {name: distribution for (name, _), distribution in found.items()}.values()
+
+
+def link(distribution, site):
+    """Show a distribution to an environment, without the others that share a namespace with it."""
+    for file in distribution.files:
+        parts = file.parts
+        if parts[0] == ".." or "__pycache__" in parts:
+            continue
+        home = Path(distribution.locate_file(""))
+        shared = len(parts) > 1 and not parts[0].endswith("-info") and not (home / parts[0] / "__init__.py").exists()
+        name = Path(*parts[: 2 if shared else 1])
+        if not (site / name).exists():
+            (site / name).parent.mkdir(exist_ok=True)
+            (site / name).symlink_to(home / name)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Returns a function that runs a command of the wheel where nothing else is installed."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=60)
+    python = folder / "venv" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv"), "platbase": str(folder / "venv")}))
+    with zipfile.ZipFile(build_wheel(folder)) as archive:
+        archive.extractall(site)
+    (own,) = importlib.metadata.distributions(path=[str(site)])
+    for distribution in needed(line for line in own.requires if "extra ==" not in line):
+        link(distribution, site)
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+
+    def run(*arguments, status=0):
+        work = folder / "work"
+        work.mkdir(exist_ok=True)
+        command = arguments if arguments[0] == "-c" else ("-m", "lightning_turbo", *arguments)
+        done = subprocess.run(
+            [python, *command], cwd=work, env=environment, capture_output=True, text=True, timeout=170
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    run.folder = folder / "work"
+    return run
+
+
+def extra_in(done):
+    """The extra that a refused command names, in one line of advice."""
+    assert done.stderr.count("\n") == 1, done.stderr
+    return re.search(r"Install it with: pip install 'lightning-turbo\[(\w+)\]'", done.stderr)[1]
+
+
+def test_the_environment_is_bare_and_the_package_is_the_wheel(bare):
+    code = """
+        import importlib.util, json, lightning_turbo
+        from lightning_turbo._optional import EXTRAS, installed
+        print(json.dumps([lightning_turbo.__file__, [name for name in EXTRAS if installed(name)]]))
+    """
+    where, optional = json.loads(bare("-c", "\n".join(map(str.strip, code.splitlines()))).stdout)
+    assert "site-packages" in where
+    assert optional == []
+
+
+def test_every_module_is_importable_without_an_optional_package(bare):
+    code = """
+        import importlib, pkgutil, lightning_turbo
+        names = [each.name for each in pkgutil.walk_packages(lightning_turbo.__path__, "lightning_turbo.")]
+        names = [name for name in names if name not in ("lightning_turbo.__main__", "lightning_turbo.demo.volumes")]
+        print(len([importlib.import_module(name) for name in names]))
+    """
+    assert int(bare("-c", "\n".join(map(str.strip, code.splitlines()))).stdout) > 100
+
+
+def test_what_is_imported_inside_functions_is_required_or_optional_by_name():
+    """A module may wait for its call with an import; the slow tests below make some of these calls only."""
+    core = {"torch", "lightning", "prefetch_generator", "numpy", "yaml", "lightning_utilities"}
+    other_name = {"pytorch_lightning", "lightning_fabric"}
+    known = core | other_name | {name.partition(".")[0] for name in EXTRAS} | set(sys.stdlib_module_names)
+    found = {module.partition(".")[0] for path in (ROOT / "lightning_turbo").rglob("*.py") for module in imports(path)}
+    assert found - known == {"lightning_turbo"}
+
+
+def test_pack_names_an_extra_for_files_that_torch_cannot_read(bare):
+    for name in ("photos/a/1.png", "scans/a/1.nii"):
+        (bare.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (bare.folder / name).touch()
+    assert extra_in(bare("pack", "photos", "packed", status=2)) == "pack"
+    assert extra_in(bare("pack", "scans", "packed", status=2)) == "pack"
+    assert not (bare.folder / "packed").exists()
+
+
+def test_demo_names_the_extra_with_its_data(bare):
+    assert extra_in(bare("demo", status=2)) == "demo"
+
+
+@pytest.mark.slow  # the short form: what the functions import, above
+def test_doctor_convert_and_tune_run(bare):
+    assert "torch" in bare("doctor").stdout
+    (bare.folder / "train.py").write_text(SCRIPT)
+    done = bare("doctor", "train.py")
+    assert (bare.folder / "runs" / "doctor" / "doctor.html").exists(), done.stderr
+    code = "import torch; m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+    code += "torch.save({'model': m.state_dict(), 'optimizer': o.state_dict(), 'epoch': 1}, 'old.pt')\n"
+    code += "import numpy, os; os.makedirs('arrays/a'); numpy.save('arrays/a/1.npy', numpy.ones((2, 3)))"
+    bare("-c", code)
+    assert "wrote new.ckpt" in bare("convert", "old.pt", "new.ckpt").stdout
+    assert "1 samples" in bare("pack", "arrays", "packed").stdout
+
+
+@pytest.mark.slow  # the short form is in tests/unit/tune/test_report.py
+def test_tune_runs_and_says_in_one_line_how_to_get_a_picture(bare):
+    (bare.folder / "train.py").write_text(SCRIPT)
+    done = bare("tune", "--minutes", "0.1", "--only", "release-gradients", "train.py")
+    written = {path.name for path in (bare.folder / "runs" / "tune").iterdir()}
+    assert written == {"logs", "tune.json", "turbo.py", "turbo.yaml"}
+    assert "setting" in done.stdout
+    assert re.findall(r".*matplotlib.*", done.stdout) == [
+        "There is no picture, because matplotlib is not installed: pip install 'lightning-turbo[pictures]'"
+    ]
+    assert "\x1b" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_each_extra_that_is_named_holds_only_what_its_packages_are(bare):
+    own = importlib.metadata.distributions(path=[str(next((bare.folder.parent / "venv").glob("lib/*/site-packages")))])
+    (requires,) = (each.requires for each in own if each.metadata["Name"] == "lightning-turbo")
+    for extra in {extra for _, extra in EXTRAS.values()}:
+        held = {Requirement(line).name for line in requires if f'extra == "{extra}"' in line}
+        known = {name for names, its_extra in EXTRAS.values() for name in names if its_extra == extra}
+        # The demo draws a picture too, and NVIDIA has one DALI for each CUDA.
+        assert held - {"matplotlib"} <= known, extra
+        assert held
