@@ -136,7 +136,7 @@ def _add_doctor(commands: Commands) -> None:
     )
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python script that trains with a Trainer")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
-    parser.set_defaults(run=_doctor)
+    parser.set_defaults(run=_doctor, options=tuple(parser._option_string_actions))
 
 
 class _Removed(argparse.Action):
@@ -164,11 +164,29 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _refused("--json: expected no script, got one. Leave --json out: doctor.json is written to --out.")
     from lightning_turbo.doctor.command import examine
 
-    own = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
+    own = _arguments_of_script("doctor", arguments.script, arguments)
     try:
         return examine(arguments.script, own, **given)
     except ValueError as error:
         return _refused(str(error))
+
+
+def _arguments_of_script(command: str, script: str, arguments: argparse.Namespace) -> list[str]:
+    """Return what stands behind the script, as Python gives it to a script; say which of it are names of our options.
+
+    After ``--`` nothing is said: whoever writes it knows whose arguments follow.
+    """
+    behind = arguments.arguments
+    if behind[:1] == ["--"]:
+        return behind[1:]
+    ours = dict.fromkeys(name for word in behind if (name := word.partition("=")[0]) in arguments.options)
+    if ours:
+        print(
+            f"lightning-turbo {command}: {', '.join(ours)} went to {script}, because what stands behind a script is "
+            f"its own; options of {command} stand before it: lightning-turbo {command} {' '.join(ours)} ... {script}",
+            file=sys.stderr,
+        )
+    return behind
 
 
 def _add_convert(commands: Commands) -> None:
@@ -296,7 +314,7 @@ def _add_tune(commands: Commands) -> None:
     add("-m", dest="module", action="store_true", help="run a module or package, as python -m does")
     add("program", metavar="SCRIPT", help="a Python script that trains with a Trainer, or the name after -m")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
-    parser.set_defaults(run=_tune)
+    parser.set_defaults(run=_tune, options=tuple(parser._option_string_actions))
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -305,7 +323,8 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     names = ("program", "module", "minutes", "out", "only", "without", "same_maths", "seed", "device")
     given = {name: getattr(arguments, name) for name in names}
-    return run_tune(TuneSettings(arguments=tuple(arguments.arguments), **given))
+    own = _arguments_of_script("tune", arguments.program, arguments)
+    return run_tune(TuneSettings(arguments=tuple(own), **given))
 
 
 def _add_bench(commands: Commands) -> None:

@@ -122,6 +122,42 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert "classes=('a', 'b') does not go" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
 
 
+@pytest.mark.parametrize(("argv", "own", "told"), [
+    (["tune", "train.py", "--minutes", "3"], ["--minutes", "3"], ["--minutes"]),
+    (["tune", "train.py", "--minutes=3", "--epochs", "2", "--out=x"], ["--minutes=3", "--epochs", "2", "--out=x"],
+     ["--minutes", "--out"]),
+    (["tune", "--minutes", "3", "train.py", "fit", "--epochs", "2"], ["fit", "--epochs", "2"], []),
+    (["tune", "train.py", "--", "--minutes", "3"], ["--minutes", "3"], []),
+    (["tune", "-m", "train", "--help"], ["--help"], ["--help"]),
+    (["doctor", "train.py", "--json"], ["--json"], ["--json"]),
+    (["doctor", "train.py", "-m", "x", "--warmup=1"], ["-m", "x", "--warmup=1"], ["-m", "--warmup"]),
+    (["doctor", "train.py", "--", "--out", "x"], ["--out", "x"], []),
+])  # fmt: skip
+def test_what_stands_behind_a_script_goes_to_it_and_our_own_options_there_are_told(
+    argv, own, told, capsys, monkeypatch
+):
+    given = []
+
+    def run_tune(settings):
+        given.extend(settings.arguments)
+        return 0
+
+    def examine(script, arguments, **options):
+        given.extend(arguments)
+        return 0
+
+    monkeypatch.setattr("lightning_turbo.tune.command.run_tune", run_tune)
+    monkeypatch.setattr("lightning_turbo.doctor.command.examine", examine)
+    assert cli.main(argv) == 0
+    assert given == own
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(told), "one line, or none"
+    script = argv[2] if argv[1] == "-m" else next(word for word in argv if word.startswith("train"))
+    for line in lines:
+        assert line.startswith(f"lightning-turbo {argv[0]}: {', '.join(told)} went to {script}, because")
+        assert line.endswith(f"lightning-turbo {argv[0]} {' '.join(told)} ... {script}")
+
+
 def test_errors_of_ours_are_told_without_a_traceback_and_bugs_with_one(capsys, monkeypatch):
     def fail(error):
         def run_demo(settings):
