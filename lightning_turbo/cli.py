@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_tune(commands)
     _add_bench(commands)
     arguments = parser.parse_args(argv)
+    # Some versions of argparse drop the separator before the arguments of a script, some hand it on.
+    arguments.separated = "--" in (sys.argv[1:] if argv is None else argv)
     try:
         return arguments.run(arguments)
     except (TurboError, OSError) as error:
@@ -176,9 +178,9 @@ def _arguments_of_script(command: str, script: str, arguments: argparse.Namespac
 
     After ``--`` nothing is said: whoever writes it knows whose arguments follow.
     """
-    behind = arguments.arguments
-    if behind[:1] == ["--"]:
-        return behind[1:]
+    behind = arguments.arguments[arguments.arguments[:1] == ["--"] :]
+    if arguments.separated:
+        return behind
     ours = dict.fromkeys(name for word in behind if (name := word.partition("=")[0]) in arguments.options)
     if ours:
         print(

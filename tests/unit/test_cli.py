@@ -136,6 +136,7 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
 def test_what_stands_behind_a_script_goes_to_it_and_our_own_options_there_are_told(
     argv, own, told, capsys, monkeypatch
 ):
+    Path("train.py").touch()
     given = []
 
     def run_tune(settings):
