@@ -51,7 +51,7 @@ def prose(page):
 
 
 def overview():
-    spec = importlib.util.spec_from_file_location("overview", DOCS / "overview.py")
+    spec = importlib.util.spec_from_file_location("overview", ROOT / "scripts" / "overview.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -135,7 +135,7 @@ def test_generated_pages_are_current_and_list_every_public_name():
     made = overview()
     texts = made.generated()
     assert {p.stem for p in texts if p.parent.name == "api"} - {"README"} == set(lightning_turbo.__all__)
-    assert made.main(["--check"]) == 0, "run python docs/overview.py"
+    assert made.main(["--check"]) == 0, "run python scripts/overview.py"
 
 
 @pytest.mark.parametrize("card", CARDS, ids=name_of)

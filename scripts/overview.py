@@ -1,7 +1,7 @@
 """Writes what is generated: the table of techniques from the cards, and a page for each public name of the package.
 
-python docs/overview.py            write the pages
-python docs/overview.py --check    only tell, by the exit status, whether they are up to date
+python scripts/overview.py            write the pages
+python scripts/overview.py --check    only tell, by the exit status, whether they are up to date
 """
 
 import inspect
@@ -86,7 +86,7 @@ def reference(page):
 
 def navigation(page):
     """The pages of the API in the navigation of the site."""
-    lines = ['  { API = [', '    "api/README.md",']
+    lines = ["  { API = [", '    "api/README.md",']
     for kind, names in public_names().items():
         lines += [f'    {{ "{kind}" = [', *(f'      {{ "{name}" = "api/{name}.md" }},' for name in names), "    ] },"]
     return "\n".join([*lines, "  ] },"])
@@ -102,14 +102,18 @@ PARTS = {
 
 def generated():
     """Each generated file -> its text."""
-    pages = {API.parent / f"{name}.md": f"::: lightning_turbo.{name}\n" for names in public_names().values() for name in names}
+    pages = {
+        API.parent / f"{name}.md": f"::: lightning_turbo.{name}\n"
+        for names in public_names().values()
+        for name in names
+    }
     return pages | {page: updated(page) for page in PARTS}
 
 
 def updated(page):
     """The text of ``page`` with its generated part in its place."""
     word, make = PARTS[page]
-    begin, end = f"<!-- {word}: made by docs/overview.py -->", f"<!-- end of {word} -->"
+    begin, end = f"<!-- {word}: made by scripts/overview.py -->", f"<!-- end of {word} -->"
     if page.suffix == ".toml":
         begin, end = (f"  # {mark[5:-4]}" for mark in (begin, end))
     before, found, rest = page.read_text().partition(begin)
@@ -125,7 +129,7 @@ def main(argv):
     stale = [page for page, text in texts.items() if not page.exists() or page.read_text() != text] + sorted(old)
     if "--check" in argv:
         for page in stale:
-            print(f"{page} is out of date: run python docs/overview.py")
+            print(f"{page} is out of date: run python scripts/overview.py")
         return 1 if stale else 0
     for page in stale:
         page.unlink() if page in old else page.write_text(texts[page])

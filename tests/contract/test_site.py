@@ -1,0 +1,106 @@
+"""The built site: what the Markdown looks right in may still come out wrong as a page."""
+
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import lightning_turbo
+
+pytest.importorskip("zensical")
+ROOT = Path(lightning_turbo.__file__).parent.parent
+SETTINGS = (ROOT / "zensical.toml").read_text()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built from a copy of the pages, because another process may build its own in the repository."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copy(ROOT / "zensical.toml", folder)  # a link would be followed, and the site written behind it
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    for path in [*ROOT.glob("*.md"), ROOT / "scripts", ROOT / "lightning_turbo"]:
+        (folder / path.name).symlink_to(path)
+    built = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict"],
+        cwd=folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder / "site"
+
+
+class Page(HTMLParser):
+    """Collects what stands inside of which element; elements that are never closed hold nothing."""
+
+    EMPTY = frozenset(("area", "base", "br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"))
+
+    def __init__(self, path):
+        super().__init__()
+        self.open = []
+        self.headings_in_tables = []
+        self.marks_in_text = []
+        self.cells = 0
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        if {"script", "style", "code", "pre"} & set(self.open) or "article" not in self.open:
+            return
+        heading = re.match(r"\s*#{1,6} \w", data) or re.fullmatch(r"h[1-6]", self.open[-1])
+        if "table" in self.open:
+            self.cells += 1
+            if heading:
+                self.headings_in_tables.append(data.strip())
+        elif re.match(r"\s*(#{1,6} \w|\|.*\||```)", data, re.M):
+            self.marks_in_text.append(data.strip())
+
+
+def pages(site):
+    return {path.relative_to(site).as_posix(): path for path in site.rglob("*.html")}
+
+
+def test_no_heading_is_part_of_a_table_and_no_markdown_is_left_in_a_page(site):
+    read = {name: Page(path) for name, path in pages(site).items()}
+    assert sum(page.cells for page in read.values()) > 1000, "the tables are found"
+    assert {name: page.headings_in_tables for name, page in read.items() if page.headings_in_tables} == {}
+    assert {name: page.marks_in_text for name, page in read.items() if page.marks_in_text} == {}
+
+
+def test_the_site_holds_pages_pictures_and_what_zensical_adds_but_no_script_of_ours(site):
+    kinds = {path.suffix for path in site.rglob("*") if path.is_file() and "assets" not in path.relative_to(site).parts}
+    assert kinds == {".css", ".html", ".inv", ".json", ".png", ".xml"}
+    sources = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    made = {Path(name).parent for name in pages(site)} - {Path()}
+    assert made == {path.parent if path.name == "README" else path for path in sources} - {Path("index")}
+
+
+@pytest.mark.parametrize("name", lightning_turbo.__all__)
+def test_a_page_of_the_api_has_a_signature_and_values_as_defaults(site, name):
+    text = (site / "api" / name / "index.html").read_text()
+    article = text[text.index("<article") : text.index("</article")]
+    defaults = re.findall(r"<td>\s*<code>([^<]*)</code>\s*</td>\s*</tr>", article)
+    assert [value for value in defaults if re.fullmatch(r"_?[A-Z][A-Z_]+", value)] == []
+    if name == "amp":  # a module: its functions have signatures
+        assert article.count("doc-signature") > 10
+        return
+    shown = re.search(r'<div class="doc-signature.*?</div>', article, re.S)[0]
+    plain = re.sub(r"<.*?>", "", shown)
+    assert plain.startswith(f"{name}("), plain
+    assert not re.search(r"=\s*_?[A-Z][A-Z_]{2,}\b", plain), plain
+
+
+def test_every_page_of_the_navigation_is_built(site):
+    for page in re.findall(r'"([\w/-]+\.md)"', SETTINGS):
+        home = page.removesuffix(".md").removesuffix("README").removesuffix("index")
+        assert (site / home / "index.html").exists(), page
