@@ -93,9 +93,7 @@ class Doctor(Callback):
             self._leave(trainer)
         else:
             others = [each for each in trainer.callbacks if each is not self]
-            self._session = Session(
-                self.steps, trainer, pl_module, others, sys._getframe(1), lambda: self._complete(trainer)
-            )
+            self._session = Session(self.steps, trainer, others, sys._getframe(1), lambda: self._complete(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the batch."""
@@ -105,14 +103,14 @@ class Doctor(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """See which parameters got a gradient."""
         if self._session is not None:
-            self._session.look_at_gradients()
+            self._session.used.look(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the step."""
         if self._session is not None:
-            self._session.done += 1
+            self._session.plan.done += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report what was seen if the run ended early."""
@@ -148,6 +146,7 @@ class Doctor(Callback):
             timeline=tuple(segments),
             short=session.shortfall(interrupted),
         )
+        session.recorder.forget()
         # The user's lines may hold letters that the terminal lacks; an object in its place may have no encoding.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(f"\n{as_text(self.report)}\n".encode(encoding, "backslashreplace").decode(encoding))

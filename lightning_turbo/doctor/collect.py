@@ -17,11 +17,13 @@ from lightning_turbo._machine import count_cores
 from lightning_turbo.doctor.draws import find_draws
 from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, SchedulerFacts, Site
 from lightning_turbo.doctor.source import Sources
+from lightning_turbo.nn.memory_format import LAST
 
 __all__ = [
     "batch_facts",
     "cancelled_biases",
     "count_epochs",
+    "has_contiguous_convolutions",
     "loader_facts",
     "optimizer_facts",
     "process_facts",
@@ -108,6 +110,11 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (dict, list, tuple)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(each, f"{name}[{key!r}]")
+
+
+def has_contiguous_convolutions(module: nn.Module) -> bool:
+    """Return whether a weight of four or five dimensions is in the default memory format."""
+    return any(each.ndim in LAST and each.is_contiguous() for each in module.parameters())
 
 
 def cancelled_biases(module: nn.Module, biases: set[int], sources: Sources) -> tuple[Part, ...]:

@@ -52,8 +52,8 @@ def examine(
         from lightning_turbo.doctor.callback import Doctor  # not before the script has chosen its copy of Lightning
 
         name = "doctor" if not made else f"doctor-{len(made) + 1}"
-        files = {suffix: folder / f"{name}.{suffix}" for suffix in ("html", "json")}
-        made.append(Doctor(**steps, **files, stop=not keep_going))
+        html, json = folder / f"{name}.html", folder / f"{name}.json"
+        made.append(Doctor(**steps, html=html, json=json, stop=not keep_going))
         return made[-1:]
 
     check_steps(**steps)

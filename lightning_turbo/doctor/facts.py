@@ -9,7 +9,21 @@ from dataclasses import dataclass, field
 
 from lightning_turbo._checks import expect, is_whole
 
-__all__ = ["Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site", "check_steps"]
+__all__ = [
+    "BOUNDS", "NOTICEABLE", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site",
+    "check_steps",
+]  # fmt: skip
+
+WAITING = 0.10
+"""Share of the step from which waiting for data bounds it; a choice, not a measurement."""
+NOTICEABLE = 5e-3
+"""Seconds of a step that are worth a warning; a choice as well."""
+BOUNDS = {
+    "compute": ("forward", "backward", "optimizer"),
+    "copy": ("copy",),
+    "loop": ("hooks", "logging"),
+}
+"""What may bound a step that does not wait for data, and the phases that add up to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,17 +104,22 @@ class Facts:
     cores: int = 1
     world_size: int = 1
     automatic: bool = True  # whether Lightning runs the optimization
+    strategy: str = ""  # the class of the Trainer's strategy
+    convolutions: bool = False  # whether a weight has four or five dimensions and is not in channels-last format
 
     timed: int = 0
     watched: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
+    longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
+    gil_held: float = 0.0  # share of the time of loading for which it holds the GIL, 0 to 1
 
     calls: tuple[Call, ...] = ()
     retained: tuple[Part, ...] = ()  # attributes that hold tensors with their graph after the step
     graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
     recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
 
-    anomaly: bool = False
+    anomaly: bool = False  # whether autograd's anomaly detection is on
+    anomaly_site: Site | None = None  # the line that switches it on
 
     precision: str = "32-true"
     tf32: bool = False  # whether matrix products may use TF32
@@ -137,6 +156,15 @@ class Facts:
     def waiting(self) -> float:
         """Share of the step, 0 to 1, that it waits for data."""
         return self.seconds_in(["data"]) / (self.step or 1.0)
+
+    @property
+    def bound(self) -> str:
+        """What bounds the step: "data" or a key of ``BOUNDS``; empty if no step was timed."""
+        if not self.step:
+            return ""
+        if self.waiting > WAITING:
+            return "data"
+        return max(BOUNDS, key=lambda name: self.seconds_in(BOUNDS[name]))
 
 
 def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:

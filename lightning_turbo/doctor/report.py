@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_turbo._files import whole_file
-from lightning_turbo.doctor.facts import Facts, Site
+from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts, Site
 from lightning_turbo.doctor.page import as_html
-from lightning_turbo.doctor.rules.data import NOTICEABLE, WAITING
 from lightning_turbo.doctor.rules.rule import LEVELS, Finding, Place
 from lightning_turbo.doctor.timeline import PHASE_NAMES, Segment
 
@@ -26,11 +25,7 @@ LITTLE = 0.03
 """Share of the step up to which waiting for data is as good as none; a choice, not a measurement."""
 SHOWN = 3
 """Names of layers or parameters that are shown of each line."""
-_BOUNDS = {
-    "Compute-bound": ("forward", "backward", "optimizer"),
-    "Bound by copies to the device": ("copy",),
-    "Bound by the loop": ("hooks", "logging"),
-}
+_TITLES = {"compute": "Compute-bound", "copy": "Bound by copies to the device", "loop": "Bound by the loop"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,17 +57,17 @@ class Report:
 
 
 def verdict(facts: Facts) -> str:
-    """Return in one sentence what bounds the step."""
-    if not facts.step:
+    """Return in one sentence what bounds the step; a rule of ``rules.bounds`` or ``waits-for-data`` says what helps."""
+    bound = facts.bound
+    if not bound:
         return "No step was timed."
     waits = f"waits {facts.waiting:.0%} of its {facts.step * 1e3:.2f} ms for data"
-    if facts.waiting > WAITING:
+    if bound == "data":
         return f"Your step {waits}" + (": loading ahead helps." if facts.phases["data"] > NOTICEABLE else ".")
-    bound = max(_BOUNDS, key=lambda name: facts.seconds_in(_BOUNDS[name]))
-    parts = ", ".join(PHASE_NAMES[phase] for phase in _BOUNDS[bound])
+    parts = ", ".join(PHASE_NAMES[phase] for phase in BOUNDS[bound])
     helps = "not" if facts.waiting < LITTLE else "hardly"
-    share = f"{facts.seconds_in(_BOUNDS[bound]) / facts.step:.0%} of it is {parts}"
-    return f"{bound}: your step {waits}, so prefetching will {helps} help; {share}."
+    share = f"{facts.seconds_in(BOUNDS[bound]) / facts.step:.0%} of it is {parts}"
+    return f"{_TITLES[bound]}: your step {waits}, so prefetching will {helps} help; {share}."
 
 
 def place(site: Site) -> str:

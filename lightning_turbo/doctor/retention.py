@@ -13,44 +13,44 @@ from torch import nn
 from lightning_turbo.doctor.facts import Part
 from lightning_turbo.doctor.source import Sources
 
-__all__ = ["find_retained", "measure_graphs"]
+__all__ = ["Retention"]
 
 LIMIT = 2000
 """Elements of a container, and nodes of a graph, at which counting stops."""
 
 
-def measure_graphs(module: nn.Module, others: Iterable[object] = ()) -> dict[tuple[str, str], int]:
-    """Measure what is held with its graph, now.
+class Retention:
+    """What is held with its graph after each step, by the owner's path (or class name) and the attribute's name.
 
     Args:
         module: The LightningModule; its submodules outside of ``torch.nn`` are looked at, too.
         others: Further objects whose attributes are looked at: the user's callbacks.
-
-    Returns:
-        Graph nodes by the owner's path (or class name, for ``others``) and the attribute's name; only those that
-        hold any.
     """
-    sizes = {}
-    for path, owner in _owners(module, others).items():
-        for name, value in _attributes(owner).items():
-            sizes[path, name] = _count_nodes(value)
-    return {key: size for key, size in sizes.items() if size}
 
+    def __init__(self, module: nn.Module, others: Iterable[object] = ()) -> None:
+        self.module, self.others = module, list(others)
+        self._history: list[dict[tuple[str, str], int]] = []  # graph nodes after each step
 
-def find_retained(
-    history: list[dict[tuple[str, str], int]], module: nn.Module, others: Iterable[object], sources: Sources
-) -> tuple[Part, ...]:
-    """Return what was held with its graph after each of the last two steps or more."""
-    owners = _owners(module, others)
-    before, now = history[-2:] if len(history) > 1 else ({}, {})
-    return tuple(
-        Part(
-            name=f"{path or 'self'}.{name}",
-            growing=now[path, name] >= min(before[path, name] + 1, LIMIT),
-            site=sources.change(type(owners[path]), name),
+    def measure(self) -> None:
+        """Count the graph nodes that are held now."""
+        sizes = {}
+        for path, owner in _owners(self.module, self.others).items():
+            for name, value in _attributes(owner).items():
+                sizes[path, name] = _count_nodes(value)
+        self._history.append({key: size for key, size in sizes.items() if size})
+
+    def find(self, sources: Sources) -> tuple[Part, ...]:
+        """Return what was held with its graph after each of the last two steps or more."""
+        owners = _owners(self.module, self.others)
+        before, now = self._history[-2:] if len(self._history) > 1 else ({}, {})
+        return tuple(
+            Part(
+                name=f"{path or 'self'}.{name}",
+                growing=now[path, name] >= min(before[path, name] + 1, LIMIT),
+                site=sources.change(type(owners[path]), name),
+            )
+            for path, name in filter(before.__contains__, now)
         )
-        for path, name in filter(before.__contains__, now)
-    )
 
 
 def _owners(module: nn.Module, others: Iterable[object]) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from lightning_turbo._lightning import Callback, LightningModule
 from lightning_turbo.doctor import collect
-from lightning_turbo.doctor.facts import Facts
-from lightning_turbo.doctor.retention import find_retained, measure_graphs
+from lightning_turbo.doctor.facts import BOUNDS, Facts, Part, Site
+from lightning_turbo.doctor.gil import GilProbe
+from lightning_turbo.doctor.retention import Retention
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.timeline import Recorder, Segment, Timeline, sum_phases
+from lightning_turbo.doctor.timeline import Recorder, Segment, Timeline, longest_action, sum_phases
 from lightning_turbo.doctor.watch import Watch
 from lightning_turbo.nn.compile import compile_counts
 
@@ -25,47 +27,93 @@ _PLAIN = {"SingleDeviceStrategy", "DDPStrategy"}
 _FAST_PATHS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder, torch.nn.MultiheadAttention)
 
 
+@dataclass(slots=True)
+class Plan:
+    """How many steps are let pass, timed and watched, and how many are over."""
+
+    warmup: int
+    timed: int
+    to_watch: int
+    done: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Steps until the report."""
+        return self.warmup + self.timed + self.to_watch
+
+    @property
+    def warm(self) -> bool:
+        """Whether the warm-up is over."""
+        return self.done >= self.warmup
+
+    @property
+    def watched(self) -> int:
+        """Steps since the last timed one; below zero before that."""
+        return self.done - self.warmup - self.timed
+
+    @property
+    def watching(self) -> bool:
+        """Whether the next step is one of those to watch."""
+        return 0 <= self.watched < self.to_watch
+
+
+class UsedParameters:
+    """The parameters of a module that had a gradient, or that a callback changed, which may train them by itself."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self.stepped = False  # whether an optimizer stepped at all
+        self._versions: dict[int, int] = {}
+
+    def look(self, module: LightningModule) -> None:
+        """Note which parameters have a gradient now, or have changed since the first look."""
+        self.stepped = True
+        for each in module.parameters():
+            if each.grad is not None or each._version != self._versions.setdefault(id(each), each._version):
+                self.ids.add(id(each))
+
+
 class Session:
     """One session with a run; it owns all that is measured, so that nothing of it outlives the report.
+
+    It begins with the run: the recorder takes the place of the Trainer's profiler and calls ``_between`` and
+    ``_fetched`` in every step. ``stop`` ends it and puts the profiler back, after the last step or an exception.
 
     Args:
         steps: The steps before the first look, those that are timed, and those that are watched from inside.
         trainer: The Trainer, which is about to train.
-        module: The LightningModule.
         callbacks: The Trainer's other callbacks.
         frame: The caller's frame, on whose stack the script's call of ``fit`` is found.
         on_end: Called between two steps once all these steps are over.
     """
 
     def __init__(
-        self, steps: tuple[int, int, int], trainer: Any, module: LightningModule, callbacks: list[Callback],
-        frame: FrameType, on_end: Callable[[], None],
+        self, steps: tuple[int, int, int], trainer: Any, callbacks: list[Callback], frame: FrameType,
+        on_end: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.warmup, self.timed, self.to_watch = steps
-        self.trainer, self.module, self.on_end = trainer, module, on_end
-        self.done = 0
-        self.cuda = module.device.type == "cuda"
+        self.plan = Plan(*steps)
+        self.trainer, self.on_end = trainer, on_end
+        module, cuda = trainer.lightning_module, trainer.lightning_module.device.type == "cuda"
         own = [each for each in callbacks if not type(each).__module__.startswith(("lightning.", "pytorch_lightning."))]
         self.sources = Sources([module, trainer.datamodule, *own])
-        self.callbacks = [each for each in own if self.sources.owns(type(each))]
         self.fit = self.sources.site(frame, through=True)
-        self.watch = Watch(self.sources, cuda=self.cuda)
-        told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
-        self.notes = [] if self.watch.traced else [told]
-        self.timeline = Timeline(self.cuda)
-        self.batch: dict[str, Any] = {}
-        self.used: set[int] = set()
-        self.versions: dict[int, int] = {}
-        self.stepped = self.begun = self.anomaly = False
-        self.held: list[dict[tuple[str, str], int]] = []
+        self.watch = Watch(self.sources, cuda=cuda)
+        self.retention = Retention(module, [each for each in own if self.sources.owns(type(each))])
+        self.used = UsedParameters()
+        self.gil = GilProbe()
         self.compiled = [compile_counts()]
-        self.profiler = trainer.profiler
-        self.recorder = Recorder(trainer.profiler, self.timeline, self._between, self._fetched, self.watch.pause)
+        self.noted: dict[str, Any] = {"notes": self._check_profile_function()}  # fields of ``Facts``
+        timeline = Timeline(cuda)
+        self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self.watch.pause)
         trainer.profiler = self.recorder
+
+    def _check_profile_function(self) -> tuple[str, ...]:
+        told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
+        return () if self.watch.traced else (told,)
 
     def _check_inside(self) -> bool:
         """Return whether nothing in the run would behave otherwise under a function mode; if not, note why."""
-        strategy, modules = type(self.trainer.strategy), list(self.module.modules())
+        strategy, modules = type(self.trainer.strategy), list(self.trainer.lightning_module.modules())
         reasons = {
             "the model is compiled": any(map(_is_compiled, modules)),
             "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it": _has_compiled(),
@@ -74,57 +122,49 @@ class Session:
             "attention layers in eval mode have a fast path that watching would close": any(map(_is_fast, modules)),
         }
         found = [f"{reason}: the run was timed, and not watched from inside" for reason in reasons if reasons[reason]]
-        self.notes += found[:1]
+        self.noted["notes"] = (*self._check_profile_function(), *found[:1])
         return not found
-
-    @property
-    def _seen(self) -> int:
-        """Steps since the last timed one; below zero before that."""
-        return self.done - self.warmup - self.timed
 
     def _between(self) -> None:
         """Between two steps: close one, and see what the next one is for."""
         self.watch.pause()
-        if self.done >= self.warmup and len(self.compiled) == 1:
+        if self.plan.warm and len(self.compiled) == 1:
             self.compiled.append(compile_counts())
         self._close_step()
-        self.timeline.recording = self.done >= self.warmup and self._seen < 0
-        if self._seen >= self.to_watch:
+        self.recorder.timeline.recording = self.plan.warm and self.plan.watched < 0
+        if self.plan.done >= self.plan.needed:
             self.on_end()
+        elif self.plan.watching:
+            self.gil.begin()
 
     def _close_step(self) -> None:
-        if self._seen > self.watch.watched:
+        if self.plan.watched > self.watch.watched:
             self.watch.end_step()
-            self.held.append(measure_graphs(self.module, self.callbacks))
+            self.retention.measure()
 
     def _fetched(self) -> None:
         """A batch has been fetched: if its step is to be watched, begin."""
-        if not 0 <= self._seen < self.to_watch:
+        self.gil.end()
+        if not self.plan.watching:
             return
-        if not self.begun:
-            self.begun, self.watch.inside = True, self._check_inside()
-        self.anomaly = torch.is_anomaly_enabled()
+        if self.plan.watched == 0:
+            self.watch.inside = self._check_inside()
+        self.noted["anomaly"] = torch.is_anomaly_enabled()
         self.watch.resume()
 
     def look_at(self, batch: Any) -> None:
         """Note what the first batch holds."""
-        self.batch = self.batch or collect.batch_facts(batch)
-
-    def look_at_gradients(self) -> None:
-        """Note which parameters have a gradient, or have changed: a callback may train them by itself."""
-        self.stepped = True
-        for each in self.module.parameters():
-            if each.grad is not None or each._version != self.versions.setdefault(id(each), each._version):
-                self.used.add(id(each))
+        if "batch" not in self.noted:
+            self.noted |= collect.batch_facts(batch)
 
     def stop(self) -> None:
         """Stop watching and put the Trainer's profiler back."""
+        self.gil.end()
         self.watch.pause()
         self._close_step()
         self.compiled.append(compile_counts())
         if self.trainer.profiler is self.recorder:
-            self.trainer.profiler = self.profiler
-        self.recorder.forget()
+            self.trainer.profiler = self.recorder.inner
 
     def shortfall(self, interrupted: str = "") -> str:
         """Say what is missing if the run was too short, else nothing.
@@ -132,35 +172,39 @@ class Session:
         Args:
             interrupted: The name of the exception that ended the run, if one did.
         """
-        needed = self.warmup + self.timed + self.to_watch
-        if self.done >= needed:
+        plan, timed = self.plan, len(self.recorder.timeline.steps)
+        if plan.done >= plan.needed:
             return ""
         end = f"was ended by {interrupted}" if interrupted else "ended"
         return (
-            f"The run {end} after {self.done} of the {needed} steps that the doctor needs: {len(self.timeline.steps)} "
-            f"were timed and {self.watch.watched} watched, so findings may be missing. "
+            f"The run {end} after {plan.done} of the {plan.needed} steps that the doctor needs: {timed} were timed and "
+            f"{self.watch.watched} watched, so findings may be missing. "
             "Train longer, or use Doctor(warmup=1, timed=1, watched=2)."
         )
 
     def facts(self) -> tuple[Facts, list[Segment]]:
         """Return all that was measured, and the mean step."""
-        trainer, module, watch, sources = self.trainer, self.module, self.watch, self.sources
-        segments = self.timeline.mean_step()
+        trainer, module, watch, sources = self.trainer, self.trainer.lightning_module, self.watch, self.sources
+        segments = self.recorder.timeline.mean_step()
         before, warm, after = self.compiled[0], self.compiled[-2], self.compiled[-1]
         warmed = len(self.compiled) > 2  # a run that ended in its warmup compiled for the first time
         # A sample is loaded to learn about its draws only by a doctor that was to watch, and did.
-        complete = 0 < self.to_watch == watch.watched
+        complete = 0 < self.plan.to_watch == watch.watched
         facts = Facts(
             world_size=trainer.world_size,
             automatic=module.automatic_optimization,
-            timed=len(self.timeline.steps),
+            strategy=type(trainer.strategy).__name__,
+            convolutions=collect.has_contiguous_convolutions(module),
+            timed=len(self.recorder.timeline.steps),
             watched=watch.watched,
             phases=sum_phases(segments),
+            longest_hook=longest_action(segments, BOUNDS["loop"]),
+            gil_held=self.gil.share,
             calls=watch.calls(),
-            retained=find_retained(self.held, module, self.callbacks, sources),
+            retained=self.retention.find(sources),
             graph_breaks=after.since(before).breaks,
             recompilations=after.since(warm).recompilations if warmed else {},
-            anomaly=self.anomaly,
+            anomaly_site=self._anomaly_site(),
             precision=str(trainer.precision),
             loader=collect.loader_facts(trainer, sources, self.fit, probe=complete),
             epochs=collect.count_epochs(trainer),
@@ -169,13 +213,22 @@ class Session:
             exact_windows=any(type(each).__name__ == "ExactAccumulation" for each in trainer.callbacks),
             optimizers=collect.optimizer_facts(trainer, sources),
             schedulers=collect.scheduler_facts(trainer, sources),
-            unused=collect.unused_parameters(trainer, self.used, sources) if self.stepped and watch.watched else (),
-            notes=tuple(self.notes),
+            unused=self._unused(),
             **collect.process_facts(module.device),
             biases=collect.cancelled_biases(module, watch.biases, sources),
-            **self.batch,
+            **self.noted,
         )
         return facts, segments
+
+    def _anomaly_site(self) -> Site | None:
+        """Return the line that switches anomaly detection on: a call of torch's, or the Trainer's argument."""
+        on = self.noted.get("anomaly")
+        return self.sources.setting("detect_anomaly", "set_detect_anomaly") if on else None
+
+    def _unused(self) -> tuple[Part, ...]:
+        """Return the parameters without a gradient, of which nothing is known before an optimizer has stepped."""
+        seen = self.used.stepped and self.watch.watched
+        return collect.unused_parameters(self.trainer, self.used.ids, self.sources) if seen else ()
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import linecache
 import os
 import re
-import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -23,19 +24,12 @@ __all__ = ["Sources"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_LIBRARIES = tuple(
-    path + os.sep
-    for path in {
-        *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    }
-)
+_STANDARD = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
+"""A file of an installed package, in this environment or in one that is on the path, and the package's name."""
 # What these do for themselves is no habit of the user's.
-_MACHINERY = (
-    *(_TORCH + part + os.sep for part in ("optim", "amp", os.path.join("utils", "data"))),
-    *(path + name + os.sep for path in _LIBRARIES for name in ("lightning", "pytorch_lightning", "lightning_fabric")),
-)
+_MACHINERY = tuple(_TORCH + part + os.sep for part in ("optim", "amp", os.path.join("utils", "data")))
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _PARTS_OF_TORCH = {
     "torch.distributions": "torch.distributions",
     "torch.utils.tensorboard": "torch.utils.tensorboard",
@@ -107,6 +101,18 @@ class Sources:
         found = (self._find(cls, pattern, only=method) for pattern in patterns)
         return next(filter(None, found), None)
 
+    def setting(self, *names: str) -> Site | None:
+        """Return the line that passes one of ``names`` as an argument, or calls it, with anything but ``False``.
+
+        All own files are searched, those of ``objects`` first.
+        """
+        files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())} - {"None"}
+        own = filter(lambda file: self._kind_of(file) in ("own", "adopted"), files)
+        for file in sorted(own, key=lambda file: (file not in self._adopted, file)):
+            if line := _find_setting("".join(linecache.getlines(file)), names):
+                return Site(file=file, line=line)
+        return None
+
     def _kind_of(self, file: str) -> str:
         kind = kind_of(file)
         return "adopted" if kind != "own" and file in self._adopted else kind
@@ -124,9 +130,10 @@ class Sources:
 
 def kind_of(file: str) -> str:
     """Return ``"own"``, ``"machinery"`` (whose doings are not the user's) or ``"library"``."""
-    if file.startswith(_MACHINERY):
+    installed = _INSTALLED.search(file)
+    if file.startswith(_MACHINERY) or (installed and installed[1] in _LIGHTNING):
         return "machinery"
-    return "library" if file.startswith(("<", _HERE, _TORCH, *_LIBRARIES)) else "own"
+    return "library" if installed or file.startswith(("<", _HERE, _TORCH, *_STANDARD)) else "own"
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -145,7 +152,29 @@ def _library_of(frame: FrameType) -> str:
     if file.startswith(_TORCH):
         found = (name for start, name in _PARTS_OF_TORCH.items() if module.startswith(start))
         return next(found, "")
-    return module.partition(".")[0] if file.startswith(_LIBRARIES) else ""
+    return module.partition(".")[0] if _INSTALLED.search(file) or file.startswith(_STANDARD) else ""
+
+
+def _find_setting(source: str, names: tuple[str, ...]) -> int:
+    """Return the first line of a file that passes or calls one of ``names`` without ``False``; 0 without one."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError:
+        return 0
+    found: list[tuple[Any, list[Any]]] = []  # what is set, and to what
+    for node in nodes:
+        if isinstance(node, ast.keyword) and node.arg in names:
+            found.append((node, [node.value]))
+        elif isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            found += [(key, [value]) for key, value in pairs if isinstance(key, ast.Constant) and key.value in names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
+            found.append((node, [*node.args, *(each.value for each in node.keywords)]))
+    return min((node.lineno for node, values in found if not any(map(_is_false, values))), default=0)
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
 
 
 def _methods(cls: type) -> Iterator[Any]:

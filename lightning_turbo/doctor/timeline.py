@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -13,7 +14,7 @@ import torch
 
 from lightning_turbo._lightning import Profiler
 
-__all__ = ["PHASES", "PHASE_NAMES", "Recorder", "Segment", "Timeline", "phase_of", "sum_phases"]
+__all__ = ["PHASES", "PHASE_NAMES", "Recorder", "Segment", "Timeline", "longest_action", "phase_of", "sum_phases"]
 
 PHASE_NAMES = {
     "data": "waiting for data",
@@ -136,6 +137,18 @@ def sum_phases(segments: list[Segment]) -> dict[str, float]:
     for each in segments:
         sums[each.phase] += each.seconds
     return sums
+
+
+def longest_action(segments: list[Segment], phases: Collection[str]) -> str:
+    """Return the hook that takes longest of those in some phases, and its time; empty below a tenth of the step.
+
+    The hooks of the Doctor itself are left out.
+    """
+    named = [each for each in segments if each.phase in phases and re.match(r"\[(?!Callback\]Doctor\.)", each.action)]
+    longest = max(named, key=lambda each: each.seconds, default=None)
+    if longest is None or 10 * longest.seconds < sum(each.seconds for each in segments):
+        return ""
+    return f"{longest.action.partition(']')[2]} ({longest.seconds * 1e3:.2f} ms)"
 
 
 class Recorder:

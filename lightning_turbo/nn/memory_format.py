@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_turbo._checks import expect
 
-__all__ = ["FORMATS", "MemoryFormatName", "check_format", "has_format", "set_memory_format"]
+__all__ = ["FORMATS", "LAST", "MemoryFormatName", "check_format", "has_format", "set_memory_format"]
 
 MemoryFormatName = Literal["channels_last", "contiguous"]
 FORMATS: tuple[MemoryFormatName, ...] = ("channels_last", "contiguous")

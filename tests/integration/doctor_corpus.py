@@ -131,8 +131,17 @@ TRAINER = {"max_epochs": 2}
 Model = Base
 TRAINER = {
     "accumulate_grad_batches": 4,  # without a line: short-window
-    "detect_anomaly": True,  # without a line: anomaly-mode
+    "detect_anomaly": True,  # <- anomaly-mode
 }
+"""
+
+SICK += """
+---
+class Model(Base):
+    def on_train_start(self):  # Lightning puts the mode back before it
+        torch.autograd.set_detect_anomaly(False)
+        # torch.autograd.set_detect_anomaly(True)
+        torch.autograd.set_detect_anomaly(mode=True)  # <- anomaly-mode
 """
 
 CLEAN_STEPS = [

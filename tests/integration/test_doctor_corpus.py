@@ -70,11 +70,19 @@ def load(tmp_path, monkeypatch):
 def test_every_rule_that_a_cpu_shows_is_in_the_corpus():
     told = {rule.name for rule in RULES if re.search(rf"(<-|line:|,) {rule.name}\b", "".join(SICK_PROGRAMS))}
     elsewhere = {"float32", "pin-memory", "lost-sampler", "graph-breaks", "recompiles", "worker-draws",
-                 "repeated-draws"}  # fmt: skip
+                 "repeated-draws", "compute-bound", "copy-bound", "loop-overhead"}  # fmt: skip
     assert told == {rule.name for rule in RULES} - elsewhere
 
 
+@pytest.fixture
+def anomaly():
+    """Switches anomaly detection off again."""
+    yield
+    torch.autograd.set_detect_anomaly(False)
+
+
 @pytest.mark.parametrize("program", SICK_PROGRAMS)
+@pytest.mark.usefixtures("anomaly")
 def test_the_bad_habit_is_named_with_its_line(program, load):
     module = load(program)
     report = fit(module.Model(), **getattr(module, "TRAINER", {}))
@@ -100,17 +108,27 @@ def test_nothing_is_said_about_a_clean_program(program, load, own_time):
     check_clean(module.Model(), **getattr(module, "TRAINER", {}))
 
 
-def test_a_loader_that_is_given_to_fit_has_the_line_of_fit():
+def hold_the_gil():
+    end = time.thread_time() + 0.01
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize(("load", "remedy"), [
+    (lambda: time.sleep(0.01), "PrefetchLoader"), (hold_the_gil, "DataLoader(num_workers=1"),
+])  # fmt: skip
+def test_a_loader_that_is_given_to_fit_has_the_line_of_fit_and_the_remedy_fits_its_loading(load, remedy):
     class Slow(torch.utils.data.Dataset):
         def __len__(self):
             return 32
 
         def __getitem__(self, i):
-            time.sleep(0.01)
+            load()
             return torch.ones(32)
 
     findings = fit(BoringModel(), DataLoader(Slow(), batch_size=4), limit_val_batches=0).above("info")
     assert {each.rule for each in findings} == {"waits-for-data", "workers"}
+    assert remedy in next(each.remedy for each in findings if each.rule == "waits-for-data")
     for each in findings:
         assert ".fit(model, data)" in linecache.getline(each.site.file, each.site.line)
 

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_turbo.doctor.facts import Facts
+from lightning_turbo.doctor.facts import NOTICEABLE, Facts
 from lightning_turbo.doctor.rules.rule import Hit, rule
 
-__all__ = ["NOTICEABLE", "WAITING"]
+__all__: list[str] = []
 
-WAITING = 0.10  # share of the step; a choice, not a measurement
-NOTICEABLE = 5e-3  # seconds of waiting a step below which nobody would notice
+HELD = 0.5  # share of the time of loading from which a thread that loads would delay the step; a choice
 LARGE = 8 * 2**20  # bytes of a batch above which its copy takes a visible time
 
 
 def _is_slow(facts: Facts) -> bool:
-    return facts.waiting > WAITING and facts.phases["data"] > NOTICEABLE
+    return facts.bound == "data" and facts.phases["data"] > NOTICEABLE
+
+
+FASTER = "PackedDataset serves data that fits one file, DALI images."
 
 
 @rule(
     "waits-for-data",
     "background-prefetch",
-    "Load ahead: PrefetchLoader for a background thread or several, PackedDataset for data that fits one file, DALI "
-    "for images.",
+    f"Load ahead: PrefetchLoader for a background thread or several. {FASTER}",
 )
 def _waits_for_data(facts: Facts) -> Iterator[Hit]:
-    if _is_slow(facts):
-        what = f"{facts.waiting:.0%} of the step is spent waiting for data"
-        yield Hit(what, facts.loader.site, "{ms} ms a step (measured)", seconds=facts.phases["data"])
+    if facts.bound != "data":
+        return
+    what, remedy = f"{facts.waiting:.0%} of the step is spent waiting for data", ""
+    if not _is_slow(facts):
+        remedy = (
+            "The wait is too short for a thread or a process. PackedDataset, or a dataset with __getitems__, loads a "
+            "batch by one call; larger batches need fewer calls."
+        )
+    elif facts.gil_held > HELD:
+        what += f", and loading holds the GIL for {facts.gil_held:.0%} of its time"
+        remedy = (
+            "Load in another process: DataLoader(num_workers=1, persistent_workers=True). A thread would take turns "
+            f"with the step. {FASTER}"
+        )
+    level = "warning" if _is_slow(facts) else "info"
+    yield Hit(what, facts.loader.site, "{ms} ms a step (measured)", level, seconds=facts.phases["data"], remedy=remedy)
 
 
 @rule(

@@ -72,5 +72,5 @@ def _recompiles(facts: Facts) -> Iterator[Hit]:
 def _anomaly_mode(facts: Facts) -> Iterator[Hit]:
     cost = "each operation records a stack trace and each gradient is checked for NaN, with a host sync"
     if facts.anomaly:
-        yield Hit("autograd's anomaly detection is on", None, cost)
+        yield Hit("autograd's anomaly detection is on", facts.anomaly_site, cost)
     yield from hits_of_calls(facts, "anomaly", "{name} is entered in the step", cost, "warning")

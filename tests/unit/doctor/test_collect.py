@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo import DALILoader, PrefetchLoader
 from lightning_turbo.doctor import collect
-from lightning_turbo.doctor.source import Sources
+from lightning_turbo.doctor.source import Sources, kind_of
 
 DATA = torch.arange(8)
 SPLIT = DistributedSampler(DATA, num_replicas=2, rank=0)
@@ -68,6 +68,21 @@ def test_the_tensors_of_a_batch_are_weighed_and_other_kinds_passed_over():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     batch = {"image": [torch.ones(2, 2), torch.ones(3, dtype=torch.float64)], "words": nested, "name": "x"}
     assert collect.batch_facts(batch) == {"batch": 16 + 24, "wide": ("batch['image'][1]",)}
+
+
+@pytest.mark.parametrize(("module", "told"), [
+    (torch.nn.Conv2d(1, 2, 3), True), (torch.nn.Conv3d(2, 2, 3), True), (torch.nn.Linear(2, 2), False),
+    (torch.nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), False),
+])  # fmt: skip
+def test_convolutions_in_the_default_format_are_told(module, told):
+    assert collect.has_contiguous_convolutions(module) == told
+
+
+@pytest.mark.parametrize("file", ["/a/lib/python3.11/site-packages/{}/x.py", "/usr/lib/python3/dist-packages/{}/x.py"])
+def test_packages_of_another_environment_on_the_path_are_not_the_users(file):
+    assert kind_of(file.format("torchmetrics")) == "library"
+    assert kind_of(file.format("lightning")) == "machinery"
+    assert kind_of(file.format("x").replace("-packages", "")) == "own"
 
 
 @pytest.mark.parametrize(("max_epochs", "max_steps", "batches", "epochs"), [

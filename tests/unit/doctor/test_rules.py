@@ -10,6 +10,7 @@ from lightning_turbo.doctor.facts import Call, Facts, Loader, OptimizerFacts, Pa
 from lightning_turbo.doctor.report import Report, as_json, as_text
 from lightning_turbo.doctor.rules import RULES, diagnose
 from lightning_turbo.doctor.rules.rule import LEVELS
+from lightning_turbo.doctor.timeline import PHASES
 
 SITE = Site(file="train.py", line=7)
 MIB = 2**20
@@ -61,8 +62,29 @@ CASES = {
     "waits-for-data": [
         (replace(CPU, phases=SLOW), "warning"),
         (replace(CPU, phases={"data": 0.006, "forward": 0.05}), "warning"),
-        (replace(CPU, phases={"data": 0.005, "forward": 0.001}), None),  # not above 5 ms
+        (replace(CPU, phases={"data": 0.005, "forward": 0.001}), "info"),  # not above 5 ms
         (replace(CPU, phases={"data": 0.01, "forward": 0.09}), None),  # not above 10 %
+        (CPU, None),
+    ],
+    "compute-bound": [
+        (replace(CPU, phases={"data": 0.01, "forward": 0.09}), "info"),
+        (replace(CPU, phases={"forward": 0.01, "backward": 0.01, "optimizer": 0.01, "copy": 0.02}), "info"),
+        (replace(CPU, phases=SLOW), None),
+        (CPU, None),
+    ],
+    "copy-bound": [
+        (replace(CUDA, phases={"copy": 0.006, "forward": 0.005}), "warning"),
+        (replace(CUDA, phases={"copy": 0.005, "forward": 0.004}), "info"),
+        (replace(CUDA, phases={"copy": 0.004, "forward": 0.005}), None),
+        (CUDA, None),
+    ],
+    "loop-overhead": [
+        (replace(CPU, phases={"hooks": 0.003, "logging": 0.003, "forward": 0.004}), "warning"),
+        (replace(CPU, phases={"hooks": 0.002, "logging": 0.003, "forward": 0.004}), "info"),
+        (replace(CPU, phases={"hooks": 0.0003, "forward": 0.0021}), "info"),  # below 2.5 ms
+        (replace(CPU, phases={"hooks": 0.0003, "forward": 0.0001, "data": 0.002}), "info"),
+        (replace(CPU, phases={"hooks": 0.0004, "forward": 0.0022}), None),
+        (replace(CPU, phases={"hooks": 0.0002, "forward": 0.0019}), None),  # not above 10 %
         (CPU, None),
     ],
     "workers": [
@@ -160,6 +182,66 @@ def test_the_gravest_comes_first_and_then_the_costliest():
     found = [(finding.level, finding.what.split()[0]) for finding in diagnose(facts)]
     assert [level for level, _ in found] == sorted((level for level, _ in found), key=LEVELS.index)
     assert [what for _, what in found if what in ("cheap", "dear")] == ["dear", "cheap"]
+
+
+BOUND_BY = {"data": "waits-for-data", "compute": "compute-bound", "copy": "copy-bound", "loop": "loop-overhead"}
+
+
+@pytest.mark.parametrize("step", [1e-4, 1e-3, 4e-3, 1e-2, 1.0])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("share", [0.11, 0.3, 0.7, 1.0])
+def test_every_verdict_has_its_finding(step, device, phase, share):
+    rest = {each: (1 - share) * step / (len(PHASES) - 1) for each in PHASES}
+    facts = Facts(device=device, phases={**rest, phase: share * step}, watched=4, cores=8, tf32=True)
+    findings = [each for each in diagnose(facts) if each.rule == BOUND_BY[facts.bound]]
+    assert len(findings) == 1
+    assert findings[0].remedy
+
+
+WAITING = replace(CPU, phases={"data": 0.02, "forward": 0.02})
+
+
+@pytest.mark.parametrize(("facts", "words", "others"), [
+    (WAITING, ["PrefetchLoader for a background thread"], ["GIL"]),
+    (replace(WAITING, gil_held=0.5), ["PrefetchLoader for a background thread"], ["GIL"]),
+    (replace(WAITING, gil_held=0.93), ["DataLoader(num_workers=1"], ["PrefetchLoader"]),
+    (replace(WAITING, phases={"data": 0.004, "forward": 0.002}), ["too short for a thread"], ["PrefetchLoader"]),
+])  # fmt: skip
+def test_a_thread_is_not_proposed_where_loading_holds_the_gil_or_is_short(facts, words, others):
+    (finding,) = (each for each in diagnose(facts) if each.rule == "waits-for-data")
+    assert all(word in finding.remedy for word in words)
+    assert not any(word in finding.remedy for word in others)
+    assert ("holds the GIL for 93% of its time" in finding.what) == (facts.gil_held > 0.9)
+
+
+COMPUTING = replace(CPU, phases={"forward": 0.05})
+
+
+@pytest.mark.parametrize(("facts", "words", "others"), [
+    (COMPUTING, ["ApexAMP", "instructions for bfloat16", "lightning-turbo tune"], ["MemoryFormat"]),
+    (replace(COMPUTING, device="cuda:0"), ["ApexAMP", "lightning-turbo tune"], ["bfloat16"]),
+    (replace(COMPUTING, convolutions=True), ["ApexAMP", "MemoryFormat", "lightning-turbo tune"], []),
+    (replace(COMPUTING, precision="bf16-mixed"), ["lightning-turbo tune"], ["ApexAMP", "MemoryFormat"]),
+])  # fmt: skip
+def test_what_may_help_a_step_that_computes_is_named(facts, words, others):
+    (finding,) = (each for each in diagnose(facts) if each.rule == "compute-bound")
+    assert all(word in finding.remedy for word in words)
+    assert not any(word in finding.remedy for word in others)
+
+
+@pytest.mark.parametrize(("strategy", "named"), [
+    ("SingleDeviceStrategy", "strategy='turbo'"), ("DDPStrategy", "strategy='turbo_ddp'"),
+    ("TurboStrategy", None), ("FSDPStrategy", None),
+])  # fmt: skip
+def test_a_turbo_strategy_is_named_for_short_steps_where_it_can_take_anothers_place(strategy, named):
+    facts = replace(
+        CPU, strategy=strategy, phases={"forward": 0.0005, "hooks": 0.0004}, longest_hook="Mine.on_fit (1 ms)"
+    )
+    (finding,) = (each for each in diagnose(facts) if each.rule == "loop-overhead")
+    assert ("turbo" in finding.remedy) == (named is not None)
+    assert named is None or named in finding.remedy
+    assert "the longest of them Mine.on_fit (1 ms)" in finding.what
 
 
 def lines(*numbers, **more):

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from lightning_turbo.doctor import timeline
-from lightning_turbo.doctor.timeline import Recorder, Timeline, sum_phases
+from lightning_turbo.doctor.timeline import Recorder, Segment, Timeline, sum_phases
 
 NEXT = "[_TrainingEpochLoop].train_dataloader_next"
 STEP = "[Strategy]SingleDeviceStrategy.training_step"
@@ -108,6 +108,18 @@ def test_the_mean_of_the_steps_is_shown(clock):
     assert sum(segment.seconds for segment in watched.timeline.mean_step()) == WHOLE + 50
     assert Timeline().mean_step() == []
     assert sum_phases([]) == {}
+
+
+@pytest.mark.parametrize(("mine", "named"), [(10.0, "Mine.on_train_batch_end (10000.00 ms)"), (1.0, "")])
+def test_the_longest_hook_is_named_from_a_tenth_of_the_step(mine, named):
+    segments = [
+        Segment("[Callback]Doctor.on_before_optimizer_step", "hooks", 0.0, 40.0),
+        Segment("", "hooks", 0.0, 40.0),
+        Segment("[Callback]Mine.on_train_batch_end", "hooks", 0.0, mine),
+        Segment("[LightningModule]Net.configure_optimizers", "optimizer", 0.0, 10.0),
+    ]
+    assert timeline.longest_action(segments, ("hooks", "logging")) == named
+    assert timeline.longest_action([], ("hooks", "logging")) == ""
 
 
 def test_the_stand_in_is_the_profiler_to_everybody_else(tmp_path):

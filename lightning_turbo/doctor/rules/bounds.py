@@ -1,0 +1,69 @@
+"""Rules on what bounds the step: each verdict but that of waiting for data has its finding here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, WAITING, Facts
+from lightning_turbo.doctor.rules.rule import Hit, rule
+
+__all__: list[str] = []
+
+SHORT = 2.5e-3  # seconds of a step below which Lightning's own work on it is worth a look; a choice
+TURBO = {"SingleDeviceStrategy": "turbo", "DDPStrategy": "turbo_ddp"}
+"""The strategy that can take another one's place."""
+
+
+def _hit(facts: Facts, bound: str, what: str, level: str, remedy: str) -> Hit:
+    seconds = facts.seconds_in(BOUNDS[bound])
+    share = seconds / facts.step
+    return Hit(
+        what.format(share=f"{share:.0%}"), None, "{ms} ms a step (measured)", level, seconds=seconds, remedy=remedy
+    )
+
+
+def _level(facts: Facts, bound: str) -> str:
+    return "warning" if facts.seconds_in(BOUNDS[bound]) > NOTICEABLE else "info"
+
+
+@rule("compute-bound", "tune", "lightning-turbo tune SCRIPT measures which settings help.")
+def _compute_bound(facts: Facts) -> Iterator[Hit]:
+    if facts.bound != "compute":
+        return
+    remedies = []
+    if facts.precision.startswith("32"):
+        where = "" if facts.cuda else ", on a CPU with instructions for bfloat16,"
+        remedies.append(f"ApexAMP('O1') or ApexAMP('O2'){where} computes in half precision.")
+    if facts.convolutions:
+        remedies.append("MemoryFormat('channels_last') may speed up convolutions.")
+    remedies.append("TurboStrategy(compile='blocks') compiles the network.")
+    remedies.append("lightning-turbo tune SCRIPT measures which of them help.")
+    what = "{share} of the step is forward, backward and optimizer"
+    yield _hit(facts, "compute", what, "info", " ".join(remedies))
+
+
+@rule(
+    "copy-bound",
+    "device-prefetch",
+    "DataLoader(pin_memory=True) and strategy='turbo', or DevicePrefetcher in a plain loop, copy the next batch during "
+    "the step. Load uint8 and let Normalize scale it on the device.",
+)
+def _copy_bound(facts: Facts) -> Iterator[Hit]:
+    if facts.bound == "copy":
+        hooks = (
+            "" if facts.cuda else "Nothing is copied on a CPU: do the work of the hooks around the copy in the loader."
+        )
+        yield _hit(facts, "copy", "{share} of the step is the copy of the batch", _level(facts, "copy"), hooks)
+
+
+@rule("loop-overhead", "turbo-strategy", "Do the work of hooks and callbacks every so many steps only.")
+def _loop_overhead(facts: Facts) -> Iterator[Hit]:
+    share = facts.seconds_in(BOUNDS["loop"]) / (facts.step or 1.0)
+    if facts.bound != "loop" and not (facts.step < SHORT and share > WAITING):
+        return
+    what = "{share} of the step is hooks, callbacks and logging"
+    what += f", the longest of them {facts.longest_hook}" * bool(facts.longest_hook)
+    turbo = TURBO.get(facts.strategy)
+    lean = f"Trainer(strategy={turbo!r}) calls hooks directly and logs without waiting. " if turbo else ""
+    rare = "Do the work of your own hooks and callbacks every so many steps only."
+    yield _hit(facts, "loop", what, _level(facts, "loop"), lean + rare)
