@@ -161,16 +161,20 @@ def _find_setting(source: str, names: tuple[str, ...]) -> int:
         nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
         return 0
-    found: list[tuple[Any, list[Any]]] = []  # what is set, and to what
-    for node in nodes:
-        if isinstance(node, ast.keyword) and node.arg in names:
-            found.append((node, [node.value]))
-        elif isinstance(node, ast.Dict):
-            pairs = zip(node.keys, node.values, strict=True)
-            found += [(key, [value]) for key, value in pairs if isinstance(key, ast.Constant) and key.value in names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
-            found.append((node, [*node.args, *(each.value for each in node.keywords)]))
-    return min((node.lineno for node, values in found if not any(map(_is_false, values))), default=0)
+    settings = chain.from_iterable(_settings(node, names) for node in nodes)
+    return min((line for line, values in settings if not any(map(_is_false, values))), default=0)
+
+
+def _settings(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[int, list[ast.expr]]]:
+    """Yield the lines at which a node sets one of ``names``, and what to: an argument, a key of a dict, a call."""
+    if isinstance(node, ast.keyword) and node.arg in names:
+        yield node.lineno, [node.value]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
+        yield node.lineno, [*node.args, *(each.value for each in node.keywords)]
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value in names:
+                yield key.lineno, [value]
 
 
 def _is_false(node: ast.expr) -> bool:

@@ -247,4 +247,5 @@ def test_the_first_of_two_ranks_is_examined(tmp_path):
     found = {(each["rule"], each["level"]) for each in findings}
     assert ("lost-sampler", "error") in found
     assert ("host-sync", "warning") in found
-    assert {rule for rule, _ in found} == {"lost-sampler", "host-sync"}
+    bounds = {"waits-for-data", "compute-bound", "copy-bound", "loop-overhead"}
+    assert {rule for rule, _ in found} - bounds == {"lost-sampler", "host-sync"}
