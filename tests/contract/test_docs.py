@@ -91,6 +91,48 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+def figures(text):
+    """Each sentence that ends in links to stored results: its figures, and the pages."""
+    at, found = 0, []
+    for link in re.finditer(r"\[([^\]]*)\]\(([^)\s]*benchmarks/[\w.-]+\.md)[^)]*\)", text):
+        said = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", "", text[at : link.start()]) + link[1]
+        numbers = re.findall(r"(?<![\w.,/-])(\d+(?:\.\d+)?)(?![\w/-]|\.\d| x | %)", said)
+        if found and not re.search(r"\w", text[at : link.start()]):
+            found[-1][1].append(link[2])  # a further page for the same sentence
+        else:
+            found.append(([number for number in numbers if "." in number or float(number) >= 10], [link[2]]))
+        at = link.end()
+    return found
+
+
+def holds(page, figure):
+    """Whether a page holds a figure as it is, in the next unit, or as the ratio of which it is the factor."""
+    decimals = len(figure.partition(".")[2])
+    numbers = map(float, re.findall(r"\d+(?:\.\d+)?", page.read_text()))
+    return any(
+        round(value, decimals) == float(figure) for n in numbers if n for value in (n, n / 1000, *[1 / n] * (n < 2))
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "benchmarks" not in page.parts], ids=name_of)
+def test_figures_are_those_of_the_results_that_they_link(page):
+    absent = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-#|])", prose(page)):
+        for numbers, links in figures(paragraph):
+            results = [(page.parent / link).resolve() for link in links]
+            absent += [(n, links) for n in numbers if not any(holds(result, n) for result in results)]
+    assert absent == []
+
+
+def test_a_figure_that_a_linked_page_lacks_is_found():
+    text = "Toy: 531 us, 0.4 ms and 1.7 times as fast ([overhead](../benchmarks/overhead_cpu-epyc-avx512_2026-11.md))."
+    (((first, *others), (link,)),) = figures(text)
+    page = (DOCS / "cards" / link).resolve()
+    assert (first, others) == ("531", ["0.4", "1.7"])
+    assert not holds(page, first)
+    assert all(holds(page, number) for number in ("337", *others))
+
+
 def test_the_readme_links_to_no_file_that_a_package_index_lacks():
     assert re.findall(r"(?<!!)\[[^\]]*\]\((?!https://)([^)]*)\)", prose(ROOT / "README.md")) == []
 
