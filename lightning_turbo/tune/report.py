@@ -94,7 +94,8 @@ def _headline(results: Mapping[str, Any]) -> str:
     if not chosen["settings"]:
         return results["verdict"]
     low, high = chosen["interval"]
-    return f"{chosen['ratio']:.2f} ({low:.2f} to {high:.2f}) of the default's time a step; result: {chosen['result']}"
+    spread = f"{1 / high:.2f} to {1 / low:.2f}"
+    return f"{1 / chosen['ratio']:.2f} times as fast as the default ({spread}), result: {chosen['result']}"
 
 
 def _settings(search: Search) -> Settings:
@@ -169,7 +170,8 @@ def _bars(search: Search, step_ms: float) -> list[Bar]:
 def _bar(name: str, kind: str, part: Comparison, start: float, value: float) -> Bar:
     """A bar that ends at ``value``, with the interval of its ratio around that end."""
     low, high = part.interval or (part.ratio, part.ratio)
-    text = f"{part.ratio:.2f} ({low:.2f}-{high:.2f})" if kind == "setting" else f"{three_digits(value)}"
+    factor = f"{1 / part.ratio:.2f} times ({1 / high:.2f}-{1 / low:.2f})"
+    text = factor if kind == "setting" else three_digits(value)
     ends = {"low": value * low / part.ratio, "high": value * high / part.ratio}
     return Bar(name=name, kind=kind, start=start, value=value, text=text, **ends)
 
@@ -202,7 +204,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
 def print_results(results: Mapping[str, Any], paths: Sequence[Path], stream: TextIO | None = None) -> None:
     """Show the candidates in a table, and what is recommended."""
     rows = [_cells(each) for each in results["candidates"]]
-    print_table("alone", ["setting", "time / default", "95 % interval", "result", "note"], rows, stream)
+    print_table("alone", ["setting", "times as fast", "95 % interval", "result", "note"], rows, stream)
     lines = [results["headroom"]["sentence"]] if results["headroom"] else []
     if results["chosen"]["settings"]:
         lines.append(f"Chosen: {' + '.join(results['chosen']['settings'])}")
@@ -211,6 +213,6 @@ def print_results(results: Mapping[str, Any], paths: Sequence[Path], stream: Tex
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-    spread = "{:.3f}-{:.3f}".format(*row["interval"]) if row["interval"] else ""
-    return [row["name"], ratio, spread, row["result"] if ratio else "", row["why"]]
+    factor = f"{1 / row['ratio']:.2f}" if row["ratio"] else ""
+    spread = "-".join(f"{1 / end:.2f}" for end in reversed(row["interval"] or ()))
+    return [row["name"], factor, spread, row["result"] if factor else "", row["why"]]

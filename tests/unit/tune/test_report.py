@@ -58,12 +58,14 @@ def test_the_files_hold_what_was_found(search, tmp_path):
     chosen = results["chosen"]
     assert (chosen["settings"], chosen["result"]) == (["fused", "O1"], "other maths")
     assert (chosen["ratio"], chosen["interval"]) == (pytest.approx(0.4), pytest.approx([0.4, 0.4]))
-    headline = "0.40 (0.40 to 0.40) of the default's time a step; result: other maths"
+    headline = "2.50 times as fast as the default (2.50 to 2.50), result: other maths"
     assert all(path.read_text().splitlines()[0].endswith((headline, f"{headline}.")) for path in paths[1:3])
     assert paths[3].read_bytes().startswith(b"\x89PNG")
     screen = io.StringIO()
     print_results(results, paths, screen)
     assert "Chosen: fused + O1" in screen.getvalue()
+    rows = [line.split() for line in screen.getvalue().splitlines()]
+    assert ["fused", "1.25", "1.25-1.25", "same"] in [row[:4] for row in rows]
 
 
 def test_nothing_is_written_as_nothing(tmp_path):
