@@ -32,7 +32,7 @@ def choose_bars(results: dict[str, Any]) -> list[tuple[str, float, str]]:
         ("stock Lightning", default, QUIET),
         (f"best single setting\n({single['name']})", default * single["ratio"], QUIET),
         (f"chosen by tune\n({', '.join(chosen['settings'])})", default * chosen["ratio"], STRONG),
-        ("bound: no waiting for data,\nsame arithmetic", results["headroom"]["one_batch_ms"], QUIET),
+        ("bound of loading alone:\nno waiting for data", results["headroom"]["one_batch_ms"], QUIET),
     ]
 
 

@@ -1,0 +1,51 @@
+"""Volumes that wait for a disk, and convolutions in 3D: loading ahead and half precision help, most of all together."""
+
+import time
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+
+class Scans(Dataset):
+    """Volumes of 16 voxels a side with a label, each read in 3 ms of waiting."""
+
+    def __len__(self) -> int:
+        return 1600
+
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(1, 16, 16, 16, generator=generator), index % 2
+
+
+class Classifier(LightningModule):
+    """Three convolutions with batch norm, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = []
+        for inside, outside in ((1, 16), (16, 32), (32, 32)):
+            layers += [nn.Conv3d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm3d(outside), nn.ReLU()]
+        self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(32, 2))
+
+    def training_step(self, batch, batch_idx):
+        """Return the cross-entropy."""
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def main() -> None:
+    """Train two epochs."""
+    torch.manual_seed(0)
+    loader = DataLoader(Scans(), batch_size=8, shuffle=True)
+    Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Classifier(), loader)
+
+
+if __name__ == "__main__":
+    main()
