@@ -20,7 +20,7 @@ from lightning_turbo._checks import inherits
 from lightning_turbo.errors import LightningMismatchError
 
 # ruff: noqa: F401
-# The list of Lightning's names, for type checkers. ``__getattr__`` finds them in the copy that is bound.
+# The list of Lightning's names, for type checkers.
 if TYPE_CHECKING:
     from lightning.fabric.utilities.apply_func import move_data_to_device
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.hooks import DataHooks
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
-    from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -74,37 +74,53 @@ __all__ = [
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
 
-# Modules of the bound package in which ``__getattr__`` looks for a name, with or without an underscore.
-_MODULES = (
-    "callbacks",
-    "core",
-    "core.hooks",
-    "loggers",
-    "loggers.logger",
-    "loops.fetchers",
-    "loops.fit_loop",
-    "loops.optimization.automatic",
-    "loops.training_epoch_loop",
-    "plugins.io",
-    "plugins.io.wrapper",
-    "plugins.precision",
-    "profilers",
-    "strategies",
-    "trainer.connectors.logger_connector.logger_connector",
-    "trainer.connectors.logger_connector.result",
-    "trainer.connectors.signal_connector",
-    "trainer.trainer",
-    "tuner.tuning",
-    "utilities",
-    "utilities.exceptions",
-    "utilities.model_helpers",
-    "utilities.rank_zero",
-    "utilities.types",
-)
+# Name -> where the bound copy has it. ``__getattr__`` takes a name from there at its first use. The imports above say
+# the same to type checkers; a test compares the two.
+_HOMES = {
+    "AutomaticOptimization": "{pytorch}.loops.optimization.automatic:_AutomaticOptimization",
+    "BatchSizeFinder": "{pytorch}.callbacks:BatchSizeFinder",
+    "Callback": "{pytorch}:Callback",
+    "CheckpointIO": "{pytorch}.plugins.io:CheckpointIO",
+    "ClosureResult": "{pytorch}.loops.optimization.automatic:ClosureResult",
+    "CombinedLoader": "{pytorch}.utilities:CombinedLoader",
+    "DDPStrategy": "{pytorch}.strategies:DDPStrategy",
+    "DataHooks": "{pytorch}.core.hooks:DataHooks",
+    "DataLoaderIterDataFetcher": "{pytorch}.loops.fetchers:_DataLoaderIterDataFetcher",
+    "DummyLogger": "{pytorch}.loggers.logger:DummyLogger",
+    "GradientAccumulationScheduler": "{pytorch}.callbacks:GradientAccumulationScheduler",
+    "LRSchedulerConfig": "{pytorch}.utilities.types:LRSchedulerConfig",
+    "LightningDataModule": "{pytorch}:LightningDataModule",
+    "LightningModule": "{pytorch}:LightningModule",
+    "LoggerConnector": "{pytorch}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector",
+    "MisconfigurationException": "{fabric}.utilities.exceptions:MisconfigurationException",
+    "MixedPrecision": "{pytorch}.plugins.precision:MixedPrecision",
+    "ModelCheckpoint": "{pytorch}.callbacks:ModelCheckpoint",
+    "PassThroughProfiler": "{pytorch}.profilers:PassThroughProfiler",
+    "Precision": "{pytorch}.plugins.precision:Precision",
+    "Profiler": "{pytorch}.profilers:Profiler",
+    "ResultCollection": "{pytorch}.trainer.connectors.logger_connector.result:_ResultCollection",
+    "ResultMetric": "{pytorch}.trainer.connectors.logger_connector.result:_ResultMetric",
+    "SIGTERMException": "{pytorch}.utilities.exceptions:SIGTERMException",
+    "SignalConnector": "{pytorch}.trainer.connectors.signal_connector:_SignalConnector",
+    "SingleDeviceStrategy": "{pytorch}.strategies:SingleDeviceStrategy",
+    "Strategy": "{pytorch}.strategies:Strategy",
+    "StrategyRegistry": "{pytorch}.strategies:StrategyRegistry",
+    "TorchCheckpointIO": "{pytorch}.plugins.io:TorchCheckpointIO",
+    "Trainer": "{pytorch}:Trainer",
+    "TrainingEpochLoop": "{pytorch}.loops.training_epoch_loop:_TrainingEpochLoop",
+    "Tuner": "{pytorch}.tuner.tuning:Tuner",
+    "WrappingCheckpointIO": "{pytorch}.plugins.io.wrapper:_WrappingCheckpointIO",
+    "is_overridden": "{pytorch}.utilities.model_helpers:is_overridden",
+    "move_data_to_device": "{fabric}.utilities.apply_func:move_data_to_device",
+    "rank_zero_info": "lightning_utilities.core.rank_zero:rank_zero_info",
+    "rank_zero_warn": "lightning_utilities.core.rank_zero:rank_zero_warn",
+    "set_sampler_epoch": "{fabric}.utilities.data:_set_sampler_epoch",
+}
 
 _bound: str | None = None
 _reason = ""
-_imported_by_us: set[str] = set()
+# Whether the bound copy is a guess: the program had imported neither, and nobody had named one.
+_guessed = False
 
 
 def _loaded() -> list[str]:
@@ -118,14 +134,14 @@ def bound_name() -> str:
     The first of these decides: ``bind_lightning``; the environment variable ``LIGHTNING_TURBO_LIGHTNING``; the name
     that the program imported first; ``lightning.pytorch`` if it is installed; ``pytorch_lightning``.
     """
-    global _bound, _reason
+    global _bound, _reason, _guessed
     if _bound is None:
         if os.environ.get(VARIABLE):
             _bound, _reason = _checked(os.environ[VARIABLE]), f"the environment variable {VARIABLE} says so"
         elif _loaded():
             _bound, _reason = _loaded()[0], "the program imported it first"
         elif importlib.util.find_spec("lightning") is not None:
-            _bound, _reason = NAMES[0], "no Lightning was imported before it"
+            _bound, _reason, _guessed = NAMES[0], "no Lightning was imported before it", True
         else:
             _bound, _reason = NAMES[1], "it is the only one installed"
     return _bound
@@ -160,8 +176,7 @@ def _checked(name: str) -> str:
 def check_binding(used_by: str) -> None:
     """Raise an error if the program's Trainer would refuse an object of ours.
 
-    Constructors call it. The program uses the other copy of Lightning if it imported that one, and only
-    lightning_turbo imported the copy that is bound.
+    Constructors call it. The binding is wrong where it was a guess and the program has imported the other copy since.
 
     Args:
         used_by: Name of the object's class, for the message.
@@ -171,7 +186,7 @@ def check_binding(used_by: str) -> None:
     """
     bound = bound_name()
     other = NAMES[1 - NAMES.index(bound)]
-    if other in sys.modules and bound in _imported_by_us and "bind" not in _reason and VARIABLE not in _reason:
+    if _guessed and other in sys.modules:
         raise LightningMismatchError(
             f"{used_by} is built on {bound}, because {_reason}, but this program uses {other}, a second copy "
             f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo, or set the "
@@ -180,22 +195,22 @@ def check_binding(used_by: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # what Python and tools ask of every module
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    bound = bound_name()
-    if bound not in sys.modules:
-        _imported_by_us.add(bound)
-    for path in _MODULES:
-        module = importlib.import_module(f"{bound}.{path}")
-        value = getattr(module, name, None) or getattr(module, f"_{name}", None)
-        if value is not None:
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has {bound}")
+    pytorch = bound_name()
+    fabric = "lightning.fabric" if pytorch == NAMES[0] else "lightning_fabric"
+    module, _, attribute = _HOMES[name].format(pytorch=pytorch, fabric=fabric).partition(":")
+    value = globals()[name] = getattr(importlib.import_module(module), attribute)
+    return value
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, right after Lightning has been imported under one of its names."""
+    """Calls a function once, right after Lightning has been imported under one of its names.
+
+    ``Trainer(strategy="turbo")`` must be known whichever import comes first. To import Lightning here instead would
+    choose a copy for the program, or for the script that ``tune`` and the Doctor run, and would cost a plain loop two
+    seconds. The finder leaves ``sys.meta_path`` at its first match.
+    """
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback = callback
@@ -334,7 +349,7 @@ def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
     Args:
         strategies: Name -> function that returns the strategy.
     """
-    registry = importlib.import_module(f"{bound_name()}.strategies").StrategyRegistry
+    registry = __getattr__("StrategyRegistry")
     for name, make in strategies.items():
         registry.register(name, make, description="lightning_turbo", override=True)
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightning_turbo
+from lightning_turbo import _lightning
 
 ROOT = Path(lightning_turbo.__file__).parent
 
@@ -47,6 +49,25 @@ def test_every_module_states_its_names(path):
     for name in names:
         assert isinstance(name, str)
         assert hasattr(module, name), f"{dotted} has no {name}"
+
+
+def test_lightnings_names_are_the_same_for_type_checkers_and_at_run_time():
+    """Each stands in both lists, with the module that defines it, exists under both import names, and is used."""
+    source = (ROOT / "_lightning.py").read_text()
+    (block,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    packages = {"lightning.pytorch": "{pytorch}", "lightning.fabric": "{fabric}"}
+    declared = {}
+    for node in block.body:
+        whole = ".".join(node.module.split(".")[:2])
+        module = node.module.replace(whole, packages.get(whole, whole))
+        declared.update({alias.asname or alias.name: f"{module}:{alias.name}" for alias in node.names})
+    assert declared == _lightning._HOMES
+    others = " ".join(path.read_text() for path in ROOT.rglob("*.py") if path.name != "_lightning.py")
+    for name, home in declared.items():
+        module, _, attribute = home.partition(":")
+        for pytorch, fabric in (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")):
+            assert hasattr(importlib.import_module(module.format(pytorch=pytorch, fabric=fabric)), attribute), home
+        assert re.search(rf"\b{name}\b", others) or source.count(f'"{name}"') > 1, f"{name} is used by nobody"
 
 
 def test_import_is_silent_light_and_touches_no_device():
