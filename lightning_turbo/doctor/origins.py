@@ -1,4 +1,4 @@
-"""Where the tensors of one step come from: made on the CPU or fetched to it, or on the device."""
+"""Where the tensors of a step on the CPU would come from on a GPU: from the host, or from the device."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_turbo.doctor.names import is_host
+
 __all__ = ["Origins", "find_tensors"]
 
 
 class Origins:
-    """Follows the tensors of one step.
+    """Follows the tensors of one step of a run on the CPU, which is examined as if it were one on a GPU.
 
-    A run on the CPU is examined as if it were one on a GPU: a tensor that the step makes without a device would be on
-    the host there, and the batch would not.
-
-    Args:
-        cuda: Whether the run is on a CUDA device.
+    A tensor that the step makes without a device would be on the host there, and the batch would not.
     """
 
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
+    def __init__(self) -> None:
         self.made = WeakIdKeyDictionary()
 
     def are_on_host(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether there are tensors and all of them are on the host, or would be in a run on a GPU."""
-        return bool(tensors) and all(not each.is_cuda if self.cuda else each in self.made for each in tensors)
+        """Return whether there are tensors and all of them would be on the host in a run on a GPU."""
+        return bool(tensors) and all(each in self.made for each in tensors)
 
     def follow(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
@@ -40,7 +37,7 @@ class Origins:
             moved = tensors[0] in self.made
             self.made.pop(result, None)
             return moved
-        if name == "cpu" or self._makes_on_host(kwargs, tensors, result):
+        if name == "cpu" or self._makes_on_host(kwargs, tensors):
             self.made[result] = True
         return False
 
@@ -50,12 +47,8 @@ class Origins:
             return not self.are_on_host(find_tensors(targets, {}))
         return name == "cuda" or (name == "to" and any(map(_is_target, targets)))
 
-    def _makes_on_host(self, kwargs: dict[str, Any], tensors: list[torch.Tensor], result: torch.Tensor) -> bool:
-        if result.is_cuda:
-            return False
-        if not tensors:
-            return kwargs.get("device") is None
-        return self.are_on_host(tensors) and any(each in self.made for each in tensors)
+    def _makes_on_host(self, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> bool:
+        return self.are_on_host(tensors) if tensors else is_host(kwargs.get("device"))
 
 
 def _is_target(value: Any) -> bool:

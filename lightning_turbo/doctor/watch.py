@@ -1,14 +1,15 @@
 """What the step does: torch's functions, and a few Python functions.
 
-Two means, neither of which patches anything: a ``TorchFunctionMode`` sees what Python asks of torch, by the name that
-the user wrote; a profile function sees calls of Python functions such as ``self.log``.
+Three means, none of which patches anything: a ``TorchFunctionMode`` sees what Python asks of torch, by the name that
+the user wrote; torch's sync debug mode tells which of it waits for a CUDA device; a profile function sees calls of
+Python functions such as ``self.log``.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -18,40 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.doctor.calls import CallTable
 from lightning_turbo.doctor.facts import Call, Site
+from lightning_turbo.doctor.names import argument, copied_array, fetch, generic_name, upload
 from lightning_turbo.doctor.origins import Origins, find_tensors
 from lightning_turbo.doctor.source import Sources
+from lightning_turbo.doctor.sync_mode import report_waits
 
 __all__ = ["Watch"]
-
-# Functions that fetch a value to the host, and how the user would write them.
-_NAMES = {
-    "__array__": "numpy.asarray(tensor)",
-    "__bool__": "`if tensor`",
-    "__complex__": "complex(tensor)",
-    "__contains__": "`x in tensor`",
-    "__float__": "float(tensor)",
-    "__format__": "a tensor in an f-string",
-    "__getitem__": "tensor[mask]",
-    "__index__": "a tensor as an index of a list",
-    "__int__": "int(tensor)",
-    "__repr__": "print(tensor)",
-    "__setitem__": "tensor[mask] = values",
-    "cpu": ".cpu()",
-    "item": ".item()",
-    "numpy": ".numpy()",
-    "one_hot": "one_hot without num_classes",
-    "repeat_interleave": "repeat_interleave without output_size",
-    "to": ".to('cpu')",
-    "tolist": ".tolist()",
-    "where": "torch.where with one argument",
-    **{
-        name: f"torch.{name}"
-        for name in (
-            *("allclose", "argwhere", "bincount", "equal", "gaussian_nll_loss", "is_nonzero", "masked_select"),
-            *("nonzero", "unique", "unique_consecutive"),
-        )
-    },
-}
 
 
 class Watch:
@@ -71,16 +44,20 @@ class Watch:
         self.traced = sys.getprofile() is None
         self.watched = 0
         self.biases: set[int] = set()  # ids of those that a batch norm takes away
-        self.origins = Origins(cuda)
+        self.origins = Origins()
         self._mode = _Functions(self)
         self._counts: dict[tuple[str, str, Site, str], list[Any]] = {}
         self._started: ExitStack | None = None
+        self._calling = 0  # the thread of the call that is under way
+        self._waited = False  # whether it has waited for the device
 
     def resume(self) -> None:
         """Begin to watch, or continue; an error leaves nothing of it behind."""
         if self._started is not None:
             return
         with ExitStack() as started:
+            if self.cuda:
+                started.enter_context(report_waits(self._note_wait))
             if self.inside:
                 started.enter_context(self._mode)
             if self.traced and sys.getprofile() is None:
@@ -99,7 +76,7 @@ class Watch:
     def end_step(self) -> None:
         """Count the step that was watched as finished."""
         self.watched += 1
-        self.origins = Origins(self.cuda)
+        self.origins = Origins()
         self.table.scaled = False
 
     def calls(self) -> tuple[Call, ...]:
@@ -124,17 +101,56 @@ class Watch:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Call a function of torch and note what it does."""
         name, tensors = getattr(func, "__name__", ""), find_tensors(args, kwargs)
-        fetches = _fetches(name, args, kwargs) and not self.origins.are_on_host(tensors)
+        self._calling, self._waited = threading.get_ident(), False
         start = time.perf_counter()
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._calling = 0
         seconds = time.perf_counter() - start
-        if fetches:
-            self.note("sync", _NAMES[name], self.sources.site(frame), seconds, self.sources.library(frame))
-        if isinstance(result, torch.Tensor) and self.origins.follow(name, args, kwargs, tensors, result):
-            self.note("moved", f".{name}(...)", self.sources.site(frame))
-        if name == "batch_norm" and _argument(5, "training", args, kwargs):
+        judge = self._judge_on_cuda if self.cuda else self._judge_as_on_cuda
+        kind, shown = judge(name, args, kwargs, tensors, result)
+        if kind:
+            within = self.sources.library(frame) if kind == "sync" else ""
+            self.note(kind, shown, self.sources.site(frame), seconds, within)
+        if name == "batch_norm" and argument(5, "training", args, kwargs):
             self.biases |= _bias_before(tensors[0])
         return result
+
+    def _judge_on_cuda(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
+    ) -> tuple[str, str]:
+        """Return the kind and the name of what a call did, in a run on a CUDA device: torch has told if it waited."""
+        copied, uploaded = copied_array(name, args, kwargs), upload(name, args, kwargs)
+        if not self._waited:
+            return ("copied", copied) if copied else ("", "")
+        arrived = name == "__setitem__" or (isinstance(result, torch.Tensor) and result.is_cuda)
+        if uploaded or (arrived and not (tensors and all(each.is_cuda for each in tensors))):
+            return "moved", uploaded or f".{name}(...)"
+        return "sync", fetch(name, args, kwargs) or generic_name(name)
+
+    def _judge_as_on_cuda(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
+    ) -> tuple[str, str]:
+        """Return the same in a run on the CPU, as if its module and batches were on a GPU."""
+        on_host = self.origins.are_on_host(tensors)
+        moved = isinstance(result, torch.Tensor) and self.origins.follow(name, args, kwargs, tensors, result)
+        if moved:
+            return "moved", f".{name}(...)"
+        if copied := copied_array(name, args, kwargs):
+            return "copied", copied
+        if not on_host and (fetched := fetch(name, args, kwargs)):
+            return "sync", fetched
+        if not on_host and (uploaded := upload(name, args, kwargs)):
+            return "moved", uploaded
+        return "", ""
+
+    def _note_wait(self, frame: FrameType) -> None:
+        """Torch warns of a wait: ``call`` names it, unless it is in a hook of the backward pass or in none."""
+        if self._calling == threading.get_ident():
+            self._waited = True
+        else:
+            self.note("sync", "a call", self.sources.site(frame), within=self.sources.library(frame))
 
 
 class _Functions(TorchFunctionMode):
@@ -144,47 +160,6 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.watch.call(func, args, kwargs or {}, sys._getframe(1))
-
-
-def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
-
-
-def _fetches(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call fetches values to the host, or would with tensors on a GPU."""
-    return bool(args) and name in _NAMES and (name not in _CONDITIONS or _CONDITIONS[name](args, kwargs))
-
-
-def _has_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
-
-
-def _scatters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return _has_mask(args[1]) and isinstance(args[2], torch.Tensor) and args[2].numel() > 1
-
-
-def _repeats_by_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    repeats = _argument(1, "repeats", args, kwargs, args[0])
-    return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
-
-
-def _leaves_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    target = _argument(1, "device", args, kwargs)
-    if kwargs.get("non_blocking") or not args[0].is_cuda:
-        return False
-    target = target.device if isinstance(target, torch.Tensor) else target
-    return isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu"
-
-
-_CONDITIONS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
-    "__getitem__": lambda args, kwargs: _has_mask(args[1]),
-    "__setitem__": _scatters,
-    "one_hot": lambda args, kwargs: _argument(1, "num_classes", args, kwargs, -1) == -1,
-    "repeat_interleave": _repeats_by_tensor,
-    "to": _leaves_cuda,
-    "where": lambda args, kwargs: len(args) + len(kwargs) == 1,
-}
 
 
 def _bias_before(tensor: torch.Tensor) -> set[int]:

@@ -1,5 +1,9 @@
 """The Doctor on a CUDA device: waits are named, times are the device's, and nothing left behind."""
 
+import warnings
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +55,43 @@ class Sick(Model):
         return loss
 
 
+class Uploads(Model):
+    """Copies small things to the device in each step; the names are those that the Doctor gives the lines."""
+
+    def training_step(self, batch, batch_idx):
+        x, device = batch[0], self.device
+        torch.tensor([1.0, 2.0], device=device)  # torch.tensor(..., device=...)
+        torch.tensor(0.5, device=device)  # torch.tensor(..., device=...)
+        torch.as_tensor([1.0, 2.0], device=device)  # torch.as_tensor(..., device=...)
+        x.new_tensor([1.0])  # .new_tensor(...)
+        x[[0, 2]]  # a list as an index
+        torch.zeros(3).to(device)  # .to(...)
+        x.new_zeros(3).copy_(torch.zeros(3))  # .copy_(...)
+        torch.tensor(np.ones(3))  # torch.tensor(array)
+        return super().training_step(batch, batch_idx)
+
+
+class Harmless(Model):
+    """Makes what it needs on the device, and copies from pinned memory without waiting."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        torch.full((2,), 0.5, device=self.device)
+        torch.zeros(3).pin_memory().to(self.device, non_blocking=True)
+        torch.as_tensor(np.ones(3))
+        torch.where(x > 0, x, 0.0).masked_fill(x > 1, 1.0)[x.long().flatten()[:2].clamp(0, 1)]
+        return super().training_step(batch, batch_idx)
+
+
+class Grouped(Model):
+    """Waits in the backward pass, and in its optimizer, whose business that is."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda grad: grad if grad.item() else None)
+        return loss
+
+
 def trained(model, doctor=None, **more):
     torch.manual_seed(0)
     module = model()
@@ -78,6 +119,78 @@ def test_a_clean_step_has_no_wait():
     trained(Model, doctor)
     assert [call for call in doctor.report.facts.calls if call.kind == "sync"] == []
     assert "host-sync" not in {finding.rule for finding in doctor.report.findings}
+
+
+def lines_of(doctor, kinds):
+    """The lines of this file that were named, and how."""
+    source = Path(__file__).read_text().splitlines()
+    calls = [call for call in doctor.report.facts.calls if call.kind in kinds]
+    return [(source[call.site.line - 1].partition("#")[2].strip(), call.name) for call in calls]
+
+
+def test_what_is_copied_to_the_device_is_named_at_its_line():
+    doctor = Doctor(**SHORT)
+    trained(Uploads, doctor)
+    source = Path(__file__).read_text()
+    body = source[source.index("class Uploads") : source.index("class Harmless")]
+    expected = [line.partition("# ")[2] for line in body.splitlines() if "# " in line]
+    named = lines_of(doctor, {"moved", "copied"})
+    assert sorted(named) == sorted((name, name) for name in expected)
+    assert {call.count for call in doctor.report.facts.calls} == {3}
+    found = {finding.rule: finding.level for finding in doctor.report.findings}
+    assert found["made-on-host"] == "warning"
+    assert "host-sync" not in found
+
+
+def test_what_waits_for_nothing_is_not_named():
+    doctor = Doctor(**SHORT)
+    trained(Harmless, doctor)
+    assert doctor.report.facts.calls == ()
+
+
+def test_a_wait_in_a_hook_of_the_backward_pass_is_named():
+    doctor = Doctor(**SHORT)
+    trained(Grouped, doctor)
+    (call,) = doctor.report.facts.calls
+    assert (call.kind, call.count, Path(call.site.file).name) == ("sync", 3, Path(__file__).name)
+
+
+@pytest.mark.parametrize("mode", ["default", "warn"])
+def test_the_mode_and_the_filters_are_those_of_before(mode):
+    class Fails(Sick):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 6:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+        before = torch.cuda.get_sync_debug_mode(), warnings.showwarning, list(warnings.filters)
+        try:
+            trained(Sick, Doctor(**SHORT))
+            with pytest.raises(ZeroDivisionError):
+                trained(Fails, Doctor(**SHORT))
+            after = torch.cuda.get_sync_debug_mode(), warnings.showwarning, list(warnings.filters)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert after == before
+
+
+def test_a_compiled_model_is_watched_for_waits():
+    class Compiled(Sick):
+        def configure_model(self):
+            self.net.compile(backend="eager")
+
+    doctor = Doctor(**SHORT)
+    try:
+        trained(Compiled, doctor)
+    finally:
+        torch._dynamo.reset()
+    assert "the model is compiled" in "".join(doctor.report.facts.notes)
+    source = Path(__file__).read_text().splitlines()
+    lines = {source[call.site.line - 1].strip() for call in doctor.report.facts.calls if call.kind == "sync"}
+    assert "self.number = loss.item()" in lines
 
 
 def test_the_time_line_is_the_devices():

@@ -10,6 +10,7 @@ from lightning_turbo.doctor.rules.rule import LAYER, LEVELS, Hit, hits_of_calls,
 
 __all__: list[str] = []
 
+COPYING = 0.01  # share of the step from which the copy of an array is worth a warning; a choice
 FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
 
 # A library that fetches values when the user's line calls it -> what the user can do about it.
@@ -37,7 +38,8 @@ def _price(facts: Facts, hits: Iterator[Hit], level: str = "info") -> Iterator[H
     "numbers every so many steps only.",
 )
 def _host_sync(facts: Facts) -> Iterator[Hit]:
-    hits = hits_of_calls(facts, "sync", "{name}{within} fetches a value to the host, {rate}", remedies=REMEDIES)
+    does = "makes the host wait for the device" if facts.cuda else "fetches a value to the host"
+    hits = hits_of_calls(facts, "sync", f"{{name}}{{within}} {does}, {{rate}}", remedies=REMEDIES)
     return _price(facts, hits, level="warning")
 
 
@@ -56,11 +58,22 @@ def _progress_bar_sync(facts: Facts) -> Iterator[Hit]:
 @rule(
     "made-on-host",
     "device-prefetch",
-    "Make the tensor where it is used: torch.zeros(..., device=self.device), torch.zeros_like, or a buffer. Do not "
-    "fetch what the device needs again.",
+    "Make the tensor where it is used: torch.zeros(..., device=self.device), torch.full for a number, "
+    "torch.zeros_like. Keep a list or an array that does not change as a buffer. Do not fetch what the device needs "
+    "again.",
 )
 def _made_on_host(facts: Facts) -> Iterator[Hit]:
-    return _price(facts, hits_of_calls(facts, "moved", "a tensor on the CPU is moved to the device by {name}, {rate}"))
+    return _price(facts, hits_of_calls(facts, "moved", "{name} copies from the CPU to the device, {rate}"))
+
+
+@rule(
+    "copied-array",
+    "device-prefetch",
+    "Use torch.as_tensor(array) or torch.from_numpy(array), which share the memory of the array.",
+)
+def _copied_array(facts: Facts) -> Iterator[Hit]:
+    for hit in hits_of_calls(facts, "copied", "{name} copies the array, {rate}"):
+        yield replace(hit, level="warning" if hit.seconds > COPYING * facts.step else "info")
 
 
 @rule(

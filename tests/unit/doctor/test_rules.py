@@ -48,6 +48,11 @@ CASES = {
         (replace(CPU, calls=calls("moved")), "info"),
         (CPU, None),
     ],
+    "copied-array": [
+        (replace(CPU, calls=calls("copied", seconds=0.0041), phases={"forward": 0.1}), "warning"),
+        (replace(CPU, calls=calls("copied", seconds=0.0039), phases={"forward": 0.1}), "info"),  # not above 1 %
+        (CPU, None),
+    ],
     "housekeeping": [(replace(CPU, calls=calls("housekeeping")), "warning"), (CPU, None)],
     "retained-graph": [
         (replace(CPU, retained=(Part(name="self.losses", growing=True, site=SITE),)), "warning"),

@@ -66,7 +66,41 @@ def test_what_fetches_a_value_counts_once(watch, function, expected):
     assert 0 < watch.calls()[0].seconds < time.perf_counter() - started
 
 
+@pytest.mark.parametrize(("function", "expected"), [
+    (lambda x: torch.tensor([1.0, 2.0], device=x.device), "torch.tensor(..., device=...)"),
+    (lambda x: torch.tensor(0.5, device=x.device), "torch.tensor(..., device=...)"),
+    (lambda x: torch.tensor(np.ones(3), device=x.device), "torch.tensor(..., device=...)"),
+    (lambda x: torch.as_tensor([1.0, 2.0], device=x.device), "torch.as_tensor(..., device=...)"),
+    (lambda x: torch.as_tensor(np.ones(3), device=x.device), "torch.as_tensor(..., device=...)"),
+    (lambda x: torch.asarray([1.0, 2.0], device=x.device), "torch.asarray(..., device=...)"),
+    (lambda x: x.new_tensor([1.0, 2.0]), ".new_tensor(...)"),
+    (lambda x: x[[0, 2]], "a list as an index"),
+    (lambda x: x[None, [0, 2]], "a list as an index"),
+    (lambda x: x[np.array([0, 2])], "a list as an index"),
+    (lambda x: x.__setitem__([0, 2], 0.0), "a list as an index"),
+])  # fmt: skip
+def test_what_a_gpu_would_get_from_the_host_counts_once(watch, function, expected):
+    assert seen(watch, function, torch.rand(3)) == [("moved", expected, 1)]
+
+
+@pytest.mark.parametrize(("function", "copied"), [
+    (lambda x: torch.tensor(np.ones(3)), True),
+    (lambda x: torch.tensor(np.float32(1.0)), False),
+    (lambda x: torch.as_tensor(np.ones(3)), False),
+    (lambda x: torch.from_numpy(np.ones(3)), False),
+    (lambda x: torch.tensor([1.0, 2.0]), False),
+])  # fmt: skip
+def test_an_array_that_is_copied_is_noted(watch, function, copied):
+    assert seen(watch, function, torch.rand(3)) == [("copied", "torch.tensor(array)", 1)] * copied
+
+
 @pytest.mark.parametrize("function", [
+    lambda x: torch.tensor([1.0], device="cpu"),
+    lambda x: torch.as_tensor(x, device=x.device),
+    lambda x: torch.ones(3)[[0, 2]],
+    lambda x: torch.ones(3).new_tensor([1.0]),
+    lambda x: (x[0], x[(0,)], x[1:2], x[None], x[..., 0], x[()]),
+    lambda x: torch.full((2,), 0.5, device=x.device),
     lambda x: x[0],
     lambda x: x[x.long()],
     lambda x: x.masked_fill(x > 0, 1.0),
