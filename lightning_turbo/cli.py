@@ -315,7 +315,8 @@ def _add_tune(commands: Commands) -> None:
     add("--device", default="auto", help="auto (default) leaves it to the script; cpu hides every GPU; cuda")
     add("-m", dest="module", action="store_true", help="run a module or package, as python -m does")
     add("program", metavar="SCRIPT", help="a Python script that trains with a Trainer, or the name after -m")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    own = add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    own.required = False  # argparse would name it beside a SCRIPT that is missing
     parser.set_defaults(run=_tune, options=tuple(parser._option_string_actions))
 
 

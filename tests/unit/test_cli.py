@@ -62,6 +62,7 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
 
 @pytest.mark.parametrize(("argv", "message"), [
     ((), "required: COMMAND"),
+    (("tune",), "the following arguments are required: SCRIPT. Try: lightning-turbo tune --help"),
     (("dance",), "invalid choice: 'dance'"),
     (("dmo",), "did you mean demo? Try: lightning-turbo --help"),
     (("demo", "--epohcs", "3"), "arguments: --epohcs 3; did you mean --epochs? Try: lightning-turbo demo --help"),
