@@ -290,3 +290,13 @@ def test_the_page_of_symptoms_has_each_rule():
     names = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text("utf-8"), re.M)
     assert sorted(names) == sorted(rule.name for rule in RULES)
     assert {rule.card for rule in RULES} <= {path.stem for path in (PAGE.parent / "cards").glob("*.md")}
+
+
+def test_the_lists_of_tricks_name_each_rule_that_exists_and_no_other():
+    section = (PAGE.parent / "from-plain-pytorch.md").read_text("utf-8").partition("## Lists of tricks")[2]
+    rows = [re.split(r" \| ", row)[1] for row in re.findall(r"^\| (?!Trick)(.+) \|$", section, re.M)]
+    assert all("](" in row or "rule" in row or "by hand: " in row or "`TurboStrategy(" in row for row in rows)
+    named = {
+        name for row in rows for part in re.findall(r"rules? (`[^;]*)", row) for name in re.findall("`([^`]+)`", part)
+    }
+    assert named == {rule.name for rule in RULES}
