@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._machine import count_cores
+from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.doctor.draws import find_draws
 from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, SchedulerFacts, Site
 from lightning_turbo.doctor.source import Sources
@@ -77,6 +78,7 @@ def _inner(loader: Any) -> Any:
 def _standard_facts(loader: DataLoader[Any], probe: bool) -> dict[str, Any]:
     return {
         "standard": True,
+        "prefetches": isinstance(loader, PrefetchLoader),
         "workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "persistent_workers": loader.persistent_workers,

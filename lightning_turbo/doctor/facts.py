@@ -63,6 +63,7 @@ class Loader:
 
     type: str = ""
     standard: bool = False  # whether it is a torch.utils.data.DataLoader
+    prefetches: bool = False  # whether a background thread loads ahead
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False

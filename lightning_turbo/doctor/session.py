@@ -52,6 +52,11 @@ class Plan:
         return self.done - self.warmup - self.timed
 
     @property
+    def timing(self) -> bool:
+        """Whether the next step is one of those to time."""
+        return self.warm and self.watched < 0
+
+    @property
     def watching(self) -> bool:
         """Whether the next step is one of those to watch."""
         return 0 <= self.watched < self.to_watch
@@ -131,11 +136,11 @@ class Session:
         if self.plan.warm and len(self.compiled) == 1:
             self.compiled.append(compile_counts())
         self._close_step()
-        self.recorder.timeline.recording = self.plan.warm and self.plan.watched < 0
+        self.recorder.timeline.recording = self.plan.timing
         if self.plan.done >= self.plan.needed:
             self.on_end()
-        elif self.plan.watching:
-            self.gil.begin()
+        elif self.plan.to_watch and self.plan.done and not self.plan.timing:
+            self.gil.begin()  # not beside a clock, nor for the first batch, for which workers may be forked
 
     def _close_step(self) -> None:
         if self.plan.watched > self.watch.watched:

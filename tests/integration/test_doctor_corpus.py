@@ -18,7 +18,7 @@ from lightning.pytorch.demos.lstm import LightningLSTM
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo
-from lightning_turbo import Doctor
+from lightning_turbo import Doctor, PrefetchLoader
 from lightning_turbo.demo.model import DemoNet
 from lightning_turbo.doctor.command import examine
 from lightning_turbo.doctor.rules import RULES
@@ -114,10 +114,15 @@ def hold_the_gil():
         pass
 
 
-@pytest.mark.parametrize(("load", "remedy"), [
-    (lambda: time.sleep(0.01), "PrefetchLoader"), (hold_the_gil, "DataLoader(num_workers=1"),
+def sleep():
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("kind", "load", "remedy"), [
+    (DataLoader, sleep, "PrefetchLoader for a background thread"), (PrefetchLoader, sleep, "raise threads"),
+    (DataLoader, hold_the_gil, "DataLoader(num_workers=1"),
 ])  # fmt: skip
-def test_a_loader_that_is_given_to_fit_has_the_line_of_fit_and_the_remedy_fits_its_loading(load, remedy):
+def test_a_loader_that_is_given_to_fit_has_the_line_of_fit_and_the_remedy_fits_its_loading(kind, load, remedy):
     class Slow(torch.utils.data.Dataset):
         def __len__(self):
             return 32
@@ -126,7 +131,7 @@ def test_a_loader_that_is_given_to_fit_has_the_line_of_fit_and_the_remedy_fits_i
             load()
             return torch.ones(32)
 
-    findings = fit(BoringModel(), DataLoader(Slow(), batch_size=4), limit_val_batches=0).above("info")
+    findings = fit(BoringModel(), kind(Slow(), batch_size=4), limit_val_batches=0).above("info")
     assert {each.rule for each in findings} == {"waits-for-data", "workers"}
     assert remedy in next(each.remedy for each in findings if each.rule == "waits-for-data")
     for each in findings:

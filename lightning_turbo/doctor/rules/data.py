@@ -40,6 +40,8 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
             "Load in another process: DataLoader(num_workers=1, persistent_workers=True). A thread would take turns "
             f"with the step. {FASTER}"
         )
+    elif facts.loader.prefetches:
+        remedy = f"The background thread is too slow: raise threads, or num_workers. {FASTER}"
     level = "warning" if _is_slow(facts) else "info"
     yield Hit(what, facts.loader.site, "{ms} ms a step (measured)", level, seconds=facts.phases["data"], remedy=remedy)
 
@@ -56,7 +58,11 @@ def _workers(facts: Facts) -> Iterator[Hit]:
     if workers > facts.cores:
         yield Hit(what, facts.loader.site, "memory and switches for each worker", "warning" if slow else "info")
     elif slow and facts.loader.standard and 2 * workers < facts.cores:
-        yield Hit(what + ": batches are loaded between the steps" * (workers == 0), facts.loader.site, cost)
+        yield Hit(
+            what + ": batches are loaded between the steps" * (workers == 0 and not facts.loader.prefetches),
+            facts.loader.site,
+            cost,
+        )
 
 
 @rule("pin-memory", "device-prefetch", "DataLoader(pin_memory=True).")

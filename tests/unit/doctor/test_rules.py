@@ -211,6 +211,8 @@ WAITING = replace(CPU, phases={"data": 0.02, "forward": 0.02})
     (WAITING, ["PrefetchLoader for a background thread"], ["GIL"]),
     (replace(WAITING, gil_held=0.5), ["PrefetchLoader for a background thread"], ["GIL"]),
     (replace(WAITING, gil_held=0.93), ["DataLoader(num_workers=1"], ["PrefetchLoader"]),
+    (replace(WAITING, loader=replace(LOADER, prefetches=True)), ["raise threads"], ["PrefetchLoader"]),
+    (replace(WAITING, loader=replace(LOADER, prefetches=True), gil_held=0.9), ["num_workers=1"], ["raise threads"]),
     (replace(WAITING, phases={"data": 0.004, "forward": 0.002}), ["too short for a thread"], ["PrefetchLoader"]),
 ])  # fmt: skip
 def test_a_thread_is_not_proposed_where_loading_holds_the_gil_or_is_short(facts, words, others):
