@@ -65,11 +65,19 @@ def examine(
     written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "html")]
     missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
     failure = [f"a report could not be written to {folder}; the warning above says why."] * missing
-    stopped = [f"{Path(program).name} was ended after the report; --keep-going lets it run to its own end."]
     nothing = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
-    for line in [*written, *failure, *stopped * any(each.stopped for each in made)] or [nothing]:
+    for line in [*written, *failure, *_end_of(Path(program).name, made, keep_going)] or [nothing]:
         sys.stderr.write(f"lightning-turbo doctor: {line}\n")
     return run.status or int(missing)
+
+
+def _end_of(name: str, made: list[Doctor], keep_going: bool) -> list[str]:
+    """Say why a program did not run to its own end, or ran there without being asked to."""
+    if any(each.stopped for each in made):
+        return [f"{name} was ended after the report; --keep-going lets it run to its own end."]
+    if not keep_going and any(each.report is not None and each.report.facts.world_size > 1 for each in made):
+        return [f"{name} ran to its own end, because its other ranks would have waited for the first one."]
+    return []
 
 
 def _clear(folder: Path, name: str | Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
-    "BOUNDS", "NOTICEABLE", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site",
+    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site",
     "check_steps",
 ]  # fmt: skip
 
@@ -18,6 +18,8 @@ WAITING = 0.10
 """Share of the step from which waiting for data bounds it; a choice, not a measurement."""
 NOTICEABLE = 5e-3
 """Seconds of a step that are worth a warning; a choice as well."""
+SHORT = 2.5e-3
+"""Seconds of a step below which Lightning's own work is in every phase of it; a choice as well."""
 BOUNDS = {
     "compute": ("forward", "backward", "optimizer"),
     "copy": ("copy",),
@@ -159,12 +161,19 @@ class Facts:
         return self.seconds_in(["data"]) / (self.step or 1.0)
 
     @property
+    def pays_for_loop(self) -> bool:
+        """Whether the step is so short that a leaner loop would shorten it."""
+        return 0 < self.step < SHORT and self.seconds_in(BOUNDS["loop"]) > WAITING * self.step
+
+    @property
     def bound(self) -> str:
         """What bounds the step: "data" or a key of ``BOUNDS``; empty if no step was timed."""
         if not self.step:
             return ""
         if self.waiting > WAITING:
             return "data"
+        if self.pays_for_loop:
+            return "loop"
         return max(BOUNDS, key=lambda name: self.seconds_in(BOUNDS[name]))
 
 

@@ -114,7 +114,7 @@ class Session:
 
     def _check_profile_function(self) -> tuple[str, ...]:
         told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
-        return () if self.watch.traced else (told,)
+        return () if self.watch.table is not None else (told,)
 
     def _check_inside(self) -> bool:
         """Return whether nothing in the run would behave otherwise under a function mode; if not, note why."""

@@ -30,7 +30,9 @@ __all__ = ["Watch"]
 class Watch:
     """Watches steps and counts what they do, by the line of the user's own code.
 
-    Nothing is computed differently while it watches: the mode calls on with the very arguments it was given.
+    Nothing is computed differently while it watches: the mode calls on with the very arguments it was given. ``resume``
+    begins after a batch was fetched, ``pause`` ends before anything that is no part of a step and at the step's end;
+    between them function mode, profile function and sync debug mode are as the user has them.
 
     Args:
         sources: Tells the user's own files from others.
@@ -39,9 +41,9 @@ class Watch:
 
     def __init__(self, sources: Sources, *, cuda: bool = False) -> None:
         self.sources, self.cuda = sources, cuda
-        self.table = CallTable(self._note_call)
+        # None where another profile function is set, whose place this one would take.
+        self.table = CallTable(self._note_call) if sys.getprofile() is None else None
         self.inside = True  # whether to use the mode; a compiled model would fall back to eager under it
-        self.traced = sys.getprofile() is None
         self.watched = 0
         self.biases: set[int] = set()  # ids of those that a batch norm takes away
         self.origins = Origins()
@@ -60,7 +62,7 @@ class Watch:
                 started.enter_context(report_waits(self._note_wait))
             if self.inside:
                 started.enter_context(self._mode)
-            if self.traced and sys.getprofile() is None:
+            if self.table is not None and sys.getprofile() is None:
                 sys.setprofile(self.table)
             self._started = started.pop_all()
 
@@ -68,7 +70,7 @@ class Watch:
         """Stop watching until ``resume``; does nothing if it does not watch."""
         if self._started is None:
             return
-        if sys.getprofile() is self.table:
+        if self.table is not None and sys.getprofile() is self.table:
             sys.setprofile(None)
         started, self._started = self._started, None
         started.close()
@@ -77,7 +79,8 @@ class Watch:
         """Count the step that was watched as finished."""
         self.watched += 1
         self.origins = Origins()
-        self.table.scaled = False
+        if self.table is not None:
+            self.table.scaled = False
 
     def calls(self) -> tuple[Call, ...]:
         """Return what was seen, summed up by kind, name, line and library."""

@@ -243,6 +243,7 @@ def test_the_first_of_two_ranks_is_examined(tmp_path):
     done = run_command(tmp_path, before="settings['devices'], loader = 2, Wrapper(loader)")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("lightning-turbo doctor:") == 1
+    assert "train.py ran to its own end, because its other ranks would have waited" in done.stderr
     findings = json.loads((tmp_path / "runs" / "doctor" / "doctor.json").read_text())["findings"]
     found = {(each["rule"], each["level"]) for each in findings}
     assert ("lost-sampler", "error") in found

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, WAITING, Facts
+from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts
 from lightning_turbo.doctor.rules.rule import Hit, rule
 
 __all__: list[str] = []
 
-SHORT = 2.5e-3  # seconds of a step below which Lightning's own work on it is worth a look; a choice
 TURBO = {"SingleDeviceStrategy": "turbo", "DDPStrategy": "turbo_ddp"}
 """The strategy that can take another one's place."""
 
@@ -58,8 +57,7 @@ def _copy_bound(facts: Facts) -> Iterator[Hit]:
 
 @rule("loop-overhead", "turbo-strategy", "Do the work of hooks and callbacks every so many steps only.")
 def _loop_overhead(facts: Facts) -> Iterator[Hit]:
-    share = facts.seconds_in(BOUNDS["loop"]) / (facts.step or 1.0)
-    if facts.bound != "loop" and not (facts.step < SHORT and share > WAITING):
+    if facts.bound != "loop" and not facts.pays_for_loop:
         return
     what = "{share} of the step is hooks, callbacks and logging"
     what += f", the longest of them {facts.longest_hook}" * bool(facts.longest_hook)

@@ -53,11 +53,6 @@ class Finding:
     places: tuple[Place, ...] = ()
 
     @property
-    def diff(self) -> str:
-        """Always empty: suggested diffs are gone, and the name stays for one version."""
-        return ""
-
-    @property
     def site(self) -> Site | None:
         """The first place."""
         return self.places[0].site if self.places else None

@@ -65,6 +65,7 @@ def test_picture_table_json_and_console_have_one_total(report):
      "Compute-bound: your step waits 9% of its 1000.00 ms for data, so prefetching will hardly help; 91% of it is "),
     ({"copy": 0.06, "forward": 0.04}, "Bound by copies to the device: your step waits 0%"),
     ({"hooks": 0.003, "logging": 0.003, "forward": 0.004}, "Bound by the loop: your step waits 0%"),
+    ({"hooks": 0.0003, "forward": 0.0007}, "Bound by the loop: your step waits 0% of its 1.00 ms"),
     ({}, "No step was timed."),
 ])  # fmt: skip
 def test_the_verdict_comes_first(phases, said):
