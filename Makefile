@@ -12,7 +12,7 @@ WORKERS ?= 2
 .PHONY: demo test check docs unit slow gpu gpu-pretended release pairs clean
 
 demo: $(DEMO_STAMP)
-	$(BIN)/lightning-turbo demo $(DEMO_ARGS)
+	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 test: check unit
 

@@ -31,7 +31,7 @@ EPOCH = 40  # batches, where epochs end
 def _toy(meter: Meter, demo: str = "") -> tuple[nn.Module, Endless]:
     """The network and its batches, on the meter's device; or those of a task of the demo."""
     if demo:
-        from lightning_turbo.demo.model import DemoNet
+        from examples.demo.model import DemoNet
 
         dims, batch, size = {"digits": (2, 32, 8), "volumes": (3, 16, 28)}[demo]
         batches = image_batches(meter, (1, *[size] * dims), 2, batch)

@@ -74,7 +74,7 @@ def _data(task: str, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
         return _Synthetic((3, 224, 224), 1000), None
     if task == "resnet50 3D":
         return _Synthetic((1, 28, 28, 28), 11), None
-    from lightning_turbo.demo.data import load_digits, load_mni
+    from examples.demo.data import load_digits, load_mni
 
     data = load_digits(seed) if task == "digits" else load_mni()
     return data.train, data.val
@@ -82,8 +82,8 @@ def _data(task: str, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
 
 def _module(task: str, *, fused: bool = False, cyclic: bool = False) -> LightningModule:
     """The demo's network with a bias in each convolution, as most people write it; or a ResNet-50."""
+    from examples.demo.model import DemoNet
     from lightning_turbo import cyclic_lr
-    from lightning_turbo.demo.model import DemoNet
 
     class Net(DemoNet):
         def configure_optimizers(self) -> Any:

@@ -14,10 +14,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "PIL": (("pillow",), "pack"),
     "matplotlib": (("matplotlib",), "pictures"),
     "nibabel": (("nibabel",), "pack"),
-    "nilearn": (("nilearn",), "demo"),
     "nvidia.dali": (("nvidia-dali-cuda120", "nvidia-dali-cuda130"), "dali"),
     "pytorch_optimizer": (("pytorch_optimizer",), "optim"),
-    "sklearn": (("scikit-learn",), "demo"),
 }
 
 

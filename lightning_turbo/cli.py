@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import lightning_turbo
-from lightning_turbo import _optional
 from lightning_turbo._checks import suggest
 from lightning_turbo.errors import TurboError, TurboWarning
 
@@ -63,12 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="lightning-turbo", description=lightning_turbo.__doc__)
     parser.add_argument("--version", action="version", version=f"lightning-turbo {lightning_turbo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_demo(commands)
     _add_pack(commands)
     _add_convert(commands)
     _add_doctor(commands)
     _add_tune(commands)
-    _add_bench(commands)
+    _add_moved(commands)
     arguments = parser.parse_args(argv)
     # Some versions of argparse drop the separator before the arguments of a script, some hand it on.
     arguments.separated = "--" in (sys.argv[1:] if argv is None else argv)
@@ -79,37 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lightning-turbo: stopped", file=sys.stderr)
         return INTERRUPTED
-
-
-def _add_demo(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "demo",
-        examples=("--levels O1,O2 --epochs 3", "--tune-seconds 60 --out runs/mine"),
-        help="train a small network at O0, O1, O2 and O3, and another one with what tune finds",
-        description="Train a small network on digits at each level of apex; then tune a script that trains on volumes "
-        "in compressed files, and train it with and without what helped. Writes results.json, tune/ and, with "
-        "matplotlib, demo.png. The exit status is 1 if a level stays below the accuracy it has to reach.",
-    )
-    add = parser.add_argument
-    add("--levels", type=_names, default=("O0", "O1", "O2", "O3"), metavar="O0,O1,...", help="default: all four")
-    add("--epochs", type=int, default=10, metavar="N", help="epochs per level (default: 10)")
-    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
-    add("--seed", type=int, default=0, metavar="N", help="of split, weights and order (default: 0)")
-    add("--tune-seconds", type=float, default=30.0, metavar="S", help="of the search; 0 trains the levels alone")
-    add("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="where to write (default: runs/demo)")
-    parser.set_defaults(run=_demo)
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.demo import DemoSettings
-
-    names = ("levels", "epochs", "device", "seed", "tune_seconds", "out")
-    settings = DemoSettings(**{name: getattr(arguments, name) for name in names})
-    for module in ("nilearn", "sklearn"):  # the data comes with them
-        _optional.require(module, "lightning-turbo demo")
-    from lightning_turbo.demo.run import run_demo
-
-    return run_demo(settings)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -330,13 +297,15 @@ def _tune(arguments: argparse.Namespace) -> int:
     return run_tune(TuneSettings(arguments=tuple(own), **given))
 
 
-def _add_bench(commands: Commands) -> None:
-    # No prefix: every option is a plain argument, so that each former command line gets the same answer.
-    parser = commands.add_parser("bench", add_help=False, prefix_chars="\0")
-    parser.add_argument("arguments", nargs="*")
-    parser.set_defaults(run=_bench)
+def _add_moved(commands: Commands) -> None:
+    """Add the commands that a clone has and the wheel has not, which say so."""
+    for name, module in (("bench", "benchmarks"), ("demo", "examples.demo")):
+        # No prefix: every option is a plain argument, so that each former command line gets the same answer.
+        parser = commands.add_parser(name, add_help=False, prefix_chars="\0")
+        parser.add_argument("arguments", nargs="*")
+        parser.set_defaults(run=_moved, name=name, module=module)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    words = shlex.join(["python", "-m", "benchmarks", *arguments.arguments])
-    return _refused(f"the benchmarks are not in the package. Clone the repository, and run `{words}` there")
+def _moved(arguments: argparse.Namespace) -> int:
+    words = shlex.join(["python", "-m", arguments.module, *arguments.arguments])
+    return _refused(f"{arguments.name} is not in the package. Clone the repository, and run `{words}` there")

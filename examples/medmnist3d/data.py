@@ -12,8 +12,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from examples.demo.data import VolumePatches, load_mni
 from lightning_turbo import Normalize, PackedDataset, PrefetchDataModule
-from lightning_turbo.demo.data import VolumePatches, load_mni
 from lightning_turbo.errors import MissingExtraError
 
 __all__ = ["FastVolumes", "Volumes", "medmnist_file", "read_part", "samples"]

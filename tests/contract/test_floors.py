@@ -21,7 +21,7 @@ FLOORS = (
     ("amp", "data", "measure", "nn", "optim"),
     (
         *("__init__", "__main__", "callbacks", "cli", "datamodules"),
-        *("demo", "doctor", "plugins", "strategies", "tune"),
+        *("doctor", "plugins", "strategies", "tune"),
     ),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -61,7 +61,7 @@ def test_imports_go_downward(path):
             if other == "_lightning":
                 assert FLOOR_OF[own] != 1, f"{own} (floor 1) knows of Lightning"
         elif top in ("lightning", "pytorch_lightning", "lightning_fabric"):
-            assert own in ("_lightning", "doctor", "demo"), f"{path}: take {module} through _lightning"
+            assert own in ("_lightning", "doctor"), f"{path}: take {module} through _lightning"
 
 
 def part_of(path):

@@ -18,8 +18,8 @@ from lightning.pytorch.demos.lstm import LightningLSTM
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo
+from examples.demo.model import DemoNet
 from lightning_turbo import Doctor, PrefetchLoader
-from lightning_turbo.demo.model import DemoNet
 from lightning_turbo.doctor.command import examine
 from lightning_turbo.doctor.rules import RULES
 from tests.integration.doctor_corpus import CLEAN_PROGRAMS, HEADER, SICK_PROGRAMS

@@ -25,7 +25,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 trainer = Trainer(max_epochs=1, limit_val_batches=0, accelerator="cpu", logger=False, enable_checkpointing=False)
 trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(256, 32), batch_size=4))
 """
-DEMO = ("demo", "--levels", "O0,O1", "--epochs", "2", "--device", "cpu", "--tune-seconds", "0", "--out", "out")
 WHERE = "import lightning_turbo; print(lightning_turbo.__file__)"
 
 
@@ -58,7 +57,7 @@ def inspect(wheel, sdist):
 
 
 def try_out(archive, folder):
-    """Install into an empty environment and run the commands there: without extras, then the demo with its own."""
+    """Install into an empty environment and run the commands there, without extras."""
     folder.mkdir()
     python = folder / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
@@ -76,13 +75,7 @@ def try_out(archive, folder):
     run(command, "doctor", "train.py", cwd=folder, env=env)
     run(command, "tune", "--minutes", "0.2", "--only", "lean", "train.py", cwd=folder, env=env)
     assert not (folder / "runs" / "tune" / "tune.png").exists(), "there is no matplotlib to draw it"
-    refused = subprocess.run([command, *DEMO], cwd=folder, env=env, text=True, capture_output=True)
-    assert refused.returncode == 2, refused.stderr
-    assert "pip install 'lightning-turbo[demo]'" in refused.stderr, refused.stderr
-    run(*pip, f"{archive}[demo]", cwd=folder)
-    run(command, *DEMO, cwd=folder, env=env)
-    assert (folder / "out" / "demo.png").stat().st_size > 10_000
-    print(f"{archive.name}: installed, doctor, tune and demo ran", flush=True)
+    print(f"{archive.name}: installed, doctor and tune ran", flush=True)
 
 
 def main():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lightning_turbo
-from lightning_turbo import _optional, cli
+from lightning_turbo import cli
 from lightning_turbo.errors import TurboError
 
 
@@ -28,7 +28,7 @@ def test_help_is_fast_because_nothing_heavy_is_imported():
     code += "print([m for m in ('torch', 'lightning', 'pytorch_lightning', 'rich', 'numpy') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert shown.splitlines()[-1] == "[]"
-    assert "demo" in shown
+    assert "tune" in shown
 
 
 def test_version(capsys):
@@ -38,7 +38,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"lightning-turbo {lightning_turbo.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["demo", "pack", "convert", "doctor"])
+@pytest.mark.parametrize("command", ["pack", "convert", "doctor", "tune"])
 def test_help_shows_two_examples_that_parse(capsys, command, monkeypatch):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
@@ -64,31 +64,14 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
     ((), "required: COMMAND"),
     (("tune",), "the following arguments are required: SCRIPT. Try: lightning-turbo tune --help"),
     (("dance",), "invalid choice: 'dance'"),
-    (("dmo",), "did you mean demo? Try: lightning-turbo --help"),
-    (("demo", "--epohcs", "3"), "arguments: --epohcs 3; did you mean --epochs? Try: lightning-turbo demo --help"),
-    (("demo", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo demo --help"),
+    (("tun",), "did you mean tune? Try: lightning-turbo --help"),
+    (("pack", "--colour", "3"), "arguments: --colour 3; did you mean --labels? Try: lightning-turbo pack --help"),
+    (("pack", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo pack --help"),
     (("convert", "a", "b", "--to", "mixde"), "did you mean mixed?"),
-    (("demo", "--levels", "01"), "levels: expected some of O0, O1, O2, O3 (letter O, not zero)"),
-    (("demo", "--epochs", "none"), "invalid int value: 'none'"),
+    (("doctor", "--timed", "none", "train.py"), "invalid int value: 'none'"),
 ])  # fmt: skip
 def test_bad_input_is_refused_in_words(capsys, argv, message):
     assert message in refused(capsys, *argv)
-
-
-def test_an_absent_extra_is_named_before_anything_is_trained(capsys, monkeypatch):
-    monkeypatch.setattr(_optional, "installed", lambda name: name != "sklearn")
-    assert "lightning-turbo demo needs the package scikit-learn" in refused(capsys, "demo")
-
-
-def test_arguments_reach_the_settings(monkeypatch):
-    seen = []
-    monkeypatch.setattr("lightning_turbo.demo.run.run_demo", lambda settings: seen.append(settings) or 0)
-    argv = ["demo", "--levels", "O2,O0", "--epochs", "3", "--tune-seconds", "5"]
-    argv += ["--device", "cpu", "--seed", "7", "--out", "here"]
-    assert cli.main(argv) == 0
-    (settings,) = seen
-    assert (settings.levels, settings.epochs, settings.tune_seconds) == (("O2", "O0"), 3, 5.0)
-    assert (settings.device, settings.seed, settings.out) == ("cpu", 7, Path("here"))
 
 
 def test_pack(capsys, tmp_path):
@@ -162,21 +145,23 @@ def test_what_stands_behind_a_script_goes_to_it_and_our_own_options_there_are_to
 
 def test_errors_of_ours_are_told_without_a_traceback_and_bugs_with_one(capsys, monkeypatch):
     def fail(error):
-        def run_demo(settings):
+        def convert_checkpoint(*arguments, **settings):
             raise error
 
-        monkeypatch.setattr("lightning_turbo.demo.run.run_demo", run_demo)
+        monkeypatch.setattr("lightning_turbo.amp.convert.convert_checkpoint", convert_checkpoint)
 
     fail(TurboError("in words"))
-    assert cli.main(["demo"]) == 2
+    assert cli.main(["convert", "a", "b"]) == 2
     assert capsys.readouterr().err == "lightning-turbo: error: in words\n"
     fail(KeyboardInterrupt())
-    assert cli.main(["demo"]) == 130
+    assert cli.main(["convert", "a", "b"]) == 130
     fail(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
-        cli.main(["demo"])
+        cli.main(["convert", "a", "b"])
 
 
-def test_bench_names_its_new_home(capsys):
+def test_what_left_the_package_names_its_new_home(capsys):
+    assert cli.main(["demo", "--levels", "O2"]) == 2
+    assert "Clone the repository, and run `python -m examples.demo --levels O2` there" in capsys.readouterr().err
     assert cli.main(["bench", "overhead", "--list", "--only", "O1*", "--help"]) == 2
     assert "`python -m benchmarks overhead --list --only 'O1*' --help`" in capsys.readouterr().err

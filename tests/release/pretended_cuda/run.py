@@ -1,7 +1,7 @@
 """Runs the tests for CUDA, or any other command, on pretended devices: on a CPU, with a torch without CUDA.
 
     python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] [PYTEST ARGUMENTS]
-    python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] --module lightning_turbo demo --device cuda
+    python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] --module examples.demo --device cuda
 
 A pretended device has the host's memory and the CPU's kernels. It shows tensors on the wrong device, waits for the
 device, bytes asked for, NCCL's refusal of host tensors, and whatever else differs between the two kinds of device. Work

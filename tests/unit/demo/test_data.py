@@ -1,14 +1,13 @@
 """The demo's data: real, split without leaks."""
 
 import numpy as np
-import pytest
 import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
 import torch
+from nilearn import datasets
 
-from lightning_turbo.demo import data as demo_data
-from lightning_turbo.demo.data import load_digits, load_mni
-from lightning_turbo.demo.volumes import write_volumes
-from lightning_turbo.errors import MissingExtraError
+from examples.demo import data as demo_data
+from examples.demo.data import load_digits, load_mni
+from examples.demo.volumes import write_volumes
 
 
 def test_digits_are_split_by_the_seed():
@@ -26,6 +25,7 @@ def test_digits_are_split_by_the_seed():
 
 def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
     data = load_mni()
+    maps = datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
     train, val = data.train, data.val
     assert train.volume is val.volume
     assert train.volume.shape == (197, 233, 189)
@@ -35,6 +35,8 @@ def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
     assert image.untyped_storage().data_ptr() == train.volume.untyped_storage().data_ptr()  # a view
     assert label in (0, 1)
     assert (len(train) > 700, len(val) > 400) == (True, True)
+    grey, white = (d.get_fdata()[x : x + 28, y : y + 28, z : z + 28].sum() for d in maps)
+    assert label == (white > grey)
     assert 0.5 <= np.bincount(val.labels.numpy()).max() / len(val) < 0.8
     seen = np.zeros(train.volume.shape, dtype=np.int8)
     for part, mark in ((train, 1), (val, 2)):
@@ -47,22 +49,6 @@ def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
     lowest_of_train = train.corners[:, 1].min()
     highest_of_val = val.corners[:, 1].max() + 27
     assert lowest_of_train - highest_of_val > 2 * demo_data.GAP
-
-
-def test_cube_means_equal_a_plain_loop():
-    values = np.random.default_rng(0).random((31, 30, 33), dtype=np.float32)
-    corners = np.array([[0, 0, 0], [3, 2, 5], [1, 0, 4]])
-    expected = [values[x : x + 28, y : y + 28, z : z + 28].mean(dtype=np.float64) for x, y, z in corners]
-    # Sums of 28,000 float64 values in another order: 1e-12 leaves three digits of room.
-    np.testing.assert_allclose(demo_data._cube_means(values, corners), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(("load", "module"), [(lambda: load_digits(0), "sklearn"), (load_mni, "nilearn")])
-def test_an_absent_package_names_the_extra(load, module, monkeypatch):
-    monkeypatch.setattr(demo_data._optional, "installed", lambda name: False)
-    with pytest.raises(MissingExtraError, match=r"lightning-turbo\[demo\]") as caught:
-        load()
-    assert caught.value.name == module
 
 
 def test_volumes_come_back_from_their_files_with_their_labels(tmp_path):

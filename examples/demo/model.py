@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-
-from lightning_turbo._lightning import LightningModule
-
-__all__ = ["DemoNet"]
 
 
 class DemoNet(LightningModule):
@@ -27,12 +24,9 @@ class DemoNet(LightningModule):
         classes: Number of classes, 2 or more.
         width: Channels of the first convolution. The second has twice, the third four times as many.
         learning_rate: Highest learning rate of the schedule.
-        total_steps: Optimizer steps of the schedule. Default: the length of the Trainer's run.
     """
 
-    def __init__(
-        self, *, dims: int, classes: int, width: int = 16, learning_rate: float = 0.1, total_steps: int | None = None
-    ) -> None:
+    def __init__(self, *, dims: int, classes: int, width: int = 16, learning_rate: float = 0.1) -> None:
         super().__init__()
         conv, norm, pool = {
             2: (nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d),
@@ -46,7 +40,6 @@ class DemoNet(LightningModule):
             channels = out
         self.net = nn.Sequential(*layers, pool(1), nn.Flatten(), nn.Linear(channels, classes))
         self.learning_rate = learning_rate
-        self.total_steps = total_steps
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of ``(batch, classes)`` for images of ``(batch, 1, *size)``."""
@@ -70,7 +63,7 @@ class DemoNet(LightningModule):
     def configure_optimizers(self) -> Any:
         """Return SGD with Nesterov momentum, and its schedule, which advances every optimizer step."""
         optimizer = SGD(self.parameters(), lr=self.learning_rate, momentum=0.9, nesterov=True)
-        total = self.total_steps or int(self.trainer.estimated_stepping_batches)
+        total = int(self.trainer.estimated_stepping_batches)
         warm_up = max(1, total // 10)
 
         def factor(step: int) -> float:

@@ -9,11 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
-
-from lightning_turbo import _optional
-
-__all__ = ["DemoData", "VolumePatches", "load_digits", "load_mni"]
 
 PATCH = 28  # voxels per side, as in MedMNIST3D
 STRIDE = 7  # voxels between neighbouring patches
@@ -23,19 +20,11 @@ GAP = 4  # voxels on each side of the cut that neither part uses
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoData:
-    """Classification task: two data sets of ``(image, label)`` and their properties.
+    """Classification task: two data sets of ``(image, label)`` and their properties."""
 
-    Args:
-        train: Training samples; images are float32 of ``(channels, *size)``, labels are integers.
-        val: Validation samples of the same form.
-        dims: Spatial dimensions of an image, 2 or 3.
-        classes: Number of classes.
-        batch_size: Of training.
-    """
-
-    train: Any
+    train: Any  # images are float32 of (channels, *size), labels are integers
     val: Any
-    dims: int
+    dims: int  # spatial dimensions of an image, 2 or 3
     classes: int
     batch_size: int
 
@@ -48,11 +37,7 @@ def load_digits(seed: int) -> DemoData:
 
     Returns:
         The task. Images are standardised with the mean and standard deviation of the training part.
-
-    Raises:
-        MissingExtraError: If scikit-learn is not installed.
     """
-    _optional.require("sklearn", "the demo")
     from sklearn import datasets, model_selection
 
     images, labels = datasets.load_digits(return_X_y=True)
@@ -70,14 +55,7 @@ def load_digits(seed: int) -> DemoData:
 
 
 class VolumePatches(Dataset[tuple[Tensor, Tensor]]):
-    """Cubes of one volume, as views, so that overlapping cubes need no memory.
-
-    Args:
-        volume: float32 of ``(x, y, z)``.
-        corners: Integers of ``(patches, 3)``: lowest voxel of each cube. The cubes must lie inside ``volume``.
-        labels: Integers of ``(patches,)``.
-        size: Voxels per side.
-    """
+    """Cubes of a volume ``(x, y, z)``, as views: ``corners`` of ``(patches, 3)`` are the lowest voxels of each."""
 
     def __init__(self, volume: Tensor, corners: npt.NDArray[np.int64], labels: Tensor, size: int = PATCH) -> None:
         self.volume = volume
@@ -102,17 +80,9 @@ def load_mni() -> DemoData:
     mirror-symmetric, so that one hemisphere is excluded. Training cubes lie in front of a coronal plane, validation
     cubes behind it; cubes that touch the plane or the gap around it are excluded.
 
-    Returns:
-        The task. The volume is standardised with the mean and standard deviation of the training part's brain.
-
-    Raises:
-        MissingExtraError: If nilearn is not installed.
-
-    Note:
-        The template is one averaged brain: the task shows the pipeline in 3D and its speed, not that a network
-        generalises to people.
+    The volume is standardised with the mean and standard deviation of the training part's brain. The template is one
+    averaged brain: the task shows a pipeline in 3D and its speed, not that a network generalises to people.
     """
-    _optional.require("nilearn", "the second part of the demo")
     from nilearn import datasets
 
     volume = datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32)
@@ -120,9 +90,9 @@ def load_mni() -> DemoData:
     white = datasets.load_mni152_wm_template(resolution=1).get_fdata(dtype=np.float32)
 
     first = volume.shape[0] // 2 + 1  # first voxel after the plane of symmetry
-    starts = [range(low, size - PATCH + 1, STRIDE) for low, size in zip((first, 0, 0), volume.shape, strict=True)]
-    corners = np.stack(np.meshgrid(*starts, indexing="ij"), axis=-1).reshape(-1, 3)
-    grey_share, white_share = _cube_means(grey, corners), _cube_means(white, corners)
+    # Means over all cubes, whose corners are STRIDE voxels apart.
+    grey_share, white_share = (_cube_means(part[first:]) for part in (grey, white))
+    corners = STRIDE * np.stack(np.indices(grey_share.shape), axis=-1) + (first, 0, 0)
     brain = grey_share + white_share > 0.5
     corners, labels = corners[brain], (white_share > grey_share)[brain].astype(np.int64)
 
@@ -134,12 +104,5 @@ def load_mni() -> DemoData:
     return DemoData(train=train, val=val, dims=3, classes=2, batch_size=16)
 
 
-def _cube_means(values: npt.NDArray[np.float32], corners: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return the mean of ``values`` in the cube at each corner, from a summed-volume table."""
-    table = np.pad(values.cumsum(0, dtype=np.float64).cumsum(1).cumsum(2), ((1, 0),) * 3)
-    total = np.zeros(len(corners))
-    for offset in np.ndindex(2, 2, 2):
-        sign = (-1) ** (3 - sum(offset))
-        x, y, z = (corners + PATCH * np.array(offset)).T
-        total += sign * table[x, y, z]
-    return total / PATCH**3
+def _cube_means(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return F.avg_pool3d(torch.from_numpy(values)[None], PATCH, STRIDE)[0].numpy()

@@ -1,30 +1,25 @@
-"""A training script on compressed volumes, which the second part of the demo tunes: ``volumes.py FOLDER DEVICE``."""
+"""Training on compressed volumes, as ``lightning-turbo tune`` measures it: ``python volumes.py FOLDER DEVICE``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
+import nibabel
 import numpy as np
 import torch
-from nibabel.nifti1 import Nifti1Image, load
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_turbo._lightning import Trainer
-from lightning_turbo.demo.data import VolumePatches
-from lightning_turbo.demo.model import DemoNet
-
-__all__ = ["CompressedVolumes", "write_volumes"]
+if __name__ == "__main__":  # the folder of the examples, where this file is run by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.demo.data import VolumePatches
+from examples.demo.model import DemoNet
 
 
 class CompressedVolumes(Dataset[tuple[Tensor, Tensor]]):
-    """Volumes in files ``FOLDER/CLASS/*.nii.gz``, each read, unpacked and clipped when it is asked for.
-
-    Args:
-        folder: With one folder for each class.
-    """
+    """Volumes in files ``FOLDER/CLASS/*.nii.gz``, each read, unpacked and clipped when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob("*/*.nii.gz"), key=lambda path: path.name)
@@ -35,7 +30,7 @@ class CompressedVolumes(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         path = self.files[index]
-        volume = load(path).get_fdata(dtype=np.float32)
+        volume = nibabel.load(path).get_fdata(dtype=np.float32)
         volume = np.clip(volume, *np.percentile(volume, (0.5, 99.5)).astype(np.float32))
         return torch.from_numpy(volume).unsqueeze(0), torch.tensor(self.classes.index(path.parent.name))
 
@@ -45,20 +40,19 @@ def write_volumes(patches: VolumePatches, folder: Path) -> CompressedVolumes:
     for index, (image, label) in enumerate(patches[number] for number in range(len(patches))):
         path = folder / ("white" if label else "grey") / f"{index:04d}.nii.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        volume = Nifti1Image(image[0].numpy(), np.eye(4))
+        volume = nibabel.Nifti1Image(image[0].numpy(), np.eye(4))
         volume.set_data_dtype(np.int16)
         volume.to_filename(path)
     return CompressedVolumes(folder)
 
 
-def main() -> None:
-    """Train on the volumes of a folder, on a kind of device."""
+def main(folder: str, device: str = "cpu") -> None:
+    """Train on the volumes of a folder."""
     torch.set_num_threads(1)  # the other cores are for loading
-    loader = DataLoader(CompressedVolumes(Path(sys.argv[1])), 16, shuffle=True)
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator=sys.argv[2], devices=1, max_epochs=6, **quiet)
+    loader = DataLoader(CompressedVolumes(Path(folder)), 16, shuffle=True)
+    trainer = Trainer(accelerator=device, devices=1, max_epochs=6, logger=False, enable_checkpointing=False)
     trainer.fit(DemoNet(dims=3, classes=2), loader)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
