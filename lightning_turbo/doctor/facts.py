@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
-    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts", "Site",
-    "check_steps",
+    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts",
+    "Site", "check_steps",
 ]  # fmt: skip
 
 WAITING = 0.10
