@@ -1,12 +1,17 @@
 """Torch's warnings of waits: each reaches the Doctor once; mode, filters and other warnings are left as they were."""
 
+import contextlib
+import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
+from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.sync_mode import PROTOTYPE, WAIT, report_waits
+from lightning_turbo.doctor.watch import Watch
 
 
 @pytest.fixture
@@ -24,7 +29,54 @@ def mode(monkeypatch):
 
 
 def wait():
-    warnings.warn(f"{WAIT} (Triggered internally at a.cpp:1.)", stacklevel=1)
+    with contextlib.suppress(UserWarning):  # an error where nobody listens
+        warnings.warn(f"{WAIT} (Triggered internally at a.cpp:1.)", stacklevel=1)
+
+
+def named(name, waits, result=None):
+    """A function of torch's, as it were."""
+
+    def function(*args, **kwargs):
+        if waits:
+            wait()
+        return result
+
+    function.__name__ = name
+    return function
+
+
+HOST = torch.ones(3)
+
+
+@pytest.mark.parametrize(("function", "args", "noted"), [
+    (named("item", True), (HOST,), [("sync", ".item()")]),
+    (named("nonzero", True), (HOST,), [("sync", "torch.nonzero")]),
+    (named("cholesky", True), (HOST,), [("sync", "torch.cholesky")]),
+    (named("__getitem__", True), (HOST, HOST > 0), [("sync", "tensor[mask]")]),
+    (named("__getitem__", True), (HOST, [0, 1]), [("moved", "a list as an index")]),
+    (named("new_tensor", True), (HOST, [0, 1]), [("moved", ".new_tensor(...)")]),
+    (named("tensor", False), (np.ones(3),), [("copied", "torch.tensor(array)")]),
+    (named("item", False), (HOST,), []),
+    (named("cpu", False), (HOST,), []),
+    (named("new_tensor", False), (HOST, [0, 1]), []),
+])  # fmt: skip
+def test_on_a_device_torch_says_what_waits_and_names_say_how(function, args, noted, mode):
+    watch = Watch(Sources([]), cuda=True)
+    watch.resume()
+    watch.call(function, args, {}, sys._getframe())
+    watch.pause()
+    wait()
+    assert [(call.kind, call.name) for call in watch.calls()] == noted
+
+
+def test_a_wait_without_a_call_of_torchs_has_its_line(mode):
+    watch = Watch(Sources([]), cuda=True)
+    watch.inside = False  # as with a compiled model
+    watch.resume()
+    wait()
+    watch.pause()
+    (call,) = watch.calls()
+    assert (call.kind, call.name, call.site.file, call.site.function) == ("sync", "a call", __file__, "wait")
 
 
 def state():
