@@ -43,6 +43,7 @@ class Classifier(LightningModule):
 def main() -> None:
     """Train two epochs."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the other cores are for loading
     loader = DataLoader(Scans(), batch_size=8, shuffle=True)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Classifier(), loader)
 
