@@ -10,24 +10,24 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Scans(Dataset):
-    """Volumes of 16 voxels a side with a label, each read in 3 ms of waiting."""
+    """Volumes of 12 voxels a side with a label, each read in 2 ms of waiting."""
 
     def __len__(self) -> int:
         return 1600
 
     def __getitem__(self, index):
-        time.sleep(0.003)
+        time.sleep(0.002)
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(1, 16, 16, 16, generator=generator), index % 2
+        return torch.randn(1, 12, 12, 12, generator=generator), index % 2
 
 
 class Classifier(LightningModule):
-    """Three convolutions with batch norm, without biases."""
+    """Two convolutions with batch norm, without biases."""
 
     def __init__(self) -> None:
         super().__init__()
         layers = []
-        for inside, outside in ((1, 16), (16, 32), (32, 32)):
+        for inside, outside in ((1, 16), (16, 32)):
             layers += [nn.Conv3d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm3d(outside), nn.ReLU()]
         self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(32, 2))
 
