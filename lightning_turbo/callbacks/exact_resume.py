@@ -99,9 +99,11 @@ class ExactResume(Callback):
         random = _take_states_of_rank(trainer, checkpoint)
         loaders = fit["state_dict"].pop("combined_loader", [])
         over, begins, used = _read_position(trainer, fit)
+        correct_states(loaders, over=over, used=used)
+        # The loaders are at their end then, but the epoch is not over.
+        over = over and not _resume_validation(fit)
         if over or begins:
             _complete_epoch(fit)
-        correct_states(loaders, over=over, used=used)
         self._restored = _Restored(over, begins, loaders, random)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,6 +146,22 @@ def _read_position(trainer: Any, fit: dict[str, Any]) -> tuple[bool, bool, int |
     over = not in_step and batch["ready"] > 0 and (begins or progress["is_last_batch"] or _has_ended(trainer, epochs))
     used = batch["completed" if in_step else "processed"]
     return over, begins, None if _takes_loader(trainer.lightning_module) else used
+
+
+def _resume_validation(fit: dict[str, Any]) -> bool:
+    """Tell whether a validation was under way; Lightning then finishes it.
+
+    Lightning only finishes one that broke off within a step, so that any other has its counters set to such a place.
+    """
+    progress = fit["epoch_loop.val_loop.batch_progress"]
+    current = progress["current"]
+    is_finished = progress["is_last_batch"] and current["completed"] == current["ready"]
+    if current["ready"] == 0 or is_finished:
+        return False
+    for part in (progress["total"], current):
+        part["ready"] = part["started"] = part["completed"] + 1
+        part["processed"] = part["completed"]
+    return True
 
 
 def _has_ended(trainer: Any, epochs: dict[str, int]) -> bool:
