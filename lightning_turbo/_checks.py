@@ -44,15 +44,9 @@ def check_switches(*, none: bool = False, **switches: Any) -> None:
 
 
 def inherits(owner: Any, parent: type, names: tuple[str, ...]) -> bool:
-    """Tell whether an object overrides none of these methods of ``parent``, in its class or on itself.
-
-    Callers ask in every step, because a user may replace a method between two steps.
-    """
+    """Tell whether an object overrides none of these methods of ``parent``, in its class or on itself."""
     kind, own = type(owner), vars(owner)
-    for name in names:  # noqa: SIM110 - all() would take twice as long
-        if name in own or getattr(kind, name) is not getattr(parent, name):
-            return False
-    return True
+    return all(name not in own and getattr(kind, name, None) is getattr(parent, name) for name in names)
 
 
 def check_functions(**functions: Any) -> None:

@@ -1,26 +1,18 @@
-"""Collectives among the ranks of a run for checkpoints."""
+"""Collectives among the ranks of a run on the host: states for checkpoints, and signals."""
 
 from __future__ import annotations
 
 import sys
-import time
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["gather_for_checkpoint", "rank_and_size"]
+__all__ = ["SignalExchange", "gather_for_checkpoint", "host_group", "rank_and_size"]
 
-PATIENCE = 10.0  # seconds that a rank waits for others that may never come, and for their data
-SIGNAL_HANDLER = "_slurm_sigusr_handler_fn"  # Lightning's, which saves a checkpoint at whatever line the signal arrives
-_missed = float("-inf")
-_group: Any = None
-# Groups are kept forever: destroying one can deadlock with a gloo thread that needs the GIL to free a tensor (seen with
-# torch 2.6).
-_groups: list[Any] = []
+_group: tuple[Any, Any] = (None, None)  # the run's group, and the gloo group that belongs to it
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -30,107 +22,95 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def gather_for_checkpoint(own: Any, name: str, place: int | None = None, *, to_all: bool = False) -> list[Any]:
-    """Gather the data of every rank on rank 0, which writes checkpoints.
+def host_group() -> Any:
+    """Return a gloo group of all ranks, made by the first call, which is collective.
 
-    After an error or a signal this rank may be alone: the others have died, or wait for it within a step. Then it
-    continues without them, so that the checkpoint is written.
+    NCCL would need memory on each GPU, and its results a copy that waits. It is not the run's group, even where that is
+    gloo, because the run's may be in another collective.
+    """
+    global _group
+    world = torch.distributed.group.WORLD
+    if _group[0] is not world:
+        _group = world, torch.distributed.new_group(backend="gloo")
+    return _group[1]
+
+
+def gather_for_checkpoint(own: Any, name: str, *, to_all: bool = False) -> list[Any]:
+    """Gather the data of every rank on rank 0, which writes checkpoints; a collective call with several ranks.
+
+    While an exception is under way, this rank may be alone. Then it does not wait for the others, so that the
+    checkpoint is written. Lightning raises its ``SIGTERMException`` on all ranks.
 
     Args:
         own: The data of this rank; tensors on the host.
         name: A few words for the data, for the warning.
-        place: Number of this rank's batch, if known; data of ranks that stopped at different batches do not belong
-            together.
         to_all: Gather on all ranks.
 
     Returns:
-        One entry for each rank (copies of ``own`` on ranks that do not gather); ``[own]`` if not all ranks are there.
+        One entry for each rank (copies of ``own`` on ranks that do not gather); ``[own]`` while an exception is under
+        way.
 
     Warns:
         TurboWarning: In that case, on rank 0.
-
-    Note:
-        A collective call with several ranks, on gloo: NCCL would need memory for all ranks' data on each GPU. It has
-        a group of its own, because the run's may be in another collective.
     """
     rank, size = rank_and_size()
     if size == 1:
         return [own]
-    may_be_alone = _may_be_alone()
-    if may_be_alone and time.monotonic() - _missed <= PATIENCE:
-        ranks, missing = [own], "they did not come a moment ago"
+    if (error := _error_under_way()) is not None:
+        if rank == 0:
+            warnings.warn(
+                f"The checkpoint holds the {name} of rank 0 only, because a {type(error).__name__} is under way, in "
+                "which the other ranks may not take part. A run can resume from it, but will differ from one that "
+                "never stopped.",
+                TurboWarning,
+                stacklevel=3,
+            )
+        return [own]
+    ranks = [own] * size
+    if to_all:
+        torch.distributed.all_gather_object(ranks, own, group=host_group())
     else:
-        label = name, place if may_be_alone else None
-        ranks, missing = _gather(own, label, PATIENCE if may_be_alone else None, to_all)
-    if missing and rank == 0:
-        warnings.warn(
-            f"The checkpoint holds the {name} of rank 0 only; those of the other ranks are lost: {missing}. A run can "
-            "resume from it, but will differ from one that never stopped.",
-            TurboWarning,
-            stacklevel=3,
-        )
+        torch.distributed.gather_object(own, ranks if rank == 0 else None, group=host_group())
     return ranks
 
 
-def _gather(own: Any, label: tuple[str, Any], limit: float | None, to_all: bool) -> tuple[list[Any], str]:
-    """Return the data of the ranks, and the reason if that is only ``own``, else an empty text."""
-    global _missed
-    rank, size = rank_and_size()
-    try:
-        group = _meet(limit)
-        labels: list[Any] = [None] * size
-        torch.distributed.all_gather_object(labels, label, group=group)
-        if any(other != label for other in labels):
-            return [own], "they are at other batches"
-        ranks = [own] * size
-        if to_all:
-            torch.distributed.all_gather_object(ranks, own, group=group)
-        else:
-            torch.distributed.gather_object(own, ranks if rank == 0 else None, group=group)
-    except RuntimeError:
-        if limit is None:
-            raise
-        _missed = time.monotonic()
-        return [own], f"they did not come within {PATIENCE:g} s"
-    return ranks, ""
+def _error_under_way() -> BaseException | None:
+    error = sys.exc_info()[1]
+    return None if type(error).__name__ == "SIGTERMException" else error
 
 
-def _meet(limit: float | None) -> Any:
-    """Return a gloo group once all ranks are here; after a timeout it is not used again.
+class SignalExchange:
+    """What the ranks of a run tell one another of signals: one exchange a batch, on the host.
 
-    Args:
-        limit: Seconds to wait for the others; ``None``: torch's default.
+    A strategy makes it in ``setup`` and closes it when the run ends. The end of each batch starts a collective and reads
+    the one of the batch before, which had a batch's time: a rank waits only for one that is more than a batch behind.
+    Every rank reads the same after the same batch, so that all act together, at most one batch after the signal's.
 
-    Raises:
-        RuntimeError: If a rank did not come in time.
+    Attributes:
+        sigterm: Whether SIGTERM came to this rank.
+        requeue: Number of the signal by which Slurm asks this rank to save and requeue the job; 0 if none came.
     """
-    global _group
-    timeout = None if limit is None else timedelta(seconds=limit)
-    group: Any = _group
-    _group = None
-    fresh = group is None or not _is_known(group)
-    if fresh:
-        group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        _groups.append(group)
-    torch.distributed.monitored_barrier(group, timeout=timeout)
-    if not fresh or limit is None:  # a new one keeps its limit for all that it sends
-        _group = group
-    return group
 
+    def __init__(self) -> None:
+        self.sigterm, self.requeue = False, 0
+        self._group = host_group()
+        self._pending: tuple[Any, torch.Tensor] | None = None
 
-def _is_known(group: Any) -> bool:
-    """Whether this group still exists: ``destroy_process_group`` may have been called since."""
-    try:
-        return torch.distributed.get_rank(group) >= 0
-    except ValueError:
-        return False
+    def exchange(self) -> tuple[bool, int]:
+        """Return ``sigterm`` and ``requeue`` of all ranks, as they were at the end of the batch before."""
+        own = torch.tensor([int(self.sigterm), self.requeue], dtype=torch.int32)
+        self.requeue = 0
+        work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        pending, self._pending = self._pending, (work, own)
+        if pending is None:
+            return False, 0
+        work, told = pending
+        work.wait()
+        sigterm, requeue = told.numpy()
+        return bool(sigterm), int(requeue)
 
-
-def _may_be_alone() -> bool:
-    """Whether this rank is here because of an error, or of a signal within a step."""
-    if sys.exc_info()[1] is not None:
-        return True
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != SIGNAL_HANDLER:
-        frame = frame.f_back
-    return frame is not None
+    def close(self) -> None:
+        """Wait for the last collective, which a process must not leave behind, unless an error is under way."""
+        if self._pending is not None and _error_under_way() is None:
+            self._pending[0].wait()
+        self._pending = None

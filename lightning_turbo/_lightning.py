@@ -2,7 +2,7 @@
 
 They are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
 Lightning's classes from this one, so that they come from the copy that the program uses. Only this module,
-``strategies.lean`` and ``strategies.sigterm`` use private parts of Lightning or depend on its version.
+``strategies.lean_loop`` and ``strategies.signals`` use private parts of Lightning or depend on its version.
 """
 
 from __future__ import annotations

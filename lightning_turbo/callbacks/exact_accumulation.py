@@ -156,7 +156,7 @@ class ExactAccumulation(Callback):
         }
         if not pending_gradients.owns_pending_gradients(trainer.precision_plugin):
             own["gradients"] = pending_gradients.collect(trainer.optimizers)
-        checkpoint[KEY] = gather_for_checkpoint(own, "accumulation window", trainer.fit_loop.total_batch_idx)
+        checkpoint[KEY] = gather_for_checkpoint(own, "accumulation window")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep an unfinished window for the start of training."""

@@ -85,8 +85,7 @@ class ExactResume(Callback):
         """Add the states of every rank."""
         own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device)}
         own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
-        name = "random states and loaders' states"
-        checkpoint[KEY] = gather_for_checkpoint(own, name, trainer.fit_loop.total_batch_idx)
+        checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the states, and correct the checkpoint's counters before Lightning reads them.

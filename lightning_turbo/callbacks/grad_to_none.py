@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_turbo._lightning import (
     Callback,
@@ -11,12 +15,12 @@ from lightning_turbo._lightning import (
     Trainer,
     callbacks_named,
     check_binding,
+    is_overridden,
     rank_zero_warn,
 )
 from lightning_turbo.errors import NoEffectWarning
-from lightning_turbo.optim.gradient_release import GradientRelease, release_after_steps
 
-__all__ = ["GradToNone", "why_not_release"]
+__all__ = ["GradToNone", "no_effect_reason", "zero_grad_after_steps"]
 
 
 class GradToNone(Callback):
@@ -24,21 +28,19 @@ class GradToNone(Callback):
 
     Lightning sets gradients to ``None`` between forward and backward, so that they occupy memory during validation and
     the next forward pass. With this callback, activations can use that memory. The results do not change, also with
-    accumulation, clipping, several optimizers and manual optimization.
-
-    The first step of each optimizer is only watched. If the gradients at the second step are the same tensors, the loop
-    may reuse them on purpose, and the callback releases nothing.
+    accumulation and clipping.
 
     Raises:
         MisconfigurationException: In ``setup``, if the strategy clears gradients itself.
 
     Warns:
-        NoEffectWarning: If gradients are views of DDP's buckets, the loop clears them before the next batch or keeps
-            them from step to step, or ``StochasticWeightAveraging`` reads them again.
+        NoEffectWarning: If gradients are views of DDP's buckets, ``StochasticWeightAveraging`` reads them again, the
+            module decides when to clear them (manual optimization, ``optimizer_zero_grad``), optimizers share
+            parameters, or one of them runs no hooks.
 
     Note:
         Hooks after the step, such as ``on_train_batch_end`` and ``on_before_zero_grad``, see no gradients: read them in
-        ``on_before_optimizer_step``. A parameter of several optimizers keeps its gradient.
+        ``on_before_optimizer_step``.
 
     Example:
         >>> from lightning_turbo import GradToNone
@@ -49,7 +51,7 @@ class GradToNone(Callback):
 
     def __init__(self) -> None:
         check_binding("GradToNone")
-        self._releases: list[GradientRelease] = []
+        self._handles: list[RemovableHandle] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that keeps the gradients itself."""
@@ -59,44 +61,46 @@ class GradToNone(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe the steps of every optimizer."""
-        self._stop()
-        if why := why_not_release(trainer):
-            _warn(why)
+        """Add the hook to every optimizer."""
+        self._remove()
+        if reason := no_effect_reason(trainer):
+            rank_zero_warn(f"GradToNone has no effect: {reason}. Remove it.", category=NoEffectWarning)
         else:
-            self._releases = release_after_steps(trainer.optimizers)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Give up where releasing has no effect."""
-        for release in list(self._releases):
-            if why := release.why_idle():
-                release.remove()
-                self._releases.remove(release)
-                _warn(why)
+            self._handles = zero_grad_after_steps(trainer.optimizers)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop observing the optimizers."""
-        self._stop()
+        """Remove the hooks."""
+        self._remove()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop observing the optimizers."""
-        self._stop()
+        """Remove the hooks."""
+        self._remove()
 
-    def _stop(self) -> None:
-        for release in self._releases:
-            release.remove()
-        self._releases = []
-
-
-def _warn(reason: str) -> None:
-    rank_zero_warn(f"GradToNone has no effect: {reason}. Remove it.", category=NoEffectWarning)
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
-def why_not_release(trainer: Any) -> str:
+def zero_grad_after_steps(optimizers: Iterable[Optimizer]) -> list[RemovableHandle]:
+    """Let optimizers release their gradients after each of their steps; returns the handles that end it."""
+    return [each.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.zero_grad()) for each in optimizers]
+
+
+def no_effect_reason(trainer: Any) -> str:
     """Return why the gradients of a Trainer's optimizers must not or need not be released, or an empty text."""
     if getattr(trainer.model, "gradient_as_bucket_view", False):
         return "gradients are views of DDP's buckets, which stay in memory"
     averaging = callbacks_named("StochasticWeightAveraging")
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):
         return "StochasticWeightAveraging makes one more step with the last gradients"
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return "manual optimization clears gradients itself: call optimizer.zero_grad() right after optimizer.step()"
+    if is_overridden("optimizer_zero_grad", module):
+        return f"{type(module).__name__}.optimizer_zero_grad decides when gradients are cleared"
+    for optimizer in trainer.optimizers:
+        # A wrapper around an optimizer that is an Optimizer in name only, without its constructor.
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            return f"{type(optimizer).__name__} does not call Optimizer.__init__, and so runs no hooks after its steps"
     return ""

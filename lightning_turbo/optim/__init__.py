@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_turbo.optim.accumulation import AccumulationWindow, scale_gradients
 from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
-from lightning_turbo.optim.gradient_release import GradientRelease, release_after_steps
 from lightning_turbo.optim.layerwise import lamb, lars, split_parameters
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
@@ -14,7 +13,6 @@ __all__ = [
     "AccumulationWindow",
     "CyclePreview",
     "CyclicSchedule",
-    "GradientRelease",
     "LRRange",
     "LearningRateScaling",
     "cyclic_lr",
@@ -23,7 +21,6 @@ __all__ = [
     "lr_factor",
     "preview",
     "propose_lr_range",
-    "release_after_steps",
     "scale_gradients",
     "split_parameters",
 ]

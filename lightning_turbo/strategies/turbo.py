@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import compress
 from typing import Any, Literal
 from weakref import ref
 
 import torch
 
-from lightning_turbo._checks import check_choice, check_count, check_switches
+from lightning_turbo._checks import check_choice, check_count, check_switches, suggest
 from lightning_turbo._lightning import (
     CheckpointIO,
     GradientAccumulationScheduler,
@@ -17,6 +19,7 @@ from lightning_turbo._lightning import (
     Precision,
     SingleDeviceStrategy,
     Strategy,
+    TorchCheckpointIO,
     check_binding,
     check_lean,
     hooks_before_transfer,
@@ -27,16 +30,15 @@ from lightning_turbo._lightning import (
     refuse_as_callback,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
-from lightning_turbo.callbacks.grad_to_none import why_not_release
+from lightning_turbo.callbacks.grad_to_none import no_effect_reason, zero_grad_after_steps
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import FORMATS, check_format
-from lightning_turbo.optim.gradient_release import release_after_steps
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
-from lightning_turbo.strategies.lean import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
+from lightning_turbo.strategies.lean_loop import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
 
 __all__ = ["TurboParts", "TurboStrategy"]
 
@@ -46,11 +48,9 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 class TurboParts(Strategy):
     """The parts that both turbo strategies add to Lightning's; for the arguments see ``TurboStrategy``.
 
-    They are no part of ``LeanStrategy``, because they stand before Lightning's strategy among the bases, whose methods
-    they extend; ``LeanStrategy`` stands after it.
+    They stand before Lightning's strategy among the bases, whose methods they extend; ``LeanStrategy`` stands after it.
     """
 
-    sigterm_every = 1  # one device has nobody to agree with
     state_key = refuse_as_callback("strategy=...")
 
     def __init__(
@@ -65,18 +65,23 @@ class TurboParts(Strategy):
         lean_step: bool | None = None,
         lean_logging: bool | None = None,
         compile: str | dict[str, Any] | None = None,
+        exact_resume: bool = True,
+        amp_checkpoints: bool = True,
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
+        check_switches(exact_resume=exact_resume, amp_checkpoints=amp_checkpoints)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
         check_count("prefetch_batches", prefetch_batches)
         check_format(memory_format, (None, *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
-        for option, asked in (("lean_step=True", lean_step), ("lean_logging=True", lean_logging)):
-            if asked:
-                check_lean(option)
+        if lean_step:
+            check_lean("lean_step=True")
+        if lean_logging:
+            check_lean("lean_logging=True")
+        self.amp_checkpoints = amp_checkpoints
         super().__init__(*args, **kwargs)
         self.checkpoint_io = self._checkpoint_io
         self.device_prefetch = device_prefetch
@@ -88,8 +93,8 @@ class TurboParts(Strategy):
         self.lean_step = lean_step
         self.lean_logging = lean_logging
         self.compile = compile
+        self.exact_resume = exact_resume
         self._borrowed = ExitStack()  # undoes what a run changes
-        self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is spawned with it, has nothing to undo.
@@ -97,19 +102,21 @@ class TurboParts(Strategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The checkpoint IO, wrapped in ``AmpCheckpointIO``."""
+        """The checkpoint IO, wrapped in ``AmpCheckpointIO`` with ``amp_checkpoints``."""
         if self._checkpoint_io is None:  # not before it is needed: the Trainer refuses two
-            self._checkpoint_io = AmpCheckpointIO()
+            self._checkpoint_io = AmpCheckpointIO() if self.amp_checkpoints else TorchCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io if io is None or isinstance(io, AmpCheckpointIO) else AmpCheckpointIO(io)
+        wrap = self.amp_checkpoints and io is not None and not isinstance(io, AmpCheckpointIO)
+        self._checkpoint_io = AmpCheckpointIO(io) if wrap else io
 
     def setup_environment(self) -> None:
         """Set up the device and the ranks, and add ``ExactResume`` to the Trainer."""
         super().setup_environment()
-        attach_exact_resume(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+        if self.exact_resume:
+            attach_exact_resume(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, with the parts before and after."""
@@ -119,7 +126,7 @@ class TurboParts(Strategy):
             MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
         super().setup(trainer)
         if self.compile is not None:
-            self._borrowed.enter_context(compiled_in_place(trainer.lightning_module, self.compile, self._say))
+            self._borrowed.enter_context(compiled_in_place(trainer.lightning_module, self.compile, _log))
         if is_fitting(trainer):
             self._release_gradients(trainer)
             self._make_lean(trainer)
@@ -129,44 +136,45 @@ class TurboParts(Strategy):
             asked = (self.device_prefetch, self.cudnn_benchmark is not None, self.matmul_precision is not None)
             names = ("device_prefetch", "cudnn_benchmark", "matmul_precision")
             if unused := list(compress(names, asked)):
-                self._say(f"no effect on {self.root_device}: {', '.join(unused)}.")
+                _log(f"no effect on {self.root_device}: {', '.join(unused)}.")
             return
         cudnn: Any = torch.backends.cudnn
         benchmark = self.cudnn_benchmark
         if benchmark and (torch.are_deterministic_algorithms_enabled() or cudnn.deterministic):
-            self._say("cudnn_benchmark is off in a deterministic run.")
+            _log("cudnn_benchmark is off in a deterministic run.")
         elif benchmark is not None:
             self._borrowed.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
             cudnn.benchmark = benchmark
         if self.matmul_precision is not None:
-            self._borrowed.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision(self.matmul_precision)
+            self._borrowed.enter_context(_matmul_precision(self.matmul_precision))
 
     def _release_gradients(self, trainer: Any) -> None:
         if not self.release_gradients:
             return
-        if why := why_not_release(trainer):
-            self._say(f"release_gradients has no effect: {why}.")
+        if reason := no_effect_reason(trainer):
+            _log(f"release_gradients has no effect: {reason}.")
             return
-        for release in release_after_steps(trainer.optimizers):
-            self._borrowed.callback(release.remove)
+        for handle in zero_grad_after_steps(trainer.optimizers):
+            self._borrowed.callback(handle.remove)
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
-        step, logging, sigterm_every = self.lean_step is not False, self.lean_logging is not False, self.sigterm_every
-        parts = ["lean_step"] * step + ["sigterm_every"] * (sigterm_every > 1)
-        if not (parts or logging):
+        step, logging = self.lean_step is not False, self.lean_logging is not False
+        signals = trainer.world_size > 1
+        if not is_followed():
+            if step or logging or signals:
+                _log(
+                    "Lightning's own training loop runs: lean_step, lean_logging and signals told on the host need "
+                    "Lightning 2.6."
+                )
             return
-        if not is_followed():  # the constructor refused True and sigterm_every there
-            self._say("Lightning's own training loop runs: lean_step and lean_logging need Lightning 2.6.")
-            return
-        if parts and (custom := find_custom_loops(trainer)):
-            self._say(f"{' and '.join(parts)} off: {' and '.join(custom)} replaces Lightning's training loop.")
-            step, sigterm_every = False, 1
+        if (step or signals) and (custom := find_custom_loops(trainer)):
+            _log(f"lean_step off: {' and '.join(custom)} replaces Lightning's training loop.")
+            step = signals = False
         if step and not is_unprofiled(trainer):
-            self._say("lean_step off: a profiler names every call of Lightning's own training loop.")
+            _log("lean_step off: a profiler names every call of Lightning's own training loop.")
             step = False
-        self._borrowed.callback(install_lean(trainer, step=step, logging=logging, sigterm_every=sigterm_every))
+        self._borrowed.callback(install_lean(trainer, step=step, logging=logging, signals=signals))
 
     def on_train_start(self) -> None:
         """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""
@@ -202,44 +210,78 @@ class TurboParts(Strategy):
         self._borrowed.close()
         super().teardown()
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            rank_zero_info(f"turbo: {message}")
+
+def _log(message: str) -> None:
+    rank_zero_info(f"turbo: {message}")
+
+
+@contextmanager
+def _matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
+    """Set the precision of float32 matrix products, and put it back as torch's older and newer settings had it."""
+    # Newer torch has a setting for each backend, and reading the older one is an error where they were set alone.
+    modules = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    newer: Any = [module for module in modules if hasattr(module, "fp32_precision")]
+    before = [module.fp32_precision for module in newer]
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "highest"  # as torch begins
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for module, value in zip(newer, before, strict=True):
+            # What was taken from the setting for all backends must follow that one again.
+            module.fp32_precision = "none" if value == getattr(torch.backends, "fp32_precision", None) else value
+
+
+def names_of(strategy: type) -> set[str]:
+    """Return the names of the arguments of a class, those behind ``*`` and ``**`` left out."""
+    parameters = inspect.signature(strategy).parameters.values()
+    return {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+
+
+def refuse_unknown(strategy: type, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise an error that names the arguments that a strategy does not know, and those that it does."""
+    known = sorted(known)
+    for name in unknown:
+        hint = suggest(name, known) or "."
+        raise TypeError(f"{strategy.__name__}: unknown argument {name!r}{hint} The known ones are {', '.join(known)}.")
 
 
 class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
     """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
 
-    Always on besides: ``ExactResume``, so that a resumed run equals one that never stopped, and ``AmpCheckpointIO``,
-    which reads the scaler state of old checkpoints. A part that has no effect on the device is named once in the log.
+    A part that has no effect on the device is named in the log.
 
     Args:
         device: The device; default: the one that the Trainer chose.
         accelerator: As in Lightning.
-        checkpoint_io: As in Lightning; it is wrapped in ``AmpCheckpointIO``.
+        checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
-        **parts: The parts below. Without a part, Lightning does what it does by itself.
-
-            - ``device_prefetch`` (``True``): keep the next batches on the CUDA device, after Lightning's sampler.
-            - ``prefetch_batches`` (2): number of these batches, at least 1.
-            - ``memory_format`` (``None``): ``"channels_last"`` or ``"contiguous"``, see ``MemoryFormat``.
-            - ``cudnn_benchmark`` (``True``): ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None``
-              keeps that of ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a
-              deterministic run, because cuDNN would choose its algorithms by their times.
-            - ``matmul_precision`` (``None``): ``torch.set_float32_matmul_precision`` during the run on CUDA:
-              ``"highest"``, ``"high"`` or ``"medium"``.
-            - ``release_gradients`` (``True``): set gradients to None right after each optimizer step.
-            - ``lean_step`` (``None``): run Lightning's loop with direct calls of its hooks; same order, same results.
-              ``None``: with Lightning 2.6, its own loop and no profiler.
-            - ``lean_logging`` (``None``): keep logged values as tensors until somebody reads them; ``None`` likewise.
-            - ``compile`` (``None``): ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
-              ``lightning_turbo.nn.compiled_in_place``.
+        device_prefetch: Keep the next batches on the CUDA device, after Lightning's sampler.
+        prefetch_batches: Number of these batches, at least 1.
+        memory_format: ``"channels_last"`` or ``"contiguous"``, see ``MemoryFormat``.
+        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None`` keeps that of
+            ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a deterministic run,
+            because cuDNN would choose its algorithms by their times.
+        matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
+            ``"medium"``.
+        release_gradients: Set gradients to None right after each optimizer step, see ``GradToNone``.
+        lean_step: Run Lightning's loop with direct calls of its hooks; same order, same results. ``None``: with
+            Lightning 2.6, its own loop and no profiler. What it may leave out is decided before the first batch.
+        lean_logging: Keep logged values as tensors until somebody reads them; ``None`` likewise.
+        compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
+            ``lightning_turbo.nn.compiled_in_place``.
+        exact_resume: Add ``ExactResume``, so that a resumed run equals one that never stopped.
+        amp_checkpoints: Wrap the checkpoint IO in ``AmpCheckpointIO``, which reads the scaler state of old checkpoints.
+        **unknown: Refused.
 
     Raises:
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
-        ValueError: If a part has none of the values above.
-        TypeError: If a switch is not a bool or a number not an integer.
+        ValueError: If an argument has none of the values above.
+        TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
         LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
 
     Example:
@@ -257,14 +299,37 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
         accelerator: Any = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **parts: Any,
+        *,
+        device_prefetch: bool = True,
+        prefetch_batches: int = 2,
+        memory_format: str | None = None,
+        cudnn_benchmark: bool | None = True,
+        matmul_precision: MatmulPrecision | None = None,
+        release_gradients: bool = True,
+        lean_step: bool | None = None,
+        lean_logging: bool | None = None,
+        compile: str | dict[str, Any] | None = None,
+        exact_resume: bool = True,
+        amp_checkpoints: bool = True,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(TurboStrategy, unknown, names_of(TurboStrategy))
         super().__init__(
             device="cpu" if device is None else device,
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            **parts,
+            device_prefetch=device_prefetch,
+            prefetch_batches=prefetch_batches,
+            memory_format=memory_format,
+            cudnn_benchmark=cudnn_benchmark,
+            matmul_precision=matmul_precision,
+            release_gradients=release_gradients,
+            lean_step=lean_step,
+            lean_logging=lean_logging,
+            compile=compile,
+            exact_resume=exact_resume,
+            amp_checkpoints=amp_checkpoints,
         )
         self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 

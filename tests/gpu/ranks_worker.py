@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP, ExactAccumulation, GradToNone, PrefetchDataModule, TurboDDPStrategy
@@ -17,8 +18,8 @@ LEVELS = ("O0", "O1", "O2")
 SETTINGS = {
     "stock": lambda: "ddp",
     "turbo": lambda: "turbo_ddp",
-    "bf16": lambda: TurboDDPStrategy(grad_compression="bf16"),
-    "fp16": lambda: TurboDDPStrategy(grad_compression="fp16", static_graph=True),
+    "bf16": lambda: TurboDDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook),
+    "fp16": lambda: TurboDDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook, static_graph=True),
     "windows": lambda: "turbo_ddp",
 }
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, default_collate
 
 from lightning_turbo import (
     ApexAMP,
@@ -28,8 +29,8 @@ from lightning_turbo import (
     PrefetchLoader,
     PrefetchNextEpoch,
     TurboDDPStrategy,
-    _distributed,
 )
+from lightning_turbo._distributed import gather_for_checkpoint
 from lightning_turbo.data import prefetcher
 from tests import registry, trainers
 from tests.integration import resuming
@@ -77,36 +78,6 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def agreement(folder):
-    """Starts ranks with settings that differ."""
-    cases = {
-        "same": {},
-        "level": {"level": ("O1", "O2")[RANK]},
-        "scale": {"scale": (128.0, 256.0)[RANK]},
-        "trainer": {"accumulate_grad_batches": 1 + RANK, "max_epochs": 1 + RANK},
-        "strategy": {"strategy": ({}, {"grad_compression": "fp16", "bucket_cap_mb": 50})[RANK]},
-        "network": {"width": 3 + RANK},
-        "checkpoint": {"ckpt": (folder / "one.ckpt", None)[RANK]},
-    }
-    for case, settings in cases.items():
-        yield f"agreement.{case}", start(folder, **settings)
-
-
-def start(folder, level="O1", scale=None, width=3, ckpt=None, strategy=None, **settings):
-    model, said = Net(width=width), ""
-    settings = {"max_epochs": 1, "limit_train_batches": 2, "default_root_dir": folder, **settings}
-    plugins = [ApexAMP(level, dtype=torch.bfloat16, loss_scale=scale)]
-    try:
-        trainer = train(
-            model, DataLoader(SAMPLES, 4), ckpt, strategy=TurboDDPStrategy(**(strategy or {})), plugins=plugins,
-            **settings,
-        )  # fmt: skip
-        trainer.save_checkpoint(folder / "one.ckpt")
-    except MisconfigurationException as error:
-        said = str(error)
-    return {"said": said, "steps": len(model.seen)}
 
 
 def resume(folder, cases=("O1-adamw_fused-float16", "O2-sgd-float16")):
@@ -165,7 +136,6 @@ def stopped(folder):
 
 def alone(folder):
     """One rank ends by an error while the other waits in its step."""
-    _distributed.PATIENCE = 2.0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -188,18 +158,23 @@ def after_alone(folder):
 
 
 def places(folder):
-    """Gathers at different batches, as ranks are with loaders of different lengths when an epoch of one has ended."""
+    """Gathers between batches, while an error is under way on one rank, and while both are told to end."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    gather = _distributed.gather_for_checkpoint
-    result = {"ordinary": gather(RANK, "number", place=RANK)}
+    result = {"ordinary": gather_for_checkpoint(RANK, "number"), "error": None}
+    result["all"] = gather_for_checkpoint(RANK, "number", to_all=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            raise RuntimeError("an error on both ranks")
-        except RuntimeError:
-            result["stopped"] = gather(RANK, "number", place=RANK)
-            result["same"] = gather(RANK, "number", place=3, to_all=True)
+            raise SIGTERMException if RANK else KeyError
+        except KeyError:
+            result["error"] = gather_for_checkpoint(RANK, "number")
+        except SIGTERMException:
+            pass
+        try:
+            raise SIGTERMException
+        except SIGTERMException:
+            result["told"] = gather_for_checkpoint(RANK, "number")
     yield "places", {**result, "said": [str(warning.message) for warning in caught]}
 
 
@@ -256,7 +231,6 @@ STRATEGIES = {
     "turbo": lambda: "turbo_ddp",
     "stock-1": lambda: "ddp",
     "static-1": lambda: TurboDDPStrategy(static_graph=True, gradient_as_bucket_view=False),
-    "fp16": lambda: TurboDDPStrategy(grad_compression="fp16"),
     "sized": lambda: "turbo_ddp",
     "prefetched": lambda: "ddp",
     "compiled": lambda: TurboDDPStrategy(compile={"backend": "eager"}),
@@ -330,41 +304,29 @@ def spawned(folder):
         yield f"spawned.{name}", {"module": model.state_dict(), "metrics": metrics}
 
 
-class Alone(Logging):
-    """Ranks that do not wait for each other in a batch."""
+class Fetches(TorchDispatchMode):
+    """Counts the values that the host fetches."""
 
-    automatic_optimization = False
+    count = 0
 
-    def training_step(self, batch, index):
-        """Trains nothing."""
-
-
-class Uneven(IterableDataset):
-    """Two batches on the first rank and three on the second; none of them knows."""
-
-    def __iter__(self):
-        return iter(torch.ones(2 + RANK, 6))
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
 
 
 def lean(folder):
-    """With and without the lean parts, told to end, and with epochs of unequal lengths, which comes last."""
+    """With and without the lean parts, and told to end."""
     if not KNOWS_WEIGHTS_ONLY:
         return
-    parts = {"lean_step": True, "lean_logging": True, "sigterm_every": 4}
-    off = {"lean_step": False, "lean_logging": False}
-    for name, settings, ends_in in (("stock", off, None), ("lean", parts, None), ("killed", parts, 2)):
-        model, metrics = Logging(ends_in), None  # None where the run was ended
-        with contextlib.suppress(SystemExit):
-            trainer = train(
-                model, DataLoader(SAMPLES, batch_size=2), strategy=TurboDDPStrategy(**settings), max_epochs=2
-            )
+    stock, turbo = (lambda: "ddp"), TurboDDPStrategy
+    for name, strategy, ends_in in (("stock", stock, None), ("lean", turbo, None), ("killed", turbo, 2)):
+        model, metrics, counting = Logging(ends_in), None, Fetches()  # None where the run was ended
+        with contextlib.suppress(SystemExit), counting:
+            trainer = train(model, DataLoader(SAMPLES, batch_size=2), strategy=strategy(), max_epochs=2)
             metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        yield f"lean.{name}", {"module": model.state_dict(), "metrics": metrics, "batches": len(model.seen)}
-    strategy = TurboDDPStrategy(lean_step=True, sigterm_every=3)
-    try:
-        train(Alone(), DataLoader(Uneven(), batch_size=1), strategy=strategy, max_epochs=1)
-    except RuntimeError as error:
-        yield "lean.uneven", str(error)
+        yield f"lean.{name}", {
+            "module": model.state_dict(), "metrics": metrics, "batches": len(model.seen), "fetched": counting.count,
+        }  # fmt: skip
 
 
 def main():

@@ -30,13 +30,13 @@ class Told(Net):
         self.tests += not self.trainer.sanity_checking
 
 
-def main(folder, told, **settings):
+def main(folder, told):
     """Train three epochs of ten batches in windows of four; every rank has its own order."""
     model = Told(told)
     data = Subset(SAMPLES, range(40))
     generator = torch.Generator().manual_seed(RANK + (0 if told else 10))
     trainer = quiet_trainer(
-        devices=2, strategy=TurboDDPStrategy(**settings), max_epochs=3, default_root_dir=folder,
+        devices=2, strategy=TurboDDPStrategy(), max_epochs=3, default_root_dir=folder,
         accumulate_grad_batches=4, use_distributed_sampler=False, plugins=[ApexAMP("O2", dtype=torch.bfloat16)],
         callbacks=[ExactAccumulation()],
     )  # fmt: skip
@@ -48,8 +48,8 @@ def main(folder, told, **settings):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    # At which batch of the second epoch which ranks are told, and how often they ask one another.
-    word, batch, ranks, every = sys.argv[2:]
+    # At which batch of the second epoch which ranks are told.
+    word, batch, ranks = sys.argv[2:]
     told = ((1, int(batch)) if str(RANK) in ranks else (-1, 0)) if word == "told" else None
-    main(Path(sys.argv[1]), told, **({} if every == "1" else {"sigterm_every": int(every)}))
+    main(Path(sys.argv[1]), told)
     torch.distributed.destroy_process_group()

@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboDDPStrategy, TurboStrategy
+from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboStrategy
 from lightning_turbo.errors import LightningMismatchError
-from lightning_turbo.strategies.lean import LeanResults
+from lightning_turbo.strategies.lean_loop import LeanResults
 from tests.integration.resuming import assert_same
 from tests.trainers import quiet_trainer
 
@@ -369,7 +369,7 @@ def is_stock(trainer):
         type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
         and type(trainer._logger_connector) is _LoggerConnector
         and type(trainer.fit_loop.epoch_loop._results) is _ResultCollection
-        and not trainer.strategy.direct
+        and trainer.strategy.lean_plan is None
     )
 
 
@@ -399,14 +399,13 @@ OWNERS = {
 
 @pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in a")
 @pytest.mark.parametrize("name", OWNERS)
-def test_what_is_set_in_the_middle_of_a_run_is_called_from_then_on(name):
+def test_what_is_set_before_a_run_is_called_in_it(name):
     owner_of, hooks = OWNERS[name]
 
     class Sets(pl.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            if index == 1:
-                for hook in hooks:
-                    self.set(owner_of(trainer), hook)
+        def on_train_start(self, trainer, module):
+            for hook in hooks:
+                self.set(owner_of(trainer), hook)
 
         def set(self, owner, hook):
             found = getattr(owner, hook)
@@ -494,7 +493,6 @@ class OwnOptimization(_AutomaticOptimization):
 @pytest.mark.parametrize("own", [OwnLoop, OwnOptimization])
 def test_a_loop_that_is_not_lightnings_stays(own, said):
     strategy = TurboStrategy(cudnn_benchmark=None, device_prefetch=False)
-    strategy.sigterm_every = 4
     trainer = small_trainer(strategy)
     trainer.events = []
     if own is OwnLoop:
@@ -506,7 +504,7 @@ def test_a_loop_that_is_not_lightnings_stays(own, said):
     model.on_train_start = lambda: trainer.events.append((trainer.fit_loop.epoch_loop, trainer._signal_connector))
     trainer.fit(model, batches(count=8), batches(count=8))
     assert trainer.events == [found, *["advance" if own is OwnLoop else "run"] * 2]
-    assert said == [f"turbo: lean_step and sigterm_every off: {own.__name__} replaces Lightning's training loop."]
+    assert said == [f"turbo: lean_step off: {own.__name__} replaces Lightning's training loop."]
 
 
 def test_another_lightning_keeps_its_own_loop_and_refuses_what_was_asked_for(monkeypatch, said):
@@ -514,14 +512,13 @@ def test_another_lightning_keeps_its_own_loop_and_refuses_what_was_asked_for(mon
     for settings in ({"lean_step": True}, {"lean_logging": True}):
         with pytest.raises(LightningMismatchError, match=r"=True: expected Lightning 2\.6, .* got 2\.7\.0"):
             TurboStrategy(**settings)
-    with pytest.raises(LightningMismatchError, match=r"sigterm_every=8: expected Lightning"):
-        TurboDDPStrategy(sigterm_every=8)
     trainer, model = small_trainer(TurboStrategy(cudnn_benchmark=None, device_prefetch=False)), Net()
     model.on_train_start = lambda: model.losses.append(is_stock(trainer))
     for _ in range(2):
         trainer.fit(model, batches(count=8), batches(count=8))
     assert model.losses[0] is True
-    assert said == ["turbo: Lightning's own training loop runs: lean_step and lean_logging need Lightning 2.6."]
+    text = "lean_step, lean_logging and signals told on the host need Lightning 2.6."
+    assert said == [f"turbo: Lightning's own training loop runs: {text}"] * 2
 
 
 # What the lean classes follow, as it stood in Lightning 2.6; a Lightning that changes it has to be read again.

@@ -1,22 +1,16 @@
-"""Two ranks: techniques agree, settings are compared, stopped runs resume, windows and strategies are exact.
+"""Two ranks: techniques agree, stopped runs resume, windows and strategies are exact.
 
 What runs to its end shares one start of the ranks, which costs more than the runs.
 """
 
-import inspect
 import itertools
 import math
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.trainer.connectors import signal_connector
 from torch import nn
 
-from lightning_turbo import TurboDDPStrategy, _distributed
-from lightning_turbo.strategies.turbo_ddp import compare_settings, read_settings
 from tests.integration.ranks_worker import FORTY, LEVELS, STRATEGIES, Mean, Net, uneven, whole
 from tests.integration.resuming import ALL, assert_same, check_resumed
 from tests.ranks import run_ranks
@@ -35,7 +29,7 @@ def load(folder, name):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    jobs = ("agreement", "techniques", "resume", "stopped", "accumulation", "places")
+    jobs = ("techniques", "resume", "stopped", "accumulation", "places")
     run_ranks(WORKER, folder, *jobs, "strategies", "own_orders", "lean")
     return folder
 
@@ -84,46 +78,6 @@ def test_a_resumed_run_equals_one_that_never_stopped_at_every_level_with_every_o
             check_resumed(case, ends)
 
 
-# Settings that differ
-
-
-def test_what_differs_is_named_with_each_value_and_its_ranks():
-    settings = [*[{"v": "2.12"}] * 10, {"v": "2.13", "b": "1"}]
-    assert compare_settings(settings) == [
-        "v: 2.12 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, 2.13 on rank 10",
-        "b: not set on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, 1 on rank 10",
-    ]
-
-
-def test_an_object_of_the_same_kind_is_the_same_setting():
-    """A process group has another address on every rank."""
-    settings = []
-    for group in (object(), object()):
-        trainer = pl.Trainer(accelerator="cpu", strategy=TurboDDPStrategy(process_group=group), logger=False)
-        trainer.strategy.connect(BoringModel())
-        settings.append(read_settings(trainer.strategy, trainer))
-    assert compare_settings(settings) == []
-    assert "'process_group': <object object>" in settings[0]["ddp_kwargs"]
-
-
-@distributed
-@pytest.mark.parametrize(("case", "said"), {
-    "same": "",
-    "level": "settings: precision: 'bf16-mixed' on rank 0, 'bf16-true' on rank 1; opt_level: 'O1' on rank 0, 'O2'",
-    "scale": "settings: loss_scale: 128.0 on rank 0, 256.0 on rank 1. Start every",
-    "trainer": "settings: accumulate_grad_batches: 1 on rank 0, 2 on rank 1; max_epochs: 1 on rank 0, 2 on rank 1.",
-    "strategy": "settings: grad_compression: None on rank 0, 'fp16' on rank 1; ddp_kwargs: {",
-    "network": "settings: parameters: (4, 163) on rank 0, (4, 180) on rank 1. Start",
-    "checkpoint": "one.ckpt' on rank 0, None on rank 1. Start",
-}.items())  # fmt: skip
-def test_ranks_that_disagree_are_refused_before_the_first_step(case, said, ended):
-    zero, one = load(ended, f"agreement.{case}")
-    assert zero == one
-    assert said in zero["said"]
-    assert zero["steps"] == (0 if said else 2)
-    assert bool(zero["said"]) == bool(said)
-
-
 # Runs that are stopped
 
 
@@ -137,13 +91,14 @@ def test_a_run_that_was_told_to_stop_ends_as_if_it_had_not_been(ended):
 
 
 @distributed
-def test_ranks_at_different_batches_have_nothing_in_common_where_they_were_stopped(ended):
+def test_nobody_waits_for_others_while_an_error_is_under_way(ended):
     zero, one = load(ended, "places")
     assert (zero["ordinary"], one["ordinary"]) == ([0, 1], [1, 1])  # only rank 0 writes
-    assert (zero["stopped"], one["stopped"]) == ([0], [1])
-    assert zero["same"] == one["same"] == [0, 1]
-    assert ["they are at other batches" in text for text in zero["said"]] == [True]
-    assert one["said"] == []
+    assert zero["all"] == one["all"] == [0, 1]
+    assert (zero["error"], one["error"]) == ([0], None)  # only rank 0 asks, which would hang
+    assert zero["told"] == [0, 1]
+    assert len(zero["said"]) == 1
+    assert "the number of rank 0 only, because a KeyError is under way" in zero["said"][0]
 
 
 @pytest.mark.slow
@@ -152,25 +107,11 @@ def test_a_rank_that_an_error_left_alone_writes_its_checkpoint(tmp_path):
     run_ranks(WORKER, tmp_path, "alone")
     alone = torch.load(tmp_path / "alone")
     assert any("the error of rank 0" in error for error in alone["errors"])
-    assert len(alone["said"]) == 3  # gradients, window and loaders
-    assert all("of rank 0 only; those of the other ranks are lost" in text for text in alone["said"])
+    assert any("random states and loaders' states of rank 0 only" in text for text in alone["said"])
     run_ranks(WORKER, tmp_path, "after_alone")
     zero, one = load(tmp_path, "after_alone")
     assert zero["steps"] == one["steps"] == 6
     assert (bool(zero["said"]), bool(one["said"])) == (True, False)
-
-
-def test_a_checkpoint_from_a_signal_handler_may_be_of_one_rank_alone():
-    assert not _distributed._may_be_alone()
-    handler = inspect.getsource(signal_connector)
-    assert f"def {_distributed.SIGNAL_HANDLER}" in handler  # Lightning's, whichever version
-    there = {}
-    exec(f"def {_distributed.SIGNAL_HANDLER}(): return ask()", {"ask": _distributed._may_be_alone}, there)
-    assert there[_distributed.SIGNAL_HANDLER]()
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        assert _distributed._may_be_alone()
 
 
 # ExactAccumulation
@@ -212,14 +153,12 @@ def test_turbo_ddp_equals_ddp(ended):
         assert zero["loaded_ahead"] == one["loaded_ahead"] == (name == "prefetched"), name
     for turbo, stock, tolerance in (
         ("turbo", "stock", 0.0), ("static-1", "stock-1", 0.0), ("turbo-O2", "stock-O2", 0.0),
-        ("sized", "stock", 0.0), ("prefetched", "stock", 0.0), ("compiled", "stock", 1e-6), ("fp16", "stock", 5e-4),
+        ("sized", "stock", 0.0), ("prefetched", "stock", 0.0), ("compiled", "stock", 1e-6),
     ):  # fmt: skip
         ours, theirs = runs[turbo][0], runs[stock][0]
         assert ours["steps"] == theirs["steps"]
         for name, value in ours["module"].items():
             torch.testing.assert_close(value, theirs["module"][name], rtol=0, atol=tolerance, msg=turbo)
-    stock = runs["stock"][0]["module"]
-    assert any(not torch.equal(value, stock[name]) for name, value in runs["fp16"][0]["module"].items())  # rounded
     for name, static, view, holds in (  # gradients that are views of buckets are not released
         ("stock", False, False, True), ("turbo", False, True, True), ("static-1", True, False, False),
     ):  # fmt: skip
@@ -242,11 +181,10 @@ def test_the_lean_parts_compute_the_same_and_stop_after_the_same_batch(ended):
     for stock, lean, killed in zip(*(load(ended, f"lean.{name}") for name in ("stock", "lean", "killed")), strict=True):
         assert_same(stock["module"], lean["module"])
         assert stock["metrics"] == lean["metrics"]
-        # Rank 1 was told to end in batch 2; the ranks agree after batch 4.
-        assert (killed["batches"], killed["metrics"]) == (4, None)
-    for rank, said in enumerate(load(ended, "lean.uneven")):
-        # One rank is at its end, the other at its third batch; neither was told to end.
-        assert f"got this one at batch {2 + rank} of its run" in said
+        # Rank 1 was told to end in batch 2, at whose end it tells the other, which knows at the end of the next.
+        assert (killed["batches"], killed["metrics"]) == (3, None)
+        # Of 24 batches, Lightning's broadcast fetches a value in each; what is logged at the end is left.
+        assert lean["fetched"] < 24 <= stock["fetched"] - lean["fetched"]
 
 
 @pytest.mark.slow

@@ -111,5 +111,5 @@ def test_the_validation_is_finished_and_the_training_goes_on_behind_it(how, fail
 
 
 def test_lightning_itself_finishes_as_many_batches(tmp_path):
-    net, rest, _ = break_off_and_resume(tmp_path, "validation_step", 2, 1)
+    _, rest, _ = break_off_and_resume(tmp_path, "validation_step", 2, 1)
     assert [e for e, _, _ in rest.validated] == [1, 1]

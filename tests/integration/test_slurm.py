@@ -11,7 +11,7 @@ import torch
 from tests.ranks import ENVIRONMENT, end, free_port
 from tests.versions import KNOWS_WEIGHTS_ONLY
 
-LEAN = pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="sigterm_every needs Lightning 2.6")
+LEAN = pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="signals are told on the host with Lightning 2.6")
 WORKER = Path(__file__).with_name("slurm_worker.py")
 SLURM = {
     "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
@@ -41,21 +41,16 @@ def srun(folder, *words):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("batch", "ranks", "every", "saved"),
-    [
-        pytest.param(5, "01", 1, 15, marks=pytest.mark.slow),  # in the step
-        pytest.param(5, "1", 4, 16, marks=[LEAN, pytest.mark.slow]),  # after the batch at which the ranks agree
-        pytest.param(9, "0", 16, 20, marks=[LEAN, pytest.mark.slow]),  # after the validation of the epoch
-    ],
-)
-def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(batch, ranks, every, saved, tmp_path):
+@pytest.mark.slow
+@LEAN
+@pytest.mark.parametrize(("batch", "ranks", "saved"), [(5, "01", 17), (5, "1", 17), (9, "0", 21)])
+def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(batch, ranks, saved, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/asked"\n')
     (tmp_path / "scontrol").chmod(0o755)
-    srun(tmp_path, "told", batch, ranks, every)  # it trains on to its end, as it would have without the signal
+    srun(tmp_path, "told", batch, ranks)  # it trains on to its end, as it would have without the signal
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
-    srun(tmp_path, "again", batch, ranks, every)
+    srun(tmp_path, "again", batch, ranks)
     for rank in (0, 1):
         told, again = (torch.load(tmp_path / f"{name}.{rank}") for name in ("told", "again"))
         assert told["steps"] == again["steps"] == 9

@@ -161,30 +161,69 @@ def test_what_accumulates_otherwise_is_refused(model, make, message):
 # GradToNone
 
 
-class TwoOptimizers(Net):
-    """Manual optimization in one of the orders that loops use."""
+class Clears(Net):
+    """Manual optimization."""
 
     automatic_optimization = False
 
-    def __init__(self, order="clear first"):
-        super().__init__()
-        self.order = order
-
     def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            loss = self.loss(batch)
-            if self.order in ("clear first", "to zero"):
-                optimizer.zero_grad(set_to_none=self.order == "clear first")
-            self.manual_backward(loss)
-            optimizer.step()
-            if self.order == "clear last":
-                optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
 
-    def configure_optimizers(self):
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+
+class Keeps(Net):
+    """Never clears its gradients."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        pass
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As it is widespread: an Optimizer that never calls its constructor."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+class Lars:
+    """Only claims to be an Optimizer."""
+
+    __class__ = property(lambda self: torch.optim.Optimizer)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        if name in ("param_groups", "state", "defaults", "zero_grad", "state_dict", "load_state_dict"):
+            return getattr(self.inner, name)
+        raise AttributeError(name)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Forwards(Lars):
+    """Its inner optimizer answers for it."""
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def wrapped(wrap):
+    class Wraps(Net):
+        def configure_optimizers(self):
+            return wrap(super().configure_optimizers())
+
+    return Wraps
 
 
 def same(a, b):
@@ -195,15 +234,20 @@ def same(a, b):
     (Net, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, ""),
     (Net, {"accumulate_grad_batches": 2, "level": "O2"}, ""),
     (Net, {"level": "O1"}, ""),
-    (TwoOptimizers, {}, ""),
-    (lambda: TwoOptimizers("clear last"), {}, "the training loop clears the gradients before the next batch"),
-    (lambda: TwoOptimizers("to zero"), {}, "keeps the same gradients from one step"),
-    (lambda: TwoOptimizers("never clear"), {"level": "O2"}, "keeps the same gradients from one step"),
+    (wrapped(Forwards), {}, ""),
+    (Keeps, {}, "Keeps.optimizer_zero_grad decides when gradients are cleared"),
+    (Keeps, {"level": "O2"}, "Keeps.optimizer_zero_grad decides when gradients are cleared"),
+    (Clears, {}, "manual optimization clears gradients itself"),
+    (wrapped(Lookahead), {}, r"Lookahead does not call Optimizer.__init__"),
+    (wrapped(Lookahead), {"level": "O2"}, r"Lookahead does not call Optimizer.__init__"),
+    (wrapped(Lars), {}, r"Lars does not call Optimizer.__init__"),
+    (wrapped(Lars), {"level": "O1"}, r"Lars does not call Optimizer.__init__"),
 ])  # fmt: skip
 def test_the_numbers_stay_and_the_gradients_go_or_it_warns(make, flags, warning):
     plain = fit(make(), **flags)
     with pytest.warns(NoEffectWarning, match=warning) if warning else nullcontext():
         released = fit(make(), GradToNone(), **flags)
+    same(plain, fit(make(), strategy="turbo", **flags))  # says so in its log
     same(plain, released)
     window = flags.get("accumulate_grad_batches", 1)
     if not warning:

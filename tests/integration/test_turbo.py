@@ -7,11 +7,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_turbo import AmpCheckpointIO, ApexAMP, PrefetchLoader, TurboDDPStrategy, TurboStrategy
+from lightning_turbo import AmpCheckpointIO, ApexAMP, ExactResume, PrefetchLoader, TurboDDPStrategy, TurboStrategy
 from tests.registry import make_data, make_model
 from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
@@ -111,11 +111,14 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     (lambda: TurboStrategy(matmul_precision="low"), ValueError, "matmul_precision: expected None, 'highest', 'high'"),
     (lambda: TurboStrategy(lean_step=1), TypeError, "lean_step=1: expected True, False or None"),
     (lambda: TurboStrategy(compile=True), TypeError, "compile: expected None, 'network', 'blocks' or a dict"),
-    (lambda: TurboDDPStrategy(sigterm_every=0), ValueError, "sigterm_every: expected an integer of 1 or more, got 0"),
-    (lambda: TurboDDPStrategy(grad_compression="int8"), ValueError, "grad_compression: expected None, 'bf16' or"),
+    (lambda: TurboStrategy(exact_resume=None), TypeError, "exact_resume=None: expected True or False"),
+    (lambda: TurboStrategy(amp_checkpoints=1), TypeError, "amp_checkpoints=1: expected True or False"),
+    (lambda: TurboStrategy(device_prefech=True), TypeError,
+     "TurboStrategy: unknown argument 'device_prefech'; did you mean device_prefetch? The known ones are accelerator"),
+    (lambda: TurboDDPStrategy(bucket_cap=1), TypeError,
+     "TurboDDPStrategy: unknown argument 'bucket_cap'; did you mean bucket_cap_mb? The known ones are accelerator,"),
+    (lambda: pl.Trainer(strategy=TurboDDPStrategy(parts=1)), TypeError, "unknown argument 'parts'"),
     (lambda: TurboDDPStrategy(static_graph=1), TypeError, "static_graph=1: expected True or False"),
-    (lambda: TurboDDPStrategy(None, None, None, None, None, None, print, grad_compression="fp16"), ValueError,
-     "Pass either grad_compression or ddp_comm_hook"),
     (lambda: TurboStrategy().state_key, TypeError,  # which fit asks of callbacks
      "callbacks: expected callbacks, got TurboStrategy. Pass it as Trainer(strategy=...)."),
     (lambda: ApexAMP().state_key, TypeError,
@@ -144,12 +147,6 @@ def connected(strategy, **settings):
     return trainer
 
 
-def test_bfloat16_compression_on_the_cpu_is_refused_before_the_first_step():
-    trainer = connected(TurboDDPStrategy(grad_compression="bf16"))
-    with pytest.raises(MisconfigurationException, match="grad_compression='bf16': expected CUDA with NCCL, got cpu"):
-        trainer.strategy.setup(trainer)
-
-
 def test_a_static_graph_with_accumulated_gradients_is_refused_before_the_first_step():
     scheduled, later = ([GradientAccumulationScheduler({epoch: 2})] for epoch in (0, 1))
     for settings in ({"accumulate_grad_batches": 2}, {"callbacks": scheduled}):
@@ -173,6 +170,19 @@ def test_a_checkpoint_io_is_given_once_in_either_place(make):
         pl.Trainer(accelerator="cpu", strategy=make(checkpoint_io=own), plugins=[mine])
     with pytest.raises(TypeError, match="checkpoint_io: expected a CheckpointIO of Lightning or None, got 'disk'"):
         make(checkpoint_io="disk")
+
+
+@pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])
+def test_what_is_added_to_the_trainer_can_be_left_out(make):
+    own = AsyncCheckpointIO()
+    assert type(make(amp_checkpoints=False).checkpoint_io) is TorchCheckpointIO
+    assert make(amp_checkpoints=False, checkpoint_io=own).checkpoint_io is own
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_exact_resume_is_added_where_it_is_asked_for(adds):
+    trainer = fit(net(), TurboStrategy(exact_resume=adds), max_epochs=1)
+    assert any(isinstance(callback, ExactResume) for callback in trainer.callbacks) == adds
 
 
 @pytest.mark.parametrize("strategy", [TurboStrategy, TurboDDPStrategy])

@@ -220,7 +220,7 @@ class DALILoader:
         own = built.snapshot() if built.taken == self._batch else None  # the position was lost in close()
         pipelines = {built.placement[0]: own}
         if rank_and_size()[1] == built.placement[1] > 1:
-            ranks = gather_for_checkpoint(own, "DALI pipelines' states", self._batch, to_all=True)
+            ranks = gather_for_checkpoint(own, "DALI pipelines' states", to_all=True)
             pipelines = dict(enumerate(ranks)) if len(ranks) > 1 else pipelines
         position = {"epoch": self.epoch, "batch": self._batch, "seed": self.seed}
         return {**position, **self._sizes(built), "pipelines": pipelines}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_turbo import amp
-from lightning_turbo.optim import GradientRelease, LearningRateScaling, cyclic_lr
+from lightning_turbo.optim import LearningRateScaling, cyclic_lr
 
 
 class Cycle:
@@ -38,23 +38,13 @@ class WarmUp:
         return self.scaling.done
 
 
-class Release:
-    def __init__(self, optimizer):
-        self.optimizer, self.release, self.steps = optimizer, GradientRelease(optimizer), 0
-
-    def follow(self):
-        released = all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
-        self.steps += 1 if released or self.steps == 0 else 0  # the first step is watched
-        return self.steps
-
-
 def sgd(**settings):
     return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(("make", "fused"), [
-    (Cycle, False), (Cycle, True), (SavedCycle, True), (WarmUp, False), (WarmUp, True), (Release, False),
+    (Cycle, False), (Cycle, True), (SavedCycle, True), (WarmUp, False), (WarmUp, True),
 ])  # fmt: skip
 def test_a_step_that_the_scaler_skipped_is_none(make, fused):
     optimizer = sgd(fused=fused)
