@@ -82,8 +82,8 @@ def _error_under_way() -> BaseException | None:
 class SignalExchange:
     """What the ranks of a run tell one another of signals: one exchange a batch, on the host.
 
-    A strategy makes it in ``setup`` and closes it when the run ends. The end of each batch starts a collective and reads
-    the one of the batch before, which had a batch's time: a rank waits only for one that is more than a batch behind.
+    A strategy makes it in ``setup`` and closes it when the run ends. The end of each batch starts a collective, and
+    reads that of the batch before, which had a batch's time: a rank waits only for one more than a batch behind.
     Every rank reads the same after the same batch, so that all act together, at most one batch after the signal's.
 
     Attributes:

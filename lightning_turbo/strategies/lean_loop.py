@@ -50,7 +50,7 @@ class LeanPlan(NamedTuple):
     """What the lean step may leave out of a run, because nothing overrides it."""
 
     transfer: bool  # the hooks around a batch's way to the device
-    index: bool  # no: `training_step` takes the index of the batch
+    batch_index: bool  # the index of the batch as an argument of `training_step`
     strategy: bool  # the strategy's and the precision plugin's parts of `training_step`
     zero_grad: bool  # the clearing of gradients that are all None
     backward: bool  # what the precision plugin does before and after backward
@@ -65,7 +65,7 @@ def plan_lean(trainer: Any) -> LeanPlan:
     return LeanPlan(
         transfer=all(inherits(mover, DataHooks, _TRANSFER) for mover in movers)
         and inherits(strategy, Strategy, ("batch_to_device",)),
-        index=not takes_batch_index(module.training_step),
+        batch_index=not takes_batch_index(module.training_step),
         strategy=strategy.model is module
         and inherits(strategy, Strategy, ("training_step",))
         and inherits(plugin, Precision, ("train_step_context", "forward_context")),
@@ -241,7 +241,11 @@ class LeanEpochLoop(SignalEpochLoop):
             self.batch_progress.increment_by(0, is_last_batch=True)
             return None, True
         self.batch_progress.increment_started()
-        kwargs = OrderedDict(batch=batch) if strategy.lean_plan.index else OrderedDict(batch=batch, batch_idx=batch_idx)
+        kwargs = (
+            OrderedDict(batch=batch)
+            if strategy.lean_plan.batch_index
+            else OrderedDict(batch=batch, batch_idx=batch_idx)
+        )
         if module.automatic_optimization:
             return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs), False
         return self.manual_optimization.run(kwargs), False

@@ -28,14 +28,15 @@ class SignalConnectorOfRanks(InPlaceOf, SignalConnector):
 
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
         """Note SIGTERM. Follows ``_SignalConnector._sigterm_notifier_fn``."""
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy
         if not strategy.signals.sigterm and strategy.launcher is not None:
             strategy.launcher.kill(signum)
         strategy.signals.sigterm = True
 
     def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:
         """Note Slurm's signal. Follows ``_SignalConnector._slurm_sigusr_handler_fn``."""
-        self.trainer.strategy.signals.requeue = int(signum)
+        strategy: Any = self.trainer.strategy
+        strategy.signals.requeue = int(signum)
 
     def save_and_requeue(self, signum: int) -> None:
         """Save a checkpoint and requeue the job, as Lightning does; call it on all ranks."""
@@ -47,7 +48,8 @@ class SignalEpochLoop(InPlaceOf, TrainingEpochLoop):
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Leave the broadcast out. Follows ``_TrainingEpochLoop._broadcast_sigterm_tensor``."""
-        if self.trainer.strategy.signals is None:
+        trainer: Any = self.trainer
+        if trainer.strategy.signals is None:
             super()._broadcast_sigterm_tensor()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
