@@ -118,7 +118,7 @@ def _scheduled(optimizer: Any, schedule: str) -> dict[str, Any]:
     from lightning_turbo import cyclic_lr
 
     if schedule == "ours":
-        config = cyclic_lr(optimizer, 0.01, 0.03, steps_up=500)
+        config = cyclic_lr(optimizer, 0.01, 0.03, step_size_up=500)
     else:
         config = {
             "scheduler": torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.03, 500, cycle_momentum=False),

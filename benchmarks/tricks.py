@@ -90,7 +90,7 @@ def _module(task: str, *, fused: bool = False, cyclic: bool = False) -> Lightnin
             optimizer = sgd(list(self.parameters()), fused=fused, learning_rate=LEARNING_RATE)
             if not cyclic:
                 return optimizer
-            schedule = cyclic_lr(optimizer, LEARNING_RATE / 5, 2 * LEARNING_RATE, steps_up=40)
+            schedule = cyclic_lr(optimizer, LEARNING_RATE / 5, 2 * LEARNING_RATE, step_size_up=40)
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     dims, classes = {"digits": (2, 10), "mni": (3, 2), "resnet50": (2, 1000), "resnet50 3D": (3, 11)}[task]

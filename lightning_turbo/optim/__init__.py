@@ -7,11 +7,9 @@ from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
 from lightning_turbo.optim.layerwise import lamb, lars, split_parameters
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
-from lightning_turbo.optim.preview import CyclePreview, preview
 
 __all__ = [
     "AccumulationWindow",
-    "CyclePreview",
     "CyclicSchedule",
     "LRRange",
     "LearningRateScaling",
@@ -19,7 +17,6 @@ __all__ = [
     "lamb",
     "lars",
     "lr_factor",
-    "preview",
     "propose_lr_range",
     "scale_gradients",
     "split_parameters",

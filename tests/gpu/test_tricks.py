@@ -56,7 +56,7 @@ def test_the_peak_of_the_forward_pass_is_lower_by_the_gradients():
 def test_a_fused_step_that_is_skipped_does_not_advance_the_cycle():
     weight = nn.Parameter(torch.ones(1, device="cuda"))
     optimizer = torch.optim.Adam([weight], lr=0.1, fused=True)
-    schedule = cyclic_lr(optimizer, 0.1, 1.0, steps_up=4)["scheduler"]
+    schedule = cyclic_lr(optimizer, 0.1, 1.0, step_size_up=4)["scheduler"]
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0)
     advanced = []
     for value in (1.0, float("inf"), 1.0):

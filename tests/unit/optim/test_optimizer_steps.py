@@ -8,26 +8,7 @@ import torch
 from torch import nn
 
 from lightning_turbo import amp
-from lightning_turbo.optim import LearningRateScaling, cyclic_lr
-
-
-class Cycle:
-    def __init__(self, optimizer):
-        self.schedule = cyclic_lr(optimizer, 0.1, 1.0, steps_up=4)["scheduler"]
-
-    def follow(self):
-        self.schedule.step()
-        return self.schedule.last_epoch
-
-
-class SavedCycle(Cycle):
-    """A checkpoint stands between the optimizer's step and the schedule's."""
-
-    def follow(self):
-        state, optimizer = self.schedule.state_dict(), self.schedule.optimizer
-        self.__init__(optimizer)
-        self.schedule.load_state_dict(state)
-        return super().follow()
+from lightning_turbo.optim import LearningRateScaling
 
 
 class WarmUp:
@@ -44,7 +25,7 @@ def sgd(**settings):
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(("make", "fused"), [
-    (Cycle, False), (Cycle, True), (SavedCycle, True), (WarmUp, False), (WarmUp, True),
+    (WarmUp, False), (WarmUp, True),
 ])  # fmt: skip
 def test_a_step_that_the_scaler_skipped_is_none(make, fused):
     optimizer = sgd(fused=fused)
@@ -62,7 +43,7 @@ def test_a_step_that_the_scaler_skipped_is_none(make, fused):
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("first", ["initialize", "schedule"])
-@pytest.mark.parametrize("make", [Cycle, WarmUp])
+@pytest.mark.parametrize("make", [WarmUp])
 def test_a_step_that_scale_loss_has_skipped_is_none(make, first):
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,7 +67,7 @@ def test_a_step_that_scale_loss_has_skipped_is_none(make, first):
     assert follower.follow() == 4  # a step that nobody skips
 
 
-@pytest.mark.parametrize("make", [Cycle, WarmUp])
+@pytest.mark.parametrize("make", [WarmUp])
 def test_a_copy_follows_the_copy_of_the_optimizer(make):
     def rates(optimizer, follower, steps):
         seen = []
