@@ -86,6 +86,9 @@ class Length:
     num_training_batches, accumulate_grad_batches = 10, 4
 
 
+LENGTH = Length()  # a schedule does not keep its Trainer
+
+
 def test_the_trainer_is_asked_at_the_first_step_and_no_earlier():
     length = Length()
     length.num_training_batches = math.inf  # as before the loader is there
@@ -150,7 +153,7 @@ def half(x):
 def test_saved_and_resumed_equals_never_stopped(cut, arguments):
     def build():
         optimizer = sgd(momentum=0.9)
-        return optimizer, cyclic(optimizer, epochs_up=1, cycle_momentum=True, trainer=Length(), **arguments)
+        return optimizer, cyclic(optimizer, epochs_up=1, cycle_momentum=True, trainer=LENGTH, **arguments)
 
     optimizer, schedule = build()
     whole = run(optimizer, schedule, 20)
