@@ -182,10 +182,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in ("to", "prefix", "trust")}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TurboWarning)
-        try:
-            new = convert_checkpoint(arguments.old, arguments.new, **options)
-        except ValueError as error:
-            return _refused(str(error))
+        new = convert_checkpoint(arguments.old, arguments.new, **options)
     for warning in caught:
         print(f"lightning-turbo: warning: {warning.message}", file=sys.stderr)
     print(f"wrote {new}")

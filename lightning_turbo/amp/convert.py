@@ -58,7 +58,7 @@ _SHOWN = 8  # entries of a file that a message names
 
 
 class CheckpointError(TurboError, ValueError):
-    """A file is not a checkpoint, or lacks a part."""
+    """A file is not a checkpoint, or lacks a part, or its names cannot be given a prefix."""
 
 
 def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
@@ -151,9 +151,10 @@ def convert_checkpoint(
         The path of the new file.
 
     Raises:
-        CheckpointError: If the file is broken, holds objects and is not trusted, or lacks a part.
+        CheckpointError: If the file is broken, holds objects and is not trusted, or lacks a part, or ``prefix`` does
+            not end with a dot.
         OSError: If ``old`` cannot be read, or ``new`` exists or cannot be written.
-        ValueError: If ``to`` is neither of the two, or ``prefix`` does not end with a dot.
+        ValueError: If ``to`` is neither of the two.
 
     Warns:
         TurboWarning: For entries that are left out because Lightning has no place for them, for a file without scaler
@@ -161,7 +162,13 @@ def convert_checkpoint(
             for scalers beyond the one that ``"16-mixed"`` has.
     """
     expect(to in ("apex", "mixed"), "to", to, "'apex' (ApexAMP) or 'mixed' (precision='16-mixed')")
-    expect(not prefix or prefix.endswith("."), "prefix", prefix, "a name that ends with a dot, as 'model.'")
+    expect(
+        not prefix or prefix.endswith("."),
+        "prefix",
+        prefix,
+        "a name that ends with a dot, as 'model.'",
+        CheckpointError,
+    )
     old, new = Path(old), Path(new)
     if new.exists():
         raise FileExistsError(f"{str(new)!r} exists: expected a path that is free. Name another file.")

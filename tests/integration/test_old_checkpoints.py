@@ -294,7 +294,7 @@ def test_without_a_prefix_a_warning_says_how_the_names_begin(network, begin, tmp
     with pytest.warns(TurboWarning, match=begin + r".* needs prefix='model\.' \(--prefix model\.\)"):
         new = load(convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt"))
     assert all(name[0].isdigit() for name in new["state_dict"])
-    with pytest.raises(ValueError, match=r"prefix: expected a name that ends with a dot, as 'model.', got 'model'"):
+    with pytest.raises(ValueError, match=r"prefix: expected a name with a dot at its end, as 'model.', got 'model'"):
         convert_checkpoint(tmp_path / "old.pt", tmp_path / "other.ckpt", prefix="model")
 
 
@@ -424,7 +424,7 @@ def test_the_command(tmp_path, capsys):
     assert said.err.startswith("lightning-turbo: warning: The names of weights begin with 0, 2. A LightningModule")
     assert said.err.count("\n") == 1, "no line of the source below it"
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/n", "--prefix", "model"]) == 2
-    assert "prefix: expected a name that ends with a dot" in capsys.readouterr().err
+    assert "prefix: expected a name with a dot at its end" in capsys.readouterr().err
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/new.ckpt"]) == 2
     assert "exists: expected a path that is free" in capsys.readouterr().err
     (tmp_path / "broken").write_bytes(b"x")

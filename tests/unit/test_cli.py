@@ -65,8 +65,8 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
     (("tune",), "the following arguments are required: SCRIPT. Try: lightning-turbo tune --help"),
     (("dance",), "invalid choice: 'dance'"),
     (("tun",), "did you mean tune? Try: lightning-turbo --help"),
-    (("pack", "--colour", "3"), "arguments: --colour 3; did you mean --labels? Try: lightning-turbo pack --help"),
-    (("pack", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo pack --help"),
+    (("pack", "a", "b", "--lables", "3"), "arguments: --lables 3; did you mean --labels? Try: lightning-turbo pack"),
+    (("pack", "a", "b", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo pack --help"),
     (("convert", "a", "b", "--to", "mixde"), "did you mean mixed?"),
     (("doctor", "--timed", "none", "train.py"), "invalid int value: 'none'"),
 ])  # fmt: skip
