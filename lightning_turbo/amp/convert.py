@@ -166,7 +166,7 @@ def convert_checkpoint(
         not prefix or prefix.endswith("."),
         "prefix",
         prefix,
-        "a name that ends with a dot, as 'model.'",
+        "a name with a dot at its end, as 'model.'",
         CheckpointError,
     )
     old, new = Path(old), Path(new)
