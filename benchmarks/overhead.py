@@ -167,7 +167,7 @@ def _callback(name: str) -> Callback:
     weights = itertools.cycle((BATCH, BATCH // 2))  # unequal, so that every window's gradients are corrected
     arguments: dict[str, dict[str, Any]] = {
         "ExactAccumulation, uneven batches": {"weight": lambda batch: next(weights)},
-        "EffectiveBatchSize": {"target": WINDOW * BATCH, "batch_size": BATCH, "warmup_steps": 10**6},
+        "EffectiveBatchSize": {"target": WINDOW * BATCH, "batch_size": BATCH},
     }
     return getattr(lightning_turbo, name.partition(",")[0])(**arguments.get(name, {}))
 

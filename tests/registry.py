@@ -35,7 +35,7 @@ TECHNIQUES = [
     Technique("cyclic_lr", False, scheduler=lambda opt: lt.cyclic_lr(opt, 0.01, 0.1, step_size_up=3)),
     Technique("doctor", True, callbacks=lambda: [lt.Doctor(warmup=1, timed=1, watched=2)]),
     Technique("drop_bias", False, callbacks=lambda: [lt.DropBiasBeforeNorm(network="net")]),
-    Technique("effective_batch_size", False, callbacks=lambda: [lt.EffectiveBatchSize(16, "sqrt", warmup_steps=2)]),
+    Technique("effective_batch_size", False, callbacks=lambda: [lt.EffectiveBatchSize(16, batch_size=8)]),
     Technique(
         "exact_accumulation", False, callbacks=lambda: [lt.ExactAccumulation(weight=lambda batch: len(batch[0]))]
     ),

@@ -30,9 +30,9 @@ class DropBiasBeforeNorm(Callback):
         NoEffectWarning: If there is no bias to drop.
 
     Note:
-        Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. A network
-        with a copy of itself in the same module, such as a momentum encoder, keeps its biases: call the function
-        before the copy is made. Checkpoints written without this callback load their weights, but not the states of
+        Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. A copy
+        of the network in the same module, such as a momentum encoder, keeps its biases: call the function before the
+        copy is made. Checkpoints written without this callback load their weights, but not the states of
         their optimizers, which have more parameters.
 
     Example:
@@ -53,7 +53,7 @@ class DropBiasBeforeNorm(Callback):
         if self._done is pl_module:
             return
         self._check_order(trainer.callbacks)
-        self.report = drop_bias_before_norm(self._find_network(pl_module), within=pl_module)
+        self.report = drop_bias_before_norm(self._find_network(pl_module))
         self._done = pl_module
         rank_zero_info(f"DropBiasBeforeNorm: {self.report}")
 

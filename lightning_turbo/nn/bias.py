@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_turbo._checks import expect
 from lightning_turbo._random import same_random_numbers
@@ -47,7 +46,7 @@ class BiasReport:
         return "\n".join(lines)
 
 
-def drop_bias_before_norm(module: nn.Module, *, within: nn.Module | None = None) -> BiasReport:
+def drop_bias_before_norm(module: nn.Module) -> BiasReport:
     """Remove the bias of each convolution directly before a batch or instance norm that cancels it.
 
     The norm subtracts the mean of each channel, and with it any bias. In training such a bias only costs memory, time
@@ -57,15 +56,13 @@ def drop_bias_before_norm(module: nn.Module, *, within: nn.Module | None = None)
     Args:
         module: The network, in training mode. ``torch.fx`` traces a copy that shares its parameters, with the optional
             arguments of ``forward`` at their defaults. Submodules that cannot be traced keep their biases.
-        within: A module that contains ``module``, for example together with an average of it. Default: ``module``.
-            Parts of it with the same class and parameters stay alike: if one keeps a bias, the others keep theirs.
 
     Returns:
         The dropped biases, and the biases that stay with the reason.
 
     Raises:
-        TypeError: If ``module`` or ``within`` is not a module.
-        ValueError: If the ``forward`` of ``module`` itself cannot be traced, or ``within`` does not contain it.
+        TypeError: If ``module`` is not a module.
+        ValueError: If the ``forward`` of ``module`` itself cannot be traced.
 
     Warns:
         NoEffectWarning: If there is no bias to drop.
@@ -73,6 +70,8 @@ def drop_bias_before_norm(module: nn.Module, *, within: nn.Module | None = None)
     Note:
         Training losses are the same up to rounding, and so is evaluation with plain SGD. With weight decay or Adam,
         evaluation after training differs: these move the useless bias, and the running mean follows it with a lag.
+
+        A copy of the network, such as a momentum encoder, is not looked at: call this before the copy is made.
 
         Checkpoints with the biases can be loaded: the running mean takes them over. Checkpoints of the changed network
         hold zeros in place of the biases, so that the original network can load them.
@@ -84,28 +83,12 @@ def drop_bias_before_norm(module: nn.Module, *, within: nn.Module | None = None)
 
     Source: Ioffe and Szegedy, Batch Normalization, 2015, section 3.2.
     """
-    within = module if within is None else within
-    path = _find_path(module, within)
+    expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
     tracer = _trace(module)
-    pairs, kept = _find_pairs(module, tracer)
-    kept |= _find_unlike_copies(within, path, pairs)
-    dropped = {layer: norm for layer, norm in pairs.items() if layer not in kept}
+    dropped, kept = _find_pairs(module, tracer)
     if not dropped:
         _warn_of_no_effect(module, kept, tracer.opaque)
     return BiasReport(dropped, kept, sum(_drop(module, layer, norm) for layer, norm in dropped.items()))
-
-
-def _find_path(module: Any, within: Any) -> str:
-    """Return the path of a module within another, with a dot at its end unless both are the same."""
-    expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
-    expect(isinstance(within, nn.Module), "within", within, "a torch.nn.Module", TypeError)
-    names = [name for name, part in within.named_modules() if part is module]
-    expect(names, "within", type(within).__name__, f"a module that contains module={type(module).__name__}")
-    return _add_dot(names[0])
-
-
-def _add_dot(name: str) -> str:
-    return f"{name}." if name else ""
 
 
 class _Tracer(fx.Tracer):
@@ -184,15 +167,19 @@ def _reason_to_keep(
     """Return the reason why the norm may not cancel the bias of the convolution, or None if it does."""
     layer: Any = _called_module(module, node)
     norm: Any = _called_module(module, norm_node)
-    reasons = {
-        "its output is also used elsewhere": len(node.users) != 1,
-        "it or its norm is used more than once": not shared.isdisjoint((id(layer), id(norm))),
-        "its bias is also used elsewhere": f"{node.target}.bias" in read or id(layer.bias) in shared,
-        "its norm has another number of channels": layer.out_channels != norm.num_features,
-        "its norm is in evaluation mode, where it cancels nothing": not norm.training and norm.running_mean is not None,
-        "it or its norm has a hook, or another forward": _is_hooked(layer) or _is_hooked(norm),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    if len(node.users) != 1:
+        return "its output is also used elsewhere"
+    if not shared.isdisjoint((id(layer), id(norm))):
+        return "it or its norm is used more than once"
+    if f"{node.target}.bias" in read or id(layer.bias) in shared:
+        return "its bias is also used elsewhere"
+    if layer.out_channels != norm.num_features:
+        return "its norm has another number of channels"
+    if not norm.training and norm.running_mean is not None:
+        return "its norm is in evaluation mode, where it cancels nothing"
+    if _is_hooked(layer) or _is_hooked(norm):
+        return "it or its norm has a hook, or another forward"
+    return None
 
 
 def _shared_parts(module: nn.Module, tracer: _Tracer) -> set[int]:
@@ -212,33 +199,6 @@ def _repeated(parts: Sequence[object]) -> set[int]:
 
 def _is_hooked(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
-
-
-def _find_unlike_copies(within: nn.Module, prefix: str, pairs: dict[str, str]) -> dict[str, str]:
-    """Return the layers that keep their bias because the same layer in a copy keeps its bias.
-
-    Code that updates an average of a network pairs their parameters one by one: both need the same parameters.
-    """
-    parts = {_add_dot(name): part for name, part in within.named_modules()}
-    losing = {prefix + layer for layer in pairs}
-    kept = {}
-    for layer, norm in pairs.items():
-        parent = _common_parent(layer, norm)
-        inside = layer.removeprefix(parent)
-        unlike = [path for path in _find_copies(parts, prefix + parent) if path + inside not in losing]
-        if unlike:
-            kept[layer] = f"its copy in {unlike[0].rstrip('.')}, which has the same parameters, keeps its bias"
-    return kept
-
-
-def _find_copies(parts: dict[str, nn.Module], path: str) -> list[str]:
-    wanted = _describe(parts[path])
-    return [other for other, part in parts.items() if _describe(part) == wanted]
-
-
-def _describe(part: nn.Module) -> list[Any]:
-    """Return the class of a module and the names and shapes of its parameters."""
-    return [type(part), *((name, None if is_lazy(p) else p.shape) for name, p in part.named_parameters())]
 
 
 def _common_parent(layer: str, norm: str) -> str:

@@ -6,13 +6,12 @@ from lightning_turbo.optim.accumulation import AccumulationWindow, scale_gradien
 from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
 from lightning_turbo.optim.layerwise import lamb, lars, split_parameters
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
-from lightning_turbo.optim.lr_scaling import LearningRateScaling, lr_factor
+from lightning_turbo.optim.lr_scaling import lr_factor
 
 __all__ = [
     "AccumulationWindow",
     "CyclicSchedule",
     "LRRange",
-    "LearningRateScaling",
     "cyclic_lr",
     "lamb",
     "lars",

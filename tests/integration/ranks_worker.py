@@ -250,7 +250,7 @@ def strategies(folder):
             model, gives(loader) if name == "prefetched" else loader,
             strategy=strategy(), max_epochs=2, accumulate_grad_batches=window,
             plugins=[ApexAMP("O2", dtype=torch.bfloat16)] if name.endswith("O2") else None,
-            callbacks=[EffectiveBatchSize(16, None)] if name == "sized" else None,  # 4 samples x 2 ranks x 2
+            callbacks=[EffectiveBatchSize(16, batch_size=4)] if name == "sized" else None,  # 4 samples x 2 ranks x 2
         )  # fmt: skip
         result = {"module": model.state_dict(), "seen": model.seen, "ddp": model.ddp, "steps": trainer.global_step}
         yield f"strategies.{name}", {**result, "loaded_ahead": any(LOADED_AHEAD)}

@@ -38,7 +38,7 @@ GIVEN = {
 GOT = {"checkpoint_io.checkpoint_io.__class__": AsyncCheckpointIO, "precision_plugin.opt_level": "O2", **PARTS}
 DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
-SIZES = {"target": 64, "lr_rule": "sqrt", "warmup_steps": 5, "base_batch_size": 8, "batch_size": 4}
+SIZES = {"target": 64, "batch_size": 4}
 FORMAT = {"memory_format": "contiguous"}
 LOADING = {"num_workers": 1, "persistent_workers": True, "prefetch": True, "threads": 2}
 AMP = {"opt_level": "O2", "loss_scale": 128.0}

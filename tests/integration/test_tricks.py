@@ -30,6 +30,7 @@ from lightning_turbo import (
 )
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn import set_memory_format
+from lightning_turbo.optim import lr_factor
 from tests.trainers import quiet_trainer
 from tests.versions import FINDS_RATES
 
@@ -151,55 +152,46 @@ def test_lr_range_proposes_bounds_and_leaves_the_model_alone():
 # EffectiveBatchSize
 
 
-def train_plainly(model, window, lr, factor, warmup):
-    """Accumulation, scaled learning rate and warm-up in a plain loop of three epochs."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+def train_plainly(model, window, rates):
+    """Accumulation in a plain loop, with a learning rate for each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batches = list(model.train_dataloader()) * 3
     for step, start in enumerate(range(0, len(batches), window)):
-        rising = 1 + (factor - 1) * step / warmup if step < warmup else factor
-        optimizer.param_groups[0]["lr"] = lr * rising
+        optimizer.param_groups[0]["lr"] = rates[step]
         optimizer.zero_grad()
         for batch in batches[start : start + window]:
             (model.loss(batch) / window).backward()
         optimizer.step()
 
 
-@pytest.mark.parametrize(("rule", "factor", "warmup"), [("linear", 5.0, 3), ("sqrt", 5**0.5, 0), (None, 1.0, 3)])
-def test_it_accumulates_scales_and_warms_up(rule, factor, warmup):
-    model, reference = Net(lr=0.02), Net(lr=0.02)
-    callback = EffectiveBatchSize(20, rule, warmup)
-    trainer = fit(model, callback)
-    train_plainly(reference, 5, 0.02, factor, warmup)
-    assert (trainer.accumulate_grad_batches, callback.effective_batch_size) == (5, 20)
+def warmed_up(optimizer, trainer):
+    return {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 5, total_iters=3), "interval": "step"}
+
+
+def test_it_accumulates_and_the_scaled_rates_are_seen_by_all(tmp_path):
+    model, reference = Net(warmed_up, lr=0.02 * lr_factor("linear", 20, 4)), Net()
+    monitor = LearningRateMonitor()
+    trainer = fit(model, EffectiveBatchSize(20, batch_size=4), monitor, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    rates = [0.02, 0.02 + 0.08 / 3, 0.02 + 0.16 / 3, 0.1, 0.1, 0.1]
+    assert model.rates == pytest.approx(rates)
+    train_plainly(reference, 5, rates)
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # the product of the rates rounds in another order
-
-
-def test_a_checkpoint_of_another_size_or_without_the_callback_is_scaled_by_the_size_of_the_resumed_run():
-    for callbacks in ([EffectiveBatchSize(8, "linear", 100)], []):
-        trainer = fit(Net(lr=0.01), *callbacks, max_epochs=1)
-        trainer.save_checkpoint("stopped.ckpt")
-        fit(model := Net(lr=0.01), EffectiveBatchSize(16), path="stopped.ckpt", max_epochs=2)
-        assert model.rates[-1] == pytest.approx(0.04)
-        state = torch.load("stopped.ckpt", weights_only=True)
-        assert list(state["callbacks"].values()) == [{"warmup_done": 5}] * len(callbacks)
-        assert state["optimizer_states"][0]["param_groups"][0]["lr"] == 0.01
-
-
-def test_a_second_run_warms_up_again():
-    callback = EffectiveBatchSize(8, "linear", 5)
-    runs = [Net(lr=0.01), Net(lr=0.01)]
-    for model in runs:
-        fit(model, callback, max_epochs=1)
-    assert runs[0].rates == runs[1].rates
-    assert runs[0].rates[0] < 0.02
-
-
-def test_it_logs_the_effective_batch_size(tmp_path):
-    fit(Net(), EffectiveBatchSize(16), LearningRateMonitor(), logger=CSVLogger(tmp_path), max_epochs=1)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert trainer.accumulate_grad_batches == 5
+    trainer.save_checkpoint("scaled.ckpt")
+    saved = torch.load("scaled.ckpt", weights_only=True)
+    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.1)
     head, *rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
-    assert {"effective_batch_size", "lr_factor"} <= set(head.split(","))
-    assert any("16.0" in row for row in rows)
+    assert {"effective_batch_size", "lr-SGD"} <= set(head.split(","))
+    assert any("20.0" in row for row in rows)
+
+
+def test_a_second_run_and_a_test_between_keep_the_size():
+    trainer = fit(Net(lr=0.01), EffectiveBatchSize(8, batch_size=4), max_epochs=1)
+    trainer.test(Net(), verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Net(lr=0.01))
+    assert (trainer.accumulate_grad_batches, trainer.global_step) == (2, 10)
 
 
 class Silent(Net):
@@ -207,7 +199,7 @@ class Silent(Net):
         return DataLoader(super().train_dataloader().dataset, batch_size=None, sampler=[[0, 1], [2, 3]])
 
 
-def test_a_loader_without_a_batch_size_needs_the_argument():
+def test_a_loader_that_does_not_know_its_batch_size_is_believed():
     assert fit(Silent(), EffectiveBatchSize(4, batch_size=2)).accumulate_grad_batches == 2
 
 
@@ -221,14 +213,13 @@ def one_cycle(optimizer, trainer):
 @pytest.mark.parametrize("finder", [False, pytest.param(True, marks=FINDS_RATES)])
 def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
     finders = [LearningRateFinder(num_training_steps=5, update_attr=False)] if finder else []
-    trainer = fit(Net(one_cycle), *finders, EffectiveBatchSize(16), limit_val_batches=0)
+    trainer = fit(Net(one_cycle), *finders, EffectiveBatchSize(16, batch_size=4), limit_val_batches=0)
     steps = [trainer.lr_scheduler_configs[0].scheduler.total_steps]
     trainer.fit_loop.max_epochs = 5
     trainer.fit(Net(one_cycle, n=72))  # other data
     steps.append(trainer.lr_scheduler_configs[0].scheduler.total_steps)
     assert steps == [9, 25]  # three epochs of ceil(10 / 4) steps, five of ceil(18 / 4)
     assert trainer.global_step == 9 + 10
-    assert "setup_data" not in vars(trainer.fit_loop)
 
 
 def test_the_accumulation_is_set_early_with_a_batch_size():
@@ -244,13 +235,13 @@ def test_the_accumulation_is_set_early_with_a_batch_size():
     (lambda: lr_range(quiet_trainer(), Net(), max_lr=math.inf), r"expected 0 < min_lr < max_lr, got .*inf"),
     (lambda: lr_range(quiet_trainer(), Net(), mode="cubic"), r"mode\): expected 'exponential' or 'linear', got 'cub"),
     (lambda: lr_range(3, Net()), r"lr_range\(trainer\): expected a Trainer, got 3"),
-    (lambda: EffectiveBatchSize(8.0), "target: expected an integer of 1 or more, got 8.0"),
-    (lambda: EffectiveBatchSize(8, "cubic"), "lr_rule: expected 'linear', 'sqrt' or None, got 'cubic'"),
-    (lambda: EffectiveBatchSize(8, None, -1), "warmup_steps: expected an integer of 0 or more, got -1"),
-    (lambda: fit(Net(), EffectiveBatchSize(10)), r"=10\): expected a multiple of 4, .* for example 12\."),
-    (lambda: fit(Silent(), EffectiveBatchSize(4)), r"with a batch_size, got DataLoader without one. Pass batch_size"),
-    (lambda: fit(Net(), EffectiveBatchSize(8), accumulate_grad_batches=2), r"accumulate_grad_batches=2\) sets it too"),
-    (lambda: fit(Net(), EffectiveBatchSize(8), GradientAccumulationScheduler({0: 2})),
+    (lambda: EffectiveBatchSize(8.0, batch_size=1), "target: expected an integer of 1 or more, got 8.0"),
+    (lambda: EffectiveBatchSize(8, batch_size=0), "batch_size: expected an integer of 1 or more, got 0"),
+    (lambda: fit(Net(), EffectiveBatchSize(10, batch_size=4)), r"=10\): expected a multiple of 4, .* for example 12\."),
+    (lambda: fit(Net(), EffectiveBatchSize(8, batch_size=2)), r"batch_size=2\): expected the batch size .*has 4"),
+    (lambda: fit(Net(), EffectiveBatchSize(8, batch_size=4), accumulate_grad_batches=3),
+     r"accumulate_grad_batches=3\) sets it too"),
+    (lambda: fit(Net(), EffectiveBatchSize(8, batch_size=4), GradientAccumulationScheduler({0: 2})),
      "GradientAccumulationScheduler sets accumulate_grad_batches too"),
     (lambda: DropBiasBeforeNorm(3), r"DropBiasBeforeNorm\(network\): expected a path .* got 3"),
     (lambda: DropBiasBeforeNorm("nets").setup(quiet_trainer(), Net(), "fit"), r"one of \['net'\], got 'nets'"),

@@ -153,6 +153,8 @@ def test_a_part_that_cannot_be_traced_keeps_its_biases_and_the_rest_loses_them()
     assert net[2].conv.bias is not None
     with pytest.raises(ValueError, match=r"module: expected a forward that torch.fx can trace, got that of Opaque"):
         drop_bias_before_norm(Opaque())
+    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got 3"):
+        drop_bias_before_norm(3)
 
 
 class Moody(ConvNorm):
@@ -183,47 +185,8 @@ def test_tracing_does_not_change_the_module_or_the_global_rng(fails):
     assert (random.getstate(), np.random.get_state()[2]) == states[1:]
 
 
-# A network and a copy of it, paired parameter by parameter.
-
-
 def nested():
     return nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.Conv2d(4, 1, 1))
-
-
-class Online(nn.Module):
-    """A network, the average of it, and a layer of its own; ``calls`` says how often each is called."""
-
-    def __init__(self, calls=(1, 0)):
-        super().__init__()
-        self.online = nn.Sequential(nested(), nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
-        self.average = copy.deepcopy(self.online)
-        self.own, self.norm = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
-        self.calls = calls
-
-    def forward(self, x):
-        parts = (self.online, self.average)
-        return self.norm(self.own(sum(part(x) for part, n in zip(parts, self.calls, strict=True) for _ in range(n))))
-
-
-@pytest.mark.parametrize("calls", [(1, 0), (1, 2), (2, 1), (1, 1)])
-def test_a_network_and_its_copy_stay_alike(calls):
-    net = Online(calls)
-    report = drop_bias_before_norm(net)
-    assert "own" in report.dropped
-    assert ("online.1" in report.dropped) == (calls == (1, 1))
-    assert [n for n, _ in net.online.named_parameters()] == [n for n, _ in net.average.named_parameters()]
-    if calls == (1, 0):
-        assert report.kept["online.1"] == "its copy in average, which has the same parameters, keeps its bias"
-
-
-def test_a_copy_beside_the_network_is_seen_if_its_owner_is_given():
-    net = Online()
-    with pytest.warns(NoEffectWarning, match="its copy in average"):
-        drop_bias_before_norm(net.online, within=net)
-    with pytest.raises(ValueError, match="within: expected a module that contains module=Sequential, got 'Conv2d'"):
-        drop_bias_before_norm(net.online, within=net.own)
-    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got 3"):
-        drop_bias_before_norm(3, within=net)
 
 
 # Checkpoints, old and new.
