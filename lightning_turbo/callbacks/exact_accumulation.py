@@ -80,16 +80,17 @@ class ExactAccumulation(Callback):
         """Refuse what accumulates in another way."""
         if stage != "fit":
             return
-        several = sum(isinstance(callback, ExactAccumulation) for callback in trainer.callbacks) > 1
-        strategy = trainer.strategy
-        reasons = {
-            "manual optimization divides its losses itself. Remove the callback": not pl_module.automatic_optimization,
-            f"{type(strategy).__name__} accumulates too. Remove the callback": strategy.handles_gradient_accumulation,
-            "the Trainer has several of them, each of which would correct the gradients. Keep one": several,
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise MisconfigurationException(f"ExactAccumulation: {reason}.")
+        if reason := self._reason_to_refuse(trainer, pl_module):
+            raise MisconfigurationException(f"ExactAccumulation: {reason}.")
+
+    def _reason_to_refuse(self, trainer: Any, pl_module: LightningModule) -> str:
+        if not pl_module.automatic_optimization:
+            return "manual optimization divides its losses itself. Remove the callback"
+        if trainer.strategy.handles_gradient_accumulation:
+            return f"{type(trainer.strategy).__name__} accumulates too. Remove the callback"
+        if sum(isinstance(callback, ExactAccumulation) for callback in trainer.callbacks) > 1:
+            return "the Trainer has several of them, each of which would correct the gradients. Keep one"
+        return ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with an empty window, or with the one that a checkpoint was saved in."""

@@ -52,15 +52,7 @@ def _parameters_of_norms(module: nn.Module) -> set[int]:
     return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
 
 
-def lars(
-    module: nn.Module,
-    lr: float,
-    *,
-    momentum: float = 0.9,
-    weight_decay: float = 1e-4,
-    trust_coefficient: float = 1e-3,
-    nesterov: bool = False,
-) -> Optimizer:
+def lars(module: nn.Module, lr: float, *, weight_decay: float = 1e-4, **settings: Any) -> Optimizer:
     """Build LARS: SGD with momentum that scales each layer's step by the norm of its weights.
 
     A weight ``w`` with gradient ``g`` moves along ``trust_coefficient * |w| / (|g| + weight_decay * |w|)`` times
@@ -69,10 +61,9 @@ def lars(
     Args:
         module: Module with the parameters to optimize.
         lr: Learning rate, above 0.
-        momentum: Momentum, at least 0 and below 1.
         weight_decay: Weight decay of the weights, at least 0.
-        trust_coefficient: Factor of the trust ratio, above 0.
-        nesterov: Whether to use Nesterov momentum.
+        **settings: Arguments of ``pytorch_optimizer.LARS``, such as ``momentum`` (0.9), ``trust_coefficient`` (1e-3)
+            and ``nesterov`` (``False``).
 
     Returns:
         ``pytorch_optimizer.LARS`` with one group of weights and one of biases and norms.
@@ -94,32 +85,17 @@ def lars(
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017.
     """
     groups = _make_groups(module, "lars", weight_decay)
-    if thick := [tuple(p.shape) for p in groups[1]["params"] if p.ndim > 1]:
+    if thick := [tuple(p.shape) for p in split_parameters(module)[1] if p.ndim > 1]:
         raise ValueError(
             f"lars: expected biases and normalization layers with parameters of one dimension, got the shapes {thick}. "
             "Use lamb, or normalization without elementwise weights."
         )
     from pytorch_optimizer import LARS
 
-    return LARS(
-        [group for group in groups if group["params"]],
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,  # for groups that are added later
-        trust_coefficient=trust_coefficient,
-        nesterov=nesterov,
-    )
+    return LARS(groups, lr=lr, weight_decay=weight_decay, **settings)
 
 
-def lamb(
-    module: nn.Module,
-    lr: float,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-6,
-    weight_decay: float = 0.01,
-    max_grad_norm: float | None = None,
-) -> Optimizer:
+def lamb(module: nn.Module, lr: float, *, weight_decay: float = 0.01, **settings: Any) -> Optimizer:
     """Build LAMB: Adam that scales each layer's step by the norm of its weights.
 
     With Adam's step ``u = m / (sqrt(v) + eps) + weight_decay * w``, a weight moves by ``lr * |w| / |u| * u``. Biases
@@ -128,11 +104,9 @@ def lamb(
     Args:
         module: Module with the parameters to optimize.
         lr: Learning rate, above 0.
-        betas: Decay of the two moments, each at least 0 and below 1.
-        eps: Term added to the root of the second moment, above 0.
         weight_decay: Weight decay of the weights, at least 0.
-        max_grad_norm: Largest global norm of the gradients, above 0; the step clips them to it. ``None`` does not
-            clip, for Trainers that do.
+        **settings: Arguments of ``pytorch_optimizer.Lamb``, such as ``betas`` ((0.9, 0.999)) and ``eps`` (1e-6);
+            ``pre_norm=True, max_grad_norm=1.0`` clips the gradients, for loops that do not.
 
     Returns:
         ``pytorch_optimizer.Lamb`` with one group of weights and one of biases and norms.
@@ -150,21 +124,11 @@ def lamb(
     Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
     """
     groups = _make_groups(module, "lamb", weight_decay)
-    for group, adam in zip(groups, (False, True), strict=True):
-        group["adam"] = adam
     from pytorch_optimizer import Lamb
 
-    optimizer = Lamb(
-        [group for group in groups if group["params"]],
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,  # for groups that are added later
-        weight_decouple=False,  # as in the paper: the trust ratio scales the decay too
-        pre_norm=max_grad_norm is not None,
-        max_grad_norm=max_grad_norm or 0.0,
-        adam_debias=True,  # without it the first steps are 1 / (1 - beta1) times as long
-    )
+    # As in the paper, the trust ratio scales the decay too; without a correction, the first steps would be too long.
+    paper = {"weight_decouple": False, "adam_debias": True}
+    optimizer = Lamb(groups, lr=lr, weight_decay=weight_decay, **{**paper, **settings})
     optimizer.clamp = math.inf  # as in the authors' code: no limit of 10 on the norm of the weights
     return optimizer
 
@@ -178,4 +142,10 @@ def _make_groups(module: nn.Module, used_by: str, weight_decay: float) -> list[d
             f"{used_by}: expected a module with trainable parameters, got {type(module).__name__} without. Set "
             "requires_grad=True on some."
         )
-    return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": weights, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    if used_by == "lamb":
+        groups[0]["adam"], groups[1]["adam"] = False, True  # Adam: without a trust ratio
+    return [group for group in groups if group["params"]]
