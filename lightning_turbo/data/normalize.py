@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_turbo._checks import expect, is_list, is_number
+from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["Normalize"]
 
@@ -34,6 +36,10 @@ class Normalize:
             memory format, or ``keys`` no sequence of names.
         ValueError: If ``mean`` and ``std`` differ in length or are empty, a number is not finite, ``std`` or ``scale``
             is not above zero, or one of the two is above 1 with ``scale=255``.
+
+    Warns:
+        NoEffectWarning: Once, if a batch holds no such image: floats are taken as normalised already, unless ``keys``
+            names them.
 
     Example:
         >>> image = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
@@ -63,6 +69,7 @@ class Normalize:
         self.dtype = dtype
         self.memory_format = memory_format
         self.keys = None if keys is None else tuple(keys)
+        self._told = False  # that a batch held no image
         self._constants: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def __call__(self, batch: Any) -> Any:
@@ -72,10 +79,14 @@ class Normalize:
             KeyError: If the batch has no entry of a name in ``keys``.
             ValueError: If an image has another number of channels than ``mean``.
         """
-        if not isinstance(batch, (Mapping, list, tuple)):
-            return self._normalize(batch) if _is_image(batch) else batch
-        parts = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
-        parts.update({key: self._normalize(parts[key]) for key in self._find_images(parts)})
+        alone = not isinstance(batch, (Mapping, list, tuple))
+        parts = {0: batch} if alone else dict(batch if isinstance(batch, Mapping) else enumerate(batch))
+        images = self._find_images(parts)
+        if not images:
+            self._tell_once(parts)
+        parts.update({key: self._normalize(parts[key]) for key in images})
+        if alone:
+            return parts[0]
         if isinstance(batch, Mapping):
             return parts
         return getattr(type(batch), "_make", type(batch))(parts.values())
@@ -87,6 +98,18 @@ class Normalize:
         if missing := [key for key in self.keys if key not in parts]:
             raise KeyError(f"Normalize(keys={self.keys!r}): the batch has no {missing!r}; it has {list(parts)!r}.")
         return self.keys
+
+    def _tell_once(self, parts: Mapping[Any, Any]) -> None:
+        if self._told:
+            return
+        self._told = True
+        found = {name: part.dtype for name, part in parts.items() if isinstance(part, Tensor)}
+        warnings.warn(
+            f"Normalize has no effect: expected a uint8 tensor of (batch, channel, ...) in the batch, got {found}. "
+            "Pass keys= to normalise floats, with scale=1.0 if they are from 0 to 1; or leave Normalize out.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
 
     def _normalize(self, image: Tensor) -> Tensor:
         channels = len(self.factor)

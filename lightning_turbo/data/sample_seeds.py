@@ -35,9 +35,10 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
     Before a sample is loaded, the generators of torch (CPU), Python and NumPy in that process are seeded from ``seed``,
     the epoch and the index of the sample; before ``collate_fn`` is called, from ``seed``, the epoch and the number of
-    the batch. Objects in the dataset and its transforms with a method ``set_random_state(seed=)``, as MONAI's
-    ``Randomizable`` has, are seeded too. Augmentation is then the same for any ``num_workers`` and start method, and
-    after a restart. In the training process the generators are put back afterwards.
+    the batch. Objects in the dataset and its transforms with a method ``set_random_seed(seed)``, as the transforms of
+    Albumentations 2 have, or ``set_random_state(seed=)``, as MONAI's ``Randomizable``, are seeded too.
+    Augmentation is then the same for any ``num_workers`` and start method, and after a restart. In the training process
+    the generators are put back afterwards.
 
     The epoch is that of the sampler if it has ``set_epoch`` and ``epoch``, as ``DistributedSampler`` has; Lightning
     sets it. With other samplers each ``iter()`` is one epoch, counted from 0; to start at another, call
@@ -49,11 +50,13 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         seed: An integer from 0 to ``2**32 - 1``.
 
     Returns:
-        A loader of the same class. Its ``dataset`` is a wrapper, whose attribute ``dataset`` is that of ``loader``.
+        A loader of the same class. Its ``dataset`` is a wrapper that passes attributes and methods of the dataset of
+        ``loader`` through, in worker processes too.
 
     Raises:
         TypeError: If ``loader`` is not a ``DataLoader`` or has an ``IterableDataset``, or ``seed`` is not an integer;
-            while it is iterated, if the sampler yields something else than indices.
+            while it is iterated, if the sampler yields something else than indices, or a ``set_random_state`` takes no
+            ``seed``.
         ValueError: If ``seed`` is out of range.
 
     Note:
@@ -87,7 +90,7 @@ def add_seeds(loader: DataLoader[Any], seed: int) -> None:
     sampler: Any = getattr(loader, name)
     if isinstance(dataset, SeededDataset):
         # The samplers know their epoch already, inside of what a Trainer may have put around them.
-        dataset, collate_fn = dataset.dataset, getattr(collate_fn, "collate_fn", collate_fn)
+        dataset, collate_fn = dataset._seeded_dataset, getattr(collate_fn, "collate_fn", collate_fn)
     elif type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
         sampler = EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
     else:
@@ -105,7 +108,7 @@ def index_sampler_name(loader: DataLoader[Any]) -> str:
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
-class Ticket(list[Any]):
+class BatchKey(list[Any]):
     """The indices of a batch as they travel to the process that loads it, with its epoch and number."""
 
     def __init__(self, indices: Any = (), epoch: int = 0, number: int = 0) -> None:
@@ -114,7 +117,7 @@ class Ticket(list[Any]):
 
 
 class _Epochs:
-    """The common part of the two samplers below: the epoch of a pass, and the tickets of its batches."""
+    """The common part of the two samplers below: the epoch of a pass, and the keys of its batches."""
 
     sampler: Any
     epoch = 0
@@ -129,26 +132,26 @@ class _Epochs:
         """Make the next pass the one at whose beginning the samplers had ``epochs``, or the one after it."""
         self.epoch = epochs[0] + over if epochs else 0
 
-    def _tickets(self, batches: Iterator[Any]) -> Iterator[Ticket]:
-        told = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
-        epoch = self.epoch if told is None else told
+    def _keyed(self, batches: Iterator[Any]) -> Iterator[BatchKey]:
+        sampler_epoch = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
+        epoch = self.epoch if sampler_epoch is None else sampler_epoch
         self.epoch = epoch + 1
         for number, batch in enumerate(batches):
             try:
-                ticket = Ticket(batch, epoch, number)
-                for item in ticket:
+                key = BatchKey(batch, epoch, number)
+                for item in key:
                     _first_index(item)
             except TypeError:
                 what = "integers, because random numbers that belong to samples follow from their index"
                 raise TypeError(f"{type(self.sampler).__name__} yields {batch!r}; expected {what}.") from None
-            yield ticket
+            yield key
 
 
 class EpochBatchSampler(_Epochs, BatchSampler):
     """A ``BatchSampler`` whose batches know their epoch and number; it takes the same arguments."""
 
-    def __iter__(self) -> Iterator[Ticket]:
-        return self._tickets(super().__iter__())
+    def __iter__(self) -> Iterator[BatchKey]:
+        return self._keyed(super().__iter__())
 
 
 class EpochSampler(_Epochs, Sampler[Any]):
@@ -157,9 +160,9 @@ class EpochSampler(_Epochs, Sampler[Any]):
     def __init__(self, sampler: Any, batched: bool) -> None:
         self.sampler, self.batched = sampler, batched
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[BatchKey]:
         items = iter(self.sampler)
-        return self._tickets(items if self.batched else ([item] for item in items))
+        return self._keyed(items if self.batched else ([item] for item in items))
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -208,9 +211,9 @@ class SeededSampler(DistributedSampler[Any]):
         self.epoch = 0
         self._given = {"shuffle": shuffle, "drop_last": drop_last, "seed": check_seed(seed)}
         self._ranks = num_replicas, rank
-        self._deal(dataset)
+        self._reshard(dataset)
 
-    def _deal(self, dataset: Any) -> None:
+    def _reshard(self, dataset: Any) -> None:
         """Count the ranks and share the dataset out among them."""
         epoch, (rank, size) = self.epoch, rank_and_size()
         replicas, own = self._ranks
@@ -218,16 +221,20 @@ class SeededSampler(DistributedSampler[Any]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        self._deal(self.dataset)
+        self._reshard(self.dataset)
         return super().__iter__()
 
     def __len__(self) -> int:
-        self._deal(self.dataset)
+        self._reshard(self.dataset)
         return super().__len__()
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset before each sample of which the generators are seeded; see ``seed_samples``."""
+    """A dataset before each sample of which the generators are seeded; see ``seed_samples``.
+
+    All other attributes and methods are the dataset's own, to read and to set: a ``worker_init_fn`` and callbacks reach
+    it through this object as they would without seeds.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         if isinstance(dataset, IterableDataset):
@@ -235,31 +242,45 @@ class SeededDataset(Dataset[Any]):
                 f"dataset: expected one with __getitem__, got the IterableDataset {type(dataset).__name__}, whose "
                 "samples have no index. Draw inside the stream from a generator that you seed for each sample."
             )
-        self.dataset, self.seeder = dataset, Seeder(dataset, seed)
+        # Other attributes that are set belong to the dataset, see __setattr__.
+        object.__setattr__(self, "_seeded_dataset", dataset)
+        object.__setattr__(self, "_seeder", Seeder(dataset, seed))
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self._seeded_dataset)
 
-    def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any]:
-        """Load the one entry of ``ticket``: an index, or a list of them where the sampler yields lists."""
-        (item,) = _check_ticket(ticket)
+    def __getitem__(self, key: BatchKey) -> tuple[BatchKey, Any]:
+        """Load the one entry of ``key``: an index, or a list of them where the sampler yields lists."""
+        (item,) = _check_key(key)
         with _put_back():
-            self.seeder.seed("sample", ticket.epoch, _first_index(item))
-            return ticket, self.dataset[item]
+            self._seeder.seed("sample", key.epoch, _first_index(item))
+            return key, self._seeded_dataset[item]
 
-    def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Any]:
-        """Load the samples of ``ticket``, one after another or, if the dataset can, in one call."""
-        _check_ticket(ticket)
-        seed, epoch, dataset = self.seeder.seed, ticket.epoch, self.dataset
+    def __getitems__(self, key: BatchKey) -> tuple[BatchKey, Any]:
+        """Load the samples of ``key``, one after another or, if the dataset can, in one call."""
+        _check_key(key)
+        seed, epoch, dataset = self._seeder.seed, key.epoch, self._seeded_dataset
         with _put_back():
             if _loads_batches(dataset):
-                seed("sample", epoch, _first_index(ticket))
-                return ticket, dataset.__getitems__(list(ticket))
+                seed("sample", epoch, _first_index(key))
+                return key, dataset.__getitems__(list(key))
             samples = []
-            for index in ticket:
+            for index in key:
                 seed("sample", epoch, operator.index(index))
                 samples.append(dataset[index])
-            return ticket, samples
+            return key, samples
+
+    def __getattr__(self, name: str) -> Any:
+        # Not those that Python and pickle ask of this object itself, which may be without attributes still.
+        if name.startswith("__") or "_seeded_dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._seeded_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._seeded_dataset, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._seeded_dataset, name)
 
 
 class SeededCollate:
@@ -268,11 +289,11 @@ class SeededCollate:
     def __init__(self, collate_fn: Any, seed: int) -> None:
         self.collate_fn, self.seeder = collate_fn, Seeder(collate_fn, seed)
 
-    def __call__(self, loaded: tuple[Ticket, Any]) -> Any:
+    def __call__(self, loaded: tuple[BatchKey, Any]) -> Any:
         """Return the batch of the samples that ``SeededDataset`` loaded."""
-        ticket, samples = loaded
+        key, samples = loaded
         with _put_back():
-            self.seeder.seed("batch", ticket.epoch, ticket.number)
+            self.seeder.seed("batch", key.epoch, key.number)
             return self.collate_fn(samples)
 
 
@@ -286,7 +307,7 @@ class Seeder:
     def seed(self, kind: str, epoch: int, number: int) -> None:
         """Seed all of them for the sample with the index ``number`` in ``epoch``, or for the batch with that number."""
         if self._searched != epoch:
-            self._searched, self._exposed = epoch, find_exposed(self.root)
+            self._searched, self._exposed = epoch, _find_exposed(self.root)
         digest = hashlib.blake2b(f"{kind} {self.base} {epoch} {number}".encode(), digest_size=SEEDS.size).digest()
         for_torch, for_python, for_numpy = SEEDS.unpack(digest)
         # torch.manual_seed would prepare the seeding of every device, which takes a hundred times as long.
@@ -295,13 +316,29 @@ class Seeder:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(for_numpy)
         for position, exposed in enumerate(self._exposed, 1):
-            exposed.set_random_state(seed=(for_numpy + position) % LARGEST)
+            _seed_object(exposed, (for_numpy + position) % LARGEST)
 
 
-def find_exposed(root: Any) -> list[Any]:
-    """Return ``root`` and the objects in it, as far as they have a method ``set_random_state``.
+def _seed_object(item: Any, seed: int) -> None:
+    # The transforms of Albumentations have both methods, and their set_random_state takes generators.
+    if callable(getattr(type(item), "set_random_seed", None)):
+        item.set_random_seed(seed)
+        return
+    try:
+        item.set_random_state(seed=seed)
+    except TypeError as error:
+        raise TypeError(
+            f"sample seeds: expected {type(item).__name__} to have set_random_state(seed=) as in MONAI, or "
+            f"set_random_seed(seed) as in Albumentations, got {error}. Add one of them, or seed it in __getitem__."
+        ) from error
+
+
+def _find_exposed(root: Any) -> list[Any]:
+    """Return ``root`` and the objects in it, as far as they have a method that seeds them.
 
     A transform that has it seeds its own parts, as MONAI's ``Compose`` does; a dataset does not, and is searched too.
+    MONAI's ``set_rnd`` does not serve here: it would walk through a list of a million files before each sample, and
+    round a circle of objects for ever.
     """
     found, seen, rest = [], {}, [root]
     while rest:
@@ -309,7 +346,7 @@ def find_exposed(root: Any) -> list[Any]:
         if id(item) in seen or isinstance(item, OPAQUE):
             continue
         seen[id(item)] = item
-        exposed = callable(getattr(type(item), "set_random_state", None))
+        exposed = any(callable(getattr(type(item), name, None)) for name in ("set_random_seed", "set_random_state"))
         found += [item] * exposed
         if not exposed or isinstance(item, Dataset):
             rest.extend(reversed(_parts(item)))
@@ -331,10 +368,10 @@ def check_seed(seed: Any, name: str = "seed") -> int:
     return int(seed)
 
 
-def _check_ticket(ticket: Any) -> Ticket:
+def _check_key(key: Any) -> BatchKey:
     what = "what the sampler of a seeded loader yields. Call seed_samples on the loader that is iterated"
-    expect(isinstance(ticket, Ticket), "index", ticket, what, TypeError)
-    return ticket
+    expect(isinstance(key, BatchKey), "index", key, what, TypeError)
+    return key
 
 
 def _first_index(item: Any) -> int:

@@ -298,3 +298,13 @@ def test_normalize_touches_images_alone():
     chosen = Normalize(0.0, 1.0, keys=[1])([image, image])
     assert chosen[0] is image
     assert chosen[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("batch", [
+    torch.rand(2, 3, 4, 4), (torch.rand(2, 3, 4, 4), torch.zeros(2)), {"image": torch.zeros(2, 4, dtype=torch.uint8)},
+])  # fmt: skip
+def test_normalize_says_once_that_a_batch_holds_no_image(batch):
+    normalize = Normalize([0.5] * 3, [0.5] * 3)
+    with pytest.warns(NoEffectWarning, match=r"expected a uint8 tensor of \(batch, channel, ...\) in the batch, got"):
+        normalize(batch)
+    normalize(batch)

@@ -133,7 +133,7 @@ def test_numbers_do_not_depend_on_how_samples_are_loaded(make):
 
 
 def replace_transform(loader):
-    loader.dataset.dataset.steps["last"] = [Jitter()]
+    loader.dataset.steps["last"] = [Jitter()]
     return loader
 
 
@@ -374,3 +374,88 @@ def test_a_fit_resumes_at_each_step_with_other_workers_and_is_the_same_run(reloa
         drawn, epoch = torch.cat(left)[-LENGTH if step <= 3 else 0 :], expected()[1]
         assert torch.equal(drawn, epoch[drawn[:, 0].long()])
         assert step % 3 == 0 or all(map(torch.equal, left[: 3 - step % 3], whole[step:]))
+
+
+class Albumentations:
+    """Has both methods as the transforms of Albumentations 2: generators for one, a seed for the other."""
+
+    def __init__(self):
+        self.set_random_seed(None)
+
+    def set_random_state(self, random_generator, py_random):
+        self.numbers, self.python = random_generator, py_random
+
+    def set_random_seed(self, seed):
+        self.set_random_state(np.random.default_rng(seed), random.Random(seed))
+
+    def __call__(self, values):
+        return [*values, self.numbers.random(), self.python.random()]
+
+
+class TakesNoSeed(Jitter):
+    def set_random_state(self, state):
+        raise AssertionError("is not reached")
+
+
+def augmented_by(transform):
+    dataset = Augmented()
+    dataset.steps["last"] = [transform]
+    return dataset
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_transforms_that_take_a_seed_by_either_method_are_seeded(workers):
+    for kind in (Albumentations, Jitter):
+        loaders = [
+            seed_samples(DataLoader(augmented_by(kind()), size, num_workers=count), SEED)
+            for size, count in ((4, 0), (3, workers))
+        ]
+        assert torch.equal(*(torch.cat(list(loader)) for loader in loaders))
+
+
+def test_a_transform_that_takes_no_seed_is_named():
+    loader = seed_samples(DataLoader(augmented_by(TakesNoSeed()), 4), SEED)
+    with pytest.raises(TypeError, match=r"sample seeds: expected TakesNoSeed to have set_random_state\(seed=\)"):
+        next(iter(loader))
+
+
+class Records(Rows):
+    """Has a method and attributes that a worker_init_fn and callbacks reach through the loader."""
+
+    level = 0
+
+    def reopen(self):
+        self.level = 100
+
+    def __getitem__(self, index):
+        return torch.tensor(index + self.level)
+
+
+def reopen(worker):
+    assert not hasattr(torch.utils.data.get_worker_info().dataset, "absent")
+    torch.utils.data.get_worker_info().dataset.reopen()
+
+
+def raise_level(worker):
+    torch.utils.data.get_worker_info().dataset.level += 70
+
+
+@pytest.mark.parametrize(("init", "added"), [(None, 5), (reopen, 100), (raise_level, 75)])
+def test_the_dataset_is_reached_through_the_seeded_one(init, added):
+    """To read, to call and to set, in this process and in a worker."""
+    inside = {"num_workers": 1, "worker_init_fn": init} if init else {}
+    loader = seed_samples(DataLoader(Records(4), batch_size=4, **inside), SEED)
+    loader.dataset.level = 5
+    assert torch.cat(list(loader)).tolist() == [index + added for index in range(4)]
+    del loader.dataset.level
+    assert loader.dataset.level == 0
+    loader.dataset.reopen()
+    assert loader.dataset.level == 100
+
+
+def test_what_the_seeded_dataset_wraps_is_passed_through():
+    seeded = seed_samples(DataLoader(Subset(Records(4), [3, 1])), SEED).dataset
+    assert isinstance(seeded.dataset, Records)
+    assert seeded.indices == [3, 1]
+    assert copy.deepcopy(seeded).indices == [3, 1]
+    assert not hasattr(seeded, "level")
