@@ -208,7 +208,6 @@ def register(suite: Suite) -> None:
     add("PrefetchDataModule", {"data": "prefetch"}, "LightningDataModule", ours=True)
     ending = {"data": "prefetch", "epochs": True}
     add(epochs, ending, base=epochs, ours=True)
-    add("PrefetchNextEpoch", {"callback": "PrefetchNextEpoch", **ending}, base=epochs, ours=True)
     add("strategy turbo", {"turbo": dict.fromkeys(lean, False)}, stock, ours=True)
     logging = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
     for suffix, config in logging.items():
@@ -219,7 +218,6 @@ def register(suite: Suite) -> None:
         Aim("ApexAMP O1", "Lightning, bf16-mixed", 1.05),
         *(Aim(name, stock, 1.05) for name in ("GradToNone", "Doctor", "strategy turbo")),
         *(Aim(name, accumulating, 1.05) for name in (*exact, "EffectiveBatchSize")),
-        Aim("PrefetchNextEpoch", epochs, 1.05),
         Aim("cyclic_lr", "Lightning, CyclicLR", 1.05),
         Aim("PrefetchDataModule", "LightningDataModule", 1.05),
         *(Aim(f"strategy turbo, lean{suffix}", "plain loop", 1.8) for suffix in logging),

@@ -259,7 +259,6 @@ LEAN = {"lean_step": True, "lean_logging": True}
 TRICKS: dict[str, dict[str, Any]] = {
     "PrefetchDataModule": {"prefetch": 1},
     "prefetch_threads": {"prefetch": 2},
-    "PrefetchNextEpoch": {"prefetch": 1, "callbacks": ("PrefetchNextEpoch",)},
     "tune_workers": {"tune": True},
     "ApexAMP O1": {"amp": "O1"},
     "ApexAMP O2": {"amp": "O2"},
@@ -274,7 +273,7 @@ TRICKS: dict[str, dict[str, Any]] = {
 }
 TOGETHER: dict[str, Any] = {
     "amp": "where it helps",
-    "callbacks": ("PrefetchNextEpoch", "DropBiasBeforeNorm"),
+    "callbacks": ("DropBiasBeforeNorm",),
     "fused": True,
     "turbo": LEAN,
 }

@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.callbacks.grad_to_none import GradToNone as GradToNone
     from lightning_turbo.callbacks.lr_range import lr_range as lr_range
     from lightning_turbo.callbacks.memory_format import MemoryFormat as MemoryFormat
-    from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch as PrefetchNextEpoch
     from lightning_turbo.data.dali.loader import DALILoader as DALILoader
     from lightning_turbo.data.device import DevicePrefetcher as DevicePrefetcher
     from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
@@ -57,7 +56,6 @@ PUBLIC = {
     "Data": {
         "PrefetchDataModule": "datamodules.prefetch",
         "PrefetchLoader": "data.loader",
-        "PrefetchNextEpoch": "callbacks.prefetch_next_epoch",
         "LoaderSettings": "tune.units",
         "DevicePrefetcher": "data.device",
         "PackedDataset": "data.packed",

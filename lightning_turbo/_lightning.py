@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "batch_limits",
-    "begin_epoch_again",
     "bind_lightning",
     "bound_name",
     "callbacks_named",
@@ -258,13 +257,6 @@ def batch_limits(trainer: Any, name: str) -> list[int | float] | None:
     }
     combined = loops[name]._combined_loader
     return None if combined is None else combined.limits
-
-
-def begin_epoch_again(trainer: Any) -> None:
-    """Call ``iter()`` on the training loaders of a resuming Trainer once more."""
-    loop = trainer.fit_loop
-    if getattr(loop, "is_resuming", loop.restarting):  # before Lightning 2.6 it does so itself, but in mid-epoch
-        iter(loop._data_fetcher)
 
 
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:

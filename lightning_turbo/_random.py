@@ -5,23 +5,39 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import pickle
 import random
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = [
+    "GeneratorWatch",
     "changed_generators",
+    "generators_at",
+    "generators_in",
     "same_random_numbers",
     "set_shared_state",
     "shared_state",
     "torch_state",
     "uncollected",
 ]
+
+NAMES = ("torch", "random", "numpy.random")
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+# What holds no generator, or leads away from the dataset.
+DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.FunctionType, types.ModuleType)
+# How many steps from an object generators are looked for, and in containers of how many items at most.
+MOST_STEPS, MOST_PARTS = 6, 64
+
+# Packages whose own lines are not looked at: to seed torch once takes thousands of them.
+QUIET = {*sys.stdlib_module_names, "torch", "numpy"}
 
 _reading = threading.RLock()
 
@@ -100,3 +116,92 @@ def same_random_numbers() -> Iterator[None]:
             yield
         finally:
             set_shared_state(state)
+
+
+@contextmanager
+def generators_at(state: dict[str, Any]) -> Iterator[None]:
+    """Draw inside as from ``state``, a result of ``shared_state``; the global RNGs are as before afterwards."""
+    with same_random_numbers():
+        set_shared_state(state)
+        yield
+
+
+class GeneratorWatch:
+    """Tells which random generators are used inside a ``with``: global ones, and those that a dataset holds.
+
+    A generator that is set for a sample and put back shows in no state afterwards. So the calling thread is traced, and
+    the states are compared line by line, for the first ``COMPARISONS`` lines of Python code. Under a debugger, which
+    traces too, they are compared at the end alone.
+
+    Attributes:
+        drew: What was drawn from, in words, after the ``with``; empty if nothing was.
+    """
+
+    COMPARISONS = 2000
+
+    def __init__(self, dataset: Any = None) -> None:
+        self.drew: list[str] = []
+        self._generators = [] if dataset is None else generators_in(dataset)
+        self._names: set[str] = set()  # of the global RNGs that were drawn from
+        self._left = self.COMPARISONS
+
+    def __enter__(self) -> GeneratorWatch:
+        self._before = shared_state()
+        self._own = [_state_of(each) for each in self._generators]
+        self._traces = sys.gettrace() is None
+        if self._traces:
+            sys.settrace(self._compare)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._traces:
+            sys.settrace(None)
+        self._look()
+        if self._names:
+            names = sorted(self._names, key=NAMES.index)
+            self.drew.append(f"the global RNG of {' and '.join(names)}, which the model may use too")
+        if self._own != [_state_of(each) for each in self._generators]:
+            self.drew.append("a random generator that the dataset holds")
+
+    def _compare(self, frame: Any, *event: Any) -> Any:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in QUIET:
+            return None  # what they set, the next line of the dataset's code shows
+        self._left -= 1
+        if self._left < 0 or len(self._names) == len(self._before):
+            sys.settrace(None)
+            return None
+        self._look()
+        return self._compare
+
+    def _look(self) -> None:
+        self._names.update(changed_generators(self._before, shared_state()))
+
+
+def generators_in(owner: Any) -> list[Any]:
+    """Return the random generators that an object and its parts hold: attributes, and items of short containers.
+
+    Data are left alone, and so is what lies more than a few steps away: a list of a million files is not looked at.
+    """
+    found: list[Any] = []
+    seen: dict[int, Any] = {}  # the objects themselves, because one that is gone leaves its id to another
+    level = [owner]
+    for _ in range(MOST_STEPS):
+        parts = {id(part): part for each in level for part in _parts_of(each) if id(part) not in seen}
+        seen.update(parts)
+        found += [part for part in parts.values() if isinstance(part, GENERATORS)]
+        level = [part for part in parts.values() if not isinstance(part, (*GENERATORS, *DATA))]
+    return [each for each in found if each is not torch.default_generator]
+
+
+def _parts_of(each: Any) -> list[Any]:
+    if isinstance(each, (dict, list, tuple)):
+        return list(each.values() if isinstance(each, dict) else each) if len(each) <= MOST_PARTS else []
+    return list(getattr(each, "__dict__", {}).values())
+
+
+def _state_of(generator: Any) -> bytes:
+    """Return the state of a generator, to compare it."""
+    if isinstance(generator, torch.Generator):
+        with uncollected():
+            return generator.get_state().numpy().tobytes()
+    return pickle.dumps(generator)

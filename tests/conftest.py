@@ -71,7 +71,7 @@ def _fresh(tmp_path, monkeypatch):
     np.random.seed(0)
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefetcher, "WORTH", 0.0)
+    monkeypatch.setattr(prefetcher, "MIN_BATCH_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from lightning_turbo.callbacks.exact_resume import ExactResume
 from lightning_turbo.callbacks.grad_to_none import GradToNone
 from lightning_turbo.callbacks.lr_range import lr_range
 from lightning_turbo.callbacks.memory_format import MemoryFormat
-from lightning_turbo.callbacks.prefetch_next_epoch import PrefetchNextEpoch
 
 __all__ = [
     "DropBiasBeforeNorm",
@@ -18,6 +17,5 @@ __all__ = [
     "ExactResume",
     "GradToNone",
     "MemoryFormat",
-    "PrefetchNextEpoch",
     "lr_range",
 ]

@@ -20,8 +20,7 @@ from lightning_turbo._lightning import (
 )
 from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data.device import DevicePrefetcher
-from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.position import correct_states, is_between_epochs
+from lightning_turbo.data.resume import correct_states
 
 __all__ = ["ExactResume", "attach_exact_resume"]
 
@@ -42,7 +41,7 @@ class ExactResume(Callback):
 
     Every checkpoint holds the states of every rank's training loaders and random generators: torch's (CPU and the
     rank's CUDA device), Python's and NumPy's. ``Trainer.fit(ckpt_path=...)`` restores them: samples, dropout and
-    augmentation continue bit for bit. ``PrefetchDataModule``, ``PrefetchNextEpoch`` and the turbo strategies add it.
+    augmentation continue bit for bit. ``PrefetchDataModule`` and the turbo strategies add it.
 
     Without this callback Lightning 2.6
 
@@ -226,9 +225,7 @@ def _unwrap(loader: Any) -> Any:
 def _begins_an_epoch(loader: Any, state: Any) -> bool:
     """Whether a loader begins the next epoch with a state of the end of one; torchdata's own would yield nothing."""
     torchdata = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", ())
-    if hasattr(loader, "set_epoch") or not isinstance(loader, torchdata):
-        return True
-    return isinstance(loader, PrefetchLoader) and is_between_epochs(state)
+    return hasattr(loader, "set_epoch") or not isinstance(loader, torchdata)
 
 
 def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -7,17 +7,17 @@ from lightning_turbo.data.device import DevicePrefetcher, DeviceTransfer
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.normalize import Normalize
 from lightning_turbo.data.packed import PackedDataset, pack_folder
-from lightning_turbo.data.prefetcher import BackgroundIterator
+from lightning_turbo.data.prefetcher import PrefetchIterator
 from lightning_turbo.data.sample_seeds import SeededSampler, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
 
 __all__ = [
-    "BackgroundIterator",
     "DALILoader",
     "DevicePrefetcher",
     "DeviceTransfer",
     "Normalize",
     "PackedDataset",
+    "PrefetchIterator",
     "PrefetchLoader",
     "SeededSampler",
     "pack_folder",

@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 from lightning_turbo._checks import check_count, check_functions, expect
 from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.dali.loader import DALILoader
-from lightning_turbo.data.epoch import Epoch
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.position import Position, length_of, warn_of_gaps
-from lightning_turbo.data.prefetcher import LoadProfile
+from lightning_turbo.data.prefetcher import LoadProfile, PrefetchIterator
+from lightning_turbo.data.resume import Position, describe, length_of, warn_of_gaps
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["DevicePrefetcher", "DeviceTransfer"]
@@ -167,16 +166,14 @@ class DevicePrefetcher:
         self._skip = 0
 
     def __iter__(self) -> Iterator[Any]:
-        live = self._current()
-        if live is not None:
-            live.park()
+        self._end("it was followed by another iter()")
         skip, self._skip = self._skip, 0
         epoch: Any = iter(self.loader)
         mine, self._live, self._position = self.transfer, None, None
-        if mine.idle and not isinstance(epoch, Epoch) and hasattr(self.loader, "state_dict"):
+        if mine.idle and not isinstance(epoch, PrefetchIterator) and hasattr(self.loader, "state_dict"):
             return epoch  # the loader does everything
         theirs = getattr(epoch, "transfer", None)
-        if not isinstance(epoch, Epoch) or (theirs not in (None, mine) and mine.transform is not None):
+        if not isinstance(epoch, PrefetchIterator) or (theirs not in (None, mine) and mine.transform is not None):
             epoch, theirs = self._begin(epoch, skip), None
             self._position = epoch.position
         if theirs is None and not mine.idle:
@@ -184,36 +181,22 @@ class DevicePrefetcher:
         self._live = weakref.ref(epoch)
         return epoch
 
-    def _begin(self, source: Any, skip: int) -> Epoch:
+    def _begin(self, source: Any, skip: int) -> PrefetchIterator:
         """Begin a pass over a loader that is not ours: in the background where batches go to a CUDA device."""
         profile = self._profile
-        if self.transfer.device.type == "cpu" or isinstance(source, Epoch):
+        if self.transfer.device.type == "cpu" or isinstance(source, PrefetchIterator):
             profile = LoadProfile()
-            profile.draws = True  # which keeps it in this thread
+            profile.uses_rng = True  # which keeps it in this thread
+        for _ in range(skip):
+            next(source, None)
         own = getattr(self.loader, "state_dict", None)
-        snapshot = {} if own is None else {"snapshot": lambda: copy.deepcopy(own())}
-        return Epoch(
+        return PrefetchIterator(
             source,
-            Position(skip),
-            skip=skip,
+            position=Position(skip),
             profile=profile,
             prefetch_batches=self.transfer.prefetch_batches,
-            **snapshot,
+            snapshot=None if own is None else lambda: copy.deepcopy(own()),
         )
-
-    def start_next_epoch(self) -> bool:
-        """Begin to load the next epoch, see ``PrefetchLoader.start_next_epoch``; other loaders cannot.
-
-        Returns:
-            Whether it was begun.
-        """
-        start = getattr(self.loader, "start_next_epoch", None)
-        if start is None:
-            return False
-        begun = start() if isinstance(self.loader, DevicePrefetcher) or self.transfer.idle else start(self.transfer)
-        if begun:
-            self._position = None  # the loader has the position now
-        return begun
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -237,7 +220,7 @@ class DevicePrefetcher:
             return own() if position is None or position.state is None or position.ended else position.state
         if position is None:
             return {"consumed": self._skip, "whole": False}
-        return position.describe(length_of(self))
+        return describe(position, length_of(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` continue where ``state_dict`` was taken.

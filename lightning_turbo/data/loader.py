@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-import os
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,29 +15,40 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo._checks import check_count
-from lightning_turbo.data.epoch import Epoch
-from lightning_turbo.data.pending import PendingCollate, ThreadedDataset
-from lightning_turbo.data.position import (
+from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
+from lightning_turbo.data.prefetcher import TURNS, LoadingLock, LoadProfile, PrefetchIterator
+from lightning_turbo.data.resume import (
     START,
     Position,
-    ResumableSampler,
-    begin_epoch,
+    ResumableOrder,
+    describe,
     end_workers,
     length_of,
-    note_state,
     warn_of_gaps,
     wrong_kind,
 )
-from lightning_turbo.data.prefetcher import LoadProfile
-from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, index_sampler_name
+from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
+from lightning_turbo.data.threads import ThreadedDataset
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "lock_of", "prefetching", "with_workers"]
+__all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "prefetching", "with_workers"]
 
 DEPTH = 8
-_NO_ORDER: tuple[int, ...] = ()
 T = TypeVar("T", covariant=True)
-_locks: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+
+
+class _Run:
+    """What a loader keeps of its latest iterator and of a state for the next one. A copy of the loader has its own."""
+
+    def __init__(self, loaded: dict[str, Any] | None = None) -> None:
+        self.loaded = loaded  # a state until a batch was returned after it
+        self.live: weakref.ref[Any] | None = None
+        self.thread: Any = None  # of that iterator, which it may outlive if the collector takes that
+        self.position: Position | None = None
+        self.rng: dict[str, Any] | None = None  # the global RNGs when the epoch of a stream began
+        self.order: ResumableOrder | None = None
+        self.threaded: ThreadedDataset | None = None
+        self.limit: Callable[[], float] | None = None
 
 
 class PrefetchLoader(DataLoader[T]):
@@ -49,21 +58,22 @@ class PrefetchLoader(DataLoader[T]):
     for bit. To add prefetching to another kind of loader, inherit this class in front of it
     (``class Mine(PrefetchLoader, StatefulDataLoader)``), or call ``PrefetchLoader.of(loader)``.
 
-    The thread and the worker processes end when the iterator is exhausted, dropped, closed, or followed by a second
-    ``iter()`` (an earlier iterator that is still in use then goes on with a new thread; with persistent workers it
-    cannot), and when the interpreter ends.
+    One iterator of a loader is in use at a time: a second ``iter()`` closes the first. The thread and the worker
+    processes end when the iterator is exhausted, dropped or closed, and when the interpreter ends. Dataset code of all
+    loaders runs in one of these threads at a time, unless ``threads`` is above 1; the calling thread must not use a
+    dataset meanwhile that a thread reads.
 
     Args:
         *args: As in ``DataLoader``.
         prefetch_batches: How many batches to keep ready, 1 or more; one more is in preparation. The default of 8
             serves loads of uneven duration; less saves memory, and open files with worker processes.
-        threads: How many threads load samples at the same time, 1 or more: in this process, or in each worker process.
-            For loads that wait, or compute outside the GIL, and a dataset whose ``__getitem__`` may be called by
-            several threads at once.
-        transfer: What moves the batches to a device as they are handed out; see ``DevicePrefetcher``.
+        threads: How many threads load the samples of a batch at the same time, 1 or more: in this process, or in each
+            worker process. For loads that wait, or compute outside the GIL, and a dataset whose ``__getitem__`` may be
+            called by several threads at once.
+        transfer: What moves the batches to a device as they are returned; a ``DeviceTransfer``.
         sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
             drawn while it is loaded; see ``seed_samples``, to which it leads. Batches are then loaded by worker
-            processes, or by the asking thread alone.
+            processes, or by the calling thread alone.
         **kwargs: As in ``DataLoader``.
 
     Raises:
@@ -72,24 +82,21 @@ class PrefetchLoader(DataLoader[T]):
         ValueError: If ``prefetch_batches`` or ``threads`` is below 1, or ``sample_seeds`` is out of range.
 
     Warns:
-        NoEffectWarning: If loading draws from the global RNGs; batches are then loaded in the
-            asking thread, because the numbers would depend on timing otherwise. If ``threads`` cannot be used: with an
-            ``IterableDataset``, ``sample_seeds``, or a class behind this one that loads by itself; one thread then
-            works ahead.
+        NoEffectWarning: If loading draws from the global RNGs, or from a generator that the dataset holds; batches are
+            then loaded in the calling thread, because the numbers would depend on timing otherwise. If ``threads``
+            cannot be used: with an ``IterableDataset``, ``sample_seeds``, batches that are not made of samples, or a
+            class behind this one that loads by itself; one thread then works ahead.
+
+    Note:
+        With ``persistent_workers`` no thread is started unless a Trainer has told how many batches it takes: the
+        processes keep their random states, and would have drawn more after an epoch that is left early than those of a
+        plain loader. They load ``prefetch_factor`` batches ahead themselves.
 
     Example:
         >>> loader = PrefetchLoader(range(6), batch_size=3)
         >>> [batch.tolist() for batch in loader]
         [[0, 1, 2], [3, 4, 5]]
     """
-
-    _prefetch_live: weakref.ref[Any] | None
-    _prefetch_loading: Any
-    _prefetch_next: Any
-    _prefetch_position: Position | None
-    _prefetch_sampler: ResumableSampler
-    _prefetch_wanted: Callable[[], float]
-    _prefetch_turn: Any
 
     def __init__(
         self,
@@ -100,13 +107,14 @@ class PrefetchLoader(DataLoader[T]):
         sample_seeds: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._begin_prefetching(prefetch_batches, threads, transfer)
+        self._run = _Run()
         super().__init__(*args, **kwargs)
         if isinstance(self.dataset, DataLoader):
             raise TypeError(
                 f"expected a dataset, got the loader {self.dataset!r}. Pass its dataset, or call "
                 "PrefetchLoader.of(loader) to add prefetching to it."
             )
+        self._begin_prefetching(prefetch_batches, threads, transfer)
         self.sample_seeds = sample_seeds
         if sample_seeds is not None:
             add_seeds(self, check_seed(sample_seeds, "sample_seeds"))
@@ -116,10 +124,15 @@ class PrefetchLoader(DataLoader[T]):
         self.threads = check_count("threads", threads)
         self.transfer = transfer
         self.sample_seeds: int | None = None
-        self._prefetch_profile = LoadProfile()
-        self._prefetch_loaded: dict[str, Any] | None = None
-        # Not by assignment: Lightning records and copies what is assigned, and an iterator cannot be copied.
-        vars(self).update(_idle())
+        self._profile = LoadProfile()
+        self._run = _Run()
+        # The kind of loader, for good. One that keeps a state itself gives that. Over a dataset with indices the order
+        # is recorded. Where batches follow from the indices one to one, those that were used are skipped among the
+        # indices; else they are run through.
+        behind: Any = super()
+        self._keeps_state = hasattr(behind, "state_dict")
+        self._has_order = not (self._keeps_state or isinstance(self.dataset, IterableDataset))
+        self._skips_indices = self._has_order and behind.__iter__.__func__ is DataLoader.__iter__
 
     @classmethod
     def of(
@@ -138,7 +151,7 @@ class PrefetchLoader(DataLoader[T]):
             loader: A ``DataLoader`` of any class.
             prefetch_batches: How many batches to keep ready, 1 or more.
             threads: How many threads load samples at the same time, 1 or more.
-            transfer: What moves the batches to a device as they are handed out.
+            transfer: What moves the batches to a device as they are returned.
 
         Raises:
             TypeError: If ``loader`` is not a ``DataLoader``.
@@ -146,99 +159,109 @@ class PrefetchLoader(DataLoader[T]):
         if not isinstance(loader, DataLoader):
             raise TypeError(
                 f"PrefetchLoader.of expected a torch.utils.data.DataLoader, got {loader!r}. "
-                "For other iterables use DevicePrefetcher or BackgroundIterator."
+                "For other iterables use DevicePrefetcher or PrefetchIterator."
             )
         twin = copy_loader(loader)
         object.__setattr__(twin, "__class__", prefetching(type(loader)))
         twin._begin_prefetching(prefetch_batches, threads, transfer)
+        # Some classes end in __del__ what a copy shares, such as one iterator for all epochs.
+        twin._made_of = loader
         return twin
 
     @property
     def _index_sampler(self) -> Any:
         """The sampler whose indices are loaded, wrapped so that it can continue where a state was taken."""
-        return self._order() if self._has_order else super()._index_sampler
-
-    @property
-    def _has_order(self) -> bool:
-        return not (self._keeps_state or isinstance(self.dataset, IterableDataset))
-
-    def _order(self) -> ResumableSampler:
-        """The order of the indices; one of no indices over a stream."""
-        sampler: Any = _NO_ORDER
-        generator = None
-        if self._has_order:
-            sampler, generator = super()._index_sampler, self.generator
-        if self._prefetch_sampler.sampler is not sampler:
-            self._prefetch_sampler = ResumableSampler(sampler, generator)
-        return self._prefetch_sampler
-
-    @property
-    def _keeps_state(self) -> bool:
-        """Whether the class behind keeps a state that a count of batches does not give back.
-
-        torchdata's ``StatefulDataLoader`` over a dataset with indices does not, unless a part of it has a state too.
-        """
-        if not hasattr(super(), "state_dict"):
-            return False
-        parts = self.dataset, self.sampler, self.batch_sampler
-        streams = isinstance(self.dataset, IterableDataset)
-        return streams or not self._iterates_as_torch or any(hasattr(part, "state_dict") for part in parts)
-
-    @property
-    def _iterates_as_torch(self) -> bool:
-        known = [
-            DataLoader,
-            getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", DataLoader),
-        ]
-        return getattr(super().__iter__, "__func__", None) in [cls.__iter__ for cls in known]
+        sampler = super()._index_sampler
+        if "_has_order" not in self.__dict__ or not self._has_order:
+            return sampler
+        run = self._run
+        if run.order is None or run.order.sampler is not sampler:
+            run.order = ResumableOrder(sampler, self)
+        return run.order
 
     def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self._prefetch_next is not None:
-            started = self._prefetch_next
-            vars(self)["_prefetch_next"] = None
-            return started
-        self._retire()
-        loaded = self._prefetch_loaded = self._state_to_load()
-        epoch = self._begin_stateful(loaded) if self._keeps_state else self._begin_counted(loaded)
-        if self.transfer is not None and not self.transfer.idle:
-            epoch.use(self.transfer)
-        vars(self)["_prefetch_loading"] = epoch._loading
-        vars(self)["_prefetch_live"] = weakref.ref(epoch)
-        self._prefetch_position = epoch.position
+        self._close_iterator("it was followed by another iter() of its loader")
+        run = self._run
+        run.loaded = self._state_to_load()
+        epoch = self._begin_own() if self._keeps_state else self._begin_counted(run.loaded or START)
+        run.live, run.thread, run.position = weakref.ref(epoch), epoch.thread, epoch.position
         return epoch
 
-    def _begin_counted(self, loaded: dict[str, Any]) -> Epoch:
-        """Begin an epoch of a loader without a state of its own: its order is recorded, its batches are counted."""
-        sampler = self._order()
-        done = 0 if loaded.get("whole") else loaded["consumed"]
-        # Where batches do not follow from the indices one to one, those that were used are run through.
-        counts = self._iterates_as_torch and not isinstance(self.dataset, IterableDataset)
-        indices, batches = (done, 0) if counts else (0, done)
-        sampler.rewind(loaded, indices, seed_was_drawn=self.persistent_workers)
-        source, settings = self._make_source(sampler)
-        position = sampler.position = Position(done)  # whom the sampler asks what was handed out
-        return self._epoch(source, position, skip=batches, snapshot=sampler.recorder(), **settings)
+    def _begin_own(self) -> PrefetchIterator:
+        """Begin an epoch of a class that keeps its own state, which is noted after each batch."""
+        self._can_use_threads()
+        behind: Any = super()
+        if self._run.loaded is not None:
+            behind.load_state_dict(self._run.loaded)
+        source = behind.__iter__()
+        state_dict, position = getattr(source, "state_dict", behind.state_dict), Position()
+        position.state = copy.deepcopy(state_dict())
+        return self._make_iterator(source, position, snapshot=lambda: copy.deepcopy(state_dict()))
 
-    def _make_source(self, sampler: Any) -> tuple[Any, dict[str, Any]]:
-        """Return torch's iterator over the batches, and how it is loaded from.
+    def _begin_counted(self, state: dict[str, Any]) -> PrefetchIterator:
+        """Begin an epoch of a loader without a state of its own, or continue one: its batches are counted."""
+        run, done, order = self._run, state["consumed"], state["order"]
+        if state.get("whole"):
+            done = 0
+        continues = not state.get("whole") and order is not None
+        position = Position(done, next_rng=state.get("next_rng") if continues else None)
+        skipped = done if self._skips_indices else 0
+        # torch draws a seed for its processes here, which an epoch that is continued has drawn already.
+        with same_random_numbers() if continues else contextlib.nullcontext():
+            if self._has_order:
+                cast(Any, self._index_sampler).begin(state, skipped, position)
+            elif order is not None and continues:
+                set_shared_state(order["iter"])
+            run.rng = None if self._has_order else shared_state()
+            source = self._make_source()
+            if order is not None and continues and not self._has_order:
+                position.first_rng = order["first"]
+                set_shared_state(order["first"])
+            with contextlib.nullcontext() if self.num_workers else TURNS:
+                for _ in range(done - skipped):
+                    next(source, None)
+        return self._make_iterator(source, position)
 
-        Without threads torch's own ``__iter__`` finds the sampler by ``_index_sampler``. With threads a view of the
-        loader is iterated, whose sampler, dataset and ``collate_fn`` are put together here.
-        """
+    def _make_source(self) -> Any:
+        """Return torch's iterator over the batches, or that of the class behind this one."""
         if not self._can_use_threads():
-            return cast(Any, super()).__iter__(), {"turn": self._turn()}
-        samples = ThreadedDataset(self.dataset, self.threads, self._prefetch_profile)
-        view: Any = object.__new__(DataLoader)
-        vars(view).update(vars(self))
-        vars(view).update(dataset=samples, collate_fn=PendingCollate(cast(Any, self.collate_fn)))
-        vars(view)[index_sampler_name(self)] = sampler
-        source = iter(view)
-        vars(self)["_iterator"] = view._iterator  # persistent workers, which a Trainer ends here
-        return source, {} if self.num_workers else {"ahead": self.threads, "rest": samples.close}
+            return cast(Any, super()).__iter__()
+        # torch finds the dataset by this name, and lets nobody set it after __init__.
+        run, attributes = self._run, self.__dict__
+        dataset = self.dataset
+        run.threaded = run.threaded or ThreadedDataset(dataset, self.threads)
+        attributes["dataset"] = run.threaded
+        try:
+            return cast(Any, super()).__iter__()
+        finally:
+            attributes["dataset"] = dataset
 
-    def _turn(self) -> Any:
-        """The lock to hold while a batch is loaded; none where worker processes load it."""
-        return None if self.num_workers else self._prefetch_turn or turn_of(self.dataset)
+    def _make_iterator(self, source: Any, position: Position, **settings: Any) -> PrefetchIterator:
+        run, threaded = self._run, self._run.threaded
+        limit = inf if run.limit is None else run.limit() - position.consumed
+        if self.persistent_workers and run.limit is None:
+            limit = 0
+        ended = None if self.persistent_workers else source
+        return PrefetchIterator(
+            source,
+            prefetch_batches=self.prefetch_batches,
+            transfer=None if self.transfer is None or self.transfer.idle else self.transfer,
+            timeout=self.timeout,
+            limit=limit,
+            position=position,
+            profile=self._profile,
+            dataset=self.dataset,
+            lock=LoadingLock() if threaded and not self.num_workers else TURNS,
+            on_close=functools.partial(_leave, ended, run.order, threaded, position),
+            **settings,
+        )
+
+    def limit_batches(self, limit: Callable[[], float]) -> None:
+        """Have each epoch load no more batches ahead than ``limit()`` says when it begins; infinity for all.
+
+        For what knows the limits of a Trainer. With ``persistent_workers`` it lets a thread take the batches.
+        """
+        self._run.limit = limit
 
     def _can_use_threads(self) -> bool:
         """Whether several threads load samples; tells once why they cannot where they were asked for."""
@@ -260,111 +283,51 @@ class PrefetchLoader(DataLoader[T]):
             return "the generators that are seeded for each sample belong to the process, and all of its threads"
         if isinstance(self.dataset, IterableDataset):
             return f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
-        own = self._keeps_state or not self._iterates_as_torch
-        return f"{type(self).__name__} does not load by torch's own iterator" if own else ""
+        if not self._skips_indices:
+            return f"{type(self).__name__} does not load by torch's own iterator"
+        if not self._auto_collation:
+            return "batch_size=None makes no batches, whose samples could be shared out among threads"
+        if loads_batches(self.dataset):
+            return f"{type(self.dataset).__name__} loads a batch in one call, by its __getitems__"
+        return ""
 
-    def _begin_stateful(self, loaded: dict[str, Any]) -> Epoch:
-        """Begin an epoch of a class that keeps its own state, which is recorded with each batch."""
-        self._can_use_threads()
-        behind: Any = super()
-        source, position = begin_epoch(self, behind, self._prefetch_position, loaded)
-        snapshot = functools.partial(note_state, getattr(source, "state_dict", behind.state_dict))
-        return self._epoch(source, position, snapshot=snapshot, turn=self._turn())
-
-    def _epoch(self, source: Any, position: Position, **settings: Any) -> Epoch:
-        """Return an epoch; ``settings`` go to ``_Loading``."""
-        profile = self._prefetch_profile
-        profile.workers = self.num_workers > 0
-        if isinstance(self.dataset, SeededDataset) and not self.num_workers and profile.draws is None:
-            profile.decide(["torch", "random", "numpy.random"])  # which are put back after each batch
-        left = None if self.persistent_workers else source
-        return Epoch(
-            source, position,
-            profile=profile, timeout=self.timeout, prefetch_batches=self.prefetch_batches,
-            wanted=min(self._known_length(), self._prefetch_wanted()) - position.consumed,
-            dispose=functools.partial(_leave, left, self._prefetch_sampler, position), **settings,
-        )  # fmt: skip
-
-    def _known_length(self) -> float:
-        """How many batches an epoch has, infinity if that is not known."""
-        return inf if isinstance(self.dataset, IterableDataset) else length_of(self) or inf
-
-    def _state_to_load(self) -> dict[str, Any]:
-        """The state that the next epoch begins with: one that was loaded, until a batch was handed out after it."""
-        state, position = self._prefetch_loaded, self._prefetch_position
-        return START if state is None or (position is not None and not position.untouched) else state
-
-    def start_next_epoch(self, transfer: Any = None) -> bool:
-        """Begin to load the next epoch, so that its first batches are ready when ``iter()`` is called for it.
-
-        Call it when the last batch of an epoch was handed out. The order of the next epoch is drawn from the random
-        generators as they are at this moment, in the calling thread, and not at ``iter()``; set the epoch of a
-        distributed sampler before. The current epoch cannot go on.
-
-        Args:
-            transfer: What moves its batches to a device, if the loader has none.
-
-        Returns:
-            Whether it was begun. It is not for an ``IterableDataset`` without worker processes, and with a class
-            behind this one that keeps its own state.
-        """
-        if self._prefetch_next is not None:
-            return True
-        if self._keeps_state or (isinstance(self.dataset, IterableDataset) and not self.num_workers):
-            return False
-        self._leave_current()
-        epoch: Any = PrefetchLoader.__iter__(self)  # to which the __iter__ of a class in front leads in its turn
-        self._prefetch_sampler.draw()
-        if transfer is not None and epoch.transfer is None:
-            epoch.use(transfer)
-        epoch.start()
-        vars(self)["_prefetch_next"] = epoch
-        return True
-
-    def _leave_current(self) -> None:
-        live = self._current()
-        if live is not None:
-            whole = live.position.consumed == self._known_length()
-            live.finish() if whole else live.close("the next epoch was started")
-
-    def _current(self) -> Any:
-        """The latest iterator, if it is in use."""
-        live = None if self._prefetch_live is None else self._prefetch_live()
-        return None if live is None or live.ended else live
-
-    def _retire(self) -> None:
-        """End the thread of the iterator before this one."""
-        live, loading, sampler = self._current(), self._prefetch_loading, self._prefetch_sampler
-        if live is not None and self.persistent_workers:
-            live.close("its worker processes serve a newer iterator of the same loader (persistent_workers=True)")
-        elif live is not None and live.park():
-            sampler.put_back(live.position)
-        has_ended = loading is None or loading.join()  # which puts back what was drawn ahead
-        if self.persistent_workers and not has_ended:
-            raise RuntimeError("The worker processes are still busy with a batch of the iterator before this one.")
+    def _state_to_load(self) -> dict[str, Any] | None:
+        """The state that the next epoch begins with: one that was loaded, until a batch was returned after it."""
+        loaded, position = self._run.loaded, self._run.position
+        if loaded is None or position is None:
+            return loaded
+        return loaded if position.consumed == position.begun and not position.ended else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest iterator is, counted in batches that were handed out.
+        """Return where the latest iterator is, counted in batches that were returned.
 
         The count and, over a dataset with indices, the states of the random generators from which the order follows
-        and, for the epoch after it, of those of torch that belong to the loader and its samplers. With a class behind
-        this one that keeps its own state, that after each of the latest batches. Random numbers that worker processes
-        draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
+        and, for the epoch after it, of those of torch that belong to the loader and its samplers. Over a stream the
+        states of the global RNGs at its beginning. With a class behind this one that keeps its own state, that after
+        the latest batch. Random numbers that worker processes draw for augmentation are not part of it; with
+        ``sample_seeds`` they need not be.
         """
-        sampler, position, loaded = self._prefetch_sampler, self._prefetch_position, self._state_to_load()
-        if position is None or (self._prefetch_next is None and loaded is not START):
+        run, position, loaded = self._run, self._run.position, self._state_to_load()
+        if loaded is not None:
             return dict(loaded)
-        state = position.describe(length_of(self))
         if self._keeps_state:
-            return {**state, "base": list(position.states)}
-        # Before a batch: as they were before torch drew a seed from them, which it does again.
-        return {**state, "order": sampler.began, "own": sampler.states_now() if position.consumed else sampler.start}
+            return cast(Any, super()).state_dict() if position is None else position.state
+        if position is None:
+            return dict(START)
+        with same_random_numbers():  # from which a sampler may draw to tell its length
+            length = run.order.length if run.order is not None and self._skips_indices else None
+            state = describe(position, length_of(self) if length is None else length)
+        if run.order is None:
+            order = {"iter": run.rng, "first": position.first_rng} if position.first_rng else None
+            return {**START, **state, "order": order, "before": position.last_rng}
+        own = {"own": run.order.own_states(at_end=state["whole"]), "left": run.order.own_states()}
+        return {**state, **own, "order": run.order.epoch_rng, "before": position.last_rng}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
 
         A dataset with indices is not asked for what was consumed; an ``IterableDataset`` is run through it, and so is
-        a loader whose class has an ``__iter__`` of its own.
+        a loader whose class has an ``__iter__`` of its own. That ``iter()`` leaves the global RNGs as they are.
 
         Args:
             state_dict: What ``state_dict`` returned, for a loader with the same dataset and samplers.
@@ -374,27 +337,33 @@ class PrefetchLoader(DataLoader[T]):
 
         Warns:
             TurboWarning: If the state is of the middle of an epoch, and the loader has another length now, or worker
-                processes hand out batches as they are ready (``in_order=False``).
+                processes return batches as they are ready (``in_order=False``).
         """
-        if not {"consumed", "base" if self._keeps_state else "order"} <= state_dict.keys():
+        counts = {"consumed", "order"} <= state_dict.keys()
+        if counts == self._keeps_state:
             raise ValueError(wrong_kind(self, state_dict))
-        warn_of_gaps(self, state_dict)
+        if counts:
+            warn_of_gaps(self, state_dict)
         self.close()
-        self._prefetch_position = None
-        self._prefetch_loaded = dict(state_dict)
+        self._run.position, self._run.loaded = None, dict(state_dict)
+
+    def _close_iterator(self, because: str) -> None:
+        live = None if self._run.live is None else self._run.live()
+        if live is not None:
+            live.close(because)
+        if self._run.thread is not None:
+            self._run.thread.close()
 
     def close(self) -> None:
         """End the current iterator, its thread and all worker processes, persistent ones too. May be called twice."""
-        live = self._current()
-        self._prefetch_live = self._prefetch_next = None
-        if live is not None:
-            live.close("its loader was closed")
+        self._close_iterator("its loader was closed")
         workers, self._iterator = self._iterator, None
         end_workers(workers)
 
     def __getstate__(self) -> dict[str, Any]:
-        loaded = self._state_to_load()
-        return {**vars(self), **_idle(), "_iterator": None, "_prefetch_loaded": None if loaded is START else loaded}
+        state = {**self.__dict__, "_iterator": None, "_run": _Run(self._state_to_load())}
+        state.pop("_made_of", None)
+        return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         behind = getattr(type(self), "_behind", None)
@@ -403,25 +372,13 @@ class PrefetchLoader(DataLoader[T]):
         return _blank, (behind,), self.__getstate__()
 
 
-def turn_of(dataset: Any) -> Any:
-    """Return the lock that loaders of one dataset share, so that two threads do not read it at once."""
-    for _ in range(100):  # to the innermost, and not for ever where they are a circle
-        dataset = getattr(dataset, "dataset", dataset)
-    return lock_of(dataset)
-
-
-def lock_of(owner: Any) -> Any:
-    """Return the lock that belongs to an object as long as anybody holds it, in this process."""
-    return _locks.setdefault((os.getpid(), id(owner)), threading.Lock())
-
-
 def copy_loader(loader: DataLoader[Any]) -> Any:
     """Return a copy of a loader with worker processes and records of its own; dataset and samplers are shared."""
     twin = copy.copy(loader)
     for name, value in vars(twin).items():
         if isinstance(value, list) and name.startswith("__"):  # records that a trainer keeps of this loader
             vars(twin)[name] = list(value)
-    vars(twin)["_iterator"] = None
+    twin._iterator = None
     return twin
 
 
@@ -442,21 +399,13 @@ def with_workers(loader: DataLoader[Any], number: int, *, persistent: bool | Non
     return twin
 
 
-def _idle() -> dict[str, Any]:
-    """The attributes of a loader that is not being iterated."""
-    names = ("live", "loading", "next", "position", "turn")
-    none = {f"_prefetch_{name}": None for name in names}
-    return {**none, "_prefetch_sampler": ResumableSampler(_NO_ORDER, None), "_prefetch_wanted": _everything}
-
-
-def _everything() -> float:
-    return inf
-
-
-def _leave(source: Any, sampler: ResumableSampler, position: Position) -> None:
-    """Let go of an iterator: end its worker processes, and put back what its sampler drew ahead."""
+def _leave(source: Any, order: ResumableOrder | None, threaded: ThreadedDataset | None, position: Position) -> None:
+    """Let go of an iterator: end its processes and threads, and put back what its sampler drew ahead."""
     end_workers(source)
-    sampler.put_back(position)
+    if threaded is not None:
+        threaded.close()
+    if order is not None:
+        order.put_back(position)
 
 
 def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader[Any]]:

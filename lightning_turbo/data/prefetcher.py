@@ -1,378 +1,345 @@
-"""``BackgroundIterator``: one background thread over any iterator, on ``prefetch_generator.BackgroundGenerator``."""
+"""``PrefetchIterator``: one background thread over any iterator, on ``prefetch_generator.BackgroundGenerator``."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
-import re
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo._checks import check_count
-from lightning_turbo._pytree import addresses_in, copy_batch
-from lightning_turbo._random import changed_generators, shared_state
-from lightning_turbo.data.pending import Pending
+from lightning_turbo._random import GeneratorWatch, generators_at, shared_state
+from lightning_turbo.data.resume import Position
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
-__all__ = ["BackgroundIterator", "LoadProfile", "Record"]
+__all__ = ["LoadProfile", "LoadingLock", "PrefetchIterator", "is_loading", "load_in_this_thread"]
 
-# Seconds. How long closing waits for the item that the thread is making.
-PATIENCE = 20.0
-# Seconds. A batch that is loaded faster than this is loaded where it is asked for: to hand it over from a thread costs
-# 0.1 to 0.4 ms.
-WORTH = 5e-4
-# Seconds. How long the thread waits for a worker process before it looks whether anybody still wants the batch.
-SLICE = 0.1
+# Seconds. How long close() waits for the batch that the thread is making.
+JOIN_TIMEOUT = 20.0
+# Seconds. How long a load or a fork waits for dataset code that runs in another thread.
+LOCK_TIMEOUT = 30.0
+# Seconds. How long the thread waits for a worker process before it looks whether it is to end.
+POLL_INTERVAL = 0.1
+# Seconds. Batches that are loaded faster than this are loaded by the calling thread: to pass one from thread to thread
+# costs 0.1 to 0.4 ms.
+MIN_BATCH_SECONDS = 5e-4
 ENDED = (
     "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used it. "
     "Call iter() on the loader again."
 )
-# By whether worker processes load: what draws from the global RNGs, and what to do.
-ADVICE = {
-    False: (
-        "Loading a batch",
-        "Use num_workers=1 (a process has generators of its own), or draw from a generator of the dataset.",
-    ),
-    True: ("Drawing the indices of a batch", "Give the sampler a generator of its own."),
-}
-OPEN_FILES = (
-    " Each tensor of a batch from a worker process holds an open file, and prefetch_batches batches are kept ready: "
-    "lower prefetch_batches, or call torch.multiprocessing.set_sharing_strategy('file_system')."
-)
-OF_A_THREAD = (
-    " If the dataset holds something that belongs to the thread that made it (a database connection, an event loop, a "
-    "signal handler, threading.local), make that in the thread that asks for a sample, or take num_workers=1 or a "
-    "plain DataLoader."
-)
-# Whether worker processes load, a pattern in the text of an error, and what to say before and after that.
-HINTS = (
-    (True, "Too many open files|ancdata", "", OPEN_FILES),
-    (False, "thread", "In the background thread, which loads batches for prefetching: ", OF_A_THREAD),
-)
 
 
-class Record(NamedTuple):
-    """What crosses the queue: an item with the state of the source after it, an error, or the end."""
-
-    item: Any = None
-    state: Any = None
-    error: BaseException | None = None
-    end: bool = False
-
-    @property
-    def last(self) -> bool:
-        """Whether it holds no item: nothing is taken from the source after it."""
-        return self.end or self.error is not None
-
-    def then(self, change: Callable[[Any], Any], caught: type[BaseException] = BaseException) -> Record:
-        """Return the record of what ``change`` makes of the item, or of its error; one without an item stays."""
-        if self.last:
-            return self
-        try:
-            return self._replace(item=change(self.item))
-        except StopIteration:
-            return Record(end=True)
-        except caught as error:
-            return self._replace(item=None, error=error)
+class _Here(threading.local):
+    loads = 0  # loads of ours that are under way in this thread, one inside another
 
 
-class LoadProfile:
-    """What the first batches of a loader showed. One object for each loader, so that it is found out once.
+_here = _Here()
+_locks: weakref.WeakSet[LoadingLock] = weakref.WeakSet()
 
-    Attributes:
-        workers: Whether worker processes load, so that only a sampler can draw here.
-        draws: Whether loading draws from the global RNGs; ``None`` before the second batch. Such a loader stays in the
-            asking thread: in another one, the numbers would depend on timing.
-        repeats: Whether batches come in the same memory again and again, so that each has to be copied.
-        slow: Whether batches take ``WORTH`` seconds or more, so that a thread pays.
-        alone: Whether the samples of a batch have to be loaded by one thread; ``None`` before the first batch.
+
+def is_loading() -> bool:
+    """Whether the calling thread is a prefetching one, or loads a batch at this moment."""
+    return _here.loads > 0
+
+
+def load_in_this_thread() -> None:
+    """Mark the calling thread as a prefetching one: a loader that it iterates starts no other."""
+    _here.loads = 1
+
+
+class LoadingLock:
+    """Held while dataset code runs for a loader, and while the process forks.
+
+    Loaders with one thread share ``TURNS``, so that dataset code never runs in two of their threads at once, whatever
+    files and readers their datasets share. A loader with several threads has a lock of its own: its dataset was
+    declared safe for threads, and only forks wait for it, so that no process is born with a lock of the dataset held.
+    A thread may enter a lock again that it holds. Nobody waits for ever, as a stream may never return.
     """
 
     def __init__(self) -> None:
-        self.draws: bool | None = None
-        self.alone: bool | None = None
-        self.workers = self.repeats = self.slow = False
-        self._batches, self._seconds = 0, 0.0
+        self._lock = threading.RLock()
+        _locks.add(self)
 
-    @property
-    def pays(self) -> bool:
-        """Whether a thread may load, and something is gained by it."""
-        return self.draws is False and self.slow
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT):
+            warnings.warn(
+                f"A loader or a fork waited {LOCK_TIMEOUT:g} s for the batch that another thread loads, and goes on "
+                "beside it. Load that dataset with num_workers=1 if the two share a file or a lock.",
+                TurboWarning,
+                stacklevel=2,
+            )
+        _here.loads += 1
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether a thread may load and nothing is gained by it, because nobody waits for a batch."""
-        return self.draws is False and not self.slow
+    def __exit__(self, *error: object) -> None:
+        _here.loads -= 1
+        with contextlib.suppress(RuntimeError):  # of a thread that waited in vain, and does not hold it
+            self._lock.release()
 
-    def measure(self, seconds: float) -> None:
-        """Count a batch that took so many seconds in the asking thread."""
-        self._batches += 1
-        self._seconds += seconds
-        # The first few have to be clearly slow: caches are cold then, and one number says little.
-        self.slow = self.slow or self._seconds >= WORTH * max(self._batches, 4)
+    def renew(self) -> None:
+        """Begin afresh in a forked child, where the threads of the parent do not exist."""
+        self._lock = threading.RLock()
 
-    def decide(self, drew: list[str]) -> None:
+
+TURNS = LoadingLock()
+
+
+def _before_fork() -> None:
+    for lock in list(_locks):
+        lock.__enter__()
+
+
+def _after_fork_in_parent() -> None:
+    for lock in list(_locks):
+        lock.__exit__()
+
+
+def _after_fork_in_child() -> None:
+    _here.loads = 0
+    for lock in list(_locks):
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+class LoadProfile:
+    """What the second batch of a loader showed. One object for each loader, so that it is found out, and told, once.
+
+    Attributes:
+        uses_rng: Whether loading draws from generators whose numbers would depend on timing in a background thread;
+            ``None`` before the second batch.
+    """
+
+    def __init__(self) -> None:
+        self.uses_rng: bool | None = None
+
+    def decide(self, drew: list[str], workers: bool) -> None:
         """Decide, for good, whether a thread may load."""
-        self.draws = bool(drew)
+        self.uses_rng = bool(drew)
         if not drew:
             return
-        what, remedy = ADVICE[self.workers]
+        what = "Drawing the indices of a batch" if workers else "Loading a batch"
+        advice = (
+            "Give the sampler a generator of its own."
+            if workers
+            else "Use num_workers=1 (a process has generators of its own), or draw from a generator that is made for "
+            "each sample."
+        )
         warnings.warn(
-            f"{what} draws from the global RNG of {' and '.join(drew)}, which the model may use too: in a background "
-            "thread the numbers would depend on timing, whatever the seed. Batches are loaded in the training thread "
-            f"instead, as by a plain DataLoader, with nothing gained. {remedy}",
+            f"{what} draws from {' and '.join(drew)}: in a background thread the numbers would depend on timing, "
+            "whatever the seed. Batches are loaded in the training thread instead, as by a plain DataLoader, with "
+            f"nothing gained. {advice}",
             NoEffectWarning,
             stacklevel=2,
         )
 
 
-def _nothing() -> None:
-    """Do nothing: what a loader has no need of."""
+class _PrefetchThread:
+    """The source of a ``PrefetchIterator``, and the thread that takes batches from it.
 
-
-class _Loading:
-    """The source and its thread: what the thread and the finalizer may hold without keeping the iterator alive.
-
-    ``stopping`` ends the thread after the item that it is making; with ``dropped``, nobody wants what it has ready,
-    and it disposes of the source itself. ``ahead`` items are begun before the first of them is finished, for a source
-    that gives ``Pending`` ones, and ``rest`` ends the threads behind those. ``snapshot`` is called after each item, and
-    ``dispose`` once, when the source is done with; ``turn`` is held while an item is taken.
+    The iterator starts the thread after its second batch. The thread ends with the source, after an error (whoever
+    keeps the error keeps the iterator), after ``limit`` batches, and on ``close``. It knows nothing of the iterator,
+    whose end closes it. Always: one thread at a time takes from the source, in order, and at most ``depth`` batches and
+    one in preparation wait. Items are lists ``[batch, error, state]``, which their taker empties, as
+    ``BackgroundGenerator`` holds on to the item that it passed on last.
     """
 
     def __init__(
         self,
         source: Iterator[Any],
-        profile: LoadProfile,
         depth: int,
-        *,
-        ahead: int = 0,
-        rest: Callable[[], None] = _nothing,
-        snapshot: Callable[[], Any] = _nothing,
-        dispose: Callable[[], None] = _nothing,
-        turn: Any = None,
-        skip: int = 0,
+        lock: LoadingLock,
+        limit: float,
+        snapshot: Callable[[], Any] | None,
+        on_close: Callable[[], None] | None,
     ) -> None:
         self.source: Any = source
         self.has_workers = hasattr(source, "_try_get_data")  # torch's own iterator, of those over worker processes
-        self.profile, self.depth, self.ahead, self.skip = profile, depth, ahead, skip
-        self.rest, self.snapshot, self.dispose = rest, snapshot, dispose
-        self.turn = turn or contextlib.nullcontext()
+        # While worker processes load, no dataset code runs in this process.
+        self.lock: Any = contextlib.nullcontext() if self.has_workers else lock
+        self.limit, self.snapshot, self.on_close = limit, snapshot, on_close
         self.stages: list[Callable[[Any], Any]] = []
-        self.process = os.getpid()
         self.taken = 0
+        self.process = os.getpid()
         self.thread: Any = None
-        self.stopping = threading.Event()
-        self.dropped = False
+        self.stop = threading.Event()
+        self.room = threading.Semaphore(depth + 1)
 
-    def load_here(self) -> Record:
-        """Load one item in the calling thread; never raises."""
-        record = self._fetch(self._next).then(self._finish)
-        elsewhere = self.profile.workers or self.ahead  # in a worker process, or a thread of a pool
-        return _explain(record, self.profile.workers) if elsewhere else record
-
-    def _fetch(self, next_item: Callable[[], Any]) -> Record:
+    def load(self, take: Callable[[], Any]) -> list[Any]:
+        """Load one batch in the calling thread; never raises."""
         self.taken += 1
         try:
-            with self.turn:
-                while self.skip:
-                    self.skip -= 1
-                    next_item()
-                item = next_item()
-                if self.profile.repeats:
-                    item = copy_batch(item)
-            return Record(item, self.snapshot())
-        except StopIteration:
-            return Record(end=True)
+            with self.lock:
+                batch = take()
+                state = None if self.snapshot is None else self.snapshot()
+            for stage in self.stages:
+                batch = stage(batch)
+            return [batch, None, state]
+        except StopIteration as error:
+            return [None, error, None if self.snapshot is None else self.snapshot()]
         except BaseException as error:
-            return Record(error=error)
+            return [None, error, None]
 
-    def _finish(self, item: Any) -> Any:
-        item = item.result() if isinstance(item, Pending) else item
-        for stage in self.stages:
-            item = stage(item)
-        return item
-
-    def start(self, limit: float) -> None:
-        """Start the thread, which takes items until so many were taken in all."""
-        self.stopping.clear()
-        self.thread = BackgroundGenerator(self._produce(ThreadState(), limit), max_prefetch=self.depth)
-        self.thread.name = f"lightning_turbo-prefetch-{id(self.thread):x}"
-
-    def _produce(self, state: ThreadState, limit: float) -> Iterator[list[Record]]:
-        """Yield records, each in a list that its taker empties: the thread holds on to what it was given last."""
-        state.enter()
-        coming = self._fetch_all(limit)
-        begun = deque(itertools.islice(coming, self.ahead + 1))
-        while begun and not self.dropped:  # then nobody makes room for it
-            yield [_explain(begun.popleft().then(self._finish), self.profile.workers)]
-            begun.extend(itertools.islice(coming, 1))
-        self.rest()
-        if self.dropped:
-            _empty(self.thread)  # so that there is room for the mark at the end, for which nobody waits
-            self.let_go()
-
-    def _fetch_all(self, limit: float) -> Iterator[Record]:
-        """Fetch records up to the last of the source, until so many were taken in all or the thread is stopped."""
-        next_item, last = self._wait_for_workers if self.has_workers else self._next, False
-        while not last and self.taken < limit and not self.stopping.is_set():
-            box = [self._fetch(next_item)]
-            last = box[0].last
-            yield box.pop()  # which is kept by nobody here
-
-    def _next(self) -> Any:
-        """Take an item, unless somebody, such as a Trainer, has ended the worker processes of torch's iterator.
+    def take(self) -> Any:
+        """Take a batch from the source, unless somebody else has ended the worker processes of torch's iterator.
 
         It would leave out the batches that they had not sent yet, and return a later one or end before its time.
         """
         try:
-            item = next(self.source)
+            batch = next(self.source)
         except Exception as error:
-            ends = isinstance(error, StopIteration)
-            if self._are_workers_ended() and (self.source._persistent_workers or not ends):
+            at_the_end = isinstance(error, StopIteration)
+            if self.has_workers and self.source._shutdown and (self.source._persistent_workers or not at_the_end):
                 raise RuntimeError(ENDED) from error
             raise
-        if self._are_workers_ended():
+        if self.has_workers and self.source._shutdown:
             raise RuntimeError(ENDED)
-        return item
+        return batch
 
-    def _are_workers_ended(self) -> bool:
-        return self.has_workers and self.source._shutdown
+    def _take_in_slices(self) -> Any:
+        """Take a batch of worker processes, in waits that end by themselves.
 
-    def _wait_for_workers(self) -> Any:
-        """Take an item in the thread, while another one may end the worker processes.
-
-        Left to itself the wait would never end. A wait that times out takes nothing, and torch looks for dead processes
-        each time.
+        A wait that times out takes nothing, and torch looks for dead processes each time. Left to itself it would not
+        see that this iterator is closed.
         """
         source = self.source
-        own, source._timeout = source._timeout, SLICE
+        own, source._timeout = source._timeout, POLL_INTERVAL
         try:
             while True:
                 try:
-                    return self._next()
+                    return self.take()
                 except Exception as error:
-                    if not self._waits_on_after(error):
+                    if not self._only_timed_out(error):
                         raise
         finally:
             source._timeout = own
 
-    def _waits_on_after(self, error: Exception) -> bool:
-        """Whether a wait for a worker process only timed out; raises an error that names what happened to it."""
-        late = str(error).startswith("DataLoader timed out after")
-        if late and self.dropped:
-            raise StopIteration
-        dead = _dead_workers(self.source) if isinstance(error, (OSError, EOFError)) else ""
-        if dead:
+    def _only_timed_out(self, error: Exception) -> bool:
+        if isinstance(error, (OSError, EOFError)) and (dead := _dead_workers(self.source)):
             raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
-        return late
+        return str(error).startswith("DataLoader timed out after") and not self.stop.is_set()
 
-    def get(self, timeout: float | None) -> Record | None:
-        """Wait for a record of the thread; ``None`` if there is no thread, or it has ended."""
-        if self.thread is None:
-            return None
+    def start(self) -> None:
+        """Start the thread, in the modes of the calling one."""
+        self.thread = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
+        self.thread.name = f"lightning_turbo-prefetch-{id(self.thread):x}"
+
+    def _items(self, modes: ThreadState) -> Iterator[list[Any]]:
+        modes.enter()
+        load_in_this_thread()
+        if self.has_workers and self.stages:
+            # As in torch's own thread that pins memory: a copy is not to take all cores. Dataset code in this thread
+            # keeps the number of the calling thread, on which sums depend.
+            torch.set_num_threads(1)
+        take = self._take_in_slices if self.has_workers else self.take
         try:
-            going, box = self.thread.queue.get(timeout=timeout)
+            while self.taken < self.limit:
+                self.room.acquire()
+                if self.stop.is_set():
+                    return
+                box = self.load(take)
+                last = box[1] is not None
+                yield box
+                if last:
+                    return
+        finally:
+            if self.stop.is_set():
+                self._release()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a thread, or what it has left."""
+        return self.thread is not None
+
+    def get(self, timeout: float | None) -> list[Any] | None:
+        """Return the next item of the thread; ``None`` once it has ended and all of them were returned."""
+        try:
+            success, box = self.thread.queue.get(timeout=timeout)
         except queue.Empty:
             raise RuntimeError(f"DataLoader timed out after {timeout} seconds") from None
-        if going:
-            return box.pop()
-        self.thread.join()
-        self.thread = None
-        return None
+        self.room.release()
+        if not success or box[1] is not None:  # then the thread ends
+            self.thread.join()
+            self.thread = None
+        return box if success else None
 
     def ready(self) -> bool:
-        """Tell whether the thread has a record ready."""
+        """Tell whether ``get`` would return an item at once."""
         with self.thread.queue.mutex:
             return bool(self.thread.queue.queue) and self.thread.queue.queue[0][0] is True
 
-    def park(self) -> tuple[list[Record], bool]:
-        """End the thread; return what it had ready, in order, and whether it has ended.
-
-        If it has not, it is still at work on an item, and ``get`` gives the rest.
-        """
-        self.stopping.set()
-        kept: list[Record] = []
-        with contextlib.suppress(RuntimeError):  # of get, when its time is over
-            while (record := self.get(PATIENCE)) is not None:
-                kept.append(record)
-        return kept, self.thread is None
-
-    def end(self) -> None:
-        """End the thread and dispose of the source. May be called twice, by the collector, and in a forked child."""
+    def close(self) -> None:
+        """End the thread, then release the source. May be called twice, by the collector, and in a forked child."""
         if self.process != os.getpid():
             return
-        self.dropped = True
-        self.stopping.set()
-        if not self._is_running():
-            self.let_go()
-        elif self.thread is not threading.current_thread():  # which may hold the lock of its own queue
-            _empty(self.thread)
-            # The collector may run in another prefetching thread, which the one that ends may wait for.
-            if not isinstance(threading.current_thread(), BackgroundGenerator) and not self.join():
-                warnings.warn(
-                    f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "
-                    f"{PATIENCE:g} s. It ends after that item.",
-                    TurboWarning,
-                    stacklevel=2,
-                )
-
-    def let_go(self) -> None:
-        """Release the source. Once nobody is in it any more."""
-        dispose, self.dispose, self.snapshot = self.dispose, _nothing, _nothing
-        self.source, self.stages = iter(()), []
-        self.rest()
-        dispose()
-
-    def join(self) -> bool:
-        """Wait for a thread that was told to end, perhaps by the garbage collector; return whether it has."""
+        self.stop.set()
+        self.room.release()
         if self.thread is not None:
-            self.thread.join(PATIENCE)
-        ended = not self._is_running()
-        if ended and self.dropped:
-            self.let_go()
-        return ended
+            # The collector may run in a prefetching thread, perhaps this one, or while a batch is loaded: to wait there
+            # could be for ever. The thread then releases the source by itself.
+            if not is_loading():
+                self.thread.join(JOIN_TIMEOUT)
+            if self.thread.is_alive():
+                if not is_loading():
+                    warnings.warn(
+                        f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "
+                        f"{JOIN_TIMEOUT:g} s. It ends after that item.",
+                        TurboWarning,
+                        stacklevel=2,
+                    )
+                return
+        self._release()
 
-    def _is_running(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
+    def _release(self) -> None:
+        on_close, self.on_close, self.snapshot = self.on_close, None, None
+        self.source, self.stages = iter(()), []
+        if on_close is not None:
+            on_close()
 
 
-class BackgroundIterator(Iterator[Any]):
+class PrefetchIterator(Iterator[Any]):
     """Iterate over ``source`` in a background thread that keeps some items ready.
 
-    The first two items are taken in the thread that asks for them: seeds that a sampler draws at its start come then
-    from the same place as without this class, and a source that draws from the global RNGs again is found out and stays
-    there, with a ``NoEffectWarning``. So does one whose items take less than half a millisecond, with nothing to gain.
-    Otherwise a thread takes all others ahead. It ends with the source, on ``close``, when this object is collected, and
-    when the interpreter ends.
+    The calling thread takes the first two items: seeds that a sampler draws at its start come then from the same place
+    as without this class, and a source that draws from the global RNGs again is found out and stays there, with a
+    ``NoEffectWarning``. So does one whose items take less than half a millisecond, with nothing to gain, and one that
+    is iterated by a prefetching thread. Otherwise a thread takes all others ahead. It ends with the source, on
+    ``close``, when this object is collected, and when the interpreter ends.
 
     Errors of the source, ``KeyboardInterrupt`` and ``SystemExit`` among them, are raised here, at the item where they
     happened, with their own traceback. The thread takes over grad mode, inference mode and autocast from the thread
-    that takes the first item.
+    that takes the second item.
 
     Args:
         source: Any iterator. Nobody else may use it meanwhile.
         prefetch_batches: How many items to keep ready, 1 or more; one more is in preparation.
+        transfer: A ``DeviceTransfer`` that moves each item to a device; ``None`` for items as they are.
+        timeout: How long to wait for an item, in seconds; 0 for as long as it takes.
+        limit: How many items are taken ahead in all, at most.
+        position: Where the count of items is kept; ``None`` for one of its own.
         profile: What is known of the source, if anything is.
-        wanted: How many items will be asked for at most. No more than these are taken ahead.
-        timeout: How long to wait for an item that is asked for, in seconds; 0 for as long as it takes.
-        **settings: Of ``_Loading``, for the loaders of this package.
+        dataset: What the source loads from, whose random generators are looked at.
+        lock: What is held while an item is taken; ``None`` for the one that all loaders share.
+        snapshot: Called after each item; the latest result of an item that was returned is ``position.state``.
+        on_close: Called once, when the source is done with.
 
     Raises:
         TypeError: If ``source`` is not an iterator, or ``prefetch_batches`` not an integer.
         ValueError: If ``prefetch_batches`` is below 1.
 
     Example:
-        >>> squares = BackgroundIterator((n * n for n in range(4)), prefetch_batches=2)
+        >>> squares = PrefetchIterator((n * n for n in range(4)), prefetch_batches=2)
         >>> list(squares)
         [0, 1, 4, 9]
     """
@@ -382,10 +349,15 @@ class BackgroundIterator(Iterator[Any]):
         source: Iterator[Any],
         *,
         prefetch_batches: int = 8,
-        profile: LoadProfile | None = None,
-        wanted: float = float("inf"),
+        transfer: Any = None,
         timeout: float = 0,
-        **settings: Any,
+        limit: float = float("inf"),
+        position: Position | None = None,
+        profile: LoadProfile | None = None,
+        dataset: Any = None,
+        lock: LoadingLock | None = None,
+        snapshot: Callable[[], Any] | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         if not hasattr(source, "__next__"):
             raise TypeError(
@@ -393,134 +365,142 @@ class BackgroundIterator(Iterator[Any]):
                 "take PrefetchLoader.of(loader), which can be iterated again."
             )
         check_count("prefetch_batches", prefetch_batches)
+        self.thread = _PrefetchThread(source, prefetch_batches, lock or TURNS, limit, snapshot, on_close)
         self._profile = profile or LoadProfile()
-        self._loading = _Loading(source, self._profile, prefetch_batches, **settings)
-        self._wanted = wanted
+        self._dataset = dataset
         self._timeout = timeout or None
-        self._kept: deque[Record] = deque()
-        self._none_loaded_here = True
-        self._previous: Any = None
+        self.position = position or Position()
+        self.transfer: Any = None
+        self._sent: deque[tuple[Any, BaseException | None, Any]] = deque()  # items on their way to the device
+        self._loaded, self._seconds = 0, 0.0  # by the calling thread; the seconds without those of the first
         self._closed = ""
-        self.ended = False
-        self._finalizer = weakref.finalize(self, self._loading.end)
+        self._finalizer = weakref.finalize(self, self.thread.close)
+        if transfer is not None:
+            self.use(transfer)
 
-    def __iter__(self) -> BackgroundIterator:
+    def use(self, transfer: Any) -> None:
+        """Move the items to a device. Before the first of them."""
+        self.transfer = transfer
+        self.thread.stages = transfer.stages
+        transfer.begin()
+
+    def __iter__(self) -> PrefetchIterator:
         return self
 
     def __next__(self) -> Any:
         if self._closed:
             raise RuntimeError(f"This iterator cannot continue: {self._closed}.")
-        if self.ended:
+        if self.position.ended:
             raise StopIteration
-        if self._loading.process != os.getpid():
+        if self.thread.process != os.getpid():
             raise RuntimeError(
                 "A prefetching iterator does not work in a forked child of the process that made it. "
                 "Call iter() on the loader in the child."
             )
-        record = self._next_record()
-        try:
-            return self.hand_out(record)
-        finally:
-            del record  # the traceback of an error holds this frame
-
-    def hand_out(self, record: Record) -> Any:
-        """Return the item of a record, or raise its error or the end."""
-        if record.error is not None:
-            self.park()  # whoever keeps the error keeps this object
+        batch, error, state = self._take() if self.transfer is None else self._receive()
+        if error is not None:
+            self._note(error, state)
             try:
-                raise record.error
+                raise error
             finally:
-                del record  # else the traceback would hold what holds it
-        if record.end:
-            self.ended = True
+                del error  # its traceback holds this frame
+        self.position.consumed += 1
+        self.position.state = state
+        while self.transfer is not None and self._is_room():
+            self._send()
+        return batch
+
+    def _note(self, error: BaseException, state: Any) -> None:
+        """Count a batch that raises, after which the next ``next()`` continues; at the end of the source, close."""
+        if isinstance(error, StopIteration):
+            self.position.ended, self.position.state = True, state
             self._finalizer()
-            raise StopIteration
-        return record.item
-
-    def _next_record(self) -> Record:
-        return self._take()
-
-    def _take(self) -> Record:
-        """Take a record from what was kept, from the thread, or from the source itself."""
-        while True:
-            record = self._kept.popleft() if self._kept else self._loading.get(self._timeout)
-            if record is not None:
-                return record
-            if self._none_loaded_here or not self._start():
-                return self._load()
-
-    def _load(self) -> Record:
-        """Load one item in this thread, and let a thread take those after it, if there is something to gain."""
-        profile = self._profile
-        if self._none_loaded_here:
-            record = self._loading.load_here()  # which may start worker processes
-        elif profile.draws is None:
-            record = self._load_watched()
         else:
-            record = self._load_timed()
-        self._none_loaded_here = False
-        # Kept until the second item is there, as memory that was given back may be given out again.
-        self._previous = record.item if profile.draws is None else None
-        if not record.last:
-            self._start()  # so that the next item is made while this one is used
-        return record
+            self.position.consumed += 1
 
-    def _load_timed(self) -> Record:
+    def _take(self) -> list[Any]:
+        """Take an item from the thread or, where there is none, from the source."""
+        box = self.thread.get(self._timeout) if self.thread.is_started else None
+        if box is None:
+            box = self._load()
+        item = box[:]
+        box.clear()
+        return item
+
+    def _load(self) -> list[Any]:
+        """Load an item in this thread, and have another one load those after it, if there is something to gain."""
+        self._loaded += 1
         started = time.perf_counter()
-        record = self._loading.load_here()
-        self._profile.measure(time.perf_counter() - started)
-        return record
+        watched = self._loaded > 1 and self._profile.uses_rng is None
+        box = self._load_watched() if watched else self._load_noting()
+        # The first item is left out: processes start, orders are drawn, files are opened.
+        self._seconds += time.perf_counter() - started if self._loaded > 1 else 0.0
+        if box[1] is None and self._is_worth_a_thread() and self._has_more():
+            self.thread.start()
+        return box
 
-    def _load_watched(self) -> Record:
-        """Load the second item, and decide by it what a thread may do."""
-        profile, before = self._profile, shared_state()
-        record = self._load_timed()
-        profile.decide(changed_generators(before, shared_state()))
-        profile.repeats = bool(addresses_in(self._previous) & addresses_in(record.item))
-        return record._replace(item=copy_batch(record.item)) if profile.repeats else record
+    def _load_noting(self) -> list[Any]:
+        position, rng = self.position, contextlib.nullcontext()
+        if self._profile.uses_rng is not False and not self.thread.has_workers:
+            if position.next_rng is not None:
+                rng, position.next_rng = generators_at(position.next_rng), None
+            position.note(shared_state())
+        with rng:
+            return self.thread.load(self.thread.take)
 
-    def _start(self) -> bool:
-        """Start the thread if there is something to gain; tell whether there is one."""
-        if not (self._profile.pays and self._has_more()):
-            return False
-        self._loading.start(self._wanted)
-        return True
+    def _load_watched(self) -> list[Any]:
+        """Load the second item, and decide by it whether a thread may load."""
+        with GeneratorWatch(None if self.thread.has_workers else self._dataset) as watch:
+            box = self._load_noting()
+        if box[1] is None:
+            self._profile.decide(watch.drew, self.thread.has_workers)
+        return box
+
+    def _is_worth_a_thread(self) -> bool:
+        """Whether a thread may load, and something is gained by it. The first few items have to be clearly slow."""
+        slow = self._seconds >= MIN_BATCH_SECONDS * max(self._loaded, 4)
+        return self._loaded > 1 and self._profile.uses_rng is False and slow and not is_loading()
 
     def _has_more(self) -> bool:
-        """Whether more items are wanted."""
-        return self._loading.taken < self._wanted and not self._loading.dropped
+        return self.thread.taken < self.thread.limit and not self.position.ended
 
-    def start(self) -> None:
-        """Take the first items in the background too, from now on, if the source is known to be one for a thread."""
-        if self._loading.thread is None:
-            self._start()
+    def _receive(self) -> tuple[Any, BaseException | None, Any]:
+        """Take an item that was sent to the device; an error on the way is raised when the item's turn comes."""
+        if not self._sent:
+            self._send()
+        batch, error, state = self._sent.popleft()
+        if error is None:
+            try:
+                batch = self.transfer.receive(batch)
+            except BaseException as failed:
+                error = failed
+        return batch, error, state
 
-    def add_stage(self, stage: Callable[[Any], Any]) -> None:
-        """Call ``stage`` on each item in the background. Before the first item only."""
-        self._loading.stages.append(stage)
+    def _send(self) -> None:
+        batch, error, state = self._take()
+        if error is None:
+            try:
+                batch = self.transfer.send(batch)
+            except Exception as failed:
+                error = failed
+        self._sent.append((batch, error, state))
+
+    def _is_room(self) -> bool:
+        """Whether one more item can be sent to the device without waiting for it."""
+        sent, transfer = self._sent, self.transfer
+        if transfer.stream() is None or len(sent) >= transfer.prefetch_batches or (sent and sent[-1][1] is not None):
+            return False
+        return self._is_next_ready()
 
     def ready(self) -> bool:
         """Tell whether the next item can be had without waiting for the source."""
-        if self._kept:
-            return True
-        if self._loading.thread is not None:
-            return self._loading.ready()
-        return not self._none_loaded_here and self._profile.is_fast and self._has_more()
+        return bool(self._sent) or self._is_next_ready()
 
-    def park(self) -> bool:
-        """End the thread and keep what it had ready; the next ``next()`` continues, with a new thread if need be.
-
-        Returns:
-            Whether the thread has ended.
-        """
-        loading = self._loading
-        if loading.process != os.getpid():
-            return True
-        kept, ended = loading.park()
-        self._kept.extend(kept)
-        if ended:
-            loading.rest()
-        return ended
+    def _is_next_ready(self) -> bool:
+        if self.thread.is_started:
+            return self.thread.ready()
+        fast = self._loaded > 1 and self._profile.uses_rng is False and not self._is_worth_a_thread()
+        return fast and not is_loading() and self._has_more()
 
     def close(self, because: str = "it was closed") -> None:
         """End the thread and throw away what it had ready. May be called twice.
@@ -531,9 +511,9 @@ class BackgroundIterator(Iterator[Any]):
         Warns:
             TurboWarning: If the source does not come back from its ``next()`` in time; the thread then ends later.
         """
-        if not self.ended:
+        if not self.position.ended:
             self._closed = because
-        self._kept.clear()
+        self._sent.clear()
         self._finalizer()
 
 
@@ -545,29 +525,3 @@ def _dead_workers(source: Any, patience: float = 1.0) -> str:
         if dead or time.monotonic() >= end:
             return ", ".join(dead)
         time.sleep(0.01)
-
-
-def _empty(thread: Any) -> None:
-    """Throw away what a thread has ready."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            _, box = thread.queue.get_nowait()
-            if isinstance(box, list):
-                box.clear()
-
-
-def _explain(record: Record, workers: bool) -> Record:
-    """Add to an error what prefetching has to do with it, where it has."""
-    error = record.error
-    for with_workers, words, before, after in HINTS:
-        if isinstance(error, Exception) and workers == with_workers and re.search(words, str(error)):
-            _add(error, before, after)
-    return record
-
-
-def _add(error: Exception, before: str, after: str) -> None:
-    """Add to the text of an error, where its class lets us."""
-    if len(error.args) == 1:
-        error.args = (f"{before}{str(error).rstrip('.')}.{after}",)
-    elif isinstance(error, OSError):
-        error.strerror = f"{error.strerror}.{after}"

@@ -261,7 +261,7 @@ class SeededDataset(Dataset[Any]):
         _check_key(key)
         seed, epoch, dataset = self._seeder.seed, key.epoch, self._seeded_dataset
         with _put_back():
-            if _loads_batches(dataset):
+            if loads_batches(dataset):
                 seed("sample", epoch, _first_index(key))
                 return key, dataset.__getitems__(list(key))
             samples = []
@@ -381,7 +381,7 @@ def _first_index(item: Any) -> int:
     return next(iter([operator.index(index) for index in item]), -1)
 
 
-def _loads_batches(dataset: Any) -> bool:
+def loads_batches(dataset: Any) -> bool:
     """Whether ``dataset`` loads a batch in one call; a ``Subset`` does if what it is a part of does."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset

@@ -13,7 +13,7 @@ from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
 from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.position import end_workers, generators_of
+from lightning_turbo.data.resume import end_workers, generators_of
 
 __all__ = ["WorkerRow", "WorkerTuning", "tune_workers"]
 

@@ -28,7 +28,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.contents import Contents
 from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader, lock_of, with_workers
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, with_workers
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
 from lightning_turbo.data.tune_workers import tune_workers
 from lightning_turbo.errors import NoEffectWarning
@@ -191,10 +191,8 @@ def _add_prefetching(datamodule: Any, loaders: Any, name: str) -> Any:
         if seeds is not None and not isinstance(loader.dataset, SeededDataset):
             loader = seed_samples(loader, seeds)
         twin = _convert(datamodule, loader, place, transfer)
-        # Lightning records attributes that are set; these cannot be copied.
-        vars(twin)["_prefetch_turn"] = lock_of(datamodule)
         if trainer is not None:
-            vars(twin)["_prefetch_wanted"] = functools.partial(_wanted, weakref.ref(trainer), *place)
+            twin.limit_batches(functools.partial(_wanted, weakref.ref(trainer), *place))
             if isinstance(twin.dataset, SeededDataset):  # also one that is made again for each epoch begins here
                 getattr(twin, index_sampler_name(twin)).epoch = trainer.current_epoch
         return twin

@@ -127,7 +127,7 @@ def list_candidates(cores: int) -> list[Candidate]:
     counts = [count for count in (1, 2, 4, 8) if count <= cores]
     half = str(max(1, cores // 2))
     threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
-    ahead = {"LoaderSettings": {"prefetch": True}, "PrefetchNextEpoch": {}}
+    ahead = {"LoaderSettings": {"prefetch": True}}
     channels_last = {"MemoryFormat": {"memory_format": "channels_last"}}
     graphs = {"compile": {"what": "network", "mode": "reduce-overhead"}}
     lean = ("computing", "own strategy", "Lightning 2.6", "short step")

@@ -204,29 +204,3 @@ def test_worker_processes_end_with_the_loader_that_they_served(base, strategy):
             accelerator="gpu", strategy=strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1, callbacks=[count]
         ).fit(Module(), datamodule=Reloaded())
     assert count.processes == [2] * 4
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_that_is_begun_early_has_the_same_batches_and_pinned_ones(workers):
-    def epochs(early):
-        torch.manual_seed(0)
-        loader = PrefetchLoader(Numbered(), batch_size=8, shuffle=True, num_workers=workers)
-        device = DevicePrefetcher(loader, DEVICE, min_bytes=0)
-        seen = []
-        for epoch in range(3):
-            for index, (data, number) in enumerate(device):
-                assert data.device == torch.device(DEVICE)
-                seen.append((data.double().mean(1).tolist(), number.tolist()))
-                if early and index == 7 and epoch < 2:
-                    assert device.start_next_epoch()
-                    begun = loader._prefetch_next
-                    deadline = time.monotonic() + 60
-                    while workers == 0 and not begun.ready():
-                        assert time.monotonic() < deadline
-                        time.sleep(0.01)
-                    if workers == 0:
-                        assert begun._loading.thread.queue.queue[0][1][0].item[0].is_pinned()
-        device.close()
-        return seen
-
-    assert epochs(early=True) == epochs(early=False)

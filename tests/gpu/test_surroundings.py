@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import DevicePrefetcher, Doctor, drop_bias_before_norm
 from lightning_turbo._lightning import LightningModule
-from lightning_turbo.data import BackgroundIterator
+from lightning_turbo.data import PrefetchIterator
 from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def test_a_loader_in_another_thread_works_on_the_stream_of_the_loop():
             yield x + n
 
     with torch.cuda.stream(own):
-        sums = [batch.sum() for batch in BackgroundIterator(made())]
+        sums = [batch.sum() for batch in PrefetchIterator(made())]
     own.synchronize()
     assert [float(total) for total in sums] == [(20.0 + n) * (1 << 22) for n in range(12)]
     assert {stream for _, stream in streams} == {own}

@@ -16,7 +16,7 @@ from lightning_turbo.data import prefetcher
 from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 
-prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
+prefetcher.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
 LEVELS = ("O0", "O2")
 EPOCHS, SAMPLES, JOINT = 2, 64, 8
 

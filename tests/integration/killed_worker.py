@@ -28,7 +28,7 @@ from tests.trainers import quiet_trainer
 from tests.unit.data.samples import Rows, seeded
 from tests.versions import unpickling
 
-prefetcher.WORTH = 0.0  # these samples load fast, and are to be loaded in the background all the same
+prefetcher.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
 EPOCHS, SAMPLES, BATCH, WINDOW = 4, 96, 4, 2
 STEPS_OF_AN_EPOCH = SAMPLES // (2 * BATCH * WINDOW)
 STEPS = EPOCHS * STEPS_OF_AN_EPOCH

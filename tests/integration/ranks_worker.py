@@ -27,7 +27,6 @@ from lightning_turbo import (
     EffectiveBatchSize,
     ExactAccumulation,
     PrefetchLoader,
-    PrefetchNextEpoch,
     TurboDDPStrategy,
 )
 from lightning_turbo._distributed import gather_for_checkpoint
@@ -266,7 +265,7 @@ def own_orders(folder):
         loader = PrefetchLoader(SAMPLES, batch_size=4, shuffle=True, generator=generator)
         train(
             model, loader, step and folder / f"own-step={step}.ckpt", strategy="turbo_ddp", max_epochs=2,
-            enable_checkpointing=True, use_distributed_sampler=False, callbacks=[saves, PrefetchNextEpoch()],
+            enable_checkpointing=True, use_distributed_sampler=False, callbacks=[saves],
         )  # fmt: skip
         yield f"own_orders.{step}", {"module": model.state_dict(), "seen": model.seen}
 
@@ -331,7 +330,7 @@ def lean(folder):
 
 def main():
     torch.set_num_threads(1)
-    prefetcher.WORTH = 0.0  # every prefetching loader gets a thread, fast as it is
+    prefetcher.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, fast as it is
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1])
     for job in sys.argv[2:]:

@@ -53,7 +53,6 @@ TABLE = [
     ("callbacks", "ExactResume", {}, {}),
     ("callbacks", "FusedOptimizers", {}, {}),
     ("callbacks", "LoaderSettings", LOADING, {"settings": LOADING}),
-    ("callbacks", "PrefetchNextEpoch", {}, {}),
     ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
     ("plugins", "ApexAMP", {"dtype": "torch.float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
     ("plugins", "AmpCheckpointIO", {"checkpoint_io": ASYNC}, {"checkpoint_io.__class__": AsyncCheckpointIO}),

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
+from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.callbacks.exact_resume import KEY
 from tests.integration.noting import EACH_STRATEGY, Save
 from tests.trainers import quiet_trainer
@@ -75,7 +75,6 @@ def plain(make):
 KINDS = {
     "datamodule": (lambda: {"datamodule": Data()}, "auto", ()),
     "datamodule, turbo": (lambda: {"datamodule": Data()}, "turbo", ()),
-    "datamodule, next epoch early": (lambda: {"datamodule": Data()}, "auto", (PrefetchNextEpoch,)),
     "prefetch loader, turbo": (plain(PrefetchLoader), "turbo", ()),
     "prefetch loader, callback": (plain(PrefetchLoader), "auto", (ExactResume,)),
     "plain loader, turbo": (plain(DataLoader), "turbo", ()),

@@ -39,11 +39,11 @@ def test_all_loaders_give_the_same_batches():
 def test_a_generator_gives_the_same_items():
     first = run("@background")["batches"]
     assert len(first) == 5
-    assert run("BackgroundIterator(")["batches"] == first
+    assert run("PrefetchIterator(")["batches"] == first
 
 
 def test_no_block_is_left_untried():
     tried = ("amp.initialize", "ApexAMP(", "class DataLoaderX", "PrefetchLoader(range", "@background",
-             "BackgroundIterator(", "class Numbers", "DevicePrefetcher(")  # fmt: skip
+             "PrefetchIterator(", "class Numbers", "DevicePrefetcher(")  # fmt: skip
     assert [sum(needle in block for needle in tried) for block in BLOCKS] == [1] * len(tried)
     assert run("DevicePrefetcher(")["target"].tolist() == [4, 5, 6, 7]

@@ -100,7 +100,7 @@ def test_it_learns_and_a_resumed_run_equals_one_that_never_stopped(command):
 
 OWN = {
     "ApexAMP", "DropBiasBeforeNorm", "ExactAccumulation", "FastVolumes", "GradToNone", "MemoryFormat",
-    "PrefetchNextEpoch", "SliceImages",
+    "SliceImages",
 }  # fmt: skip
 
 

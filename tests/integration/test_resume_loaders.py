@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo import PrefetchDataModule, PrefetchLoader, PrefetchNextEpoch
+from lightning_turbo import PrefetchDataModule, PrefetchLoader
 from lightning_turbo.data.loader import prefetching
 from tests.integration.noting import EACH_STRATEGY, Save, gives
 from tests.trainers import quiet_trainer
@@ -87,9 +87,6 @@ LOADERS = {
     "single": lambda cls: cls(Own(), 8),
 }
 IN_A_STEP = ["shuffled", "workers", "two", "unequal", "stream", "distributed"]
-WITH_STATES = [
-    pytest.param(name, id=name, marks=BEGINS_ONCE) if name in ("own", "single") else name for name in LOADERS
-]
 
 
 class Model(LightningModule):
@@ -171,14 +168,14 @@ def early(hook):
 
 
 @matrix(
-    ("kind", "batches", "hook", "strategy"), ["plain", "next epoch early", "stateful"], [2, 4, 6],
+    ("kind", "batches", "hook", "strategy"), ["plain", "workers"], [2, 4, 6],
     ["configure_optimizers", "on_fit_start", "setup"], STRATEGIES,
 )  # fmt: skip
 def test_loaders_that_are_set_up_early(kind, batches, hook, strategy, tmp_path):
-    base, cls = sides(strategy, StatefulDataLoader) if kind == "stateful" else (PrefetchDataModule, DataLoader)
+    base, cls = sides(strategy) if kind == "workers" else (PrefetchDataModule, DataLoader)
     check(
-        lambda: loader(8, 1, cls), base, tmp_path / "c", batches, strategy=strategy, model=early(hook),
-        callbacks=[PrefetchNextEpoch] if kind == "next epoch early" else [],
+        lambda: loader(8, 1, cls, num_workers=int(kind == "workers")), base, tmp_path / "c", batches,
+        strategy=strategy, model=early(hook),
     )  # fmt: skip
 
 
@@ -242,29 +239,23 @@ STOPS = [
 ]
 
 
-@matrix(("name", "stops", "strategy"), WITH_STATES, STOPS, STRATEGIES)
-def test_loaders_with_a_state_of_their_own(name, stops, strategy, tmp_path):
-    base, cls = sides(strategy, StatefulDataLoader)
-    epochs = 12 if name == "single" else 3
-    check_stops(lambda: LOADERS[name](cls), base, stops, tmp_path, max_epochs=epochs, strategy=strategy)
+@matrix(("name", "stops", "strategy"), [name for name in LOADERS if name not in ("own", "single")], STOPS, STRATEGIES)
+def test_runs_that_are_stopped_again_and_again(name, stops, strategy, tmp_path):
+    base, cls = sides(strategy)
+    check_stops(lambda: LOADERS[name](cls), base, stops, tmp_path, strategy=strategy)
 
 
 @BEGINS_ONCE
 @pytest.mark.parametrize(("name", "stops", "settings"), [
     ("shuffled", [(4, "on_train_epoch_end")], {"max_epochs": -1, "max_steps": 11}),
     ("workers", [(4, "on_before_backward"), (8, "on_train_epoch_end")], {"max_epochs": -1, "max_steps": 11}),
-    ("single", [(3, "on_train_epoch_end")], {"max_epochs": 8, "limit_train_batches": 3}),
-    ("single", [(4, "on_train_epoch_end"), (6, "on_train_epoch_start")], {"max_epochs": 8, "limit_train_batches": 2}),
-    ("own", [(3, "on_after_backward"), (4, "on_before_backward")], {"max_epochs": 4, "limit_train_batches": 2}),
     ("stream", [(8, "on_train_end")], {"max_epochs": 2}),
 ])  # fmt: skip
 def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
     """By ``max_steps`` alone, with epochs that end before or after their data do, or with nothing left to do."""
-    check_stops(lambda: LOADERS[name](StatefulDataLoader), PrefetchDataModule, stops, tmp_path, **settings)
-    if name in ("shuffled", "workers"):
-        for strategy in STRATEGIES:
-            base, cls = sides(strategy)
-            check_stops(lambda cls=cls: LOADERS[name](cls), base, stops, tmp_path, strategy=strategy, **settings)
+    for strategy in STRATEGIES:
+        base, cls = sides(strategy)
+        check_stops(lambda cls=cls: LOADERS[name](cls), base, stops, tmp_path, strategy=strategy, **settings)
 
 
 def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
@@ -285,7 +276,7 @@ def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
 def test_no_worker_is_left_by_a_loader_whose_attributes_are_kept(strategy, tmp_path):
     """As Lightning keeps them for the rest of a process in which a ``train_dataloader`` raised."""
     with _replace_dunder_methods(DataLoader):
-        test_loaders_with_a_state_of_their_own("workers", [(4, "on_train_batch_end")], strategy, tmp_path)
+        test_runs_that_are_stopped_again_and_again("workers", [(4, "on_train_batch_end")], strategy, tmp_path)
         assert not multiprocessing.active_children()
 
 

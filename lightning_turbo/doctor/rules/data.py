@@ -77,8 +77,7 @@ def _pin_memory(facts: Facts) -> Iterator[Hit]:
 @rule(
     "persistent-workers",
     "worker-tuning",
-    "DataLoader(persistent_workers=True), unless the dataset changes between epochs; the PrefetchNextEpoch callback "
-    "begins an epoch before the last one ends.",
+    "DataLoader(persistent_workers=True), unless the dataset changes between epochs.",
 )
 def _persistent_workers(facts: Facts) -> Iterator[Hit]:
     loader = facts.loader

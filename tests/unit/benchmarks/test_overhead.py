@@ -12,9 +12,7 @@ from lightning_turbo.errors import NoEffectWarning
 STEPS = 2 * EPOCH + 4
 
 
-@pytest.mark.parametrize(
-    "name", ["GradToNone", "Doctor", "ExactAccumulation, uneven batches", "EffectiveBatchSize", "PrefetchNextEpoch"]
-)
+@pytest.mark.parametrize("name", ["GradToNone", "Doctor", "ExactAccumulation, uneven batches", "EffectiveBatchSize"])
 def test_no_callback_says_that_it_changes_nothing(name):
     orders = iter([{"order": "round", "lead": 0, "steps": STEPS - 4}, {"order": "end"}])
     case = load_suite("overhead").cases[name]

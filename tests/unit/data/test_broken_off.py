@@ -129,7 +129,7 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
     ours = PrefetchLoader(Rows(), batch_size=1, threads=threads, sampler=Lazy(hook=hook))
     kept = []
     assert some(ours, 2, 0, kept) == some(plain, 2)
-    before = ours._prefetch_position.state
+    before = ours.state_dict()["own"]
     assert drawing.wait(10)
     if how == "state":
         assert torch.equal(ours.state_dict()["own"][0], before[0])

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_turbo._pytree import MOST_PARTS, holders_in, map_tensors, move_batch, tensors_in
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
-from lightning_turbo.data.epoch import Epoch
-from lightning_turbo.data.position import Position
+from lightning_turbo.data.prefetcher import PrefetchIterator
+from lightning_turbo.data.resume import Position
 from lightning_turbo.errors import NoEffectWarning
 
 META = torch.device("meta")  # a second device that every machine has
@@ -154,7 +154,7 @@ def test_the_search_behind_an_object_finds_what_tells_the_allocator_and_ends():
 
 def test_on_the_cpu_it_hands_out_the_loaders_batches():
     prefetcher = DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu")
-    assert type(iter(prefetcher)) is Epoch
+    assert type(iter(prefetcher)) is PrefetchIterator
     assert [b.tolist() for b in prefetcher] == [[0, 1], [2, 3], [4, 5]]
     batches = [one(), one()]
     assert [a is b for a, b in zip(DevicePrefetcher(batches, "cpu"), batches, strict=True)] == [True, True]
@@ -210,7 +210,7 @@ class Lane(DeviceTransfer):
 
 
 def on_lane(source, lane):
-    epoch = Epoch(iter(source), Position())
+    epoch = PrefetchIterator(iter(source), position=Position())
     epoch.use(lane)
     return epoch
 

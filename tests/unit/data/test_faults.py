@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -15,9 +14,8 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from lightning_turbo.data import BackgroundIterator, DevicePrefetcher, PrefetchLoader
+from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader
 from tests.leftovers import nothing_is_left
 from tests.unit.data.samples import Rows, holds_in_a_fork, seeded, take, values
 
@@ -160,7 +158,7 @@ def test_nested_loaders():
         return sum(batch.sum() for batch in PrefetchLoader(range(index + 1), 2, generator=seeded(index)))
 
     assert values(PrefetchLoader(Rows(6, load), 2)) == [[0, 1], [3, 6], [10, 15]]
-    twice = BackgroundIterator(iter(PrefetchLoader(range(40), 2)), prefetch_batches=1)
+    twice = PrefetchIterator(iter(PrefetchLoader(range(40), 2)), prefetch_batches=1)
     assert values(twice) == [[n, n + 1] for n in range(0, 40, 2)]
     moved = DevicePrefetcher(DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu"), "cpu", transform=lambda b: b + 1)
     assert values(moved) == [[1, 2], [3, 4], [5, 6]]
@@ -179,7 +177,7 @@ class Slow(torch.utils.data.Dataset):
         time.sleep(pause)
         return torch.randn(64, 64, generator=torch.Generator().manual_seed(index)) @ torch.ones(64, 64)
 
-pause, prefetcher.WORTH = 0.001, 0.0  # the loader gets a thread, fast as it is
+pause, prefetcher.MIN_BATCH_SECONDS = 0.001, 0.0  # the loader gets a thread, fast as it is
 loader = PrefetchLoader(Slow(), 4, **{settings})
 iterator = iter(loader)
 for _ in range(4):
@@ -235,42 +233,6 @@ def test_ctrl_c_while_waiting_for_a_batch(several):
         assert threading.active_count() == 1, threading.enumerate()
     """
     assert leave(code, threads=several) == (0, "")
-
-
-@pytest.mark.parametrize("error", [RuntimeError("received 0 items of ancdata"), OSError(24, "Too many open files")])
-def test_too_many_open_files_name_the_batches_that_are_kept(error):
-    loader = PrefetchLoader(Rows(40), 2, num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
-
-    def full(*_):
-        raise error
-
-    iterator._loading.source._process_data = full
-    with pytest.raises(type(error), match=r"lower prefetch_batches, or call torch.multiprocessing.set_sharing_stra"):
-        list(iterator)
-    loader.close()
-
-
-BOUND = [
-    RuntimeError("There is no current event loop in thread 'x'."),
-    ValueError("signal only works in main thread of the main interpreter"),
-    AttributeError("'_thread._local' object has no attribute 'values'"),
-    sqlite3.ProgrammingError("SQLite objects created in a thread can only be used in that same thread."),
-]
-
-
-@pytest.mark.parametrize("error", BOUND, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_bound_to_a_thread_is_told_that_loading_moved_to_another(error, threads):
-    def load(index):
-        if threading.current_thread() is not threading.main_thread():
-            raise error
-        return index
-
-    assert len(list(DataLoader(Rows(12, load), 2))) == 6
-    with pytest.raises(type(error), match=r"background thread, which loads batches for prefetching.*num_workers=1"):
-        list(PrefetchLoader(Rows(12, load), 2, threads=threads))
 
 
 def test_a_timeout_of_a_loader_with_workers_counts_from_when_a_batch_is_asked_for():

@@ -16,7 +16,7 @@ import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo import _random
-from lightning_turbo.data import BackgroundIterator, PrefetchLoader, prefetcher
+from lightning_turbo.data import PrefetchIterator, PrefetchLoader, prefetcher
 from lightning_turbo.data.prefetcher import LoadProfile
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -33,7 +33,7 @@ def counting(made, end=10**9):
 def for_a_thread():
     """The profile of a source that was found to be one for a thread."""
     profile = LoadProfile()
-    profile.draws, profile.slow = False, True
+    profile.uses_rng = False
     return profile
 
 
@@ -52,9 +52,9 @@ class Stalling:
 
 
 def test_what_loads_fast_is_loaded_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(prefetcher, "WORTH", 60.0)
+    monkeypatch.setattr(prefetcher, "MIN_BATCH_SECONDS", 60.0)
     who = []
-    iterator = BackgroundIterator(who.append(threading.current_thread()) or n for n in range(20))
+    iterator = PrefetchIterator(who.append(threading.current_thread()) or n for n in range(20))
     assert not iterator.ready()  # nobody knows yet
     assert [next(iterator), next(iterator)] == [0, 1]
     assert iterator.ready()
@@ -63,29 +63,12 @@ def test_what_loads_fast_is_loaded_where_it_is_asked_for(monkeypatch):
     assert set(who) == {threading.current_thread()}
 
 
-def test_a_loader_that_gets_slow_gets_a_thread(monkeypatch):
-    profile = LoadProfile()
-    profile.draws = False
-    monkeypatch.setattr(prefetcher, "WORTH", 0.25)
-    for seconds in (0.5, 0.25, 0.125, 0.124):  # four of 0.25 s each would do
-        profile.measure(seconds)
-    assert not profile.slow
-    profile.measure(0.26)
-    assert profile.slow
-    profile.measure(0.0)
-    assert profile.slow, "it stays so"
-    iterator = BackgroundIterator(counting([]), profile=profile)
-    assert next(iterator) == 0
-    assert prefetch_threads()
-    assert [next(iterator) for _ in range(4)] == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("pauses", [(0.0, 0.0), (0.0, 0.003), (0.003, 0.0)])
 @pytest.mark.parametrize("length", [0, 1, 3, 30])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_hands_over_every_item_in_order_and_ends(length, depth, pauses):
     source = (time.sleep(pauses[0]) or n for n in range(length))
-    iterator = BackgroundIterator(source, prefetch_batches=depth)
+    iterator = PrefetchIterator(source, prefetch_batches=depth)
     assert [(item, time.sleep(pauses[1])) for item in iterator] == [(n, None) for n in range(length)]
     assert not prefetch_threads()
     for _ in range(3):
@@ -96,7 +79,7 @@ def test_hands_over_every_item_in_order_and_ends(length, depth, pauses):
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_keeps_so_many_ready_and_not_more(depth):
     made = []
-    iterator = BackgroundIterator(counting(made), prefetch_batches=depth)
+    iterator = PrefetchIterator(counting(made), prefetch_batches=depth)
     assert [next(iterator), next(iterator), next(iterator)] == [0, 1, 2]
     assert type(prefetch_threads()[0]) is BackgroundGenerator  # as it is published
     # Handed out: 3. Ready: depth. In the thread's hands, waiting for room: one.
@@ -105,12 +88,11 @@ def test_keeps_so_many_ready_and_not_more(depth):
     assert len(made) == 3 + depth + 1
 
 
-def test_no_more_is_taken_ahead_than_is_wanted():
+def test_no_more_is_taken_ahead_than_the_limit():
     taken = []
-    iterator = BackgroundIterator(counting(taken, 20), prefetch_batches=8, wanted=6)
+    iterator = PrefetchIterator(counting(taken, 20), prefetch_batches=8, limit=6)
     assert [next(iterator) for _ in range(3)] == [0, 1, 2]
     wait_until(lambda: len(taken) == 6)
-    assert iterator.park()  # which keeps the count
     assert [next(iterator) for _ in range(3)] == [3, 4, 5]
     assert not iterator.ready()
     assert taken == list(range(6))
@@ -121,7 +103,7 @@ def test_no_more_is_taken_ahead_than_is_wanted():
 
 @pytest.mark.parametrize("how", ["dropped", "closed", "in a cycle"])
 def test_an_endless_source_ends_with_its_consumer(how):
-    iterator = BackgroundIterator(counting([]), prefetch_batches=2)
+    iterator = PrefetchIterator(counting([]), prefetch_batches=2)
     next(iterator), next(iterator)
     thread = prefetch_threads()[0]
     if how == "closed":
@@ -148,48 +130,17 @@ def test_an_iterator_that_its_own_thread_collects_ends():
                 holder.clear()  # the last reference goes here, in a thread that the end would wait for
             yield n
 
-    holder = [BackgroundIterator(source(), prefetch_batches=2, profile=for_a_thread())]
-    assert next(holder[0]) == 0
+    holder = [PrefetchIterator(source(), prefetch_batches=2, profile=for_a_thread())]
+    assert [next(holder[0]), next(holder[0])] == [0, 1]
     started.set()
     wait_until(lambda: not holder and not prefetch_threads())
 
 
-def test_a_thread_that_collects_its_iterator_while_it_hands_over_an_item_ends():
-    iterator = BackgroundIterator(counting([]), prefetch_batches=2, profile=for_a_thread())
-    loading = iterator._loading
-    assert next(iterator) == 0
-    wait_until(loading.thread.queue.full)
-    put = loading.thread.queue._put  # called with the lock of the queue held
-    loading.thread.queue._put = lambda item: put((loading.end(), item)[1])
-    assert next(iterator) == 1
-    wait_until(lambda: not prefetch_threads())
-
-
-def test_parking_ends_the_thread_and_loses_nothing(monkeypatch):
-    iterator = BackgroundIterator(counting([], 30), prefetch_batches=3)
-    got = [next(iterator) for _ in range(4)]
-    assert iterator.park()
-    assert not prefetch_threads()
-    got += [next(iterator) for _ in range(5)]  # one more than may have been ready
-    assert prefetch_threads()
-    assert iterator.park()
-    assert got + list(iterator) == list(range(30))
-
-    monkeypatch.setattr(prefetcher, "PATIENCE", 0.01)
-    source = Stalling(4)
-    iterator = BackgroundIterator(source.items(), prefetch_batches=2, profile=for_a_thread())
-    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-    assert source.entered.wait(30)
-    assert not iterator.park()
-    source.release.set()
-    assert list(iterator) == list(range(3, 12))
-
-
 def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
-    monkeypatch.setattr(prefetcher, "PATIENCE", 0.05)
-    source, disposed = Stalling(1), []
-    iterator = BackgroundIterator(source.items(), profile=for_a_thread(), dispose=lambda: disposed.append(1))
-    assert next(iterator) == 0
+    monkeypatch.setattr(prefetcher, "JOIN_TIMEOUT", 0.05)
+    source, disposed = Stalling(2), []
+    iterator = PrefetchIterator(source.items(), profile=for_a_thread(), on_close=lambda: disposed.append(1))
+    assert [next(iterator), next(iterator)] == [0, 1]
     thread = prefetch_threads()[0]
     assert source.entered.wait(30)
     with pytest.warns(TurboWarning, match="still waits for the next"):
@@ -204,14 +155,14 @@ def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
 @pytest.mark.parametrize("seconds", [0.4, 3.0])
 def test_a_timeout_counts_from_when_an_item_is_asked_for(seconds):
     """A load that is hidden behind a long step is no timeout, as with a plain loader."""
-    source = Stalling(1)
-    iterator = BackgroundIterator(source.items(), profile=for_a_thread(), timeout=seconds)
-    assert next(iterator) == 0
+    source = Stalling(2)
+    iterator = PrefetchIterator(source.items(), profile=for_a_thread(), timeout=seconds)
+    assert [next(iterator), next(iterator)] == [0, 1]
     if seconds < 1:
         with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.4 seconds"):
             next(iterator)
     source.release.set()
-    assert next(iterator) == 1
+    assert next(iterator) == 2
 
 
 def test_no_batch_is_kept_by_the_thread():
@@ -224,7 +175,7 @@ def test_no_batch_is_kept_by_the_thread():
             yield batch
             del batch
 
-    iterator = BackgroundIterator(source(), prefetch_batches=1)
+    iterator = PrefetchIterator(source(), prefetch_batches=1)
     for n, batch in enumerate(iterator):
         assert int(batch[0]) == n
         if n == 3:
@@ -242,7 +193,7 @@ def test_errors_come_at_their_item_with_their_traceback(error, place):
         yield from range(place)
         raise error
 
-    iterator = BackgroundIterator(broken(), prefetch_batches=2)
+    iterator = PrefetchIterator(broken(), prefetch_batches=2)
     got = []
     with pytest.raises(type(error)) as caught:
         got.extend(item for item in iterator if got.append(item))
@@ -260,10 +211,10 @@ def test_errors_of_a_stage_come_at_their_item_and_the_rest_follows(error):
             raise error
         return item
 
-    iterator = BackgroundIterator(iter(range(12)), profile=for_a_thread())
-    iterator.add_stage(stage)
+    iterator = PrefetchIterator(iter(range(12)), profile=for_a_thread())
+    iterator.thread.stages = [stage]
     got = []
-    while not iterator.ended:
+    while not iterator.position.ended:
         try:
             got.append(next(iterator))
         except type(error):
@@ -294,8 +245,8 @@ def test_an_error_keeps_nothing_alive(place):
 
     source = Source()
     seen = weakref.ref(source)
-    iterator = BackgroundIterator(source, profile=for_a_thread())
-    iterator.add_stage(source.stage)
+    iterator = PrefetchIterator(source, profile=for_a_thread())
+    iterator.thread.stages = [source.stage]
     del source
     gc.disable()
     try:
@@ -329,7 +280,7 @@ def test_the_callers_modes_reach_the_thread(context):
     variable.set("mine")
     with context():
         here = modes()
-        got = list(BackgroundIterator((modes() for _ in range(6)), profile=for_a_thread()))
+        got = list(PrefetchIterator((modes() for _ in range(6)), profile=for_a_thread()))
     assert got == [here] * 6
     assert here != modes()
 
@@ -365,41 +316,16 @@ def drawn(draw):
 )
 def test_a_source_that_draws_from_shared_generators_stays_in_the_asking_thread(name, draw):
     with pytest.warns(NoEffectWarning, match=f"global RNG of {name}, .*num_workers=1") as told:
-        assert list(BackgroundIterator(drawn(draw))) == [(n, True) for n in range(6)]
+        assert list(PrefetchIterator(drawn(draw))) == [(n, True) for n in range(6)]
     assert len(told) == 1
     seeds = iter([torch.rand, *[int] * 5])  # draws at the start of a source keep nothing there
-    got = list(BackgroundIterator(drawn(lambda: next(seeds)(1))))
+    got = list(PrefetchIterator(drawn(lambda: next(seeds)(1))))
     assert [main for _, main in got] == [True, True, False, False, False, False]
-
-
-BUFFERS = {
-    "tensor": lambda: (torch.zeros(3), lambda b, n: b.fill_(n), lambda b: int(b[0])),
-    "array": lambda: (np.zeros(3), lambda b, n: (b.fill(n), b)[1], lambda b: int(b[0])),
-    "in a dict": lambda: (
-        {"a": [torch.zeros(3)]}, lambda b, n: (b["a"][0].fill_(n), b)[1], lambda b: int(b["a"][0][0]),
-    ),
-    "one part of it": lambda: (torch.zeros(3), lambda b, n: (torch.tensor(n), b.fill_(n)), lambda b: int(b[1][0])),
-    "a view": lambda: (torch.zeros(4, 3), lambda b, n: b.fill_(n)[:2], lambda b: int(b[0, 0])),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
-def test_a_buffer_that_is_handed_out_again_and_again_is_copied(make):
-    buffer, fill, read = make()
-    profile = LoadProfile()
-    for _ in range(2):
-        iterator = BackgroundIterator((fill(buffer, n) for n in range(12)), prefetch_batches=3, profile=profile)
-        got = []
-        for batch in iterator:
-            wait_until(lambda it=iterator: it._loading.thread is None or it.ready(), 5)  # the next ones are filled
-            got.append(read(batch))
-        assert got == list(range(12))
-    assert profile.repeats
 
 
 def test_batches_in_memory_of_their_own_are_not_copied():
     made = [torch.full((3,), n) for n in range(6)]
-    assert all(got is batch for got, batch in zip(BackgroundIterator(iter(made)), made, strict=True))
+    assert all(got is batch for got, batch in zip(PrefetchIterator(iter(made)), made, strict=True))
 
 
 def test_a_collector_that_the_program_switched_off_stays_off():

@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_turbo import PrefetchDataModule
 from lightning_turbo.data import (
-    BackgroundIterator,
     DevicePrefetcher,
     Normalize,
     PackedDataset,
+    PrefetchIterator,
     PrefetchLoader,
     SeededSampler,
     seed_samples,
@@ -54,12 +54,12 @@ REFUSED = [
     (lambda: Module(device_transform=1), TypeError, "device_transform=1: expected a function or None"),
     (lambda: Module(auto_workers="auto"), TypeError, "auto_workers='auto': expected True or False"),
     (lambda: Module(num_workers=2), TypeError, "no argument for num_workers=2; expected are .*, auto_workers, .*, by"),
-    # BackgroundIterator.
-    (lambda: BackgroundIterator(iter([]), prefetch_batches=-1), ValueError, f"prefetch_batches: expected {COUNT} -1"),
-    (lambda: BackgroundIterator(iter([]), prefetch_batches=1.5), TypeError, f"{COUNT} 1.5"),
-    (lambda: BackgroundIterator(iter([]), prefetch_batches=True), TypeError, f"{COUNT} True"),
-    (lambda: BackgroundIterator([1, 2]), TypeError, r"expected an iterator, got \[1, 2\], which has no __next__"),
-    (lambda: BackgroundIterator(DataLoader([1])), TypeError, r"for a DataLoader take PrefetchLoader.of\(loader\)"),
+    # PrefetchIterator.
+    (lambda: PrefetchIterator(iter([]), prefetch_batches=-1), ValueError, f"prefetch_batches: expected {COUNT} -1"),
+    (lambda: PrefetchIterator(iter([]), prefetch_batches=1.5), TypeError, f"{COUNT} 1.5"),
+    (lambda: PrefetchIterator(iter([]), prefetch_batches=True), TypeError, f"{COUNT} True"),
+    (lambda: PrefetchIterator([1, 2]), TypeError, r"expected an iterator, got \[1, 2\], which has no __next__"),
+    (lambda: PrefetchIterator(DataLoader([1])), TypeError, r"for a DataLoader take PrefetchLoader.of\(loader\)"),
     # DevicePrefetcher.
     (lambda: device(3), TypeError, "loader: expected an iterable of batches such as a DataLoader, got 3"),
     (lambda: device(device="tpu9"), ValueError, "device: expected 'cpu', 'cuda' or 'cuda:N', got 'tpu9'"),

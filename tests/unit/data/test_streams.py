@@ -244,14 +244,3 @@ def test_the_orders_of_epochs_are_those_of_a_plain_loader(cuda, make, sampler, u
         del ours
     prefetcher.close()
     assert cuda.faults == []
-
-
-def test_a_loader_that_copies_by_itself_can_begin_its_next_epoch(cuda):
-    """As under a turbo strategy with a DataModule that has a ``device_transform``."""
-    own = DeviceTransfer(DEVICE, min_bytes=1 << 20, transform=double)
-    prefetcher = DevicePrefetcher(PrefetchLoader(range(6), batch_size=3, collate_fn=on_host, transfer=own), DEVICE)
-    for epoch in range(2):
-        assert [batch.read().tolist() for batch in prefetcher] == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
-        assert epoch or prefetcher.start_next_epoch()
-    prefetcher.close()
-    assert cuda.faults == []

@@ -1,0 +1,92 @@
+"""``ThreadedDataset``: the samples of a batch, loaded by several threads."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from lightning_turbo._random import GeneratorWatch
+from lightning_turbo.data.prefetcher import load_in_this_thread
+from lightning_turbo.data.thread_state import ThreadState
+from lightning_turbo.errors import NoEffectWarning
+
+__all__ = ["ThreadedDataset"]
+
+
+class ThreadedDataset:
+    """A dataset whose batches are loaded by several threads, a sample each. All else is the dataset's own.
+
+    The first batch is loaded by the calling thread alone. If that draws from the global RNGs, or from a generator that
+    the dataset holds, so are all others: in several threads the numbers would depend on timing. Each worker process
+    finds that out for itself. The threads start with the second batch, and end with ``close``, after an error (whoever
+    keeps the error keeps this object), and with the process.
+    """
+
+    def __init__(self, dataset: Any, threads: int) -> None:
+        # Other attributes that are set belong to the dataset, see __setattr__.
+        object.__setattr__(self, "_dataset", dataset)
+        object.__setattr__(self, "_threads", threads)
+        object.__setattr__(self, "_pool", None)
+        object.__setattr__(self, "_is_alone", None)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        if self._is_alone is None:
+            return self._load_watched(indices)
+        if self._is_alone:
+            return [self._dataset[index] for index in indices]
+        if self._pool is None:
+            settings = {"initializer": _enter, "initargs": (ThreadState(),)}
+            started = ThreadPoolExecutor(self._threads, "lightning_turbo-prefetch", **settings)
+            object.__setattr__(self, "_pool", started)
+        pool: Any = self._pool
+        try:
+            return list(pool.map(self._dataset.__getitem__, indices))
+        except BaseException:
+            self.close()
+            raise
+
+    def _load_watched(self, indices: Any) -> list[Any]:
+        with GeneratorWatch(self._dataset) as watch:
+            samples = [self._dataset[index] for index in indices]
+        object.__setattr__(self, "_is_alone", bool(watch.drew))
+        if watch.drew and get_worker_info() is not None:  # in the process itself, the loader tells of it
+            warnings.warn(
+                f"Loading draws from {' and '.join(watch.drew)}: in several threads the numbers would depend on "
+                f"timing, whatever the seed. One thread loads instead of threads={self._threads}. Derive the random "
+                "numbers of a sample from its index, or use more worker processes.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        return samples
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def close(self) -> None:
+        """End the threads. The next batch starts others."""
+        pool = self._pool
+        object.__setattr__(self, "_pool", None)
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_dataset" not in vars(self):  # while this object is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)  # as a worker_init_fn does
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pool": None}
+
+
+def _enter(modes: ThreadState) -> None:
+    modes.enter()
+    load_in_this_thread()

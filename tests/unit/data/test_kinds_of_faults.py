@@ -1,0 +1,211 @@
+"""Kinds of datasets, samplers and generators that break a loader which works ahead, each beside a plain DataLoader."""
+
+import contextlib
+import random
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.errors import NoEffectWarning
+from tests.unit.data.samples import Rows, seeded, take, values
+
+
+@contextlib.contextmanager
+def numpy_seed(seed):
+    state = np.random.get_state()
+    np.random.seed(seed)
+    yield
+    np.random.set_state(state)
+
+
+@contextlib.contextmanager
+def python_seed(seed):
+    state = random.getstate()
+    random.seed(seed)
+    yield
+    random.setstate(state)
+
+
+def inline(index):
+    state = np.random.get_state()
+    np.random.seed(index)
+    number = np.random.rand()
+    np.random.set_state(state)
+    return number
+
+
+def with_torch(index):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(index)
+        return torch.rand(1).item()
+
+
+def with_context(context, draw):
+    def load(index):
+        with context(index):
+            return draw()
+
+    return load
+
+
+TEMPORARY = {
+    "numpy": with_context(numpy_seed, np.random.rand), "random": with_context(python_seed, random.random),
+    "torch": with_torch, "inline": inline,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
+@pytest.mark.parametrize("load", TEMPORARY.values(), ids=TEMPORARY)
+def test_a_generator_that_is_set_for_a_sample_and_put_back_is_found(load):
+    with pytest.warns(NoEffectWarning, match="draws from the global RNG"):
+        got = values(PrefetchLoader(Rows(12, load), 2))
+    assert got == values(DataLoader(Rows(12, load), 2))
+
+
+class Noisy(Rows):
+    def __init__(self, rng):
+        super().__init__(24)
+        self.transforms = [rng]
+
+    def __getitem__(self, index):
+        return index + self.transforms[0].random()
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, random.Random])
+def test_a_generator_of_the_dataset_in_epochs_that_are_broken_off(make):
+    def run(cls):
+        loader = cls(Noisy(make(0)), batch_size=2)
+        return [take(loader, 3) for _ in range(3)]
+
+    with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+        ours = run(PrefetchLoader)
+    assert ours == run(DataLoader)
+
+
+class Flat(IterableDataset):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        for batch in self.loader:
+            yield from batch.flatten()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_dataset_that_iterates_a_loader_of_ours(threads):
+    def run(cls, **more):
+        inner = cls(Rows(12, lambda n: torch.arange(4) + 4 * n), batch_size=2, **more)
+        return values(cls(Flat(inner), batch_size=8))
+
+    assert run(PrefetchLoader, threads=threads) == run(DataLoader)
+
+
+def test_no_process_begins_with_a_lock_of_a_dataset_held():
+    lock = threading.Lock()
+
+    def load(index):
+        with lock:
+            time.sleep(0.002)
+        return index
+
+    running = iter(PrefetchLoader(Rows(200, load), 2))
+    take(running, 2)
+    for _ in range(3):
+        assert values(DataLoader(Rows(4, load), 2, num_workers=1, timeout=20)) == [[0, 1], [2, 3]]
+    running.close()
+
+
+def test_what_blocks_for_ever_is_waited_for_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 0.05)
+    release = threading.Event()
+    stuck = iter(PrefetchLoader(Rows(8, lambda index: release.wait(10) if index == 4 else index), 2))
+    take(stuck, 2)
+    time.sleep(0.02)
+    with pytest.warns(prefetcher.TurboWarning, match="waited 0.05 s for the batch that another thread loads"):
+        assert take(PrefetchLoader(range(4), 2), 1) == [[0, 1]]
+    release.set()
+    stuck.close()
+
+
+class Buckets(Sampler):
+    """Knows its length only while it is iterated."""
+
+    def __init__(self):
+        pass
+
+    def __iter__(self):
+        self.batches = [[0, 1], [2, 3], [4]]
+        yield from self.batches
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def test_a_length_is_not_asked_for_before_the_order_begins():
+    loader = PrefetchLoader(range(5), batch_sampler=Buckets())
+    assert values(loader) == [[0, 1], [2, 3], [4]]
+    assert loader.state_dict()["length"] == 3
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_plain_loop_that_puts_the_generator_back_has_the_next_epochs_too(own, workers, stop):
+    def make():
+        generator = seeded(3) if own else None
+        return PrefetchLoader(range(20), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+
+    loader = make()
+    iterator = iter(loader)
+    take(iterator, stop)
+    state, rng = loader.state_dict(), torch.get_rng_state()
+    rest = values(iterator)
+    straight = [*([rest] if rest else []), values(loader), values(loader)]
+    again = make()
+    again.load_state_dict(state)
+    torch.set_rng_state(rng)
+    assert [values(again) for _ in straight] == straight
+
+
+def test_the_file_list_of_a_dataset_is_not_walked_for_threads():
+    class Files(Rows):
+        def __init__(self):
+            super().__init__(8)
+            self.files = [Unread() for _ in range(200)]
+
+    class Unread:
+        def __reduce__(self):
+            raise AssertionError("the dataset was pickled")
+
+    assert values(PrefetchLoader(Files(), 2, threads=2)) == [[n, n + 1] for n in range(0, 8, 2)]
+
+
+def calls(function):
+    """How many calls of this package a function makes, in all threads."""
+    count = [0]
+
+    def profile(frame, event, argument):
+        count[0] += event == "call" and "/lightning_turbo/" in frame.f_code.co_filename
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return count[0]
+
+
+def test_a_batch_takes_ten_calls_of_this_package_and_an_epoch_fifty():
+    short, long = (PrefetchLoader(range(length), 2, shuffle=True) for length in (40, 240))
+    for loader in (short, long):
+        list(loader)  # which finds out what the loader draws
+    assert (calls(lambda: list(long)) - calls(lambda: list(short))) / 100 <= 10
+    assert calls(lambda: iter(short)) <= 50
