@@ -200,27 +200,32 @@ class PrefetchLoader(DataLoader[T]):
 
     def _begin_counted(self, state: dict[str, Any]) -> PrefetchIterator:
         """Begin an epoch of a loader without a state of its own, or continue one: its batches are counted."""
-        run, done, order = self._run, state["consumed"], state["order"]
-        if state.get("whole"):
-            done = 0
-        continues = not state.get("whole") and order is not None
-        position = Position(done, next_rng=state.get("next_rng") if continues else None)
-        skipped = done if self._skips_indices else 0
+        whole = state.get("whole")
+        done, rng = (0, None) if whole else (state["consumed"], state["order"])
+        position = Position(done, next_rng=state.get("next_rng") if rng else None)
         # torch draws a seed for its processes here, which an epoch that is continued has drawn already.
-        with same_random_numbers() if continues else contextlib.nullcontext():
-            if self._has_order:
-                cast(Any, self._index_sampler).begin(state, skipped, position)
-            elif order is not None and continues:
-                set_shared_state(order["iter"])
-            run.rng = None if self._has_order else shared_state()
-            source = self._make_source()
-            if order is not None and continues and not self._has_order:
-                position.first_rng = order["first"]
-                set_shared_state(order["first"])
+        with same_random_numbers() if rng else contextlib.nullcontext():
+            source = self._begin_order(state, position) if self._has_order else self._begin_stream(rng, position)
             with contextlib.nullcontext() if self.num_workers else TURNS:
-                for _ in range(done - skipped):
+                for _ in range(0 if self._skips_indices else done):
                     next(source, None)
         return self._make_iterator(source, position)
+
+    def _begin_order(self, state: dict[str, Any], position: Position) -> Any:
+        order: Any = self._index_sampler
+        order.begin(state, position.consumed if self._skips_indices else 0, position)
+        return self._make_source()
+
+    def _begin_stream(self, rng: dict[str, Any] | None, position: Position) -> Any:
+        """Begin a stream; one that is continued draws what it drew from the global RNGs at its beginning."""
+        if rng is not None:
+            set_shared_state(rng["iter"])
+        self._run.rng = shared_state()
+        source = self._make_source()
+        if rng is not None:
+            position.first_rng = rng["first"]
+            set_shared_state(rng["first"])
+        return source
 
     def _make_source(self) -> Any:
         """Return torch's iterator over the batches, or that of the class behind this one."""
