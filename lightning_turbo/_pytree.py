@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "addresses_in",
     "can_move",
-    "copy_batch",
     "holders_in",
     "map_tensors",
     "move_batch",
@@ -207,22 +205,3 @@ def pin_batch(batch: Any) -> Any:
         return part.pin_memory()
 
     return map_tensors(batch, pin, "pin_memory")
-
-
-def addresses_in(batch: Any) -> set[int]:
-    """Return where in memory the tensors and arrays of a batch begin, those in objects not among them."""
-    found = {
-        part.data_ptr() if isinstance(part, Tensor) else part.__array_interface__["data"][0]
-        for part in _parts(batch, "__array__")
-        if (isinstance(part, Tensor) and part.layout == torch.strided) or isinstance(part, np.ndarray)
-    }
-    return found - {0}
-
-
-def copy_batch(batch: Any) -> Any:
-    """Return ``batch`` with copies of its tensors and arrays."""
-
-    def clone(part: Any) -> Any:
-        return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
-
-    return map_tensors(batch, clone, "__array__")
