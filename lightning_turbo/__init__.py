@@ -13,6 +13,7 @@ from lightning_turbo._lightning import register_strategies, when_lightning_is_im
 if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compares the two
     from lightning_turbo import amp as amp
     from lightning_turbo._lightning import bind_lightning as bind_lightning
+    from lightning_turbo.amp.grad_scaler import ApexGradScaler as ApexGradScaler
     from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm as DropBiasBeforeNorm
     from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize as EffectiveBatchSize
     from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation as ExactAccumulation
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.plugins.apex_amp import ApexAMP as ApexAMP
     from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO as AmpCheckpointIO
     from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+    from lightning_turbo.plugins.real_apex import RealApexAMP as RealApexAMP
     from lightning_turbo.strategies.turbo import TurboStrategy as TurboStrategy
     from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy as TurboDDPStrategy
     from lightning_turbo.tune.units import FusedOptimizers as FusedOptimizers
@@ -49,6 +51,8 @@ __version__ = "0.1.0"
 PUBLIC = {
     "Precision": {
         "ApexAMP": "plugins.apex_amp",
+        "ApexGradScaler": "amp.grad_scaler",
+        "RealApexAMP": "plugins.real_apex",
         "AmpCheckpointIO": "plugins.checkpoint_io",
         "AtomicCheckpointIO": "plugins.checkpoint_io",
         "amp": "amp",

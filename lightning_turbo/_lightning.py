@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning_turbo._checks import inherits
-from lightning_turbo.errors import LightningMismatchError
+from lightning_turbo.errors import LightningMismatchError, TurboWarning
 
 # ruff: noqa: F401
 # The list of Lightning's names, for type checkers.
@@ -67,6 +67,7 @@ __all__ = [
     "register_strategies",
     "replace_strategy",
     "takes_batch_index",
+    "warn_of_open_window",
     "when_lightning_is_imported",
 ]
 
@@ -267,6 +268,24 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
+def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Warn if a checkpoint was saved in the middle of an accumulation window, whose gradients no checkpoint holds.
+
+    Args:
+        trainer: The Trainer that continues from it.
+        checkpoint: What it loaded.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    done = loop.get("current", {}).get("completed", 0) % trainer.accumulate_grad_batches
+    if done and not loop.get("is_last_batch"):
+        __getattr__("rank_zero_warn")(
+            f"The checkpoint was saved after {done} of {trainer.accumulate_grad_batches} batches of an accumulation "
+            "window, and holds no gradients of them: the window begins again with the batches that are left. Save at "
+            "the end of a window, as every_n_train_steps of ModelCheckpoint does.",
+            category=TurboWarning,
+        )
+
+
 def hooks_before_transfer(module: Any, datamodule: Any) -> list[str]:
     """Return the hooks, overridden in a module or a datamodule, that see a batch before its copy to the device."""
     owners = [(module, __getattr__("LightningModule")), (datamodule, __getattr__("LightningDataModule"))]
@@ -285,10 +304,7 @@ def is_fitting(trainer: Any) -> bool:
 
 def loss_scale(trainer: Any) -> float | None:
     """Return the loss scale of a Trainer's precision plugin, ``None`` if it has none; waits for the device."""
-    plugin = trainer.precision_plugin
-    if hasattr(plugin, "loss_scale"):  # ApexAMP
-        return plugin.loss_scale
-    scaler = getattr(plugin, "scaler", None)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,14 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import expect
-from lightning_turbo._skipped_steps import announce_skip
+from lightning_turbo._checks import expect, is_whole
 from lightning_turbo.amp import registration
-from lightning_turbo.amp.engine import AmpEngine, params_of
+from lightning_turbo.amp.casts import LevelCasts
+from lightning_turbo.amp.grad_scaler import ApexGradScaler, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES
-from lightning_turbo.amp.loss_scaling import LossScaler
-from lightning_turbo.errors import AmpStateError, AmpUsageError
+from lightning_turbo.errors import AmpLookupError, AmpStateError, AmpUsageError
 
 __all__ = [
     "disable_casts",
@@ -37,67 +37,89 @@ _logger = logging.getLogger("lightning_turbo.amp")
 
 
 class _Session:
-    """What ``initialize`` set up; ``end`` takes all of it back."""
+    """What ``initialize`` set up, from there to ``end``, which takes all of it back.
 
-    def __init__(self, engine: AmpEngine, verbosity: int) -> None:
-        self.engine = engine
+    ``casts`` says how the models compute; ``scalers`` has one scaler for each loss. All of them share one record of the
+    optimizers' gradients, because a step uses the gradients of every loss.
+    """
+
+    def __init__(self, casts: LevelCasts, scalers: list[ApexGradScaler], verbosity: int) -> None:
+        self.casts = casts
+        self.scalers = scalers
         self.verbosity = verbosity
-        self._undo = contextlib.ExitStack()
-        self._undo.callback(engine.restore)
-        self._hidden: dict[Optimizer, Callable[[], None]] = {}  # what brings back gradients during a skipped step
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(casts.restore)
         self._casts_off = False
+        for scaler in scalers[1:]:
+            scaler.optimizers = scalers[0].optimizers
 
-    def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        """Let the steps of an optimizer be skipped after an overflow, and run without O1's casts."""
-        self.engine.attach(optimizer, models)
-        self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
+    def attach(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """Let the steps of an optimizer be skipped after an overflow, and run without O1's casts.
+
+        As in apex ``step`` is replaced in the optimizer itself: hooks of a step cannot refuse it, and an optimizer
+        around another one may have none.
+        """
+        self.casts.attach(optimizer, models)
+        inner, earlier = optimizer.step, vars(optimizer).get("step")
+
+        @functools.wraps(inner)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(optimizer, inner, args, kwargs)
+
+        # A method, because torch's schedules look for the function in it when they wrap it.
+        ours = vars(optimizer)["step"] = types.MethodType(step, optimizer)
+        self._cleanup.callback(_put_back_step, optimizer, ours, earlier)
 
     def start_casts(self, models: Sequence[nn.Module]) -> None:
         """Begin O1's casts."""
-        casts, dtype = self.engine.function_casts, self.engine.properties.cast_model_outputs
+        casts, dtype = self.casts.function_casts, self.casts.properties.cast_model_outputs
         if casts is None:
             return
         if dtype is not None:
             hook = functools.partial(_cast_output, dtype)
             for model in models:
-                self._undo.callback(model.register_forward_hook(hook).remove)
+                self._cleanup.callback(model.register_forward_hook(hook).remove)
         registration.apply_registered(casts)
-        self._undo.callback(registration.restore_registered)
+        self._cleanup.callback(registration.restore_registered)
         casts.start()
-        self._undo.callback(casts.stop)
+        self._cleanup.callback(casts.stop)
 
     def end(self) -> None:
         """Leave models and optimizers as they were."""
-        for optimizer in self.engine.optimizers:
-            announce_skip(optimizer, None)
-        self._undo.close()
+        self._cleanup.close()
 
     def _switch_casts(self, *, on: bool) -> None:
-        torch.set_autocast_enabled(self.engine.device_type, on)
+        torch.set_autocast_enabled(self.casts.device_type, on)
         self._casts_off = not on
 
     def _resume_casts(self) -> None:
-        """Switch O1's casts on again, also where a step that failed has left them off."""
+        """Switch O1's casts on again after a step, or in its closure."""
         if self._casts_off:
             self._switch_casts(on=True)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        engine, closure = self.engine, kwargs.get("closure", args[1] if len(args) > 1 else None)
-        skips = engine.will_skip(optimizer)
-        if closure is not None and (engine.keeps_masters or skips):
+    def _step(self, optimizer: Optimizer, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if _session is not self:  # it has ended, but a schedule still wraps this step
+            return inner(*args, **kwargs)
+        closure, state = kwargs.get("closure", args[0] if args else None), self.scalers[0].state_of(optimizer)
+        # One step is skipped, as in apex: a second one with the same gradients is not.
+        skips = state.stage == "unscaled" and bool(state.found_inf)
+        if closure is not None and (self.casts.keeps_masters or skips):
             raise AmpUsageError(
                 "optimizer.step(closure): at O2, and on a skipped step, a closure cannot run (as in apex). Call it "
                 "first, then step()."
             )
-        # Until the next step: hooks that follow this one in any order, as those of schedules, ask for it.
-        announce_skip(optimizer, engine.overflow_flag(optimizer) if skips else None)
-        if skips:
-            self._hidden[optimizer] = _hide_gradients(optimizer)
-        if not torch.is_autocast_enabled(engine.device_type):
-            return None
-        self._switch_casts(on=False)
-        return None if closure is None else ((optimizer, self._cast(closure)), {})
+        try:
+            if skips:
+                vars(optimizer)["_opt_called"] = True  # or torch's schedules warn that step() was forgotten
+                return None
+            if not torch.is_autocast_enabled(self.casts.device_type):
+                return inner(*args, **kwargs)
+            self._switch_casts(on=False)
+            return inner(*args, **kwargs) if closure is None else inner(self._cast(closure))
+        finally:
+            self._resume_casts()
+            state.stage, state.scaled_by = "stepped", None
+            self.casts.forget()
 
     def _cast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose forward pass is cast, although the step around it is not."""
@@ -112,20 +134,44 @@ class _Session:
 
         return run
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._resume_casts()
-        if optimizer in self._hidden:
-            self._hidden.pop(optimizer)()
-        self.engine.forget_overflow(optimizer)  # one step is skipped, as in apex
-        self.engine.note_gradients_used(optimizer)
-        self.engine.forget_casts()
-
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
-        """Around a backward pass: see ``AmpEngine.backward``."""
-        self._resume_casts()
-        with self.engine.backward(optimizers, loss_id, delay_unscale=delay_unscale):
+        """Around the backward pass of a loss, which adds to the gradients of other passes and losses."""
+        scaler = self.scalers[loss_id]
+        for state in map(scaler.state_of, optimizers):
+            if state.scaled_by not in (None, scaler):
+                raise AmpUsageError(
+                    f"loss_id={loss_id!r}: expected loss_id={self.scalers.index(state.scaled_by)!r}, whose scaled "  # type: ignore[arg-type]
+                    "gradients are still accumulated. Step first, or use one loss_id per window."
+                )
+        with scaler.backward(optimizers, unscale=not delay_unscale), self.casts.backward_region():
             yield
+        self.casts.forget()
+
+    def settle(self, loss_id: int) -> None:
+        """Move the scale of a loss after a backward pass, and say if it overflowed."""
+        scaler = self.scalers[loss_id]
+        overflow = scaler.overflowed
+        scaler.update()
+        if not overflow:
+            return
+        scale = scaler.get_scale()
+        if self.verbosity > 0:
+            said = "Gradient overflow. Skipping step, loss scaler %d reducing loss scale to %g"
+            _logger.warning(said, loss_id, scale)
+        if scale == 0.0:
+            raise AmpStateError(
+                f"Loss scaler {loss_id} has halved its scale down to zero, because the gradients of every pass were "
+                "inf or NaN. Look for the first loss that is not finite."
+            )
+
+
+def _put_back_step(optimizer: Optimizer, ours: Any, earlier: Any) -> None:
+    """Undo ``attach``, unless something wraps what it put in."""
+    if vars(optimizer).get("step") is ours:
+        del vars(optimizer)["step"]
+        if earlier is not None:
+            vars(optimizer)["step"] = earlier
 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
@@ -155,7 +201,7 @@ def initialize(
     dtype: torch.dtype | None = None,
     scale_window: int = 2000,
     exact_masters: bool = True,
-    keep_float32: Sequence[str | type[nn.Module]] = (),
+    keep_fp32_modules: Sequence[str | type[nn.Module]] = (),
     cast_lists: str | None = None,
     cast_cache: bool = False,
 ) -> Any:
@@ -183,7 +229,7 @@ def initialize(
         dtype: Beyond apex: the half dtype. ``None`` takes float16 for models on CUDA, bfloat16 elsewhere.
         scale_window: Beyond apex: passes without overflow before the dynamic scale doubles.
         exact_masters: Beyond apex: ``False`` rounds O2's weights to half once, at the start, as apex does.
-        keep_float32: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or their classes.
+        keep_fp32_modules: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or classes.
             These compute in float32, with all that is below them.
         cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
         cast_cache: Beyond apex: as in ``ApexAMP``.
@@ -220,16 +266,12 @@ def initialize(
         shutdown()
         _disabled = True
         return result
-    engine = AmpEngine(
+    expect(is_whole(num_losses, 1), "num_losses", num_losses, "a whole number from 1 on", AmpUsageError)
+    casts = LevelCasts(
         opt_level,
         device_type=_device_type(model_list),
         dtype=dtype,
-        exact_masters=exact_masters,
-        keep_float32=keep_float32,
-        num_losses=num_losses,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
-        scale_window=scale_window,
+        keep_fp32_modules=keep_fp32_modules,
         cast_lists=cast_lists or "apex",
         cast_cache=cast_cache,
         cast_model_type=cast_model_type,
@@ -239,14 +281,16 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
+    limits = {"growth_interval": scale_window, "min_scale": min_loss_scale, "max_scale": max_loss_scale}
+    scalers = [ApexGradScaler(casts.properties.loss_scale, **limits) for _ in range(num_losses)]
     _check_optimizers(optimizer_list)
     shutdown()
     for model in model_list:
-        _check_model(model, engine)
-    engine.convert(model_list)
-    _session = _Session(engine, verbosity)
+        _check_model(model, casts)
+    casts.convert(model_list, exact_masters=exact_masters)
+    _session = _Session(casts, scalers, verbosity)
     for optimizer in optimizer_list:
-        _session.follow(optimizer, model_list)
+        _session.attach(optimizer, model_list)
     _session.start_casts(model_list)
     return result
 
@@ -301,7 +345,8 @@ def scale_loss(
         yield loss
         return
     session, optimizer_list = _need_session("scale_loss"), _as_list_of("optimizers", optimizers, Optimizer)
-    scaler = session.engine.scaler(loss_id)
+    known = is_whole(loss_id, 0) and loss_id < len(session.scalers)
+    expect(known, "loss_id", loss_id, f"0 to {len(session.scalers) - 1}, or a larger num_losses", AmpLookupError)
     foreign = [type(optimizer).__name__ for optimizer in optimizer_list if not _is_known(optimizer)]
     if foreign:
         raise AmpUsageError(
@@ -309,25 +354,11 @@ def scale_loss(
             "step after an overflow. Initialize all models and optimizers in one call, as lists; or add the parameters "
             "to a known one with optimizer.add_param_group."
         )
+    session._resume_casts()
     with session.backward(optimizer_list, loss_id, delay_unscale):
-        yield scaler.scale(loss)
-    if not scaler.is_identity and not delay_unscale:
-        _settle(scaler, loss_id, session.verbosity)
-
-
-def _settle(scaler: LossScaler, loss_id: int, verbosity: int) -> None:
-    overflow = scaler.overflowed
-    scaler.update()
-    if not overflow:
-        return
-    scale = scaler.loss_scale
-    if verbosity > 0:
-        _logger.warning("Gradient overflow. Skipping step, loss scaler %d reducing loss scale to %g", loss_id, scale)
-    if scale == 0.0:
-        raise AmpStateError(
-            f"Loss scaler {loss_id} has halved its scale down to zero, because the gradients of every pass were "
-            "inf or NaN. Look for the first loss that is not finite."
-        )
+        yield session.scalers[loss_id].scale(loss)
+    if not delay_unscale:
+        session.settle(loss_id)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -344,9 +375,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     Raises:
         AmpStateError: If ``initialize`` was not called, or with ``enabled=False`` (``AttributeError``, as in apex).
     """
-    engine = _need_session("state_dict").engine
+    scalers = _need_session("state_dict").scalers
     target = OrderedDict() if destination is None else destination
-    target.update(engine.state_dict())
+    target.update({f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(scalers)})
     return target
 
 
@@ -363,14 +394,14 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         KeyError: If an entry lacks ``loss_scale`` or ``unskipped``.
         AmpStateError: If ``initialize`` was not called.
     """
-    engine = _need_session("load_state_dict").engine
+    scalers = _need_session("load_state_dict").scalers
     valid = all(key.startswith("loss_scaler") for key in state_dict)
     expect(valid, "amp.load_state_dict", [*state_dict], "keys loss_scaler0, loss_scaler1, ...", AmpUsageError)
-    if len(state_dict) != len(engine.scalers):
-        _logger.warning("The state has %d loss scalers, this run %d.", len(state_dict), len(engine.scalers))
-    scalers = engine.named_scalers()
-    for name in scalers.keys() & state_dict.keys():
-        scalers[name].load_state_dict(state_dict[name])
+    if len(state_dict) != len(scalers):
+        _logger.warning("The state has %d loss scalers, this run %d.", len(state_dict), len(scalers))
+    for index, scaler in enumerate(scalers):
+        if f"loss_scaler{index}" in state_dict:
+            scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
 
 
 @contextlib.contextmanager
@@ -393,7 +424,7 @@ def _need_session(call: str) -> _Session:
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    return _session is not None and _session.engine.knows(optimizer)
+    return _session is not None and optimizer in _session.casts.optimizers
 
 
 def _as_list_of(name: str, value: Any, kind: type) -> list[Any]:
@@ -409,12 +440,12 @@ def _device_type(models: Sequence[nn.Module]) -> str:
     return next((parameter.device.type for parameter in parameters), "cpu")
 
 
-def _check_model(model: nn.Module, engine: AmpEngine) -> None:
+def _check_model(model: nn.Module, casts: LevelCasts) -> None:
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise AmpUsageError(
             f"amp.initialize: expected the model itself, got a {type(model).__name__} around it. Wrap it afterwards."
         )
-    refuse_half(model, HALF_DTYPES if engine.keeps_masters else [torch.float16, engine.dtype])
+    refuse_half(model, HALF_DTYPES if casts.keeps_masters else [torch.float16, casts.dtype])
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -426,20 +457,3 @@ def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     params = (param for optimizer in optimizers for param in params_of(optimizer))
     odd = {param.dtype for param in params if not isinstance(param, nn.Parameter)} - {torch.float32, *HALF_DTYPES}
     expect(not odd, "amp.initialize", odd, "float32 parameters in optimizers", TypeError)
-
-
-def _hide_gradients(optimizer: Optimizer) -> Callable[[], None]:
-    """Let a step find no gradients, so that it changes nothing; returns what brings them back."""
-    grads = [(param, param.grad) for param in params_of(optimizer)]
-    # Some optimizers count the steps of a whole group.
-    counts = [{k: v for k, v in group.items() if isinstance(v, (int, float))} for group in optimizer.param_groups]
-    for param, _ in grads:
-        param.grad = None
-
-    def bring_back() -> None:
-        for param, grad in grads:
-            param.grad = grad
-        for group, own in zip(optimizer.param_groups, counts, strict=True):
-            group.update(own)
-
-    return bring_back

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_turbo._checks import expect
-from lightning_turbo._distributed import gather_for_checkpoint
 from lightning_turbo._lightning import (
     Callback,
     GradientAccumulationScheduler,
@@ -19,16 +18,13 @@ from lightning_turbo._lightning import (
     MisconfigurationException,
     Trainer,
     check_binding,
-    loss_scale,
     rank_zero_warn,
+    warn_of_open_window,
 )
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
-from lightning_turbo.plugins import pending_gradients
 
 __all__ = ["ExactAccumulation"]
-
-KEY = "lightning_turbo.ExactAccumulation"
 
 
 class ExactAccumulation(Callback):
@@ -50,13 +46,13 @@ class ExactAccumulation(Callback):
 
     Warns:
         NoEffectWarning: If every window is full, so that nothing has to be corrected.
-        TurboWarning: If a checkpoint saved in mid-window is loaded by a run of other ranks or parameters.
+        TurboWarning: If a run continues from a checkpoint saved in mid-window.
 
     Note:
         Gradients are corrected after unscaling and before clipping, and before other hooks ``on_before_optimizer_step``
         of the module. With ``weight`` and several ranks, one number is summed over the ranks at every optimizer step.
-        A checkpoint saved in mid-window carries the gradients of the window, of every rank. A run with another number
-        of ranks loses that window, and says so.
+        A checkpoint holds no gradients: a run that continues from one saved in mid-window takes the batches that are
+        left as a window of their own.
 
     Example:
         >>> from lightning_turbo import ExactAccumulation
@@ -73,7 +69,6 @@ class ExactAccumulation(Callback):
         self._window = AccumulationWindow()
         self._batch_weight: float | Tensor | None = None
         self._unit: float | None = None
-        self._loaded: list[Any] | None = None
         self._checked = False
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -93,7 +88,7 @@ class ExactAccumulation(Callback):
         return ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with an empty window, or with the one that a checkpoint was saved in."""
+        """Start with an empty window."""
         if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise MisconfigurationException(
                 "ExactAccumulation: LBFGS runs a batch several times in a step: expected an optimizer that runs it "
@@ -101,8 +96,6 @@ class ExactAccumulation(Callback):
             )
         self._checked = False
         self._window = AccumulationWindow(self._unit or 1.0)
-        if self._loaded is not None:
-            self._resume(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a new window where Lightning does, and weigh the batch."""
@@ -145,41 +138,9 @@ class ExactAccumulation(Callback):
         """
         self._unit = state_dict["unit"]
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the window that is not finished, with every rank's gradients."""
-        if not self._window.count:
-            return
-        total = self._window.total
-        own: dict[str, Any] = {
-            "scale": loss_scale(trainer) or 1.0,
-            "count": self._window.count,
-            "total": total.item() if isinstance(total, Tensor) else total,
-        }
-        if not pending_gradients.owns_pending_gradients(trainer.precision_plugin):
-            own["gradients"] = pending_gradients.collect(trainer.optimizers)
-        checkpoint[KEY] = gather_for_checkpoint(own, "accumulation window")
-
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep an unfinished window for the start of training."""
-        self._loaded = checkpoint.get(KEY)
-
-    def _resume(self, trainer: Trainer) -> None:
-        windows, self._loaded = self._loaded, None
-        if windows and self._restore_gradients(trainer, windows):
-            window = windows[trainer.global_rank]
-            self._window.count, self._window.total = window["count"], window["total"]
-
-    def _restore_gradients(self, trainer: Trainer, windows: list[dict[str, Any]]) -> bool:
-        """Put the gradients of a window back where no precision plugin does; returns whether they are there."""
-        if pending_gradients.owns_pending_gradients(trainer.precision_plugin):
-            return len(windows) == trainer.world_size  # ApexAMP warns of another number
-        sizes = [sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in trainer.optimizers]
-        own = pending_gradients.entry_of_this_rank([window.get("gradients", ()) for window in windows], sizes)
-        if own is None:
-            return False
-        factor = (loss_scale(trainer) or 1.0) / windows[trainer.global_rank]["scale"]
-        pending_gradients.put_back(trainer.optimizers, own, [factor] * len(sizes), trainer.model)
-        return True
+        """Say so if the checkpoint was saved in mid-window."""
+        warn_of_open_window(trainer, checkpoint)
 
     def _is_even(self, length: int, batches: float, ranks: int) -> bool:
         """Whether each window has its full length, and each batch its full weight."""

@@ -2,5 +2,6 @@
 
 from lightning_turbo.plugins.apex_amp import ApexAMP
 from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO, AtomicCheckpointIO
+from lightning_turbo.plugins.real_apex import RealApexAMP
 
-__all__ = ["AmpCheckpointIO", "ApexAMP", "AtomicCheckpointIO"]
+__all__ = ["AmpCheckpointIO", "ApexAMP", "AtomicCheckpointIO", "RealApexAMP"]

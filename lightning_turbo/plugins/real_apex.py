@@ -1,9 +1,8 @@
-"""``ApexAMP(..., backend="apex")``: an installed NVIDIA apex behind the same plugin."""
+"""``Trainer(plugins=[RealApexAMP("O1")])``: an installed NVIDIA apex as a precision plugin of Lightning."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +11,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import check_choice
-from lightning_turbo._lightning import MisconfigurationException, Precision, check_binding, loaded_checkpoint
+from lightning_turbo._lightning import (
+    MisconfigurationException,
+    Precision,
+    check_binding,
+    loaded_checkpoint,
+    refuse_as_callback,
+)
 from lightning_turbo.amp.convert import find_scaler_state
 from lightning_turbo.amp.levels import resolve
-from lightning_turbo.errors import AmpUsageError, MissingExtraError
+from lightning_turbo.errors import MissingExtraError
 
-__all__ = ["RealApexAMP", "import_apex_amp", "is_native", "take_over"]
+__all__ = ["RealApexAMP", "import_apex_amp"]
 
-_OVERRIDES = ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs")
-_LIMITS = ("min_loss_scale", "max_loss_scale", "num_losses")
 _ADVICE = (
     "NVIDIA removed it after tag 25.05, and what `pip install apex` brings is another project. Build NVIDIA's apex at "
-    "tag 25.05 or older from https://github.com/NVIDIA/apex, or leave backend out: the native backend needs no apex."
+    "tag 25.05 or older from https://github.com/NVIDIA/apex, or take ApexAMP, which needs no apex."
 )
 
 
@@ -38,39 +40,62 @@ def import_apex_amp() -> Any:
         amp = importlib.import_module("apex.amp")
         amp.initialize  # noqa: B018  # absent from a namespace package of that name
     except (ImportError, AttributeError) as error:
-        raise MissingExtraError(f"backend='apex' needs apex.amp of NVIDIA's apex: {error}. {_ADVICE}") from error
+        raise MissingExtraError(f"RealApexAMP needs apex.amp of NVIDIA's apex: {error}. {_ADVICE}") from error
     return amp
 
 
 class RealApexAMP(Precision):
-    """What ``ApexAMP(..., backend="apex")`` makes: apex itself does the casts, masters and scaling.
+    """NVIDIA apex itself does the casts, masters and scaling: ``Trainer(plugins=[RealApexAMP("O1")])``.
 
-    The scale is settled once per backward pass, as in apex, and apex's limits hold: one set-up in a process, no
-    bfloat16, masters rounded to half at the start and not in checkpoints, casts at the calls of the LightningModule
-    itself (``self(x)``) only, patched functions of torch under O1 to the end of the process.
+    For comparisons with ``ApexAMP``, which needs no apex. The scale is settled once per backward pass, as in apex, and
+    apex's limits hold: one set-up in a process, no bfloat16, masters rounded to half at the start and not in
+    checkpoints, casts at the calls of the LightningModule itself (``self(x)``) only, patched functions of torch under
+    O1 to the end of the process. The scaler's state is under ``ApexAMP``'s key, so that either continues the other.
 
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
-        **settings: The arguments of ``ApexAMP``. Those that apex does not have are refused if given.
+        cast_model_type: As in ``amp.initialize``.
+        keep_batchnorm_fp32: As in ``amp.initialize``.
+        master_weights: As in ``amp.initialize``.
+        loss_scale: As in ``amp.initialize``.
+        cast_model_outputs: As in ``amp.initialize``.
+        min_loss_scale: As in ``amp.initialize``.
+        max_loss_scale: As in ``amp.initialize``.
+
+    Raises:
+        MissingExtraError: If no apex with ``apex.amp`` is installed.
+        AmpUsageError: If the level or an override is refused.
     """
 
-    # Lightning files a plugin's state under this name; so a checkpoint loads under either backend.
+    # Lightning files a plugin's state under this name.
     __qualname__ = "ApexAMP"
+    state_key = refuse_as_callback("plugins=[...]")
 
-    def __init__(self, opt_level: str = "O1", **settings: Any) -> None:
+    def __init__(
+        self,
+        opt_level: str = "O1",
+        *,
+        cast_model_type: torch.dtype | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
         super().__init__()
-        check_binding("ApexAMP")
+        check_binding("RealApexAMP")
         self.opt_level = opt_level
         self._amp = import_apex_amp()
-        if settings.get("dtype") is torch.float16:
-            del settings["dtype"]  # apex has no other
-        for name in settings.keys() - {*_OVERRIDES, *_LIMITS}:
-            raise AmpUsageError(
-                f"ApexAMP(backend='apex'): expected arguments that apex has, {', '.join((*_OVERRIDES, *_LIMITS))}, got "
-                f"{name}={settings[name]!r}. Leave it out, or take the native backend."
-            )
-        resolve(opt_level, dtype=torch.float16, **{n: settings[n] for n in _OVERRIDES if n in settings})
-        self._settings = settings
+        overrides = {
+            "cast_model_type": cast_model_type,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+            "cast_model_outputs": cast_model_outputs,
+        }
+        resolve(opt_level, dtype=torch.float16, **overrides)
+        self._settings = {**overrides, "min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
         self._optimizers: list[Optimizer] = []
 
     @property
@@ -80,7 +105,7 @@ class RealApexAMP(Precision):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the first loss now."""
+        """The scale now."""
         return float(self._amp.state_dict()["loss_scaler0"]["loss_scale"])
 
     def connect(
@@ -92,8 +117,8 @@ class RealApexAMP(Precision):
         wrapped = isinstance(model, DistributedDataParallel)
         if wrapped and self.opt_level in ("O2", "O3"):
             raise MisconfigurationException(
-                f"ApexAMP(backend='apex') with DistributedDataParallel: expected 'O0' or 'O1', got {self.opt_level!r}: "
-                "Lightning wraps the model before apex could cast its weights. Take the native backend."
+                f"RealApexAMP with DistributedDataParallel: expected 'O0' or 'O1', got {self.opt_level!r}: Lightning "
+                "wraps the model before apex could cast its weights. Take ApexAMP."
             )
         module: Any = model.module if wrapped else model
         self._optimizers = list(optimizers)
@@ -103,10 +128,10 @@ class RealApexAMP(Precision):
             self._amp.load_state_dict(state)
         return model, optimizers, lr_schedulers
 
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Scale the loss, run the backward pass and let apex unscale its gradients and settle the scale."""
         chosen = self._optimizers if optimizer is None else optimizer
-        with self._amp.scale_loss(tensor, chosen, loss_id=loss_id) as scaled:
+        with self._amp.scale_loss(tensor, chosen) as scaled:
             model.backward(scaled, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -118,28 +143,10 @@ class RealApexAMP(Precision):
         return optimizer.step(**kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scalers' state; it loads under either backend."""
+        """Return the scaler's state."""
         return dict(self._amp.state_dict()) if self._optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the scalers' state, from either backend; gradients that wait for a step are lost."""
+        """Take over the scaler's state, from ``ApexAMP`` too."""
         if self._optimizers:
             self._amp.load_state_dict({k: v for k, v in state_dict.items() if k.startswith("loss_scaler")})
-
-
-def is_native(backend: str) -> bool:
-    """Whether ``backend`` is ``"native"`` and not ``"apex"``."""
-    check_choice("backend", backend, ("native", "apex"), AmpUsageError)
-    return backend == "native"
-
-
-def take_over(plugin: Any, arguments: dict[str, Any]) -> None:
-    """Turn an ``ApexAMP`` whose constructor has just begun, with these local variables, into a ``RealApexAMP``."""
-    parameters = inspect.signature(type(plugin)).parameters
-    given = {
-        name: arguments[name]
-        for name, parameter in parameters.items()
-        if name not in ("opt_level", "backend") and arguments[name] != parameter.default
-    }
-    plugin.__class__ = RealApexAMP
-    plugin.__init__(arguments["opt_level"], **given)

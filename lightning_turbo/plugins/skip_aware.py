@@ -6,32 +6,36 @@ import sys
 from typing import Any
 
 from lightning_turbo._lightning import LRSchedulerConfig
+from lightning_turbo.amp.grad_scaler import ApexGradScaler
 
-__all__ = ["SkipAwareConfig"]
+__all__ = ["SkipAwareConfig", "wrap_scheduler"]
 
 
 class SkipAwareConfig(LRSchedulerConfig):
     """A scheduler's configuration whose frequency is out of reach after a skipped step.
 
-    Lightning steps a scheduler when the batch's number is a multiple of its frequency. The flag is asked for only
-    when Lightning is about to step, and only with a dynamic loss scale.
+    Lightning steps a scheduler when the batch's number is a multiple of its frequency, which it reads only then. No
+    hook lies between that and the scheduler's step, so the frequency has to say it.
     """
 
-    _plugin: Any  # ApexAMP
-
-    @classmethod
-    def around(cls, config: Any, plugin: Any) -> SkipAwareConfig:
-        """Return a configuration that is like ``config`` but for skipped steps."""
-        new = object.__new__(cls)
-        new.__dict__.update(config.__dict__)
-        new._plugin = plugin
-        return new
+    _scaler: ApexGradScaler
 
     @property
     def frequency(self) -> int:
         """Optimizer steps between two steps of the scheduler."""
-        return sys.maxsize if self._plugin.skipped_last_step else self.__dict__["frequency"]
+        skipped = self._scaler.was_skipped(self.scheduler.optimizer)
+        return sys.maxsize if skipped else self.__dict__["frequency"]
 
     @frequency.setter
     def frequency(self, value: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.__dict__["frequency"] = value
+
+
+def wrap_scheduler(config: Any, scaler: ApexGradScaler) -> Any:
+    """Return a configuration that is like ``config``, but waits on steps that ``scaler`` skips."""
+    if config.interval != "step" or not hasattr(config.scheduler, "optimizer"):
+        return config
+    new = object.__new__(SkipAwareConfig)
+    new.__dict__.update(config.__dict__)
+    new._scaler = scaler
+    return new

@@ -16,7 +16,7 @@ ROOT = Path(lightning_turbo.__file__).parent
 FLOORS = (
     (
         *("errors", "_checks", "_distributed", "_files", "_lightning", "_machine"),
-        *("_optional", "_pytree", "_random", "_replaced", "_skipped_steps"),
+        *("_optional", "_pytree", "_random", "_replaced"),
     ),
     ("amp", "data", "measure", "nn", "optim"),
     (

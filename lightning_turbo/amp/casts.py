@@ -1,0 +1,180 @@
+"""What a level casts in one run: models, optimizers' state, and what encloses a forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_turbo.amp.autocast import FunctionCasts
+from lightning_turbo.amp.grad_scaler import params_of
+from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, cast_state, find_kept, round_weights
+from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
+from lightning_turbo.errors import AmpUsageError, TurboWarning
+
+__all__ = ["LevelCasts"]
+
+
+class LevelCasts:
+    """The casts of a level, from ``convert`` to ``restore``; ``apex_api.py`` and the plugin ``ApexAMP`` use them.
+
+    Args:
+        opt_level: ``"O0"`` to ``"O3"``.
+        device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``.
+        dtype: The half dtype; ``None`` takes ``cast_model_type`` if that is one, else float16 on CUDA and bfloat16
+            elsewhere.
+        keep_fp32_modules: Modules that compute in float32, by name or class.
+        cast_lists: As in ``FunctionCasts``.
+        cast_cache: As in ``FunctionCasts``.
+        **overrides: apex's overrides of the level, see ``resolve``.
+
+    Raises:
+        AmpUsageError: If the level or an override is refused.
+    """
+
+    def __init__(
+        self,
+        opt_level: str,
+        *,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        keep_fp32_modules: Sequence[str | type[nn.Module]] = (),
+        cast_lists: str | None = None,
+        cast_cache: bool = False,
+        **overrides: Any,
+    ) -> None:
+        asked = overrides.get("cast_model_type")
+        usual = asked if asked in HALF_DTYPES else half_dtype_for(device_type)
+        self.dtype = usual if dtype is None else dtype
+        self.properties: Properties = resolve(opt_level, dtype=self.dtype, **overrides)
+        self.device_type = device_type
+        is_one = isinstance(keep_fp32_modules, (str, type))
+        self.keep_fp32_modules = [keep_fp32_modules] if is_one else list(keep_fp32_modules)
+        if self.keep_fp32_modules and not self.properties.casts_to_half:
+            raise AmpUsageError(
+                f"keep_fp32_modules={keep_fp32_modules!r} contradicts {opt_level}, which casts no module. Leave it "
+                "out; at O1 run the function under torch.autocast(..., enabled=False)."
+            )
+        self.input_dtype: torch.dtype | None = None  # to which a Trainer's batches are brought
+        casts = FunctionCasts(device_type, self.dtype, cast_lists, cache=cast_cache)
+        self.function_casts = casts if self.properties.patch_torch_functions else None
+        self.half_forward: HalfForward | None = None
+        self.half_weights: HalfWeights | None = None
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "optimizers": None}  # which are of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, optimizers=WeakSet())
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether parameters stay float32 and are cast inside of calls (O2), not half themselves (O3)."""
+        return self.properties.casts_to_half and bool(self.properties.master_weights)
+
+    def convert(
+        self,
+        roots: Sequence[nn.Module],
+        inner: Iterable[nn.Module] = (),
+        *,
+        steps: bool = False,
+        exact_masters: bool = True,
+    ) -> None:
+        """Let the models compute as the level says.
+
+        Args:
+            roots: The models.
+            inner: Modules in the models that are called on their own too.
+            steps: Whether calls of the first model may be training steps, see ``HalfForward.guard``.
+            exact_masters: ``False`` rounds weights to half once, as apex does.
+
+        Raises:
+            AmpUsageError: If a module cannot be cast: a TorchScript module, or a lazy one.
+        """
+        level = self.properties
+        if level.cast_model_type is None:
+            return
+        for root in roots:
+            _check_castable(root, level.opt_level)
+        output_dtype = level.cast_model_outputs or torch.float32
+        self.half_forward = forward = HalfForward(level.cast_model_type, output_dtype, bool(level.keep_batchnorm_fp32))
+        kept = find_kept(roots, self.keep_fp32_modules)
+        beneath = {part for module in kept for part in module.modules()}
+        forward.keep(kept)
+        forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)
+        if not self.keeps_masters:
+            self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
+        elif not exact_masters:
+            round_weights(forward, roots)
+
+    def attach(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+        """Bring an optimizer's state to the dtype of what it updates.
+
+        Warns:
+            TurboWarning: If the optimizer holds parameters that none of the models has, at O2 and O3.
+        """
+        self.optimizers.add(optimizer)
+        if self.half_weights is not None:
+            cast_state(optimizer)
+        own = {param for model in models for param in model.parameters()}
+        foreign = sum(param not in own for param in params_of(optimizer))
+        if foreign and self.properties.casts_to_half:
+            warnings.warn(
+                f"{type(optimizer).__name__} holds {foreign} parameters of no model, which "
+                f"{self.properties.opt_level} does not cast. Make them part of a model, or give amp.initialize every "
+                "model that the optimizer trains.",
+                TurboWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def _active(self) -> FunctionCasts | HalfForward | None:
+        return self.function_casts or self.half_forward
+
+    def region(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return contextlib.nullcontext() if self._active is None else self._active.region()
+
+    def backward_region(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a backward pass, whose checkpointed forward passes are repeated as they were."""
+        return contextlib.nullcontext() if self._active is None else self._active.backward_region()
+
+    def forget(self) -> None:
+        """Drop half copies of weights.
+
+        After a backward pass, because they would take memory until the step; and after a step, whose optimizer may
+        write to ``weight.data``.
+        """
+        if self._active is not None:
+            self._active.forget()
+
+    def restore(self) -> None:
+        """Give models and optimizers back as they were."""
+        if self.half_forward is not None:
+            self.half_forward.remove()
+        if self.half_weights is not None:
+            self.half_weights.restore(self.optimizers)
+        self.half_forward = self.half_weights = None
+        self.optimizers.clear()
+
+
+def _check_castable(model: nn.Module, opt_level: str) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AmpUsageError(
+                f"{opt_level}: expected modules of Python, got a TorchScript module ({module.original_name}). Train "
+                "the module that it was made of, and script or trace that afterwards; or take O0 or O1."
+            )
+        if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            raise AmpUsageError(
+                f"{opt_level}: expected modules with weights, got a {type(module).__name__} that has not seen a batch "
+                "yet. Call the model on a batch before, as in configure_model."
+            )

@@ -1,0 +1,414 @@
+"""torch's ``GradScaler`` with apex's limits, static scales, half gradients and state; the one owner of "skipped"."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_turbo._checks import expect, is_number, is_whole
+from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
+from lightning_turbo.errors import AmpUsageError
+
+__all__ = ["ApexGradScaler", "OptimizerState", "has_non_finite", "params_of"]
+
+
+@dataclass
+class OptimizerState:
+    """What is known of the gradients that an optimizer's next step uses."""
+
+    stage: str = "ready"
+    """``"scaled"`` after a backward pass whose gradients wait to be unscaled, ``"unscaled"``, or ``"stepped"``."""
+    scaled_by: ApexGradScaler | None = None
+    """By whose scale they are multiplied while they are ``"scaled"``."""
+    found_inf: Tensor | bool | None = None
+    """Whether they overflowed: 1.0 or 0.0 on their device, a bool once the host knows; ``None`` if nobody looked."""
+
+
+class ApexGradScaler(GradScaler):
+    """torch's ``GradScaler`` by apex's rules, with which ``ApexAMP`` and ``lightning_turbo.amp`` scale their losses.
+
+    It is used like torch's (``scale``, ``unscale_``, ``step``, ``update``). Beyond that the scale can be static and has
+    limits, gradients may be half precision, complex or sparse, a parameter of several optimizers is unscaled once, and
+    ``backward`` adds passes up. A dynamic scale lives on the device: with torch's fused optimizers no value comes to
+    the host, with others one at each step.
+
+    What holds at any time: ``optimizers`` knows whether the gradients of an optimizer are still scaled and whether they
+    overflowed. A backward pass writes it, the optimizer's step reads it, and ``update`` moves the scale once for all
+    passes since the last ``update``.
+
+    Args:
+        loss_scale: ``"dynamic"``, or a static factor, finite and above zero. A static scale never looks for overflow,
+            and 1.0 switches the scaler off.
+        growth_interval: Updates without overflow in a row before the dynamic scale doubles; 1 or more.
+        min_scale: The dynamic scale does not fall below it on an overflow; ``None`` sets no floor.
+        max_scale: The dynamic scale does not grow above it.
+
+    Raises:
+        AmpUsageError: If a limit is not a finite number above zero, they are crossed, or the interval is below 1.
+
+    Example:
+        >>> from lightning_turbo import ApexAMP, ApexGradScaler
+        >>> plugin = ApexAMP("O2", scaler=ApexGradScaler(growth_interval=500, max_scale=2.0**15))
+        >>> plugin.scaler.get_scale()
+        32768.0
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018; the rules of NVIDIA apex.amp's scaler.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        *,
+        growth_interval: int = 2000,
+        min_scale: float | None = None,
+        max_scale: float = 2.0**24,
+    ) -> None:
+        _check_scale("max_scale", max_scale)
+        if min_scale is not None:
+            _check_scale("min_scale", min_scale)
+            expect(min_scale <= max_scale, "min_scale", min_scale, f"at most max_scale={max_scale!r}", AmpUsageError)
+        number = "a whole number from 1 on"
+        expect(is_whole(growth_interval, 1), "growth_interval", growth_interval, number, AmpUsageError)
+        self.dynamic = loss_scale == "dynamic"
+        if not self.dynamic:
+            _check_scale("loss_scale", loss_scale)
+        self.min_scale = min_scale
+        self.max_scale = float(max_scale)
+        initial = min(INITIAL_DYNAMIC_SCALE, self.max_scale) if self.dynamic else float(loss_scale)
+        # The scale itself is made on the device of the first loss; "cpu" asks for no CUDA before.
+        super().__init__("cpu", init_scale=initial, growth_interval=growth_interval)
+        self._enabled = self.dynamic or initial != 1.0
+        self.optimizers: WeakKeyDictionary[Optimizer, OptimizerState] = WeakKeyDictionary()
+        self._passes: list[Tensor] = []  # what the passes since the last update found
+        self._needs_update = False
+        # Tensors where fused optimizers skip by themselves, else numbers.
+        self.skips_in_a_row: Tensor | int = 0
+        self.skipped_steps: Tensor | int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Gradients and their optimizers are of this process.
+        return {**super().__getstate__(), "optimizers": None, "_passes": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "optimizers": WeakKeyDictionary()})
+
+    # Forward and backward
+
+    def scale(self, outputs: Any) -> Any:
+        """Return ``outputs`` in float32 times the scale."""
+        if not isinstance(outputs, Tensor):
+            return type(outputs)(map(self.scale, outputs))
+        if self.dynamic:
+            return super().scale(outputs.float())
+        return outputs.float() * self._init_scale if self._enabled else outputs.float()
+
+    @contextlib.contextmanager
+    def backward(self, optimizers: Sequence[Optimizer], *, unscale: bool) -> Iterator[None]:
+        """Around the backward pass of a scaled loss, which adds to the gradients that are there.
+
+        Args:
+            optimizers: Whose gradients the pass makes.
+            unscale: ``True`` unscales them after the pass, so that all gradients are unscaled. ``False`` leaves them
+                scaled until ``unscale_`` or a pass with ``True``; unscaled ones of before are scaled again.
+        """
+        if not self._enabled:
+            yield
+            return
+        states = [self.state_of(optimizer) for optimizer in optimizers]
+        before = self._unscaled_gradients(optimizers)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            self._look_again(optimizer, state, before)
+        if unscale:
+            # Taken away, so that the pass makes gradients of its own; of views into DDP's buckets copies are kept.
+            for param in before:
+                param.grad = None
+            before = {param: grad.clone() if grad._is_view() else grad for param, grad in before.items()}
+            yield from self._pass(optimizers, before)
+        else:
+            self._multiply(before.values())
+            for state in states:
+                state.stage, state.scaled_by = "scaled", self
+            yield
+
+    def _pass(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
+        """Let a pass make its gradients, unscale them and add those of before; these come back if it fails."""
+        try:
+            yield
+        except BaseException:
+            for param, grad in before.items():
+                param.grad = grad
+            raise
+        self._unscale_pass(optimizers)
+        _add(before)
+        for state in map(self.state_of, optimizers):
+            state.stage, state.scaled_by = "unscaled", None
+
+    def _unscaled_gradients(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
+        """Return the gradients of earlier passes that are unscaled already, by their parameter."""
+        if all(self.state_of(optimizer).stage == "scaled" for optimizer in optimizers):
+            return {}
+        scaled = {p for o in optimizers if self.state_of(o).stage == "scaled" for p in params_of(o)}
+        return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
+
+    def _look_again(self, optimizer: Optimizer, state: OptimizerState, before: dict[Tensor, Tensor]) -> None:
+        """Forget an overflow whose gradients are gone, because they were set to None or to zero."""
+        if state.found_inf is None or state.found_inf is False:
+            state.found_inf = None
+            return
+        grads = [before[param] for param in params_of(optimizer) if param in before]
+        state.found_inf = has_non_finite(grads) if grads else None
+
+    def _multiply(self, grads: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            for grad in grads:
+                grad.mul_(self._scale.to(grad.device) if self.dynamic else self._init_scale)  # type: ignore[union-attr]
+
+    def _unscale_pass(self, optimizers: Sequence[Optimizer]) -> None:
+        """Unscale what a pass made; an overflow is one of all that it made gradients for, as in apex."""
+        made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
+        found = self._unscale(made)
+        for state in map(self.state_of, made):
+            if found is not None:
+                state.found_inf = found if state.found_inf is None else torch.maximum(state.found_inf, found)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _unscale(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
+        """Divide gradients by the scale in place; returns 1.0 or 0.0 on the device, ``None`` with a static scale."""
+        # A dict: a parameter of several optimizers counts once.
+        grads = list({p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None}.values())
+        if not grads:
+            return None
+        self._needs_update = True
+        if not self.dynamic:
+            torch._foreach_mul_([_numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
+            return None
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(grads[0].device)
+        scale: Tensor = self._scale  # type: ignore[assignment]
+        # In float64, because a float32 division may round.
+        inverse = scale.double().reciprocal_().float()
+        found = _check_and_multiply(grads, inverse)
+        self._passes.append(found)
+        return found
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, and look for an overflow.
+
+        Raises:
+            RuntimeError: If they are unscaled already.
+        """
+        if not self._enabled:
+            return
+        state = self.state_of(optimizer)
+        if state.stage == "unscaled":
+            raise RuntimeError("unscale_: expected scaled gradients, got some that are unscaled already. Call it once.")
+        # Overwritten: what overflowed before is inf or NaN still, and found again.
+        state.found_inf = self._unscale([optimizer])
+        state.stage, state.scaled_by = "unscaled", None
+
+    # The step
+
+    def state_of(self, optimizer: Optimizer) -> OptimizerState:
+        """Return what is known of an optimizer's gradients."""
+        return self.optimizers.setdefault(optimizer, OptimizerState())
+
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """Unscale an optimizer's gradients if they are scaled, and look at those that no pass has looked at.
+
+        A second step with the same gradients, for one, is skipped as the first was.
+        """
+        state = self.state_of(optimizer)
+        if not self._enabled or state.stage == "unscaled":
+            return
+        if state.stage == "scaled":
+            self.unscale_(optimizer)
+            return
+        grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
+        state.found_inf = has_non_finite(grads) if self.dynamic and grads else None
+        state.stage = "unscaled"
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step, or skip on overflow.
+
+        torch's fused optimizers are given ``found_inf`` on the device and skip by themselves.
+
+        Args:
+            optimizer: Its gradients are unscaled first if they are not.
+            *args: For ``optimizer.step``.
+            **kwargs: For ``optimizer.step``, a closure too.
+
+        Returns:
+            What ``optimizer.step`` returned, ``None`` for a skipped step.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        state = self.state_of(optimizer)
+        if state.stage != "unscaled":
+            self.unscale_(optimizer)
+        state.stage = "stepped"
+        found = state.found_inf
+        if found is None:
+            return optimizer.step(*args, **kwargs)
+        if _skips_by_itself(optimizer):
+            self._count(found)
+            optimizer.found_inf = found  # type: ignore[attr-defined]  # schedules read it too
+            try:
+                return optimizer.step(*args, **kwargs)
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        state.found_inf = skips = bool(found)  # the one value that comes to the host
+        self._count(skips)
+        return None if skips else optimizer.step(*args, **kwargs)
+
+    def _count(self, found: Tensor | bool) -> None:
+        self.skips_in_a_row = (self.skips_in_a_row + 1) * found
+        self.skipped_steps = self.skipped_steps + found
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer's last step was skipped; waits for the device if it skips by itself."""
+        state = self.optimizers.get(optimizer)
+        if state is None or state.stage != "stepped":
+            return False
+        state.found_inf = bool(state.found_inf)
+        return state.found_inf
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Halve the scale after an overflow, count and perhaps double it otherwise.
+
+        Without effect if nothing was unscaled since the last call.
+
+        Args:
+            new_scale: The scale to take instead.
+        """
+        if new_scale is not None:
+            super().update(new_scale)
+            return
+        if not self._needs_update:
+            return
+        self._needs_update = False
+        if not self.dynamic:
+            self._init_growth_tracker += 1
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        found, *others = (each.to(scale.device, non_blocking=True) for each in self._passes)
+        self._passes = []
+        for other in others:
+            found = torch.maximum(found, other)
+        torch._amp_update_scale_(
+            scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
+        scale.clamp_(max=self.max_scale)
+        if self.min_scale is not None:
+            # An overflow alone raises the scale to the floor, as in apex.
+            torch.where(found > 0, scale.clamp(min=self.min_scale), scale, out=scale)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a pass since the last ``update`` overflowed; waits for the device."""
+        return any(bool(found) for found in self._passes)
+
+    # State
+
+    def get_scale(self) -> float:
+        """Return the scale now, dimensionless; waits for the device if dynamic."""
+        return super().get_scale() if self.dynamic else self._init_scale
+
+    def _get_growth_tracker(self) -> int:
+        return super()._get_growth_tracker() if self.dynamic else self._init_growth_tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"loss_scale": float, "unskipped": int}``, apex's format."""
+        return {"loss_scale": self.get_scale(), "unskipped": self._get_growth_tracker()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state in apex's format; a scale above ``max_scale`` is kept, as in apex.
+
+        A dynamic scale that has been steady for longer than this ``growth_interval`` doubles at the next such update.
+
+        Raises:
+            KeyError: If ``loss_scale`` or ``unskipped`` is missing.
+        """
+        scale, unskipped = float(state_dict["loss_scale"]), int(state_dict["unskipped"])
+        self.max_scale = max(self.max_scale, scale)
+        self._enabled = self.dynamic or scale != 1.0
+        self._init_scale = scale
+        self._init_growth_tracker = min(unskipped, self._growth_interval - 1) if self.dynamic else unskipped
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(scale)
+            self._growth_tracker.fill_(self._init_growth_tracker)
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield all parameters that an optimizer updates."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+@torch.no_grad()
+def has_non_finite(grads: Sequence[Tensor]) -> Tensor:
+    """Return 1.0 on the device if any gradient has an inf or NaN, else 0.0.
+
+    Args:
+        grads: One or more, of any dtype and layout, which stay as they are.
+    """
+    return _check_and_multiply(grads, torch.ones((), device=grads[0].device))
+
+
+def _check_and_multiply(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
+    """Multiply gradients in place; returns 1.0 on the factor's device if any was inf or NaN, else 0.0."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for numbers in map(_numbers_of, grads):
+        alike.setdefault((numbers.device, numbers.dtype), []).append(numbers)
+    found = torch.zeros_like(factor)
+    for (device, dtype), numbers in alike.items():
+        # CUDA's kernel does not take bfloat16.
+        wide = [each.float() for each in numbers] if dtype is torch.bfloat16 else numbers
+        here = found if device == found.device else torch.zeros_like(found, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(wide, here, factor.to(device))
+        if wide is not numbers:
+            torch._foreach_copy_(numbers, wide)
+        if here is not found:
+            found = torch.maximum(found, here.to(found.device))
+    return found
+
+
+def _numbers_of(grad: Tensor) -> Tensor:
+    """Return a view of what a gradient holds: real numbers in a dense tensor."""
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+@torch.no_grad()
+def _add(before: dict[Tensor, Tensor]) -> None:
+    for param, grad in before.items():
+        if param.grad is None:
+            param.grad = grad
+        elif grad.is_sparse:  # to which nothing dense can be added
+            param.grad.add_(grad)
+        else:  # the same tensor as before, as without scaling
+            param.grad = grad.add_(param.grad)
+
+
+def _skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's ``step`` reads ``found_inf`` on the device: torch's own where they are fused."""
+    fused = type(optimizer) in (SGD, Adam, AdamW) and all(group.get("fused") for group in optimizer.param_groups)
+    return fused and not (type(optimizer) is SGD and _makes_momentum(optimizer))
+
+
+def _makes_momentum(optimizer: SGD) -> bool:
+    """Whether a step makes memory for momentum, which stays uninitialised if the step skips by itself."""
+    with_momentum = (group for group in optimizer.param_groups if group["momentum"])
+    params = (param for group in with_momentum for param in group["params"] if param.grad is not None)
+    return any(optimizer.state.get(param, {}).get("momentum_buffer") is None for param in params)
+
+
+def _check_scale(name: str, scale: Any) -> None:
+    expect(is_number(scale) and scale > 0.0, name, scale, "a finite number above zero", AmpUsageError)
