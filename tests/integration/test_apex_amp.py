@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_turbo import ApexAMP
+from lightning_turbo import ApexAMP, ApexGradScaler
+from lightning_turbo.errors import TurboWarning
+from lightning_turbo.plugins import nonfinite
 from lightning_turbo.plugins.nonfinite import NonFiniteError
-from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
-from tests.versions import unpickling
 
 LEVELS = ("O0", "O1", "O2", "O3")
 HALVES = (torch.bfloat16, torch.float16)
@@ -144,7 +144,7 @@ def test_clipping_acts_on_unscaled_gradients(level, algorithm):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_halves_the_scale_leaves_every_bit_and_is_logged(level):
+def test_an_overflow_halves_the_scale_leaves_every_bit(level):
     class Bits(pl.Callback):
         def __init__(self):
             self.steps = []
@@ -153,11 +153,12 @@ def test_an_overflow_halves_the_scale_leaves_every_bit_and_is_logged(level):
             state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
             params = [p.detach().clone() for g in trainer.optimizers[0].param_groups for p in g["params"]]
             plugin = trainer.precision_plugin
-            self.steps.append((params, state, plugin.loss_scale, plugin.skipped_steps, plugin.skipped_last_step))
+            scaler, optimizer = plugin.scaler, trainer.optimizers[0]
+            skips = scaler.skipped_steps, scaler.was_skipped(optimizer)
+            self.steps.append((params, state, scaler.get_scale(), *skips))
 
     spy, model = Bits(), Net(poison=[2])
-    t = trainer(ApexAMP(level, dtype=torch.float16, log_scale=True), callbacks=[spy])
-    t.fit(model, batches(64))
+    trainer(ApexAMP(level, dtype=torch.float16), callbacks=[spy]).fit(model, batches(64))
     before, after = spy.steps[1], spy.steps[2]
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
     for a, b in zip(before[1].values(), after[1].values(), strict=True):
@@ -166,15 +167,12 @@ def test_an_overflow_halves_the_scale_leaves_every_bit_and_is_logged(level):
     assert [s[3] for s in spy.steps] == [0, 0, 1, 1]
     assert [s[4] for s in spy.steps] == [False, False, True, False]
     assert not all(torch.equal(a, b) for a, b in zip(after[0], spy.steps[3][0], strict=True))
-    assert (t.callback_metrics["amp/loss_scale"], t.callback_metrics["amp/skipped_steps"]) == (32768.0, 1.0)
 
 
 def test_the_scale_doubles_after_its_window_and_keeps_its_limits():
-    plugin = ApexAMP("O1", dtype=torch.float16, scale_window=2, max_loss_scale=2.0**17)
-    t = trainer(plugin)
-    t.fit(Net(), batches(96))
+    plugin = ApexAMP("O1", dtype=torch.float16, scaler=ApexGradScaler(growth_interval=2, max_scale=2.0**17))
+    trainer(plugin).fit(Net(), batches(96))
     assert plugin.loss_scale == 2.0**17
-    assert "amp/loss_scale" not in t.callback_metrics  # nobody has asked
     assert plugin.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**17, "unskipped": 0}}
 
 
@@ -188,15 +186,29 @@ def test_inputs_of_another_dtype_are_brought_to_the_models(level, given):
     assert model.seen["x"] is (torch.float32 if level == "O0" else given)
 
 
-def test_a_run_that_only_overflows_ends_with_the_step_and_the_module():
-    class Broken(Net):
-        def forward(self, x):
-            return self.frozen(self.head(self.net(x) / 0.0))
+class Broken(Net):
+    def forward(self, x):
+        return self.frozen(self.head(self.net(x) / 0.0))
 
-    with pytest.raises(
-        NonFiniteError, match=r"4 optimizer steps in a row .* 'head' \(Linear\).*max_consecutive_skips=8"
-    ):
-        trainer(ApexAMP("O1", dtype=torch.float16, max_consecutive_skips=4), max_epochs=4).fit(Broken(), batches())
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_that_only_overflows_ends_with_the_step_and_the_module(fused, monkeypatch):
+    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 5)  # where the host does not hear of each skip
+    plugin = ApexAMP("O1", dtype=torch.float16)
+    plugin.max_consecutive_skips = 4
+    module = Broken(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused))
+    last = "6" if fused else "4"
+    with pytest.raises(NonFiniteError, match=rf"{last} optimizer steps in a row .* 'head' \(Linear\).*_skips = 8"):
+        trainer(plugin, max_epochs=4).fit(module, batches())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(level, monkeypatch):
+    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 2)
+    plugin = ApexAMP(level, dtype=torch.bfloat16)
+    plugin.max_consecutive_skips = 4
+    with pytest.warns(TurboWarning, match=r"4 optimizer steps in a row were made with inf or NaN.* module '(net.0|head)' \(Linear\)"):
+        trainer(plugin, max_epochs=2).fit(Broken(), batches())
 
 
 def test_lbfgs_is_refused_with_a_scaler_and_taken_at_o0():
@@ -272,21 +284,3 @@ def test_a_forward_of_the_modules_own_is_at_the_border_too(change, level):
     trainer(ApexAMP(level, dtype=torch.bfloat16)).fit(change(module), batches())
     assert module.between is torch.bfloat16
     assert module.seen["out"] is torch.float32
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_of_a_checkpoint_that_is_only_validated_go_into_no_later_run(level, tmp_path):
-    path = tmp_path / "window.ckpt"
-
-    def net():
-        torch.manual_seed(0)
-        return Net(optimizer=lambda parameters: torch.optim.SGD(parameters[:2], lr=0.1))
-
-    trainer(ApexAMP(level), accumulate_grad_batches=3, callbacks=[Save(path, 4)]).fit(net(), batches())
-    assert "accumulated_gradients" in torch.load(path, weights_only=True)["ApexAMP"]
-    plugin, plain, later = ApexAMP(level), net(), net()
-    trainer(plugin).validate(net(), batches(), ckpt_path=path, verbose=False, **unpickling(True))
-    trainer(plugin, accumulate_grad_batches=3).fit(later, batches())
-    trainer(ApexAMP(level), accumulate_grad_batches=3).fit(plain, batches())
-    for name, value in plain.state_dict().items():
-        assert torch.equal(later.state_dict()[name], value), name

@@ -16,7 +16,7 @@ JOINT = [
         ("O3", "bfloat16"),
     )
     for window in (1, 2)
-] + ["joint-ddp-O2-float16-default-1-compressed", "joint-ddp-O2-float16-default-2-compressed"]  # fmt: skip
+]  # fmt: skip
 LEVELS = ("O1-bfloat16-64", "O1-float16-64", "O2-bfloat16-1", "O2-float16-64")
 DYNAMIC = ("O1-float16-dynamic", "O2-float16-dynamic", "O2-bfloat16-dynamic")
 BY_HAND = {
@@ -52,7 +52,6 @@ def test_two_ranks_equal_each_other_and_the_joint_batch(tmp_path):
     for case in JOINT:
         ours, joint = load(tmp_path, case), load(tmp_path, case, ranks=1)
         assert ours["dtypes"] == joint["dtypes"], case
-        assert ours["compressed"] == case.endswith("compressed"), case
         # Float32 sums in another order at O0, half gradients that are rounded for half a batch each elsewhere.
         limit = 1e-5 if "O0" in case else 6e-2 if "bfloat16" in case else 3e-3
         assert apart(ours, joint) < limit, (case, apart(ours, joint))

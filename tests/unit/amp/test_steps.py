@@ -1,28 +1,28 @@
 """What lies between a loss and the weights: the backward pass, the unscaling, the step."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
 
 from lightning_turbo import amp
-from lightning_turbo.amp.engine import AmpEngine
-from lightning_turbo.amp.loss_scaling import LossScaler
+from lightning_turbo.amp.grad_scaler import ApexGradScaler
+from lightning_turbo.errors import AmpUsageError
 from tests.unit.amp.loops import INF, backward, init
 
 
-def engine_of(optimizer):
-    engine = AmpEngine("O1", device_type="cpu", dtype=torch.float16)
-    engine.attach(optimizer, [])
-    return engine
-
-
-def arrive(engine, optimizer, *gradients):
-    """Lets a backward pass make these gradients, scaled."""
-    with engine.backward([optimizer], 0, delay_unscale=True):
+def arrive(scaler, optimizer, *gradients):
+    """Lets a backward pass make these gradients, scaled, and unscales them."""
+    with scaler.backward([optimizer], unscale=False):
         for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=False):
             weight.grad = gradient
-    engine.unscale(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def skips(scaler, optimizer):
+    return bool(scaler.state_of(optimizer).found_inf)
 
 
 def by_autocast(first, second):
@@ -62,15 +62,15 @@ def test_an_overflow_in_the_first_fused_step_of_a_weight_leaves_no_momentum(grad
     for fused in (True, False):
         weights = [Parameter(torch.ones(1 << 16)) for _ in range(2)]
         optimizer = torch.optim.SGD(weights, lr=0.1, momentum=momentum, fused=fused)
-        engine = engine_of(optimizer)
+        scaler = ApexGradScaler()
         for made in gradients:
             optimizer.zero_grad()
             left_behind = [torch.full((1 << 16,), 123.0) for _ in range(8)]
             del left_behind  # by activations: what torch.empty may find
-            scale = engine.scaler(0).loss_scale
-            arrive(engine, optimizer, *(g and torch.full((1 << 16,), g) * scale for g in made))
-            engine.step(optimizer, optimizer.step)
-            engine.update()
+            scale = scaler.get_scale()
+            arrive(scaler, optimizer, *(g and torch.full((1 << 16,), g) * scale for g in made))
+            scaler.step(optimizer)
+            scaler.update()
         ends.append([weight.detach() for weight in weights])
     torch.testing.assert_close(*ends)
 
@@ -79,13 +79,13 @@ def test_an_overflow_in_the_first_fused_step_of_a_weight_leaves_no_momentum(grad
 def test_gradients_of_any_dtype_are_unscaled(dtype):
     weight = Parameter(torch.zeros(3, dtype=dtype))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    engine = engine_of(optimizer)
-    engine.scaler(0).load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
-    arrive(engine, optimizer, torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024)
+    scaler = ApexGradScaler()
+    scaler.load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
+    arrive(scaler, optimizer, torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024)
     assert weight.grad.tolist() == [1.0, -2.0, 0.5]
-    assert not engine.will_skip(optimizer)
-    arrive(engine, optimizer, torch.tensor([1.0, float("nan"), 0.5], dtype=dtype))
-    assert engine.will_skip(optimizer)
+    assert not skips(scaler, optimizer)
+    arrive(scaler, optimizer, torch.tensor([1.0, float("nan"), 0.5], dtype=dtype))
+    assert skips(scaler, optimizer)
 
 
 def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
@@ -97,9 +97,9 @@ def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
 
     weight = Parameter(torch.ones(4))
     optimizer = Capturable([weight], lr=1.0)
-    engine = engine_of(optimizer)
-    arrive(engine, optimizer, torch.full((4,), INF))
-    engine.step(optimizer, optimizer.step)
+    scaler = ApexGradScaler()
+    arrive(scaler, optimizer, torch.full((4,), INF))
+    scaler.step(optimizer)
     assert weight.tolist() == [1.0] * 4
 
 
@@ -110,11 +110,11 @@ def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
     plain.step()
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     optimizer.load_state_dict(plain.state_dict())
-    engine = engine_of(optimizer)
+    scaler = ApexGradScaler()
     before = weight.detach().clone()
     for gradient in (INF, 1.0):
-        arrive(engine, optimizer, torch.full((4,), gradient))
-        engine.step(optimizer, optimizer.step)
+        arrive(scaler, optimizer, torch.full((4,), gradient))
+        scaler.step(optimizer)
         assert torch.equal(weight, before) is (gradient != 1.0)
 
 
@@ -133,18 +133,48 @@ def test_the_count_of_steps_of_a_parameter_without_dimensions_stays_wide(optimiz
     assert [state["step"].item() for state in steps.state.values()] == [257.0, 257.0]
 
 
-def test_an_overflow_is_not_lost_on_the_way_to_another_device():
-    scaler = LossScaler("dynamic")
-    scaler.unscale_([torch.tensor([INF])])
-    scaler.to(torch.device("cpu", 0))
-    assert scaler.overflowed
-    scaler.update()
-    assert scaler.loss_scale == 2.0**15
-
-
-def test_a_scale_that_was_steady_for_longer_than_the_window_grows():
-    scaler = LossScaler("dynamic", scale_window=5)
+def test_a_scale_that_was_steady_for_longer_than_the_interval_grows():
+    weight = Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=5)
     scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 40})
-    scaler.unscale_([torch.ones(1)])
+    arrive(scaler, optimizer, torch.ones(1))
     scaler.update()
-    assert scaler.loss_scale == 16.0
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loop_for_torchs_scaler_gives_the_same_bits(fused, unscales):
+    ends = []
+    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(4, 2), kind()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        for number in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 4)).square().mean() * (INF if number == 2 else 1.0)
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append((model.weight.detach().clone(), scaler.get_scale()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1] == 2.0**15
+
+
+def test_the_scaler_is_pickled_without_the_run_that_it_is_in():
+    weight = Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=7, min_scale=2.0)
+    arrive(scaler, optimizer, torch.full((1,), INF))
+    scaler.step(optimizer)
+    scaler.update()
+    other = pickle.loads(pickle.dumps(scaler))
+    assert other.state_dict() == scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
+    assert (other.get_growth_interval(), other.min_scale, len(other.optimizers)) == (7, 2.0, 0)
+
+
+@pytest.mark.parametrize("limits", [{"num_losses": 0}, {"scale_window": 0}, {"min_loss_scale": 0.0}, {"cast_lists": "x"}])
+def test_initialize_refuses_what_no_scaler_or_cast_could_do(limits):
+    with pytest.raises(AmpUsageError, match="expected"):
+        init(nn.Linear(2, 1), None, "O1", **limits)

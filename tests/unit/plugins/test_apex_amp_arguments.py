@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_turbo import ApexAMP
+from lightning_turbo import ApexAMP, ApexGradScaler
 from lightning_turbo.errors import AmpUsageError
 
 
@@ -24,22 +24,12 @@ from lightning_turbo.errors import AmpUsageError
     ("O1", {"keep_batchnorm_fp32": "False"}, ValueError, "keep_batchnorm_fp32='False' contradicts O1"),
     ("O1", {"master_weights": True}, ValueError, "master_weights=True contradicts O1"),
     ("O2", {"master_weights": 1}, ValueError, "master_weights: expected True or False, got 1."),
-    ("O1", {"cast_model_type": torch.float16}, ValueError, "cast_model_type=torch.float16 contradicts O1"),
-    ("O2", {"cast_model_type": "half"}, TypeError, "a torch dtype, as torch.float16, got 'half'"),
-    ("O2", {"cast_model_type": torch.int64}, ValueError, "cast_model_type: expected a floating dtype"),
-    ("O2", {"cast_model_type": torch.float16, "dtype": torch.bfloat16}, ValueError, "expected torch.bfloat16"),
     ("O1", {"dtype": torch.float32}, ValueError, "dtype: expected torch.float16 or torch.bfloat16"),
-    ("O1", {"dtype": "fp16"}, TypeError, "dtype: expected a torch dtype"),
-    ("O1", {"min_loss_scale": 0.0}, ValueError, "min_loss_scale: expected a finite number above zero, got 0.0."),
-    ("O1", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "expected at most max_loss_scale=4.0, got 8.0."),
-    ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale: expected a finite number above zero, got None."),
-    ("O1", {"scale_window": 0}, ValueError, "scale_window: expected a whole number from 1 on, got 0."),
-    ("O1", {"num_losses": 0}, ValueError, "num_losses: expected a whole number from 1 on, got 0."),
-    ("O1", {"cast_lists": "mine"}, ValueError, "cast_lists: expected 'apex' (apex's lists of functions) or 'torch'"),
-    ("O1", {"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips: expected a whole number"),
-    ("O1", {"max_consecutive_skips": "many"}, ValueError, "from 1 on, got 'many'."),
-    ("O2", {"exact_masters": None}, TypeError, "exact_masters=None"),
-    ("O1", {"log_scale": 1, "backend": "apex"}, TypeError, "log_scale=1"),
+    ("O1", {"dtype": "fp7"}, TypeError, "dtype: expected a torch dtype, also as text, as 'bfloat16', got 'fp7'."),
+    ("O1", {"dtype": 16}, TypeError, "dtype: expected a torch dtype"),
+    ("O1", {"scaler": torch.amp.GradScaler("cpu")}, TypeError, "scaler: expected an ApexGradScaler or None, got"),
+    ("O1", {"scaler": ApexGradScaler(), "loss_scale": 8.0}, ValueError, "expected None beside a scaler, got 8.0."),
+    ("O1", {"keep_fp32_modules": ["net"]}, ValueError, "contradicts O1, which casts no module"),
 ])  # fmt: skip
 def test_refused_in_words(level, settings, error, text):
     with pytest.raises(error) as caught:
@@ -50,21 +40,22 @@ def test_refused_in_words(level, settings, error, text):
 @pytest.mark.parametrize(("level", "settings", "scale"), [
     ("O1", {"dtype": torch.float16}, 65536.0),
     ("O1", {"dtype": torch.bfloat16}, 1.0),
-    ("O1", {"dtype": torch.float16, "min_loss_scale": 0.25, "max_loss_scale": 0.5}, 0.5),
+    ("O1", {"dtype": "float16"}, 65536.0),
+    ("O1", {"dtype": "bf16"}, 1.0),
+    ("O2", {"dtype": "torch.float16", "loss_scale": "128.0"}, 128.0),
+    ("O1", {"dtype": "fp16", "scaler": ApexGradScaler(min_scale=0.25, max_scale=0.5)}, 0.5),
+    ("O1", {"dtype": "bf16", "scaler": ApexGradScaler(8.0)}, 8.0),
     ("O2", {"dtype": torch.bfloat16}, 1.0),
-    ("O2", {"cast_model_type": torch.float16}, 65536.0),  # on any device
     ("O0", {}, 1.0),
-    ("O2", {"keep_batchnorm_fp32": "False", "dtype": torch.float16, "max_loss_scale": 1024.0}, 1024.0),
 ])  # fmt: skip
 def test_accepted(level, settings, scale):
     assert ApexAMP(level, **settings).loss_scale == scale
 
 
 @pytest.mark.parametrize(("level", "settings"), [
-    ("O0", {}), ("O1", {"dtype": torch.float16}), ("O1", {"cast_lists": "apex"}), ("O2", {}), ("O3", {}),
 ])  # fmt: skip
 def test_a_pickled_plugin_is_another_that_does_the_same(level, settings):
-    plugin = ApexAMP(level, cast_cache=True, **settings)
+    plugin = ApexAMP(level, **settings)
     other = pickle.loads(pickle.dumps(plugin))
     assert other.opt_level == level
     assert other.half_dtype is plugin.half_dtype
@@ -82,3 +73,29 @@ def test_a_loop_without_a_trainer_is_sent_to_amp():
         AmpUsageError, match=r"expected a LightningModule that a Trainer trains, got a Linear.*lightning_turbo\.amp"
     ):
         ApexAMP("O1").backward(model(torch.ones(1, 2)).sum(), model, None)
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("num_losses", "lightning_turbo.amp.initialize"), ("cast_lists", "lightning_turbo.amp.initialize"),
+    ("cast_cache", "lightning_turbo.amp.initialize"), ("exact_masters", "lightning_turbo.amp.initialize"),
+    ("compress_gradients", "communication hook"), ("cast_model_type", "the level and dtype say it"),
+    ("scale_window", r"scaler=ApexGradScaler\(growth_interval"), ("min_loss_scale", "scaler=ApexGradScaler"),
+    ("max_loss_scale", "scaler=ApexGradScaler"), ("keep_float32", "keep_fp32_modules"), ("backend", "RealApexAMP"),
+    ("log_scale", r"self\.log"), ("max_consecutive_skips", "on the plugin"), ("opt_lvl", "none of that name"),
+])  # fmt: skip
+def test_an_argument_of_before_names_the_new_place(name, said):
+    with pytest.raises(TypeError, match=rf"ApexAMP: unexpected argument '{name}': .*{said}"):
+        ApexAMP("O1", **{name: 1})
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"min_scale": 0.0}, "min_scale: expected a finite number above zero, got 0.0."),
+    ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale: expected at most max_scale=4.0, got 8.0."),
+    ({"max_scale": None}, "max_scale: expected a finite number above zero, got None."),
+    ({"growth_interval": 0}, "growth_interval: expected a whole number from 1 on, got 0."),
+    ({"loss_scale": -1.0}, "loss_scale: expected a finite number above zero, got -1.0."),
+])  # fmt: skip
+def test_a_scaler_refuses_limits_in_words(settings, said):
+    with pytest.raises(AmpUsageError) as caught:
+        ApexGradScaler(**settings)
+    assert said in str(caught.value)

@@ -1,4 +1,4 @@
-"""backend="apex": with a fake apex everywhere, and with the real one where it is installed."""
+"""RealApexAMP: with a fake apex everywhere, and with the real one where it is installed."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_turbo import ApexAMP
+from lightning_turbo import ApexAMP, RealApexAMP
 from lightning_turbo.errors import AmpUsageError, MissingExtraError
 from tests.trainers import quiet_trainer
 
@@ -89,49 +89,44 @@ def test_where_there_is_no_apex_with_amp_it_is_said(file, said, tmp_path, monkey
         (tmp_path / "apex" / "__init__.py").write_text(file)
         monkeypatch.syspath_prepend(tmp_path)
     try:
-        with pytest.raises(MissingExtraError, match=f"needs apex.amp.*({said}).*tag 25.05.*another project.*native"):
-            ApexAMP("O1", backend="apex")
-        assert type(ApexAMP("O1")) is type(ApexAMP("O1", backend="native")) is ApexAMP
+        advice = "tag 25.05.*another project.*take ApexAMP"
+        with pytest.raises(MissingExtraError, match=f"needs apex.amp.*({said}).*{advice}"):
+            RealApexAMP("O1")
     finally:
         sys.modules.pop("apex", None)
 
 
-def test_arguments_that_apex_does_not_have_are_refused(fake):
-    for name, value in (
-        ("scale_window", 100), ("dtype", torch.bfloat16), ("cast_lists", "torch"), ("exact_masters", False),
-        ("cast_cache", True), ("log_scale", True),
-    ):  # fmt: skip
-        with pytest.raises(AmpUsageError, match=f"expected arguments that apex has, cast_model_type.*got {name}="):
-            ApexAMP("O1", backend="apex", **{name: value})
-    with pytest.raises(AmpUsageError, match=r"backend: expected 'native' or 'apex', got 'nvidia'"):
-        ApexAMP("O1", backend="nvidia")
+def test_overrides_are_checked_as_apexs(fake):
     with pytest.raises(AmpUsageError, match="keep_batchnorm_fp32=True contradicts O1"):
-        ApexAMP("O1", backend="apex", keep_batchnorm_fp32=True)
-    # Defaults may be spelled out, as LightningCLI does.
-    ApexAMP("O1", backend="apex", scale_window=2000, exact_masters=True, dtype=torch.float16)
+        RealApexAMP("O1", keep_batchnorm_fp32=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):
+        RealApexAMP("O1", dtype=torch.float16)  # apex has no other
 
 
 def test_a_trainer_runs_through_apexs_calls(fake):
     net, trainer = fit(
-        ApexAMP("O2", backend="apex", loss_scale=128.0), gradient_clip_val=1e9, accumulate_grad_batches=1
+        RealApexAMP("O2", loss_scale=128.0), gradient_clip_val=1e9, accumulate_grad_batches=1
     )
     plain, _ = fit(None)
     assert torch.equal(net.model.weight, plain.model.weight)  # scaled by 8 and unscaled again, exactly
     assert [call[0] for call in fake.calls] == ["initialize", "scale_loss", "scale_loss"]
-    kwargs = {"opt_level": "O2", "verbosity": 0, "loss_scale": 128.0}
-    assert fake.calls[0] == ("initialize", "Net", 1, kwargs)
+    name, *given, kwargs = fake.calls[0]
+    assert [name, *given] == ["initialize", "Net", 1]
+    assert {key: value for key, value in kwargs.items() if value is not None} == {
+        "opt_level": "O2", "verbosity": 0, "loss_scale": 128.0, "max_loss_scale": 2.0**24,
+    }  # fmt: skip
     assert trainer.precision_plugin.precision == "16-true"
     assert trainer.precision_plugin.loss_scale == 65536.0
 
 
-def test_state_goes_on_under_either_backend(fake, tmp_path):
-    _, trainer = fit(ApexAMP("O1", backend="apex"))
+def test_state_goes_on_under_either_plugin(fake, tmp_path):
+    _, trainer = fit(RealApexAMP("O1"))
     trainer.save_checkpoint(tmp_path / "apex.ckpt")
     saved = torch.load(tmp_path / "apex.ckpt", weights_only=True)
     assert saved["ApexAMP"] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}
     saved["ApexAMP"]["loss_scaler0"]["loss_scale"] = 512.0
     torch.save(saved, tmp_path / "changed.ckpt")
-    fit(ApexAMP("O1", backend="apex"), tmp_path / "changed.ckpt", 2)
+    fit(RealApexAMP("O1"), tmp_path / "changed.ckpt", 2)
     assert fake.scale == 512.0
     native = ApexAMP("O1", dtype=torch.float16)
     fit(native, tmp_path / "changed.ckpt", 2)
@@ -140,7 +135,7 @@ def test_state_goes_on_under_either_backend(fake, tmp_path):
     del saved["ApexAMP"]
     saved["ApexMixedPrecisionPlugin"] = {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}}
     torch.save(saved, tmp_path / "old.ckpt")
-    fit(ApexAMP("O1", backend="apex"), tmp_path / "old.ckpt", 2)
+    fit(RealApexAMP("O1"), tmp_path / "old.ckpt", 2)
     assert fake.scale == 256.0
 
 
@@ -148,6 +143,6 @@ def test_state_goes_on_under_either_backend(fake, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O1 patches torch to the end of the process
 def test_the_real_apex_trains_under_the_trainer(level):
-    net, trainer = fit(ApexAMP(level, backend="apex", loss_scale=128.0))
+    net, trainer = fit(RealApexAMP(level, loss_scale=128.0))
     assert trainer.global_step == 2
     assert all(torch.isfinite(p).all() for p in net.parameters())
