@@ -276,7 +276,7 @@ def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint: What it loaded.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    done = loop.get("current", {}).get("completed", 0) % trainer.accumulate_grad_batches
+    done = loop.get("current", {}).get("processed", 0) % trainer.accumulate_grad_batches
     if done and not loop.get("is_last_batch"):
         __getattr__("rank_zero_warn")(
             f"The checkpoint was saved after {done} of {trainer.accumulate_grad_batches} batches of an accumulation "

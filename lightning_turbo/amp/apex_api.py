@@ -141,7 +141,7 @@ class _Session:
         for state in map(scaler.state_of, optimizers):
             if state.scaled_by not in (None, scaler):
                 raise AmpUsageError(
-                    f"loss_id={loss_id!r}: expected loss_id={self.scalers.index(state.scaled_by)!r}, whose scaled "  # type: ignore[arg-type]
+                    f"loss_id={loss_id!r}: expected loss_id={self.scalers.index(state.scaled_by)!r}, whose scaled "
                     "gradients are still accumulated. Step first, or use one loss_id per window."
                 )
         with scaler.backward(optimizers, unscale=not delay_unscale), self.casts.backward_region():

@@ -169,7 +169,14 @@ class ApexGradScaler(GradScaler):
     def _multiply(self, grads: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for grad in grads:
-                grad.mul_(self._scale.to(grad.device) if self.dynamic else self._init_scale)  # type: ignore[union-attr]
+                grad.mul_(self._scale_near(grad).to(grad.device) if self.dynamic else self._init_scale)
+
+    def _scale_near(self, tensor: Tensor) -> Tensor:
+        """Return the dynamic scale, which is made on the device of the first tensor that needs it."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(tensor.device)
+        scale, _ = self._check_scale_growth_tracker("scale")
+        return scale
 
     def _unscale_pass(self, optimizers: Sequence[Optimizer]) -> None:
         """Unscale what a pass made; an overflow is one of all that it made gradients for, as in apex."""
@@ -190,11 +197,8 @@ class ApexGradScaler(GradScaler):
         if not self.dynamic:
             torch._foreach_mul_([_numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
             return None
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(grads[0].device)
-        scale: Tensor = self._scale  # type: ignore[assignment]
         # In float64, because a float32 division may round.
-        inverse = scale.double().reciprocal_().float()
+        inverse = self._scale_near(grads[0]).double().reciprocal_().float()
         found = _check_and_multiply(grads, inverse)
         self._passes.append(found)
         return found

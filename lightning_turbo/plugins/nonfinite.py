@@ -55,8 +55,7 @@ class NonFiniteGuard:
             TurboWarning: The same without a loss scale, where no step is skipped.
         """
         self._steps += 1
-        known = scaler.dynamic and isinstance(scaler.skips_in_a_row, int)
-        if not known and not self._handles and self._steps % LOOK_EVERY:
+        if not self._is_due(scaler):
             return
         in_a_row = int(scaler.skips_in_a_row) if scaler.dynamic else self._count(optimizer)
         if in_a_row == 0:
@@ -65,6 +64,10 @@ class NonFiniteGuard:
             self._tell(in_a_row, scaler.dynamic)
         elif not self._handles and (in_a_row >= self.limit - WATCH or not scaler.dynamic):
             self._watch()
+
+    def _is_due(self, scaler: ApexGradScaler) -> bool:
+        known = scaler.dynamic and isinstance(scaler.skips_in_a_row, int)
+        return known or bool(self._handles) or self._steps % LOOK_EVERY == 0
 
     def _count(self, optimizer: Optimizer) -> int:
         grads = [param.grad for param in params_of(optimizer) if param.grad is not None]

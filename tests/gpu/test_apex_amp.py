@@ -57,7 +57,8 @@ def test_half_is_float16_and_the_loss_falls(level):
     model, plugin = Net(), ApexAMP(level)
     fit(model, plugins=[plugin])
     assert plugin.half_dtype is torch.float16
-    assert plugin.loss_scale == {"O0": 1.0, "O1": 65536.0, "O2": 65536.0, "O3": 1.0}[level] or plugin.scaler.skipped_steps
+    scale = {"O0": 1.0, "O1": 65536.0, "O2": 65536.0, "O3": 1.0}[level]
+    assert plugin.loss_scale == scale or plugin.scaler.skipped_steps
     losses = torch.stack(model.losses)
     assert losses.isfinite().all() or level == "O3"  # Adam's eps vanishes in float16, as in apex
     if level != "O3":

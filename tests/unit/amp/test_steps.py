@@ -174,7 +174,9 @@ def test_the_scaler_is_pickled_without_the_run_that_it_is_in():
     assert (other.get_growth_interval(), other.min_scale, len(other.optimizers)) == (7, 2.0, 0)
 
 
-@pytest.mark.parametrize("limits", [{"num_losses": 0}, {"scale_window": 0}, {"min_loss_scale": 0.0}, {"cast_lists": "x"}])
-def test_initialize_refuses_what_no_scaler_or_cast_could_do(limits):
+@pytest.mark.parametrize(("name", "value"), [
+    ("num_losses", 0), ("scale_window", 0), ("min_loss_scale", 0.0), ("cast_lists", "mine"),
+])  # fmt: skip
+def test_initialize_refuses_what_no_scaler_or_cast_could_do(name, value):
     with pytest.raises(AmpUsageError, match="expected"):
-        init(nn.Linear(2, 1), None, "O1", **limits)
+        init(nn.Linear(2, 1), None, "O1", **{name: value})

@@ -53,6 +53,7 @@ def test_accepted(level, settings, scale):
 
 
 @pytest.mark.parametrize(("level", "settings"), [
+    ("O0", {}), ("O1", {"dtype": torch.float16}), ("O1", {"scaler": ApexGradScaler(8.0)}), ("O2", {}), ("O3", {}),
 ])  # fmt: skip
 def test_a_pickled_plugin_is_another_that_does_the_same(level, settings):
     plugin = ApexAMP(level, **settings)
