@@ -104,9 +104,7 @@ def test_overrides_are_checked_as_apexs(fake):
 
 
 def test_a_trainer_runs_through_apexs_calls(fake):
-    net, trainer = fit(
-        RealApexAMP("O2", loss_scale=128.0), gradient_clip_val=1e9, accumulate_grad_batches=1
-    )
+    net, trainer = fit(RealApexAMP("O2", loss_scale=128.0), gradient_clip_val=1e9, accumulate_grad_batches=1)
     plain, _ = fit(None)
     assert torch.equal(net.model.weight, plain.model.weight)  # scaled by 8 and unscaled again, exactly
     assert [call[0] for call in fake.calls] == ["initialize", "scale_loss", "scale_loss"]
