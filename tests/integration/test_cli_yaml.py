@@ -54,7 +54,7 @@ TABLE = [
     ("callbacks", "FusedOptimizers", {}, {}),
     ("callbacks", "LoaderSettings", LOADING, {"settings": LOADING}),
     ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
-    ("plugins", "ApexAMP", {"dtype": "torch.float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
+    ("plugins", "ApexAMP", {"dtype": "float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
     ("plugins", "AmpCheckpointIO", {"checkpoint_io": ASYNC}, {"checkpoint_io.__class__": AsyncCheckpointIO}),
     ("plugins", "AtomicCheckpointIO", {}, {}),
     ("strategy", "TurboStrategy", {"device": "cpu", **GIVEN, **PARTS}, {"root_device": torch.device("cpu"), **GOT}),
@@ -76,7 +76,8 @@ TABLE = [
     ),
 ]  # fmt: skip
 DATA = {"PrefetchDataModule", "DALIDataModule", "PrefetchLoader", "PackedDataset", "Normalize", "DALILoader"}
-IN_CODE = {"DevicePrefetcher", "SeededSampler"}  # they take a loader or a dataset that is there already
+# They take a loader or a dataset that is there already, go into a plugin, or need NVIDIA's apex.
+IN_CODE = {"DevicePrefetcher", "SeededSampler", "ApexGradScaler", "RealApexAMP"}
 
 
 class Net(LightningModule):
