@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.callbacks.grad_to_none import GradToNone as GradToNone
     from lightning_turbo.callbacks.lr_range import lr_range as lr_range
     from lightning_turbo.callbacks.memory_format import MemoryFormat as MemoryFormat
+    from lightning_turbo.callbacks.prefetch import Prefetch as Prefetch
     from lightning_turbo.data.dali.loader import DALILoader as DALILoader
     from lightning_turbo.data.device import DevicePrefetcher as DevicePrefetcher
     from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
@@ -43,7 +44,6 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.strategies.turbo import TurboStrategy as TurboStrategy
     from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy as TurboDDPStrategy
     from lightning_turbo.tune.units import FusedOptimizers as FusedOptimizers
-    from lightning_turbo.tune.units import LoaderSettings as LoaderSettings
 
 __version__ = "0.1.0"
 
@@ -58,9 +58,9 @@ PUBLIC = {
         "amp": "amp",
     },
     "Data": {
+        "Prefetch": "callbacks.prefetch",
         "PrefetchDataModule": "datamodules.prefetch",
         "PrefetchLoader": "data.loader",
-        "LoaderSettings": "tune.units",
         "DevicePrefetcher": "data.device",
         "PackedDataset": "data.packed",
         "Normalize": "data.normalize",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
-    "batch_limits",
+    "batch_limit",
     "bind_lightning",
     "bound_name",
     "callbacks_named",
@@ -243,21 +244,24 @@ def when_lightning_is_imported(callback: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(callback))
 
 
-def batch_limits(trainer: Any, name: str) -> list[int | float] | None:
-    """Return how many batches a Trainer will take from each of its loaders; ``None`` before it knows.
+def batch_limit(trainer: Any, loader: Any) -> float:
+    """Return how many batches a Trainer takes from one of its loaders in an epoch at most.
 
-    Args:
-        trainer: A Trainer that is running.
-        name: Of the method that gives the loaders, as ``"train_dataloader"``.
+    Infinity where it does not say: before its loop has counted its loaders, and while it does not run.
     """
-    loops = {
-        "train_dataloader": trainer.fit_loop,
-        "val_dataloader": trainer.fit_loop.epoch_loop.val_loop if is_fitting(trainer) else trainer.validate_loop,
-        "test_dataloader": trainer.test_loop,
-        "predict_dataloader": trainer.predict_loop,
-    }
-    combined = loops[name]._combined_loader
-    return None if combined is None else combined.limits
+    if trainer.state.status.value != "running":
+        return math.inf
+    loops = (
+        [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
+        if is_fitting(trainer)
+        else [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    )
+    for combined in (loop._combined_loader for loop in loops):
+        if combined is not None and combined.limits is not None:
+            for each, limit in zip(combined.flattened, combined.limits, strict=True):
+                if each is loader:
+                    return limit
+    return math.inf
 
 
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:

@@ -45,6 +45,7 @@ TECHNIQUES = [
     Technique("lean", True, strategy=lambda devices: _lean(devices)),
     Technique("memory_format", False, callbacks=lambda: [lt.MemoryFormat("channels_last")]),
     Technique("prefetch", True, datamodule={}),
+    Technique("prefetch_callback", True, callbacks=lambda: [lt.Prefetch(threads=2)]),
     Technique("prefetch_threads", True, datamodule={"threads": 2}),
     Technique("turbo", True, strategy=lambda devices: "turbo" if devices == 1 else "turbo_ddp"),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from lightning_turbo.callbacks.exact_resume import ExactResume
 from lightning_turbo.callbacks.grad_to_none import GradToNone
 from lightning_turbo.callbacks.lr_range import lr_range
 from lightning_turbo.callbacks.memory_format import MemoryFormat
+from lightning_turbo.callbacks.prefetch import Prefetch
 
 __all__ = [
     "DropBiasBeforeNorm",
@@ -17,5 +18,6 @@ __all__ = [
     "ExactResume",
     "GradToNone",
     "MemoryFormat",
+    "Prefetch",
     "lr_range",
 ]

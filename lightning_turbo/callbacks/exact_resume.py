@@ -19,7 +19,6 @@ from lightning_turbo._lightning import (
     set_sampler_epoch,
 )
 from lightning_turbo._random import set_shared_state, shared_state
-from lightning_turbo.data.device import DevicePrefetcher
 from lightning_turbo.data.resume import correct_states
 
 __all__ = ["ExactResume", "attach_exact_resume"]
@@ -41,7 +40,7 @@ class ExactResume(Callback):
 
     Every checkpoint holds the states of every rank's training loaders and random generators: torch's (CPU and the
     rank's CUDA device), Python's and NumPy's. ``Trainer.fit(ckpt_path=...)`` restores them: samples, dropout and
-    augmentation continue bit for bit. ``PrefetchDataModule`` and the turbo strategies add it.
+    augmentation continue bit for bit. ``Prefetch``, ``PrefetchDataModule`` and the turbo strategies add it.
 
     Without this callback Lightning 2.6
 
@@ -214,12 +213,8 @@ def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
     """Load the states of loaders that begin the next epoch with them; the others start afresh."""
     stateful = [each for each in loop._combined_loader.flattened if hasattr(each, "load_state_dict")]
     for loader, state in zip(stateful, states, strict=False):
-        if _begins_an_epoch(_unwrap(loader), state):
+        if _begins_an_epoch(loader, state):
             loader.load_state_dict(state)
-
-
-def _unwrap(loader: Any) -> Any:
-    return loader.loader if isinstance(loader, DevicePrefetcher) else loader
 
 
 def _begins_an_epoch(loader: Any, state: Any) -> bool:

@@ -1,22 +1,19 @@
-"""``DevicePrefetcher``: the next batches are copied to the device on a side stream."""
+"""``DeviceTransfer``: copies of the next batches on a side stream. ``DevicePrefetcher``: the same in plain loops."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_count, check_functions, expect
 from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
-from lightning_turbo.data.dali.loader import DALILoader
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.prefetcher import LoadProfile, PrefetchIterator
-from lightning_turbo.data.resume import Position, describe, length_of, warn_of_gaps
+from lightning_turbo.data.prefetcher import PrefetchIterator
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["DevicePrefetcher", "DeviceTransfer"]
@@ -27,10 +24,22 @@ MIN_BYTES = 1 << 20
 
 
 class DeviceTransfer:
-    """How batches get to one device: the move on a side stream, and a transform.
+    """How the batches of a loader get to one device: the copy on a side stream, and a transform.
 
-    One object, and with it one stream, serves a whole run. See ``DevicePrefetcher`` for the arguments; without
-    ``ahead`` there is no side stream, and each batch is moved when it is handed out.
+    A ``PrefetchLoader(transfer=...)`` calls it: ``stages`` in its background thread, then ``send`` for up to
+    ``prefetch_batches`` batches beyond the one in use, and ``receive`` when the batch is returned. It has no life of
+    its own: all transfers to one device share one side stream, whatever loaders are made in a run.
+
+    Args:
+        device: ``"cpu"``, or a CUDA device.
+        prefetch_batches: How many batches to keep on the device beyond the one in use, 1 or more.
+        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more.
+        transform: Called on each batch on the device when its turn comes.
+        ahead: ``False`` for no side stream: each batch is moved when it is returned.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument is out of range, or the device is not one that can be used.
     """
 
     def __init__(
@@ -49,7 +58,6 @@ class DeviceTransfer:
         self.min_bytes = check_count("min_bytes", min_bytes, 0)
         self.transform = transform
         self._checked = False
-        self._stream: Any = None
 
     @property
     def idle(self) -> bool:
@@ -62,10 +70,8 @@ class DeviceTransfer:
         return [pin_batch] if self.device.type == "cuda" else []
 
     def stream(self) -> Any:
-        """Return the side stream, made on first use; ``None`` where the device has no streams."""
-        if self._stream is None and self.ahead and self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
-        return self._stream
+        """Return the side stream of the device; ``None`` where nothing is copied ahead."""
+        return _side_stream(self.device) if self.ahead and self.device.type == "cuda" else None
 
     def begin(self) -> None:
         """Begin an epoch: the side stream waits for what was done on the current one."""
@@ -96,9 +102,11 @@ class DeviceTransfer:
         if event is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
+            # The caller may keep a batch for as long as he likes. So the allocator is told who reads it; to have the
+            # side stream wait for the steps instead would end the overlap as soon as the host is a step ahead.
             for part in holders_in(batch):
                 if not isinstance(part, torch.Tensor) or part.is_cuda:
-                    part.record_stream(current)  # its memory goes back to the side stream only after this one
+                    part.record_stream(current)
         return batch if self.transform is None else self.transform(batch)
 
     def _move(self, batch: Any) -> Any:
@@ -112,17 +120,22 @@ class DeviceTransfer:
         self._checked = True
         return move_batch(batch, self.device)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stream": None}
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 class DevicePrefetcher:
-    """Iterate over a loader with the next batches on the device already.
+    """Iterate over batches with the next ones on the device already, in a plain loop.
 
     While a step works on one batch, the next ones are copied on a second CUDA stream from pinned memory. The stream of
     the step waits for the copy, and the memory of a batch is not used again before the step is through with it. On a
-    CUDA device a ``DataLoader`` without a background thread gets one: ``loader`` is then the ``PrefetchLoader`` of it.
-    On a CPU device only the ``transform`` is applied.
+    CPU device only the ``transform`` is applied. In a Trainer use ``Prefetch`` or ``strategy="turbo"``.
+
+    Each ``iter()`` begins an epoch of ``loader``, which the caller keeps: samplers, states, and ``close()`` are the
+    loader's. For a CUDA device, a ``DataLoader`` is iterated by a ``PrefetchLoader`` like it, which is the attribute
+    ``loader`` then; other iterables load in a background thread of their own.
 
     Args:
         loader: Any iterable of batches that can be iterated again: ``DataLoader``, ``PrefetchLoader``, a list.
@@ -157,112 +170,29 @@ class DevicePrefetcher:
             device, prefetch_batches=prefetch_batches, min_bytes=min_bytes, transform=transform
         )
         self.loader: Any = loader
-        plain = isinstance(loader, DataLoader) and not isinstance(loader, PrefetchLoader)
-        if plain and self.transfer.device.type == "cuda":
-            self.loader = PrefetchLoader.of(cast("DataLoader[Any]", loader), prefetch_batches=prefetch_batches)
-        self._profile = LoadProfile()
-        self._live: weakref.ref[Any] | None = None
-        self._position: Position | None = None
-        self._skip = 0
+        if isinstance(loader, DataLoader) and not isinstance(loader, PrefetchLoader) and not self._is_on_cpu():
+            self.loader = PrefetchLoader.of(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._end("it was followed by another iter()")
-        skip, self._skip = self._skip, 0
-        epoch: Any = iter(self.loader)
-        mine, self._live, self._position = self.transfer, None, None
-        if mine.idle and not isinstance(epoch, PrefetchIterator) and hasattr(self.loader, "state_dict"):
-            return epoch  # the loader does everything
-        theirs = getattr(epoch, "transfer", None)
-        if not isinstance(epoch, PrefetchIterator) or (theirs not in (None, mine) and mine.transform is not None):
-            epoch, theirs = self._begin(epoch, skip), None
-            self._position = epoch.position
-        if theirs is None and not mine.idle:
-            epoch.use(mine)
-        self._live = weakref.ref(epoch)
-        return epoch
+        batches = iter(self.loader)
+        if self.transfer.idle:
+            return batches
+        if isinstance(batches, PrefetchIterator) and batches.transfer is None:
+            batches.use(self.transfer)
+            return batches
+        # A loader with a transfer of its own copies ahead already.
+        if self._is_on_cpu() or isinstance(batches, PrefetchIterator):
+            return map(self._move, batches)
+        return PrefetchIterator(batches, transfer=self.transfer)
 
-    def _begin(self, source: Any, skip: int) -> PrefetchIterator:
-        """Begin a pass over a loader that is not ours: in the background where batches go to a CUDA device."""
-        profile = self._profile
-        if self.transfer.device.type == "cpu" or isinstance(source, PrefetchIterator):
-            profile = LoadProfile()
-            profile.uses_rng = True  # which keeps it in this thread
-        for _ in range(skip):
-            next(source, None)
-        own = getattr(self.loader, "state_dict", None)
-        return PrefetchIterator(
-            source,
-            position=Position(skip),
-            profile=profile,
-            prefetch_batches=self.transfer.prefetch_batches,
-            snapshot=None if own is None else lambda: copy.deepcopy(own()),
-        )
+    def _is_on_cpu(self) -> bool:
+        return self.transfer.device.type == "cpu"
+
+    def _move(self, batch: Any) -> Any:
+        return self.transfer.receive(self.transfer.send(batch))
 
     def __len__(self) -> int:
         return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # while this object is being built or unpickled
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.loader, name, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last batch handed out; a count where the loader has no state."""
-        position = self._position
-        own = getattr(self.loader, "state_dict", None)
-        if own is not None:
-            return own() if position is None or position.state is None or position.ended else position.state
-        if position is None:
-            return {"consumed": self._skip, "whole": False}
-        return describe(position, length_of(self))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next ``iter()`` continue where ``state_dict`` was taken.
-
-        Args:
-            state_dict: What ``state_dict`` returned for a loader of the same kind. A loader without state of its own
-                is run through what was consumed.
-
-        Warns:
-            TurboWarning: As ``PrefetchLoader.load_state_dict``.
-        """
-        self._end("its DevicePrefetcher was set to another place")
-        own = getattr(self.loader, "load_state_dict", None)
-        if own is not None:
-            own(state_dict)
-        else:
-            warn_of_gaps(self.loader, state_dict)
-            self._skip = 0 if state_dict.get("whole") else int(state_dict["consumed"])
-
-    def close(self) -> None:
-        """End the current iterator, and close a loader of this library. May be called twice.
-
-        The ``close`` of another loader may be for good, and is left to its owner.
-        """
-        self._end("its DevicePrefetcher was closed")
-        if isinstance(self.loader, (PrefetchLoader, DevicePrefetcher, DALILoader)):
-            self.loader.close()
-
-    def _end(self, because: str) -> None:
-        live = self._current()
-        self._live = self._position = None
-        if live is not None:
-            live.close(because)
-
-    def _current(self) -> Any:
-        return self._live() if self._live is not None else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_live": None, "_position": None, "_profile": LoadProfile()}
-
-
-_OWN = frozenset({"_live", "_position", "_profile", "_skip", "loader", "transfer"})
 
 
 def _check_device(device: Any) -> torch.device:

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_turbo._checks import check_count
 from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
@@ -49,6 +50,8 @@ class _Run:
         self.order: ResumableOrder | None = None
         self.threaded: ThreadedDataset | None = None
         self.limit: Callable[[], float] | None = None
+        self.owned: Any = None  # the loader that this one was made of, whose owner may have kept it
+        self.seen: dict[str, Any] = {}  # its attributes, as they were taken over
 
 
 class PrefetchLoader(DataLoader[T]):
@@ -166,7 +169,28 @@ class PrefetchLoader(DataLoader[T]):
         twin._begin_prefetching(prefetch_batches, threads, transfer)
         # Some classes end in __del__ what a copy shares, such as one iterator for all epochs.
         twin._made_of = loader
+        twin.follow(loader)
         return twin
+
+    def follow(self, owned: DataLoader[Any]) -> None:
+        """Take over, at each ``iter()``, what is set from now on on a loader that this one was made of.
+
+        Its owner may have kept it, and set an epoch there.
+        """
+        self._run.owned, self._run.seen = owned, dict(vars(owned))
+
+    def _take_over(self) -> None:
+        seen = self._run.seen
+        for name, value in vars(self._run.owned).items() if self._run.owned is not None else ():
+            if name != "_iterator" and (name not in seen or seen[name] is not value):
+                self.__dict__[name] = seen[name] = value
+
+    def _taking_over(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches of an ``__iter__`` that may look at the loader's attributes before each of them."""
+        self._take_over()
+        for batch in batches:
+            yield batch
+            self._take_over()
 
     @property
     def _index_sampler(self) -> Any:
@@ -181,6 +205,7 @@ class PrefetchLoader(DataLoader[T]):
 
     def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._close_iterator("it was followed by another iter() of its loader")
+        self._take_over()
         run = self._run
         run.loaded = self._state_to_load()
         epoch = self._begin_own() if self._keeps_state else self._begin_counted(run.loaded or START)
@@ -230,7 +255,8 @@ class PrefetchLoader(DataLoader[T]):
     def _make_source(self) -> Any:
         """Return torch's iterator over the batches, or that of the class behind this one."""
         if not self._can_use_threads():
-            return cast(Any, super()).__iter__()
+            source = cast(Any, super()).__iter__()
+            return source if isinstance(source, _BaseDataLoaderIter) else self._taking_over(source)
         # torch finds the dataset by this name, and lets nobody set it after __init__.
         run, attributes = self._run, self.__dict__
         dataset = self.dataset

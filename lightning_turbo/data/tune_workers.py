@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
@@ -15,7 +21,7 @@ from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.resume import end_workers, generators_of
 
-__all__ = ["WorkerRow", "WorkerTuning", "tune_workers"]
+__all__ = ["WorkerRow", "WorkerTuning", "tune_workers", "why_not_processes"]
 
 LATE = "too late"
 
@@ -225,3 +231,36 @@ def _repeat(loader: Any) -> Generator[Any, None, None]:
         raise _NoBatchError(LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]) from error
     finally:
         loader.close() if isinstance(loader, PrefetchLoader) else end_workers(iterator)
+
+
+_PLAIN = (torch.Tensor, np.ndarray, str, bytes, int, float, type, FunctionType, ModuleType)
+
+
+class _Walk(pickle.Pickler):
+    """Walks through an object as pickle does, past its data, functions and classes, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(self)
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return "plain" if isinstance(obj, _PLAIN) else None
+
+
+def why_not_processes(dataset: Any) -> str:
+    """Return why worker processes might not load what this process loads; empty if nothing speaks against them."""
+    if isinstance(dataset, IterableDataset):
+        return (
+            f"{type(dataset).__name__} is an IterableDataset, and with another number of processes it gives other "
+            "batches: each sample several times, if it does not divide its data among them."
+        )
+    try:
+        _Walk().dump(dataset)
+    except Exception as error:
+        return (
+            f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). "
+            "Open it in each process, at the first sample."
+        )
+    return ""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from weakref import ref
 
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_choice, check_count, check_switches, suggest
 from lightning_turbo._lightning import (
@@ -32,8 +33,10 @@ from lightning_turbo._lightning import (
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.callbacks.grad_to_none import no_effect_reason, zero_grad_after_steps
 from lightning_turbo.callbacks.memory_format import MemoryFormat
+from lightning_turbo.callbacks.prefetch import wrap_loader
 from lightning_turbo.data.dali import DALILoader
-from lightning_turbo.data.device import DevicePrefetcher
+from lightning_turbo.data.device import DeviceTransfer
+from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import FORMATS, check_format
@@ -187,11 +190,13 @@ class TurboParts(Strategy):
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Wrap the loader in a ``DevicePrefetcher`` where that helps."""
+        """Return a loader that copies its next batches ahead, where that helps."""
         loader: Any = super().process_dataloader(dataloader)
         # DALI prefetches by itself, and reads its state by a collective call, which must not delay a batch.
-        prefetched = isinstance(loader, (DevicePrefetcher, DALILoader))
-        if not self.device_prefetch or self.root_device.type != "cuda" or prefetched:
+        if not self.device_prefetch or self.root_device.type != "cuda" or isinstance(loader, DALILoader):
+            return loader
+        if not isinstance(loader, DataLoader):
+            _log(f"device_prefetch has no effect on a {type(loader).__name__}, which is not a DataLoader.")
             return loader
         module: Any = self.lightning_module
         if hooks := hooks_before_transfer(module, getattr(module.trainer, "datamodule", None)):
@@ -201,9 +206,13 @@ class TurboParts(Strategy):
                 category=NoEffectWarning,
             )
             return loader
-        prefetcher = DevicePrefetcher(loader, self.root_device, prefetch_batches=self.prefetch_batches)
-        self._borrowed.callback(_close, ref(prefetcher))  # weak, so that a loader that is replaced can end its workers
-        return prefetcher
+        transfer, own = None, getattr(loader, "transfer", None)
+        if own is None:
+            transfer = DeviceTransfer(self.root_device, prefetch_batches=self.prefetch_batches)
+        prefetching = wrap_loader(loader, module.trainer, transfer=transfer)
+        # Weak, so that a loader that is replaced can end its workers.
+        self._borrowed.callback(_release, ref(prefetching), own)
+        return prefetching
 
     def teardown(self) -> None:
         """Undo what ``setup`` changed in the process, the Trainer and the network, and end the prefetching."""
@@ -360,7 +369,9 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
             )
 
 
-def _close(prefetcher: ref[DevicePrefetcher]) -> None:
-    alive = prefetcher()
+def _release(loader: ref[PrefetchLoader[Any]], transfer: DeviceTransfer | None) -> None:
+    """Close a loader, and leave it with the transfer that it had."""
+    alive = loader()
     if alive is not None:
         alive.close()
+        alive.transfer = transfer

@@ -53,7 +53,6 @@ NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
     "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, f"a step computes {LITTLE}"),
     "dataloader": (lambda f: f.dataloader, "the training loader is not a DataLoader"),
     "no thread": (lambda f: not f.prefetches, "the loader prepares batches in a thread already"),
-    "epochs": (lambda f: (f.batches or 1e9) * SMALL_SHARE <= 1, "epochs are long, so that their starts hardly count"),
     "short epochs": (lambda f: (f.batches or 1e9) <= SHORT_EPOCH, "epochs are long, so that their starts hardly count"),
     "own strategy": (lambda f: f.strategy == "SingleDeviceStrategy", "the script sets a strategy"),
     "own precision": (lambda f: f.precision == "32-true", "the script sets a precision"),
@@ -98,7 +97,7 @@ class Candidate(Settings):
 
 def why_not(candidate: Candidate, facts: Facts) -> str:
     """Return why a candidate is not tried, or an empty text."""
-    if facts.num_workers and candidate.callbacks.get("LoaderSettings", {}).get("num_workers") == facts.num_workers:
+    if facts.num_workers and candidate.callbacks.get("Prefetch", {}).get("num_workers") == facts.num_workers:
         return "the loader has as many"
     return next((NEEDS[need][1] for need in candidate.needs if not NEEDS[need][0](facts)), "")
 
@@ -110,7 +109,7 @@ CUDA = ("cuda", "own strategy")
 
 
 def _loader(name: str, needs: tuple[str, ...], result: Result = "same bits", **settings: Any) -> Candidate:
-    return Candidate(name=name, slot="loading", needs=needs, result=result, callbacks={"LoaderSettings": settings})
+    return Candidate(name=name, slot="loading", needs=needs, result=result, callbacks={"Prefetch": settings})
 
 
 def _workers(count: int) -> list[Candidate]:
@@ -127,7 +126,6 @@ def list_candidates(cores: int) -> list[Candidate]:
     counts = [count for count in (1, 2, 4, 8) if count <= cores]
     half = str(max(1, cores // 2))
     threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
-    ahead = {"LoaderSettings": {"prefetch": True}}
     channels_last = {"MemoryFormat": {"memory_format": "channels_last"}}
     graphs = {"compile": {"what": "network", "mode": "reduce-overhead"}}
     lean = ("computing", "own strategy", "Lightning 2.6", "short step")
@@ -136,9 +134,8 @@ def list_candidates(cores: int) -> list[Candidate]:
     }  # fmt: skip
     c = Candidate
     return [
-        _loader("prefetch", THREAD, prefetch=True),
-        _loader("prefetch-threads", THREAD, prefetch=True, threads=max(2, min(cores, 4))),
-        c(name="next-epoch", slot="loading", needs=(*THREAD, "epochs"), callbacks=ahead),
+        _loader("prefetch", THREAD),
+        _loader("prefetch-threads", THREAD, threads=max(2, min(cores, 4))),
         *(candidate for count in counts for candidate in _workers(count)),
         c(name="lean", needs=lean, strategy={"lean_step": True, "lean_logging": True}),
         c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),

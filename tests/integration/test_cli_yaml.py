@@ -40,7 +40,7 @@ DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
 SIZES = {"target": 64, "batch_size": 4}
 FORMAT = {"memory_format": "contiguous"}
-LOADING = {"num_workers": 1, "persistent_workers": True, "prefetch": True, "threads": 2}
+LOADING = {"num_workers": 1, "persistent_workers": True, "prefetch_batches": 3, "threads": 2}
 AMP = {"opt_level": "O2", "loss_scale": 128.0}
 
 # Section of the file, class, its arguments there, and what the object has to show for it.
@@ -52,7 +52,7 @@ TABLE = [
     ("callbacks", "MemoryFormat", FORMAT, FORMAT),
     ("callbacks", "ExactResume", {}, {}),
     ("callbacks", "FusedOptimizers", {}, {}),
-    ("callbacks", "LoaderSettings", LOADING, {"settings": LOADING}),
+    ("callbacks", "Prefetch", LOADING, LOADING),
     ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
     ("plugins", "ApexAMP", {"dtype": "float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
     ("plugins", "AmpCheckpointIO", {"checkpoint_io": ASYNC}, {"checkpoint_io.__class__": AsyncCheckpointIO}),
@@ -172,8 +172,9 @@ def test_a_file_names_what_a_prefetching_datamodule_takes():
     settings = {"prefetch_batches": 3, "threads": 2}
     file = {"batch_size": 2, **settings, "device_prefetch": False, "device_transform": normalize, "sample_seeds": 1}
     datamodule = load(Data, trainer=FLAGS, data=file).datamodule
-    agrees(datamodule.train_dataloader(), {"batch_size": 2, **settings})
+    assert datamodule.train_dataloader().batch_size == 2
     agrees(datamodule._prefetch, {
+        **settings,
         "device_prefetch": False, "sample_seeds": 1, "auto_workers": False, "device_transform.factor": [4.0],
         "device_transform.offset": [-2.0], "device_transform.dtype": torch.float16,
         "device_transform.keys": ("image",),

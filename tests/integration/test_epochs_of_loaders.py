@@ -74,14 +74,13 @@ def test_epochs_that_are_broken_off(loader, workers):
 def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
     data = gives(DataLoader(Numbers(64), 4))
     fit(data, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
-    for loader in (data.train_dataloader(), data.trainer.train_dataloader):
-        iterator = iter(loader)
-        first = [next(iterator) for _ in range(2)]
-        wait_until(iterator.ready)
-        assert len(first + list(iterator)) == 16
-        for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-            assert len(list(copied)) == 16
-    loader = data.train_dataloader()
+    loader = data.trainer.train_dataloader
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(2)]
+    wait_until(iterator.ready)
+    assert len(first + list(iterator)) == 16
+    for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert len(list(copied)) == 16
     del data.trainer, data
     gc.collect()
     assert len(list(loader)) == 16

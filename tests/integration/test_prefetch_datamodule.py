@@ -1,5 +1,6 @@
-"""PrefetchDataModule under a real Trainer: the same training, and nothing left behind."""
+"""Prefetch and PrefetchDataModule under a real Trainer: the same training, and nothing left behind."""
 
+import contextlib
 import functools
 import pickle
 import sqlite3
@@ -9,15 +10,15 @@ from collections import defaultdict
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from lightning_turbo import Normalize, PrefetchDataModule, PrefetchLoader, tune_workers
-from lightning_turbo.datamodules import prefetch
+from lightning_turbo import ExactResume, Normalize, Prefetch, PrefetchDataModule, PrefetchLoader, tune_workers
+from lightning_turbo.callbacks import prefetch
 from lightning_turbo.errors import NoEffectWarning
 from tests.integration.noting import Noting, Numbers, fit, gives
 from tests.leftovers import nothing_is_left
@@ -61,6 +62,27 @@ class Mine(PrefetchDataModule, Theirs):
     pass
 
 
+class Unseeing(Noting):
+    """Takes batches of any structure."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(str(batch))
+
+
+def loaders_of(data, *callbacks, **settings):
+    """What a Trainer iterates for training, in the structure that it was given in; the run is over then."""
+    model = fit(data, *callbacks, model=Unseeing, **{"limit_val_batches": 0, "max_epochs": 1, **settings})
+    return model.trainer.train_dataloader
+
+
+DOORS = {
+    "datamodule": lambda loaders, **settings: (gives(loaders, **settings),),
+    "callback": lambda loaders, **settings: (gives(loaders, LightningDataModule), Prefetch(**settings)),
+    "loaders to fit": lambda loaders, **settings: (loaders, Prefetch(**settings)),
+}
+EACH_DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+
 SETTINGS = {
     "two epochs": {},
     "limit_train_batches": {"limit_train_batches": 3, "limit_val_batches": 1},
@@ -76,9 +98,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_training_is_the_same_bit_for_bit_and_nothing_is_left(settings):
-    ours, plain = fit(Mine(), **settings), fit(Theirs(), **settings)
-    assert ours.losses == plain.losses
-    assert (ours.seen, ours.others) == (plain.seen, plain.others)
+    plain = fit(Theirs(), **settings)
+    for ours in (fit(Mine(), **settings), fit(Theirs(), Prefetch(), **settings)):
+        assert ours.losses == plain.losses
+        assert (ours.seen, ours.others) == (plain.seen, plain.others)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -123,15 +146,13 @@ def test_it_can_be_inherited_alone_and_what_is_not_defined_stays_undefined():
     for settings in ({"prefetch_batches": 2}, {"threads": 3}):
         model = fit(gives(loader, **settings))
         assert (model.losses, model.others) == (plain.losses, [])  # Lightning did not ask for validation loaders
-    made = gives(loader, prefetch_batches=2).train_dataloader()
-    assert isinstance(made, PrefetchLoader)
-    assert made.prefetch_batches == 2
     with pytest.raises(MisconfigurationException, match="test_dataloader"):
         quiet_trainer().test(Noting(), datamodule=gives(loader), verbose=False)
 
 
 A, B = DataLoader(Numbers(), 4), DataLoader(Numbers(8), 4)
 STRUCTURES = {
+    "one": A,
     "list": [A, B],
     "dict": {"a": A, "b": B},
     "nested": {"a": A, "b": [B, (A,)]},
@@ -140,34 +161,178 @@ STRUCTURES = {
 }
 
 
+@EACH_DOOR
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
-def test_structures_of_loaders(structure):
-    class Sees(Noting):
-        def training_step(self, batch, batch_idx):
-            self.seen.append(str(batch))
+def test_loaders_in_any_structure(structure, door):
+    def leaves(loaders):
+        return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
 
-    def prefetching(loaders):
-        leaves = loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
-        return {isinstance(leaf, PrefetchLoader) for leaf in leaves}
-
-    got = gives(structure).train_dataloader()
-    assert type(got) is type(structure)
-    assert prefetching(got) == {True}
-    assert prefetching(structure) == {False}  # the user's own are left alone
-    ours, plain = (fit(gives(structure, base), model=Sees) for base in (PrefetchDataModule, LightningDataModule))
+    got = loaders_of(*door(structure, threads=2))
+    assert structure is A or type(got) is type(getattr(structure, "iterables", structure))
+    assert {(type(leaf), leaf.threads) for leaf in leaves(got)} == {(PrefetchLoader, 2)}
+    # The user's own are left alone, but in a CombinedLoader, whose parts Lightning itself replaces.
+    assert {type(leaf) for leaf in tree_leaves(structure)} <= {DataLoader, CombinedLoader}
+    ours = fit(*door(structure), model=Unseeing, limit_val_batches=0)
+    plain = fit(gives(structure, LightningDataModule), model=Unseeing, limit_val_batches=0)
     assert ours.seen == plain.seen
 
 
-def test_other_iterables_are_handed_on():
-    assert gives([range(3), 3]).train_dataloader() == [range(3), 3]
+class Wrapper:
+    """As webdataset's WebLoader: a loader inside, stages behind it."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def __len__(self):
+        return len(self.loader)
+
+
+@EACH_DOOR
+@pytest.mark.parametrize("make", [lambda: range(3), lambda: Wrapper(A), lambda: [torch.ones(2)] * 2])
+def test_what_is_no_dataloader_is_used_as_it_is_which_is_said(make, door):
+    foreign = make() if not isinstance(make(), list) else {"a": Wrapper(make())}
+    with pytest.warns(NoEffectWarning, match="has no effect on a (range|Wrapper), which is not a DataLoader"):
+        got = loaders_of(*door(foreign, sample_seeds=1))
+    assert got is foreign or got["a"] is foreign["a"]
+
+
+class Live(IterableDataset):
+    """A stream that goes on: what is drawn ahead of the Trainer is lost."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        time.sleep(0.002)
+        self.count += 1
+        return self.count
+
+
+@EACH_DOOR
+@pytest.mark.parametrize("limit", [5, 1])
+def test_a_live_stream_loses_nothing_where_the_trainer_limits_an_epoch(door, limit):
+    class Slow(Unseeing):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.004)
+            self.seen.append(int(batch))
+
+    settings = {"limit_train_batches": limit, "max_epochs": 3, "limit_val_batches": 0}
+    live = DataLoader(Live(), batch_size=1)
+    assert fit(*door(live), model=Slow, **settings).seen == list(range(1, 3 * limit + 1))
+
+
+def test_validation_of_a_live_stream_draws_what_it_is_limited_to():
+    live = Live()
+    stream = DataLoader(live, batch_size=1)
+    model = type("Any", (Unseeing,), {"validation_step": lambda *_: None})
+    fit(A, Prefetch(), validation=stream, model=model, limit_val_batches=2, num_sanity_val_steps=1, max_epochs=3)
+    assert live.count == 1 + 3 * 2
+
+
+def as_static(loader):
+    return staticmethod(lambda: loader)
+
+
+def as_class_method(loader):
+    return classmethod(lambda _: loader)
+
+
+@pytest.mark.parametrize("kind", [as_static, as_class_method])
+@pytest.mark.parametrize("bases", [(PrefetchDataModule,), (PrefetchDataModule, LightningDataModule), (Mine,)])
+def test_methods_of_other_kinds(kind, bases):
+    datamodule = type("Data", bases, {"train_dataloader": kind(A)})()
+    assert isinstance(loaders_of(datamodule), PrefetchLoader)
+    datamodule = type("Data", bases, {})()
+    datamodule.train_dataloader = lambda: A  # on the object
+    assert isinstance(loaders_of(datamodule), PrefetchLoader)
+
+
+class Epochs(DataLoader):
+    """A loader whose batches follow from an attribute, which its owner sets in each epoch."""
+
+    epoch = 0
+
+    def __iter__(self):
+        for data, number in super().__iter__():
+            yield data, number + 100 * self.epoch
+
+
+class Kept(LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.loader = Epochs(Numbers(8), batch_size=4)
+
+    def train_dataloader(self):
+        return self.loader
+
+
+class KeptMine(PrefetchDataModule, Kept):
+    pass
+
+
+class Tell(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer.datamodule.loader.epoch = trainer.current_epoch + 1
+
+
+@pytest.mark.filterwarnings("ignore:Loading a batch draws from the global RNG")
+@pytest.mark.parametrize("settings", [{}, {"sample_seeds": 1}], ids=str)
+def test_what_is_set_on_a_loader_that_the_datamodule_keeps_takes_effect(settings):
+    plain = fit(Kept(), Tell()).seen
+    assert plain == [[100, 101, 102, 103], [104, 105, 106, 107], [200, 201, 202, 203], [204, 205, 206, 207]]
+    assert fit(Kept(), Tell(), Prefetch(**settings)).seen == plain
+    assert fit(type("Data", (PrefetchDataModule, Kept), {})(**settings), Tell()).seen == plain
+
+
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
+def test_one_loader_for_training_and_validation():
+    loader = DataLoader(Numbers(), 4, shuffle=True)
+    settings = {"validation": loader, "val_check_interval": 2}
+    plain, ours = fit(loader, **settings), fit(loader, Prefetch(), **settings)
+    assert (ours.seen, ours.others) == (plain.seen, plain.others)
+
+
+@pytest.mark.parametrize("exact_resume", [True, False])
+@pytest.mark.parametrize("door", list(DOORS)[:2])
+def test_exact_resume_is_added_where_it_is_asked_for(door, exact_resume):
+    data, *callbacks = DOORS[door](A, exact_resume=exact_resume)
+    trainer = quiet_trainer(max_epochs=1, limit_val_batches=0, callbacks=callbacks)
+    own = [*trainer.callbacks]
+    trainer.fit(Noting(), datamodule=data)
+    added = [type(each) for each in trainer.callbacks if each not in own]
+    assert added == [ExactResume] * exact_resume
+
+
+@pytest.mark.parametrize("error", [None, OSError])
+def test_the_next_datamodule_of_a_trainer_is_not_prefetched(error):
+    class Stops(Noting):
+        def on_train_batch_end(self, *_):
+            if error is not None:
+                raise error
+
+    trainer = quiet_trainer(max_epochs=1, limit_val_batches=0)
+    try:
+        trainer.fit(Stops(), datamodule=Mine())
+    except OSError:
+        nothing_is_left()
+    assert "process_dataloader" not in vars(trainer.strategy)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Noting(), datamodule=Theirs())
+    assert type(trainer.train_dataloader) is DataLoader
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 def test_from_datasets():
     datamodule = PrefetchDataModule.from_datasets(Numbers(), batch_size=4, prefetch_batches=3)
-    assert isinstance(loader := datamodule.train_dataloader(), PrefetchLoader)
+    loader = loaders_of(datamodule)
+    assert isinstance(loader, PrefetchLoader)
     assert (loader.batch_size, loader.prefetch_batches) == (4, 3)
-    assert len(fit(datamodule).seen) == 12
 
 
 def test_device_transform():
@@ -198,13 +363,19 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
     class Strategy:
         root_device = torch.device("cuda", 0)
 
+        def process_dataloader(self, loader):
+            return loader
+
     class Pretended:
         strategy, lightning_module, callbacks = Strategy(), Hooked(), ()
 
     def transfer(**settings):
-        datamodule = Mine(**settings)
-        datamodule.trainer = Pretended()
-        return datamodule.train_dataloader().transfer
+        callback = Prefetch(**settings)
+        callback.setup(Pretended, Pretended.lightning_module, "fit")
+        loader = Pretended.strategy.process_dataloader(A)
+        callback.teardown(Pretended, Pretended.lightning_module, "fit")
+        assert isinstance(loader, PrefetchLoader)
+        return loader.transfer
 
     with pytest.warns(NoEffectWarning, match=r"has no effect, because Hooked.transfer_batch_to_device is overridden"):
         assert transfer() is None
@@ -215,11 +386,11 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
 
 
 def test_auto_workers(capsys):
-    datamodule = Mine(auto_workers=True)
-    first = datamodule.train_dataloader()
-    assert "workers  batches" in capsys.readouterr().out
-    assert datamodule.train_dataloader().num_workers == first.num_workers
-    assert capsys.readouterr().out == ""  # measured once
+    """Measured once for each stage, though the loaders are made for each epoch."""
+    datamodule = gives(DataLoader(Numbers(), 4), auto_workers=True)
+    for found in (1, 0):
+        loaders_of(datamodule, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+        assert capsys.readouterr().out.count("workers  batches") == found
     nothing_is_left()
 
 
@@ -243,18 +414,19 @@ class Unmeasurable(Rows):
         (Unmeasurable(2, error=OSError("bad disk")), "bad disk"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Total length of `(PrefetchLoader|CombinedLoader)` across ranks is zero")
 def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset, why, monkeypatch):
     monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=2.0, show=None))
     datamodule = gives(DataLoader(dataset, batch_size=1), auto_workers=True)
     told = f"leaves a loader of train_dataloader as it is, with num_workers=0: .*{why}"
-    with pytest.warns(NoEffectWarning, match=told):
-        loader = datamodule.train_dataloader()
-    assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
+    with pytest.warns(NoEffectWarning, match=told), contextlib.suppress(OSError):
+        loaders_of(datamodule)
     if dataset.error is None:
-        assert len(list(datamodule.train_dataloader())) == dataset.length  # and is not measured again
+        loader = loaders_of(datamodule)  # which is not measured again
+        assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
     else:
         with pytest.raises(OSError, match="bad disk"):
-            next(iter(loader))
+            loaders_of(datamodule)
     nothing_is_left()
 
 
@@ -270,7 +442,7 @@ KEPT = {
 def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make, why):
     dataset = make()
     with pytest.warns(NoEffectWarning, match=f"leaves a loader of train_dataloader as it is, .*{why}"):
-        loader = gives(DataLoader(dataset, batch_size=2), num_workers="auto").train_dataloader()
+        loader = loaders_of(gives(DataLoader(dataset, batch_size=2), auto_workers=True))
     assert loader.num_workers == 0
     if getattr(dataset, "thing", None):
         dataset.thing["inside"][0].close()
@@ -298,10 +470,10 @@ def test_a_loader_with_prefetching_of_its_own_is_used_as_it_is():
     own = PrefetchLoader(Numbers(), 4, prefetch_batches=2, threads=3)
     next(iter(own))
     own.load_state_dict(own.state_dict())
-    loader = gives(own, prefetch_batches=5).train_dataloader()
-    assert loader is own
-    assert (loader.prefetch_batches, loader.threads) == (2, 3)
-    assert len(list(loader)) == 5  # it goes on from the state that was loaded
+    model = fit(gives(own, prefetch_batches=5), max_epochs=1)
+    assert model.trainer.train_dataloader is own
+    assert (own.prefetch_batches, own.threads) == (2, 3)
+    assert len(model.seen) == 5  # it goes on from the state that was loaded
 
 
 def test_a_constructor_that_does_not_call_up_is_told():
@@ -310,12 +482,12 @@ def test_a_constructor_that_does_not_call_up_is_told():
             self.x = 1
 
     with pytest.raises(RuntimeError, match=r"Forgets.__init__ does not call super\(\).__init__\(\)"):
-        Forgets().train_dataloader()
+        fit(Forgets())
 
 
 def test_it_can_be_pickled():
     twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, threads=2)))
-    loader = twin.train_dataloader()
+    loader = loaders_of(twin)
     assert (loader.prefetch_batches, loader.threads) == (3, 2)
 
 
@@ -356,9 +528,8 @@ def test_a_class_behind_that_saves_its_arguments_finds_what_it_got(cls, given, m
     got = {"batch_size": 4, "num_workers": 0, "pin_memory": False, **given}
     for datamodule in (one.datamodule, again, cli.datamodule):
         assert {name: datamodule.hparams[name] for name in got} == got
-        loader = datamodule.train_dataloader()
-        assert isinstance(loader, PrefetchLoader)
-        assert loader.batch_size == got["batch_size"]
+        assert datamodule.train_dataloader().batch_size == got["batch_size"]
+    assert type(one.train_dataloader) is PrefetchLoader
     assert again.hparams == one.datamodule.hparams
 
 

@@ -112,7 +112,7 @@ def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
     if TABLE[name].result == "other maths":
         assert found["losses"] != plain
     facts = found["facts"]
-    assert facts["prefetches"] == (name in ("prefetch", "prefetch-threads", "next-epoch"))
+    assert facts["prefetches"] == (TABLE[name].slot == "loading")
     assert facts["num_workers"] == (int(name.split("-")[1]) if name.startswith("workers-") else 0)
     assert facts["strategy"] == ("TurboStrategy" if TABLE[name].strategy else "SingleDeviceStrategy")
 

@@ -203,7 +203,7 @@ def test_batches_outlive_the_loader_and_close_releases_the_pipeline(make, on_dev
     values = [images.clone() for images, *_ in batches]
     next(iter(source))
     pipeline = weakref.ref(loader._built)
-    source.close()
+    loader.close()
     gc.collect()
     assert pipeline() is None
     assert not loader.built

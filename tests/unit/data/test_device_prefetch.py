@@ -160,21 +160,27 @@ def test_on_the_cpu_it_hands_out_the_loaders_batches():
     assert [a is b for a, b in zip(DevicePrefetcher(batches, "cpu"), batches, strict=True)] == [True, True]
 
 
-def test_it_has_the_loaders_face():
-    sampler = DistributedSampler(range(12), 2, 0)
-    loader = DataLoader(range(12), 3, sampler=sampler)
-    prefetcher = DevicePrefetcher(loader, "cpu")
+@pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch + 1])
+def test_each_iter_begins_an_epoch_of_the_loader_that_the_caller_keeps(make, transform):
+    loader = make(range(12), 3, sampler=DistributedSampler(range(12), 2, 0))
+    prefetcher = DevicePrefetcher(loader, "cpu", transform=transform)
     assert len(prefetcher) == 2
-    for name in ("dataset", "sampler", "batch_sampler", "batch_size", "num_workers"):
-        assert getattr(prefetcher, name) is getattr(loader, name)
-    prefetcher.sampler.set_epoch(5)
-    assert sampler.epoch == 5
-    prefetcher.worker_init_fn = print  # a trainer sets it on what it holds
-    assert loader.worker_init_fn is print
-    with pytest.raises(AttributeError):
-        prefetcher.nonsense
+    for epoch in (0, 5):
+        loader.sampler.set_epoch(epoch)
+        plain = [batch.tolist() for batch in DataLoader(range(12), 3, sampler=loader.sampler)]
+        assert [(batch - 1 if transform else batch).tolist() for batch in prefetcher] == plain
     with pytest.raises(TypeError):
         len(DevicePrefetcher(iter([]), "cpu"))
+
+
+def test_a_state_of_the_loader_counts_what_the_prefetcher_returned():
+    loader = PrefetchLoader(range(12), 3)
+    ahead = iter(DevicePrefetcher(loader, "cpu", transform=abs))
+    next(ahead)
+    loader.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in DevicePrefetcher(loader, "cpu")] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    loader.close()
 
 
 @pytest.mark.parametrize("drawing", [lambda b: b + torch.rand(1), lambda b: b + random.random()])

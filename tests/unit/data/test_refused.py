@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from lightning_turbo import PrefetchDataModule
+from lightning_turbo import Prefetch, PrefetchDataModule
 from lightning_turbo.data import (
     DevicePrefetcher,
     Normalize,
@@ -54,6 +54,17 @@ REFUSED = [
     (lambda: Module(device_transform=1), TypeError, "device_transform=1: expected a function or None"),
     (lambda: Module(auto_workers="auto"), TypeError, "auto_workers='auto': expected True or False"),
     (lambda: Module(num_workers=2), TypeError, "no argument for num_workers=2; expected are .*, auto_workers, .*, by"),
+    (lambda: Module(num_workers="auto"), ValueError, "num_workers: expected an integer, got 'auto'. Pass auto_workers"),
+    # Prefetch.
+    (lambda: Prefetch(-1), ValueError, f"prefetch_batches: expected {COUNT} -1"),
+    (lambda: Prefetch(threads="auto"), TypeError, f"threads: expected {COUNT} 'auto'"),
+    (lambda: Prefetch(num_workers=-1), ValueError, "num_workers: expected an integer of 0 or more, got -1"),
+    (lambda: Prefetch(num_workers="auto"), TypeError, "num_workers: expected an integer of 0 or more, got 'auto'"),
+    (lambda: Prefetch(num_workers=2, auto_workers=True), ValueError, "num_workers=2 has no effect with auto_workers"),
+    (lambda: Prefetch(num_workers=0, persistent_workers=True), ValueError, "expected num_workers of 1 or more, got 0"),
+    (lambda: Prefetch(persistent_workers="yes"), TypeError, "'yes': expected True, False or None"),
+    (lambda: Prefetch(exact_resume=None), TypeError, "exact_resume=None: expected True or False"),
+    (lambda: Prefetch(sample_seeds=-1), ValueError, "sample_seeds: expected .*, got -1"),
     # PrefetchIterator.
     (lambda: PrefetchIterator(iter([]), prefetch_batches=-1), ValueError, f"prefetch_batches: expected {COUNT} -1"),
     (lambda: PrefetchIterator(iter([]), prefetch_batches=1.5), TypeError, f"{COUNT} 1.5"),

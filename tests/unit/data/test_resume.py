@@ -8,7 +8,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
+from lightning_turbo.data import DeviceTransfer, PrefetchLoader
 from lightning_turbo.data.resume import correct_states
 from lightning_turbo.errors import TurboWarning
 from tests.unit.data.samples import Stream, saved, seeded, take, values
@@ -38,15 +38,13 @@ def inherited(**settings):
 
 
 def on_device(make=plain, **settings):
-    return DevicePrefetcher(make(**settings), "cpu", transform=lambda batch: batch + 0)
+    loader = make(**settings)
+    loader.transfer = DeviceTransfer("cpu", transform=lambda batch: batch + 0)
+    return loader
 
 
 def on_device_stateful(**settings):
     return on_device(stateful, **settings)
-
-
-def on_device_of_a_plain_loader(**settings):
-    return DevicePrefetcher(DataLoader(range(20), **settings), "cpu")
 
 
 def going_on(make, state):
@@ -186,20 +184,6 @@ class Shards(IterableDataset):
         self.begin, self.epoch = state["at"], state["epoch"]
 
 
-def test_a_loader_without_state_is_counted():
-    def make():
-        return on_device_of_a_plain_loader(batch_size=3)
-
-    loader = make()
-    iterator = iter(loader)
-    take(iterator, 2)
-    assert loader.state_dict() == {"consumed": 2, "whole": False, "ended": False, "length": 7}
-    other = going_on(make, {"consumed": 2})
-    assert values(other) == values(iterator)
-    assert other.state_dict() == {"consumed": 7, "whole": True, "ended": True, "length": 7}
-    assert len(list(going_on(make, other.state_dict()))) == 7
-
-
 def test_states_of_another_kind_are_refused():
     with pytest.raises(ValueError, match=r"A state with the keys \['x'\] does not belong to PrefetchLoader"):
         plain().load_state_dict({"x": 1})
@@ -299,7 +283,7 @@ def test_a_length_that_cannot_be_told(error):
         assert values(going_on(make, saved(loader.state_dict()))) == values(iterator)
 
 
-@pytest.mark.parametrize("kind", [plain, on_device_of_a_plain_loader])
+@pytest.mark.parametrize("kind", [plain, on_device])
 def test_an_epoch_may_end_before_a_loader_and_go_on_after_it(kind):
     def make():
         return kind(batch_size=3)
@@ -327,7 +311,7 @@ def test_batches_out_of_order_cannot_be_counted_which_is_said():
     plain(**{**settings, "num_workers": 0}).load_state_dict({"consumed": 2, "order": None})
 
 
-@pytest.mark.parametrize("build", [plain, on_device_of_a_plain_loader])
+@pytest.mark.parametrize("build", [plain, on_device])
 def test_a_loader_of_another_length_cannot_go_on_exactly_which_is_said(build):
     loader = build(batch_size=3)
     iterator = iter(loader)
@@ -337,24 +321,3 @@ def test_a_loader_of_another_length_cannot_go_on_exactly_which_is_said(build):
     list(iterator)
     build(batch_size=5).load_state_dict(loader.state_dict())  # a whole epoch; a warning would be an error
     build(batch_size=3).load_state_dict({"consumed": 2, "order": None})  # of an older version
-
-
-def test_a_loader_of_this_library_is_closed_and_a_foreign_one_is_not():
-    class Closable(list):
-        """With a close() that is for good, as webdataset's is."""
-
-        close = list.clear
-
-    prefetcher = DevicePrefetcher(Closable([1, 2, 3]), "cpu")
-    next(iter(prefetcher))
-    prefetcher.load_state_dict(prefetcher.state_dict())
-    assert list(prefetcher) == [2, 3]
-    prefetcher.close()
-    assert list(prefetcher) == [1, 2, 3]
-
-    loader = plain(batch_size=3)
-    iterator = iter(on_device(lambda: loader))
-    next(iterator)
-    DevicePrefetcher(DevicePrefetcher(loader, "cpu"), "cpu").close()
-    with pytest.raises(RuntimeError, match="its loader was closed"):
-        list(iterator)

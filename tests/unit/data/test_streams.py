@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
+from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader, device
 from tests.unit.data.samples import Lazy, seeded
 
 DEVICE = torch.device("cuda", 0)
@@ -68,7 +68,9 @@ def cuda(monkeypatch):
         "get_rng_state": lambda device: torch.zeros(1),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    return made
+    device._side_stream.cache_clear()
+    yield made
+    device._side_stream.cache_clear()
 
 
 class OnDevice(torch.Tensor):
@@ -194,9 +196,8 @@ def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transfor
             got.append(batch.read().tolist()[0])
             del batch
         assert got == [n * (1.0 if transform is None else 2.0) for n in range(6)]
-    prefetcher.close()
     assert cuda.faults == []
-    assert len(cuda.side) == 1  # one stream for the run
+    assert len(cuda.side) == 1
 
 
 class Hasty(DeviceTransfer):
@@ -211,7 +212,6 @@ def test_what_is_looked_for_is_found(cuda):
     for batch in prefetcher:
         batch.read()
         del batch
-    prefetcher.close()
     assert set(cuda.faults) == {"read before it was written", "given back while a stream may read it"}
 
 
@@ -242,5 +242,28 @@ def test_the_orders_of_epochs_are_those_of_a_plain_loader(cuda, make, sampler, u
             time.sleep(0.005)
         iterators += [ours] * kept
         del ours
-    prefetcher.close()
+    prefetcher.loader.close()
+    assert cuda.faults == []
+
+
+def test_a_loader_that_copies_by_itself_keeps_its_transfer(cuda):
+    own = DeviceTransfer(DEVICE, min_bytes=0, transform=double)
+    loader = PrefetchLoader(range(6), batch_size=3, collate_fn=on_host, transfer=own)
+    for _ in range(2):
+        got = [batch.read().tolist() for batch in DevicePrefetcher(loader, DEVICE)]
+        assert got == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+    loader.close()
+    assert cuda.faults == []
+
+
+def test_all_loaders_of_a_device_share_one_side_stream(cuda):
+    """As with a reload in each epoch, a loader for validation, and a plain loop beside them."""
+    for _ in range(3):
+        transfer = DeviceTransfer(DEVICE, min_bytes=0)
+        for _ in range(2):
+            with_transfer = PrefetchLoader(range(6), batch_size=3, collate_fn=on_host, transfer=transfer)
+            assert [batch.read().tolist() for batch in with_transfer] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+            with_transfer.close()
+        assert len([batch.read() for batch in DevicePrefetcher(host(), DEVICE, min_bytes=0)]) == 6
+    assert len(cuda.side) == 1
     assert cuda.faults == []

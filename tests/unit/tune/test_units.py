@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo import FusedOptimizers, LoaderSettings, PrefetchLoader
+from lightning_turbo import FusedOptimizers, Prefetch, PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -48,14 +48,14 @@ def fit(module, *callbacks, times=1):
     return module
 
 
-@pytest.mark.parametrize("settings", [{"num_workers": 1}, {"prefetch": True}])
+@pytest.mark.parametrize("settings", [{"num_workers": 1}, {}])
 def test_a_run_that_resumes_has_the_order_of_one_that_never_stopped(settings, tmp_path):
     data = torch.arange(32.0).reshape(8, 4)
 
     def go_on(epochs, path=None):
         module = Module(adam)
         loader = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
-        trainer = quiet_trainer(max_epochs=epochs, callbacks=[LoaderSettings(**settings)])
+        trainer = quiet_trainer(max_epochs=epochs, callbacks=[Prefetch(**settings)])
         trainer.fit(module, loader, ckpt_path=path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return module.seen
@@ -75,7 +75,7 @@ class Puts(Callback):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_another_put_on_the_strategy_stays(first):
-    other, settings, module = Puts(), LoaderSettings(prefetch=True), Module(adam)
+    other, settings, module = Puts(), Prefetch(), Module(adam)
     trainer = quiet_trainer(max_epochs=1, callbacks=[other, settings] if first else [settings, other])
     trainer.fit(module)
     assert trainer.strategy.process_dataloader is other.own
@@ -85,14 +85,14 @@ def test_what_another_put_on_the_strategy_stays(first):
 
 
 def test_two_of_them_leave_nothing():
-    module = fit(Module(adam), LoaderSettings(num_workers=1), LoaderSettings(prefetch=True), times=2)
+    module = fit(Module(adam), Prefetch(num_workers=1), Prefetch(), times=2)
     assert isinstance(module.loaders[0], PrefetchLoader)
     assert module.loaders[0].num_workers == 1
 
 
 def test_nothing_is_left_after_an_error():
     with pytest.raises(OSError, match="no more"):
-        fit(Module(adam, fails=True), LoaderSettings(prefetch=True))
+        fit(Module(adam, fails=True), Prefetch())
 
 
 @pytest.mark.parametrize("times", [1, 2])

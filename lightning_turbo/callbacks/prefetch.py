@@ -1,0 +1,251 @@
+"""``Prefetch``: prefetching for every loader of a Trainer, wherever the loaders are made."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_turbo._checks import check_count, check_functions, check_switches
+from lightning_turbo._lightning import (
+    Callback,
+    MisconfigurationException,
+    batch_limit,
+    check_binding,
+    hooks_before_transfer,
+    rank_zero_warn,
+)
+from lightning_turbo._replaced import ReplacedMethod
+from lightning_turbo.callbacks.exact_resume import attach_exact_resume
+from lightning_turbo.data.dali import DALILoader
+from lightning_turbo.data.device import DeviceTransfer
+from lightning_turbo.data.loader import DEPTH, PrefetchLoader, with_workers
+from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
+from lightning_turbo.data.tune_workers import tune_workers, why_not_processes
+from lightning_turbo.errors import NoEffectWarning
+
+__all__ = ["Prefetch", "wrap_loader"]
+
+
+def wrap_loader(
+    loader: DataLoader[Any],
+    trainer: Any,
+    *,
+    prefetch_batches: int = DEPTH,
+    threads: int = 1,
+    transfer: DeviceTransfer | None = None,
+) -> PrefetchLoader[Any]:
+    """Return a loader like ``loader`` that prefetches, and takes no more ahead than a Trainer will ask for.
+
+    Args:
+        loader: A ``DataLoader``. A ``PrefetchLoader`` is returned itself, with the settings that it has.
+        trainer: The Trainer that will iterate it.
+        prefetch_batches: How many batches to keep ready, 1 or more.
+        threads: How many threads load samples at the same time, 1 or more.
+        transfer: What moves the batches to a device; ``None`` keeps what the loader has.
+    """
+    if not isinstance(loader, PrefetchLoader):
+        loader = PrefetchLoader.of(loader, prefetch_batches=prefetch_batches, threads=threads)
+    loader.transfer = transfer or loader.transfer
+    loader.limit_batches(functools.partial(_limit, weakref.ref(trainer), weakref.ref(loader)))
+    return loader
+
+
+class Prefetch(Callback):
+    """Prepare the next batches of every ``DataLoader`` of a Trainer in the background.
+
+    Each ``DataLoader`` becomes a ``PrefetchLoader`` like it, wherever it is made: in a LightningModule, a DataModule,
+    or passed to ``fit``; alone, in lists, dicts or a ``CombinedLoader``. It is wrapped where Lightning hands it to the
+    strategy, after a distributed sampler was added. On a CUDA device the next batches are copied on a side stream as
+    well. A ``PrefetchLoader`` keeps its settings.
+
+    It begins in ``setup`` and ends, with all that it put in place, in ``teardown`` or at an error. Until then a loader
+    takes no more batches ahead than the Trainer will ask for: a live stream under ``limit_train_batches`` loses none.
+
+    Args:
+        prefetch_batches: How many batches each loader keeps ready, 1 or more. The default of 8 serves loads of uneven
+            duration.
+        threads: How many threads load samples at the same time for each loader, in this process or in each worker
+            process, 1 or more; see ``PrefetchLoader``. The datasets have to allow calls from several threads. With 1,
+            loaders without worker processes load in turns, as they may share a dataset.
+        num_workers: Worker processes of each loader, 0 or more; ``None`` keeps the loader's own.
+        persistent_workers: Whether worker processes stay from epoch to epoch: each epoch begins sooner, and from the
+            second one on the samples come in another order than without, because torch draws a random number less.
+            ``None`` keeps what the loader says.
+        auto_workers: Whether the number of worker processes is found by measurement (``tune_workers``), once for each
+            stage, class of dataset, and batch size. A loader that gives no batch in time, or whose data could be other
+            data with worker processes, keeps its own number, with a warning.
+        device_prefetch: Whether the next batches are copied ahead on a CUDA device. Not done, with a warning, where
+            ``on_before_batch_transfer`` or ``transfer_batch_to_device`` is overridden, because these have to see each
+            batch in its turn.
+        device_transform: Called on each batch on the device, before ``on_after_batch_transfer``; for example
+            ``Normalize``.
+        sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
+            drawn while it is loaded; see ``seed_samples``. A loader that is seeded already keeps its seed.
+        exact_resume: Whether to add ``ExactResume`` to the Trainer, so that a resumed run equals one that never
+            stopped. ``False`` leaves checkpoints as they are; Lightning then resumes shuffled loaders in another order.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument is out of range, or has no effect beside the others.
+
+    Warns:
+        NoEffectWarning: If a loader is no ``DataLoader``; it is used as it is.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_turbo import Prefetch
+        >>> trainer = Trainer(accelerator="cpu", logger=False, callbacks=[Prefetch(threads=2)])
+    """
+
+    def __init__(
+        self,
+        prefetch_batches: int = DEPTH,
+        threads: int = 1,
+        *,
+        num_workers: int | None = None,
+        persistent_workers: bool | None = None,
+        auto_workers: bool = False,
+        device_prefetch: bool = True,
+        device_transform: Callable[[Any], Any] | None = None,
+        sample_seeds: int | None = None,
+        exact_resume: bool = True,
+    ) -> None:
+        check_binding("Prefetch")
+        self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
+        self.threads = check_count("threads", threads)
+        check_switches(auto_workers=auto_workers, device_prefetch=device_prefetch, exact_resume=exact_resume)
+        check_switches(none=True, persistent_workers=persistent_workers)
+        check_functions(device_transform=device_transform)
+        self.num_workers = num_workers if num_workers is None else check_count("num_workers", num_workers, 0)
+        if auto_workers and num_workers is not None:
+            raise ValueError(f"num_workers={num_workers} has no effect with auto_workers=True. Leave one of them out.")
+        if persistent_workers and num_workers == 0:
+            raise ValueError("persistent_workers=True: expected num_workers of 1 or more, got 0.")
+        self.persistent_workers = persistent_workers
+        self.auto_workers, self.exact_resume = auto_workers, exact_resume
+        self.device_prefetch, self.device_transform = device_prefetch, device_transform
+        self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
+        self._found_workers: dict[Any, int] = {}
+        self._replaced: ReplacedMethod | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Have the strategy, which Lightning asks about each loader, return one that prefetches."""
+        self._end()
+        if self.exact_resume:
+            attach_exact_resume(trainer)
+        process = functools.partial(self._process, trainer, self._choose_transfer(trainer))
+        self._replaced = ReplacedMethod(trainer.strategy, "process_dataloader", process)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the strategy as it was."""
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the strategy as it was."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._replaced is not None:
+            self._replaced.put_back()
+            self._replaced = None
+
+    def _process(self, trainer: Any, transfer: Any, process: Callable[[Any], Any], loader: Any) -> Any:
+        return process(self._wrap(trainer, transfer, loader))
+
+    def _wrap(self, trainer: Any, transfer: DeviceTransfer | None, loader: Any) -> Any:
+        """Return a loader like ``loader`` with prefetching; what cannot have it comes back as it is."""
+        if not isinstance(loader, DataLoader):
+            self._tell_of_foreign(loader)
+            return loader
+        owned = loader
+        if self.sample_seeds is not None and not isinstance(loader.dataset, SeededDataset):
+            loader = seed_samples(loader, self.sample_seeds)
+        if isinstance(loader.dataset, SeededDataset):
+            # One that is made again for each epoch begins with the Trainer's epoch too.
+            getattr(loader, index_sampler_name(loader)).epoch = trainer.current_epoch
+        workers = self._count_workers(trainer, loader)
+        if workers is not None:
+            loader = with_workers(loader, workers, persistent=self.persistent_workers)
+        wrapped = wrap_loader(
+            loader, trainer, prefetch_batches=self.prefetch_batches, threads=self.threads, transfer=transfer
+        )
+        if wrapped is not owned:
+            wrapped.follow(owned)
+        return wrapped
+
+    def _tell_of_foreign(self, loader: Any) -> None:
+        if not isinstance(loader, DALILoader):  # which prefetches by itself
+            rank_zero_warn(
+                f"Prefetching has no effect on a {type(loader).__name__}, which is not a DataLoader: its "
+                "batches are loaded in their turn. Call PrefetchLoader.of on the DataLoader inside, or iterate a "
+                "PrefetchIterator there.",
+                category=NoEffectWarning,
+            )
+
+    def _count_workers(self, trainer: Any, loader: DataLoader[Any]) -> int | None:
+        """Return how many worker processes a loader is to have; ``None`` if it stays as it is."""
+        if not self.auto_workers:
+            keeps = self.num_workers is None and self.persistent_workers is None
+            return None if keeps else loader.num_workers if self.num_workers is None else self.num_workers
+        stage = trainer.state.stage.dataloader_prefix
+        place = stage, type(loader.dataset), loader.batch_size
+        if place not in self._found_workers:
+            self._found_workers[place] = _tune(loader, stage, getattr(loader, "threads", self.threads))
+        return self._found_workers[place]
+
+    def _choose_transfer(self, trainer: Any) -> DeviceTransfer | None:
+        """Return what moves batches ahead under this Trainer; ``None`` if Lightning's own move is left to do it."""
+        device, transform = trainer.strategy.root_device, self.device_transform
+        # A strategy that copies batches ahead itself says so with this attribute.
+        theirs = getattr(trainer.strategy, "device_prefetch", False)
+        if transform is None and (theirs or not self.device_prefetch or device.type != "cuda"):
+            return None
+        if hooks := hooks_before_transfer(trainer.lightning_module, getattr(trainer, "datamodule", None)):
+            _set_aside(transform, " and ".join(hooks))
+            return None
+        return DeviceTransfer(device, transform=transform, ahead=self.device_prefetch)
+
+
+def _set_aside(transform: Any, hooks: str) -> None:
+    """Tell that hooks have to see each batch in its turn: a warning, or an error where a transform would be lost."""
+    if transform is not None:
+        raise MisconfigurationException(
+            f"device_transform={transform!r} runs between on_before_batch_transfer and on_after_batch_transfer, but "
+            f"{hooks} is overridden. Call it in on_after_batch_transfer instead."
+        )
+    rank_zero_warn(
+        f"device_prefetch has no effect, because {hooks} is overridden and has to see each batch in its turn. Loading "
+        "goes on in the background. Pass device_prefetch=False, or use on_after_batch_transfer.",
+        category=NoEffectWarning,
+    )
+
+
+def _limit(trainer: weakref.ref[Any], loader: weakref.ref[Any]) -> float:
+    """Return how many batches a Trainer asks a loader for at most. The loader may be kept after both."""
+    asks, asked = trainer(), loader()
+    return inf if asks is None or asked is None else batch_limit(asks, asked)
+
+
+def _tune(loader: DataLoader[Any], stage: str, threads: int) -> int:
+    """Return the number of worker processes found by measurement, or the loader's own where it has to keep that."""
+
+    def make_loader(num_workers: int) -> Any:
+        twin = with_workers(loader, num_workers)
+        return twin if threads == 1 else PrefetchLoader.of(twin, threads=threads)
+
+    why = why_not_processes(loader.dataset)
+    if not why:
+        try:
+            return tune_workers(make_loader).num_workers
+        except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
+            why = f"{error} Give the loader a number of processes itself, for example what tune_workers finds."
+    rank_zero_warn(
+        f"auto_workers leaves a loader of {stage}_dataloader as it is, with num_workers={loader.num_workers}: {why}",
+        category=NoEffectWarning,
+    )
+    return loader.num_workers
