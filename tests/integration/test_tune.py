@@ -157,7 +157,7 @@ COMBINATIONS = [
     (),
     (TURBO_CANDIDATE, "fused", "workers-1"),
     ("O1", "channels-last", "no-bias"),
-    ("bf16-mixed", "next-epoch", "huge-pages"),
+    ("bf16-mixed", "prefetch", "huge-pages"),
 ]
 
 
