@@ -112,6 +112,8 @@ class LevelCasts:
         forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)
         if not self.keeps_masters:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
+            if steps:
+                forward.cast_steps(self.device_type)
         elif not exact_masters:
             round_weights(forward, roots)
 

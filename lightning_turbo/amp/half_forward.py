@@ -11,21 +11,21 @@ At O3 the parameters are half all the time (``HalfWeights``), and only what goes
 from __future__ import annotations
 
 import contextlib
-import sys
-import warnings
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from lightning_turbo._checks import expect
 from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp.levels import HALF_DTYPES
-from lightning_turbo.errors import AmpUsageError, TurboWarning
+from lightning_turbo.errors import AmpUsageError
 
 __all__ = [
     "HalfForward",
@@ -37,17 +37,22 @@ __all__ = [
     "round_weights",
 ]
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+
 _HINT = (
     "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
     "Keep the module that calls it in float32: keep_float32=[its name or its class]."
 )
 
-_BACKWARD = -1  # in place of an id: a backward pass is under way
 
-_Position = tuple[dict[str, Any], str]  # what holds a tensor, and under which name
-_Swap = tuple[dict[str, Any], str, Any, Tensor | None]  # the same, the tensor, and its half copy
-# By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
-_Copies = dict[int, tuple[Tensor, Any, Tensor]]
+class _Position(NamedTuple):
+    """Where a tensor stands that calls cast: under which name in which dict of a module."""
+
+    module: nn.Module
+    holder: dict[str, Any]
+    name: str
+    kind: Literal["weight", "sparse weight", "recurrent weight", "list", "buffer", "statistics"]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -90,39 +95,177 @@ def _is_meant(entry: Any, name: str, module: nn.Module) -> bool:
     return isinstance(module, entry) if isinstance(entry, type) else name == entry
 
 
+class _Plan:
+    """Where the tensors stand that a call of one module casts: found once, and kept until the modules below change.
+
+    It holds the dicts of the modules, not the module that is called.
+    """
+
+    def __init__(self, root: nn.Module, positions: list[_Position]) -> None:
+        modules = [*root.modules()]
+        self.positions = positions
+        self.is_outermost = False  # whether the module was called on its own in a forward pass
+        self._children = [module._modules for module in modules]
+        self._tensors = [holder for module in modules for holder in (module._parameters, module._buffers)]
+        self._seen = self._look()
+
+    def _look(self) -> tuple[list[Any], list[str]]:
+        return [*chain.from_iterable(map(dict.values, self._children))], [*chain.from_iterable(self._tensors)]
+
+    def holds(self) -> bool:
+        """Tell whether the modules, and the names of their tensors, are those that were found."""
+        return self._look() == self._seen
+
+
+class _Call:
+    """A call that is under way: ``HalfForward`` begins it at the module's pre-hook and ends it at its hook.
+
+    From ``begin`` to ``end`` half copies stand in the positions of float32 tensors; ``end`` puts these back, whatever
+    happened in between, and lets them take what the call wrote to the copies.
+    """
+
+    def __init__(self, module: nn.Module, casts_output: bool, autocast: Any) -> None:
+        # A number, which torch.compile, as it traces the hooks of inner calls, can follow better than a module.
+        self.module_id = id(module)
+        self.casts_output = casts_output
+        self.recursions = 0  # calls of the module within its own call
+        self._autocast = autocast
+        self._swaps: list[tuple[_Position, Any, Any]] = []
+
+    def begin(self, positions: Iterable[_Position], copies: _Copies) -> None:
+        self._autocast.__enter__()
+        for position in positions:
+            wide = position.holder.get(position.name)
+            half = copies.of(wide, position.kind)
+            if half is not wide:
+                position.holder[position.name] = half
+                self._swaps.append((position, wide, half))
+            elif isinstance(wide, list):
+                self._swaps.append((position, wide, None))
+
+    def end(self, copies: _Copies) -> list[_Position]:
+        """End the call; returns the positions of the buffers that it wrote to."""
+        swaps, self._swaps, written = self._swaps, [], []
+        for position, wide, half in reversed(swaps):
+            (_, holder, name, kind), now = position, position.holder.get(position.name)
+            changed = now is half and _may_have_changed(kind, half)
+            if kind == "list":
+                copies.keep_list(wide, now)
+                holder[name] = wide
+            elif now is half:
+                holder[name] = wide
+                if changed:
+                    _take_changes(wide, half)
+            elif _is_new_buffer(now, half):
+                holder[name] = now.detach().to(wide.dtype)
+                changed = True
+            if changed and kind == "buffer":
+                written.append(position)
+        self._autocast.__exit__(None, None, None)
+        return written
+
+
+class _Copies:
+    """The half copies of weights, each the same until its weight changes or ``clear``, after a backward pass."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        # By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
+        # So too the lists in which a recurrent network keeps its weights, flattened for cuDNN.
+        self._kept: dict[int, tuple[Any, Any, Any]] = {}
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def of(self, wide: Any, kind: str) -> Any:
+        """Return what takes the position of a tensor or list: itself if there is nothing to cast."""
+        if kind == "list":  # whose network compares it with the weights, and makes another one if they changed
+            return self._kept.get(id(wide), (wide, None, wide))[2]
+        if not _needs_cast(wide, self.dtype):
+            return wide
+        # What torch.func puts in place of a weight is cast with its graph, and not kept: it is of this call alone.
+        # Without gradients none is kept: what writes to ``weight.data`` between two evaluations, as the swap for
+        # averaged weights, leaves the version as it is.
+        if not isinstance(wide, nn.Parameter) or not torch.is_grad_enabled():
+            return self._cast(wide, kind)
+        # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
+        state = (0 if wide.is_inference() else wide._version, wide.data_ptr(), wide.requires_grad)
+        _, made_of, half = self._kept.get(id(wide), (None, None, None))
+        if half is None or made_of != state:
+            half = self._cast(wide, kind)
+            self._kept[id(wide)] = wide, state, half
+        return half
+
+    def keep_list(self, wide: Any, half: Any) -> None:
+        if half is not wide and torch.is_grad_enabled():
+            self._kept[id(wide)] = wide, None, half
+
+    def _cast(self, wide: Tensor, kind: str) -> Tensor:
+        return cast("Tensor", _SparseCast.apply(wide, self.dtype)) if kind == "sparse weight" else wide.to(self.dtype)
+
+
+class _SparseCast(torch.autograd.Function):
+    """A cast whose gradient may be sparse, which that of ``Tensor.to`` may not."""
+
+    @staticmethod
+    def forward(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return weight.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+def _untraced(method: _F) -> _F:
+    """Let torch.compile break its graph at a method, and compile what runs before and after it."""
+    disabled: Any = torch.compiler.disable(method)
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        return disabled(*args) if torch.compiler.is_compiling() else method(*args)
+
+    return cast("_F", call)
+
+
 class HalfForward:
     """Casts where data enters and leaves guarded modules, and puts half copies of weights in while they run.
 
     Only the outermost call puts copies in and casts outputs back. A guarded module that is called inside of it casts
     its inputs alone, so that a tensor that was promoted to float32 between two modules comes back to half.
 
+    Outside of calls every parameter is the float32 one, in the backward pass too. Where activation checkpointing calls
+    a module again in a backward pass, copies are in for that call.
+
+    A buffer that a call writes to, as a count or a moving average, stays float32 from the next call on, so that small
+    changes add up: with its module, if that has no others below it; else the calls run under autocast from then on,
+    which brings float32 and half together.
+
     Args:
         dtype: The half dtype.
         output_dtype: Dtype of the floating outputs of the outermost call.
-        keep_batchnorm_fp32: Whether affine batch norm, synchronised too, keeps its float32 weights and statistics.
+        keep_batchnorm_fp32: Whether affine batch norm, synchronised too, and whatever else of torch's has running
+            statistics keeps float32 weights and statistics.
 
     Note:
-        Two threads must not call one model at the same time. Replicas of ``DataParallel`` are objects of their own and
-        may.
+        Two threads must not call one model at the same time.
     """
 
     def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self.keep_batchnorm_fp32 = keep_batchnorm_fp32
-        # The id of the module whose call is under way; 0 outside of calls. A number, which torch.compile, as it traces
-        # the hooks of inner calls, can follow better than a module.
-        self._outermost = 0
-        self._recursions = 0  # calls of the outermost module within its own call
-        self._swaps: list[_Swap] = []  # of the call that is under way
-        self._copies: _Copies = {}  # that a backward pass will need
-        self._called: dict[int, list[_Position]] = {}  # by outermost module, until a call after their backward passes
-        self._is_backward_over = False
-        self._handles: list[Any] = []
+        self.has_half_weights = False
+        self._call: _Call | None = None  # the outermost one under way
+        self._copies = _Copies(dtype)
+        self._plans: dict[nn.Module, _Plan] = {}
+        self._written: dict[tuple[int, str], _Position] = {}  # buffers that stay float32
+        self._undo = contextlib.ExitStack()
         self._step_owner: tuple[nn.Module, Any] | None = None
-        self._has_looked = False
-        self._begin_untraced: Any = torch.compiler.disable(fn=self._begin)
-        self._reset_untraced: Any = torch.compiler.disable(fn=self.reset)
+        self._step_device: str | None = None
 
     def __reduce__(self) -> Any:
         # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
@@ -141,59 +284,72 @@ class HalfForward:
         self._step_owner = (roots[0], roots[0].forward) if steps else None
         for module in dict.fromkeys((*roots, *inner)):
             # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
-            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(self._leave, always_call=True)
+            self._attach(module, before, after)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules, with all below them, compute in float32 wherever they are called."""
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(self._enter_float32, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave_float32))
+            island = _Float32Island(self)
+            before = module.register_forward_pre_hook(island.enter, with_kwargs=True)
+            self._attach(module, before, module.register_forward_hook(island.leave))
+
+    def _attach(self, module: nn.Module, *handles: Any) -> None:
+        for handle in handles:
+            self._undo.callback(handle.remove)
+        # torch.jit.script compiles hooks, and cannot compile these: it asks the module for what it shall script.
+        vars(module)["__prepare_scriptable__"] = functools.partial(_to_script, module)
+        self._undo.callback(vars(module).pop, "__prepare_scriptable__", None)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.reset()
         self.forget()
-        self._called.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._step_owner = None
+        self._undo.close()
+        self._plans.clear()
+        self._written.clear()
+        self._step_owner = self._step_device = None
 
     def reset(self) -> None:
         """End the outermost call."""
-        self._swap_out()
-        self._outermost, self._recursions = 0, 0
+        call, self._call = self._call, None
+        if call is not None:
+            written = call.end(self._copies)
+            if written:
+                self._leave_float32(written)
+
+    def _leave_float32(self, written: list[_Position]) -> None:
+        modules = dict.fromkeys(position.module for position in written)
+        self.keep(module for module in modules if not module._modules)
+        for position in written:
+            self._written[id(position.holder), position.name] = position
+        self._plans.clear()
 
     def forget(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
         self._copies.clear()
 
+    def cast_steps(self, device_type: str) -> None:
+        """Let what a step does outside of calls run under autocast, which half weights need there."""
+        self._step_device = device_type
+
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """End, after a training step, a call that a ``KeyboardInterrupt`` has broken off; the hooks do all else."""
+        """Around a step: ends a call that a ``KeyboardInterrupt`` has broken off; the hooks do all else."""
         try:
-            yield
+            with self._autocast(self._step_device, enabled=True):
+                yield
+        except RuntimeError as error:
+            if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
+                error.args = (f"{error}\n{_HINT}",)
+            raise
         finally:
             self.reset()
 
-    @contextlib.contextmanager
-    def backward_region(self) -> Iterator[None]:
-        """Around a backward pass, in which activation checkpointing calls parts of the model again.
-
-        The copies of the forward pass are back in, and every call counts as an inner one.
-        """
-        if self._outermost:
-            yield
-            return
-        self._outermost = _BACKWARD
-        try:
-            for positions in self._called.values():
-                self._swap_in(positions)
-            yield
-        finally:
-            self.reset()
-            self._is_backward_over = True
+    def backward_region(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context without effect: float32 parameters stand in their positions during a backward pass."""
+        return contextlib.nullcontext()
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules from ``root`` downwards whose own tensors are cast."""
@@ -203,134 +359,130 @@ class HalfForward:
             if not (module._forward_pre_hooks and _is_kept(module)):
                 waiting += [child for child in module._modules.values() if child is not None]
                 modules.append(module)
-        return [module for module in modules if not _is_batch_norm(module)] if self.keep_batchnorm_fp32 else modules
+        return [module for module in modules if not _needs_float32(module)] if self.keep_batchnorm_fp32 else modules
 
     # The hooks
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._outermost:
-            # torch.compile breaks its graph here, and compiles what runs inside of the call.
-            begin = self._begin_untraced if torch.compiler.is_compiling() else self._begin
-            if not begin(module):
+        if self._call is None:
+            # What is exported in mid-run, as by ONNX, is the float32 network; half weights still need casts.
+            if self.has_half_weights or not _is_exporting():
+                self._begin(module)
+            if self._call is None:
                 return None
-        elif self._outermost == id(module):
-            self._recursions += 1
-        if not kwargs and _is_tensor_of(args, self.dtype):
+        elif self._call.module_id == id(module):
+            self._call.recursions += 1
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype:
             return None  # nothing to cast, as in most calls
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._outermost != id(module):
-            is_replica = vars(module).get("_amp_replica") == "outermost"
-            return cast_floats(output, self.output_dtype) if is_replica else None
-        if self._recursions:
-            self._recursions -= 1
+        call = self._call
+        if call is None or call.module_id != id(module):
             return None
-        (self._reset_untraced if torch.compiler.is_compiling() else self.reset)()
-        if output is None:  # the call has raised
-            _explain_refusal(sys.exc_info()[1])
-        elif self._copies and not self._has_looked:
-            self._has_looked = True
-            self._warn_of_kept_copies(module)
-        return cast_floats(output, self.output_dtype)
+        if call.recursions:
+            call.recursions -= 1
+            return None
+        self._end()
+        return cast_floats(output, self.output_dtype) if call.casts_output else None
 
-    def _enter_float32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
-
-    def _leave_float32(self, module: nn.Module, args: Any, output: Any) -> Any:
-        inside = bool(self._outermost) or "_amp_replica" in vars(module)
-        return cast_floats(output, self.dtype) if inside else None
-
-    # Copies
-
-    def _begin(self, module: nn.Module) -> bool:
-        """Begin an outermost call; returns whether it is a call of the network at all."""
-        if self._step_owner is not None and self._step_owner[0] is module and module.forward != self._step_owner[1]:
-            return False
-        if "_is_replica" in vars(module):
-            self._cast_replica(module)
-            return True
-        if self._is_backward_over:
-            self._called.clear()
-            self._is_backward_over = False
-        positions = self._called[id(module)] = self._positions_below(module)
-        self._swap_in(positions)
-        self._outermost = id(module)
-        return True
-
-    def _cast_replica(self, module: nn.Module) -> None:
-        """Cast the tensors of a replica of ``DataParallel``, which is thrown away after this one call."""
-        if "_amp_replica" in vars(module):  # it is called by another replica
+    @_untraced
+    def _begin(self, module: nn.Module) -> None:
+        """Begin an outermost call, if this is a call of the network at all."""
+        is_step = self._step_owner is not None and self._step_owner[0] is module
+        if is_step and module.forward != self._step_owner[1]:  # type: ignore[index]
             return
-        for part in self.cast_modules(module):
-            weights = {**part._parameters, **vars(part).get("_former_parameters", {})}
-            for holder, tensors in ((vars(part), weights), (part._buffers, part._buffers)):
-                holder.update({name: t.to(self.dtype) for name, t in tensors.items() if _needs_cast(t, self.dtype)})
-            vars(part)["_amp_replica"] = "inner"
-        vars(module)["_amp_replica"] = "outermost"
+        if "_is_replica" in vars(module):
+            raise AmpUsageError("O2 and O3: expected one process a device, got DataParallel. Train with DDP.")
+        plan = self._plans.get(module)
+        if plan is None or not plan.holds():
+            plan = self._plans[module] = _Plan(module, self._positions_below(module))
+        # A module that a backward pass calls again gives what it gave before: half, if it was called inside of another.
+        is_repeated = torch._C._current_graph_task_id() != -1
+        plan.is_outermost = plan.is_outermost or not is_repeated
+        self._call = _Call(module, plan.is_outermost, self._autocast_of_call())
+        self._call.begin(plan.positions, self._copies)
+
+    @_untraced
+    def _end(self) -> None:
+        self.reset()
+
+    def _autocast_of_call(self) -> contextlib.AbstractContextManager[Any]:
+        mixed = [position for position in self._written.values() if position.module._modules]
+        device_type = mixed[0].holder[mixed[0].name].device.type if mixed else self._step_device
+        return self._autocast(device_type, enabled=bool(mixed))
+
+    def _autocast(self, device_type: str | None, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        if device_type is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, self.dtype, enabled=enabled, cache_enabled=False)
 
     def _positions_below(self, root: nn.Module) -> list[_Position]:
         positions: list[_Position] = []
         for module in self.cast_modules(root):
-            for holder in (module._parameters, module._buffers):
-                positions += [(holder, name) for name, tensor in holder.items() if _needs_cast(tensor, self.dtype)]
-            if isinstance(module, nn.RNNBase):  # it sees that its weights are others, and lists them again
-                positions += [(vars(module), "_flat_weights"), (vars(module), "_flat_weight_refs")]
+            weight = "weight"
+            if isinstance(module, nn.RNNBase):
+                weight = "recurrent weight"
+                # It sees that its weights are others, and lists them again. The half lists are put in after the
+                # weights, and back before them.
+                positions += [
+                    _Position(module, vars(module), name, "list") for name in ("_flat_weights", "_flat_weight_refs")
+                ]
+            elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                weight = "sparse weight"
+            buffer = "statistics" if isinstance(module, _NormBase) else "buffer"
+            for holder, kind in ((module._parameters, weight), (module._buffers, buffer)):
+                positions += [
+                    _Position(module, holder, name, cast("Any", kind))
+                    for name, tensor in holder.items()
+                    if _needs_cast(tensor, self.dtype) and (id(holder), name) not in self._written
+                ]
         return positions
 
-    def _swap_in(self, positions: Iterable[_Position]) -> None:
-        """Let half copies take the positions of tensors; lists of an LSTM are only to be put back."""
-        # None is kept without gradients: what writes to ``weight.data`` between two evaluations, as the swap for
-        # averaged weights, leaves the version as it is.
-        copies = self._copies if torch.is_grad_enabled() else {}
-        for holder, name in positions:
-            wide = holder.get(name)
-            if isinstance(wide, list):
-                self._swaps.append((holder, name, wide, None))
-            elif _needs_cast(wide, self.dtype):
-                half = holder[name] = self._copy_of(wide, copies)
-                self._swaps.append((holder, name, wide, half))
 
-    def _copy_of(self, wide: Tensor, copies: _Copies) -> Tensor:
-        """Return a half copy; that of a weight is the same until the weight changes or the backward pass is over."""
-        if not isinstance(wide, nn.Parameter):
-            return wide.detach().to(self.dtype)
-        # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
-        state = 0 if wide.is_inference() else wide._version, wide.data_ptr(), wide.requires_grad
-        _, made_of, half = copies.get(id(wide), (None, None, None))
-        if half is None or made_of != state:
-            half = wide.to(self.dtype)
-            copies[id(wide)] = wide, state, half
-        return half
+class _Float32Island:
+    """The hooks of a module that stays float32; copies of the module bring theirs along."""
 
-    def _swap_out(self) -> None:
-        swaps, self._swaps = self._swaps, []
-        for holder, name, wide, half in reversed(swaps):
-            now = holder.get(name)
-            if half is None:
-                holder[name] = wide
-            elif now is half:
-                holder[name] = wide
-                if _may_have_changed(name, half):
-                    _take_changes(wide, half)
-            elif _is_new_buffer(now, half):
-                holder[name] = now.detach().to(wide.dtype)
+    def __init__(self, forward: HalfForward) -> None:
+        self._forward = forward
 
-    def _warn_of_kept_copies(self, root: nn.Module) -> None:
-        copies = {id(half) for _, _, half in self._copies.values()}
-        for path, module in root.named_modules():
-            for name, value in vars(module).items():
-                if id(value) in copies:
-                    warnings.warn(
-                        f"{type(module).__name__} {path!r} keeps the half copy of a weight in {name!r} beyond its "
-                        "call: it will not follow the weight. Read the weight at each call, or keep the module in "
-                        f"float32: keep_float32=[{path!r}].",
-                        TurboWarning,
-                        stacklevel=2,
-                    )
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floats(output, self._forward.dtype) if self._forward._call is not None else None
 
 
-_ENTER_FLOAT32 = HalfForward._enter_float32
+def _to_script(root: nn.Module) -> nn.Module:
+    """Return a module that shares all with ``root`` but the hooks of this file, and has its half tensors in float32."""
+    twins: dict[Any, Any] = {None: None}
+
+    def widen(tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None and tensor.dtype in HALF_DTYPES and tensor not in twins:
+            wide = tensor.detach().float()
+            twins[tensor] = nn.Parameter(wide) if isinstance(tensor, nn.Parameter) else wide
+        return twins.get(tensor, tensor)
+
+    def twin_of(module: nn.Module | None) -> nn.Module | None:
+        if module in twins:
+            return twins[module]
+        twin = twins[module] = module.__new__(type(module))
+        own = vars(twin)
+        own.update(vars(module))
+        own.pop("__prepare_scriptable__", None)
+        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            own[hooks] = type(own[hooks])((key, hook) for key, hook in own[hooks].items() if not _is_ours(hook))
+        for holder, change in (("_parameters", widen), ("_buffers", widen), ("_modules", twin_of)):
+            own[holder] = {name: change(value) for name, value in own[holder].items()}
+        if isinstance(twin, nn.RNNBase):
+            twin._init_flat_weights()
+        return twin
+
+    return cast("nn.Module", twin_of(root))
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), (HalfForward, _Float32Island))
 
 
 @torch.no_grad()
@@ -345,32 +497,32 @@ def round_weights(forward: HalfForward, models: Iterable[nn.Module]) -> None:
 class HalfWeights:
     """The weights of O3: half precision until ``restore``, with a float32 ``state_dict``.
 
+    Float32 stays what a module that computes in float32 has too, and every buffer of a module without weights, as the
+    class weights of a loss, which may be called outside of the network: ``forward`` casts these in its calls.
+
     Args:
         forward: Says which modules are cast, and to what.
         models: Whose parameters and buffers are cast, in place; the ``Parameter`` objects stay the same.
-        step_owner: The only model, if its training step is not its call. The step uses its buffers, and children
-            without weights, as losses and metrics, outside of any call: these stay as they are.
+        step_owner: The only model, if its training step is not its call. The step uses its buffers, which stay too.
     """
 
     def __init__(self, forward: HalfForward, models: Iterable[nn.Module], step_owner: nn.Module | None = None) -> None:
         self.dtype = forward.dtype
-        if step_owner is not None:
-            models = [child for child in step_owner.children() if next(child.parameters(), None) is not None]
+        forward.has_half_weights = True
+        models = list(models)
         modules = [module for model in models for module in forward.cast_modules(model)]
+        others = {part for model in models for part in model.modules()}.difference(modules)
+        kept = {param for module in others for param in module.parameters(recurse=False)}
         for module in modules:
-            self._cast(_tensors_of(module))
+            own = {param for param in module._parameters.values() if param is not None}
+            buffers = [] if module is step_owner or not own else module.buffers(recurse=False)
+            for tensor in (*(own - kept), *buffers):
+                if _needs_cast(tensor, self.dtype):
+                    tensor.data, tensor.grad = tensor.data.to(self.dtype), None
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
-        if step_owner is not None:
-            self._cast(step_owner.parameters(recurse=False))
-            modules.append(step_owner)
         self._modules = weakref.WeakSet(modules)
         self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
-
-    def _cast(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if _needs_cast(tensor, self.dtype):
-                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
 
     def restore(self, optimizers: Iterable[Optimizer]) -> None:
         """Give modules their float32 back, what was added to them too, and optimizers theirs."""
@@ -412,20 +564,21 @@ def _needs_cast(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
 
 def _is_kept(module: nn.Module) -> bool:
     # The hook tells, and no list of ours, so that copies of the module are kept in float32 too.
-    return any(getattr(hook, "__func__", None) is _ENTER_FLOAT32 for hook in module._forward_pre_hooks.values())
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _Float32Island) for hook in hooks)
 
 
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine
+def _needs_float32(module: nn.Module) -> bool:
+    """Whether a module has running statistics, or is affine batch norm, which apex keeps in float32 without them."""
+    has_statistics = isinstance(module, _NormBase) and module.running_mean is not None
+    return has_statistics or (isinstance(module, _BatchNorm) and module.affine)
 
 
-def _is_tensor_of(args: tuple[Any, ...], dtype: torch.dtype) -> bool:
-    return len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is dtype
-
-
-def _may_have_changed(name: str, half: Tensor) -> bool:
-    # Batch norm's kernel does not count its changes as such.
-    return not half.is_inference() and (half._version > 0 or name[:8] == "running_")
+def _may_have_changed(kind: str, half: Any) -> bool:
+    # Batch norm's kernel does not count its changes as such, and flattening for cuDNN counts as one.
+    if kind in ("list", "recurrent weight") or half.is_inference():
+        return False
+    return kind == "statistics" or half._version > 0
 
 
 def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:
@@ -439,11 +592,3 @@ def _take_changes(wide: Tensor, half: Tensor) -> None:
     Through ``data``, which leaves its version as it is: the copy stays valid, and so does what autograd has saved.
     """
     wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
-
-
-def _explain_refusal(error: BaseException | None) -> None:
-    """Add to an error that a half tensor caused what to do; hooks cannot raise another one in its place."""
-    text = str(error)
-    told = _HINT in text or not any(word in text for word in ("Half", "BFloat16", "dtype", "scalar type"))
-    if isinstance(error, RuntimeError) and not told:
-        error.args = (f"{text}\n{_HINT}",)
