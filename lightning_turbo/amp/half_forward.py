@@ -337,15 +337,15 @@ class HalfForward:
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Around a step: ends a call that a ``KeyboardInterrupt`` has broken off; the hooks do all else."""
-        try:
-            with self._autocast(self._step_device, enabled=True):
+        with self._autocast(self._step_device, enabled=True):
+            try:
                 yield
-        except RuntimeError as error:
-            if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
-                error.args = (f"{error}\n{_HINT}",)
-            raise
-        finally:
-            self.reset()
+            except RuntimeError as error:
+                if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
+                    error.args = (f"{error}\n{_HINT}",)
+                raise
+            finally:
+                self.reset()
 
     def backward_region(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without effect: float32 parameters stand in their positions during a backward pass."""

@@ -1,0 +1,365 @@
+"""Who sees the half copies of O2 and O3, and who does not: torch.func, hooks, exports, sums, losses, shared weights."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.utils.checkpoint import checkpoint
+
+from lightning_turbo import ApexAMP, amp
+from tests.integration.regression import Regression, apart, fit, flat, layers
+
+HALVES = [("O2", torch.bfloat16), ("O2", torch.float16), ("O3", torch.bfloat16)]
+
+
+def initialized(net, level="O2", dtype=torch.bfloat16, **settings):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return amp.initialize(net, optimizer, opt_level=level, dtype=dtype, verbosity=0, loss_scale=1.0, **settings)
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    yield
+    amp.shutdown()
+
+
+# Weights that are no parameters
+
+
+def gradients_at_moved_weights(net, x):
+    net.zero_grad()
+    functional_call(net, {name: 1.5 * p for name, p in net.named_parameters()}, (x,)).float().square().mean().backward()
+    return torch.cat([p.grad.float().flatten() for p in net.parameters()])
+
+
+def gradients_of_samples(net, x):
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+    one = grad(lambda w, sample: functional_call(net, w, (sample[None],)).float().square().mean())
+    return torch.cat([g.float().flatten(1) for g in vmap(one, (None, 0))(weights, x).values()], 1)
+
+
+def outputs_of_an_ensemble(net, x):
+    weights, buffers = stack_module_state([net, copy.deepcopy(net)])
+    return vmap(lambda w, b: functional_call(net, (w, b), (x,)).float(), (0, 0))(weights, buffers)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("what", [gradients_at_moved_weights, gradients_of_samples, outputs_of_an_ensemble])
+def test_weights_of_torch_func_are_cast_with_their_graph(what, level):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+    wanted = what(layers(), x)
+    net, _ = initialized(layers(), level)
+    torch.testing.assert_close(what(net, x), wanted, rtol=0.1, atol=0.1 * float(wanted.detach().abs().max()))
+
+
+# What user code finds in a backward pass
+
+
+@pytest.mark.parametrize(("level", "dtype"), HALVES[:2])
+def test_hooks_and_overrides_find_the_parameters_in_a_backward_pass(level, dtype):
+    seen = []
+
+    class Looking(Regression):
+        def look(self, *_):
+            seen.append({(type(p), p.dtype) for p in self.parameters()})
+
+        def training_step(self, batch, index):
+            loss = self.loss(batch)
+            loss.register_hook(self.look)
+            return loss
+
+        def backward(self, loss):
+            super().backward(loss)
+            self.look()
+            assert all(p.grad is not None for p in self.parameters())
+            for p in self.parameters():
+                p.grad.zero_()
+
+    module = Looking()
+    module.net[2].register_full_backward_hook(module.look)
+    assert torch.equal(flat(fit(module, ApexAMP(level, dtype=dtype, loss_scale=128.0))), flat(Looking()))
+    assert len(seen) == 3 * 4 * 3
+    assert all(each == {(nn.Parameter, torch.float32)} for each in seen)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_gradients_are_clipped_inside_of_scale_loss(level):
+    net, optimizer = initialized(layers(), level)
+    with amp.scale_loss(net(torch.ones(2, 4)).square().sum() * 100, optimizer) as scaled:
+        scaled.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten().float() for p in net.parameters()])) < 0.011
+
+
+class Blocks(nn.Module):
+    """Calls parts again in the backward pass: a module, a function of two modules, or all of itself."""
+
+    def __init__(self, way, reentrant):
+        super().__init__()
+        self.first, self.middle, self.last = layers()[0], nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), layers()[2]
+        self.way, self.reentrant = way, reentrant
+        self.dtypes = []
+        self.middle[1].register_forward_pre_hook(self.note)
+
+    def note(self, module, args):
+        self.dtypes.append((args[0].dtype, module.weight.dtype))
+
+    def body(self, x):
+        return torch.tanh(self.middle(x)) + x
+
+    def forward(self, x):
+        part = self.middle if self.way == "module" else self.body
+        x = self.first(x)
+        if not self.training:
+            return self.last(part(x))
+        return self.last(checkpoint(part, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", ["module", "function", "whole"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_what_runs_again_gives_what_it_gave(level, way, reentrant):
+    class Repeating(Regression):
+        def loss(self, batch):
+            x = batch[0].clone().requires_grad_()
+            whole = way == "whole" and self.training
+            out = checkpoint(self.net, x, use_reentrant=reentrant) if whole else self.net(x)
+            assert out.dtype is torch.float32
+            return nn.functional.mse_loss(out, batch[1])
+
+    def make():
+        torch.manual_seed(0)
+        module = Repeating()
+        module.net = Blocks("module" if way == "whole" else way, reentrant and way != "whole")
+        return module
+
+    module, wanted = fit(make(), ApexAMP(level)), fit(make())
+    assert apart(module, wanted, make()) < (0.06 if level == "O2" else 0.2)
+    assert len(module.net.dtypes) > 24  # it did run again
+    assert set(module.net.dtypes) == {(torch.bfloat16, torch.bfloat16)}
+
+
+# What is exported in mid-run
+
+
+class Exporting(Callback):
+    def __init__(self, export):
+        self.export, self.made = export, []
+
+    def on_train_epoch_end(self, trainer, module):
+        x = torch.ones(2, 4)
+        self.made.append((self.export(module, x), module.net(x)))
+
+
+EXPORTS = {
+    "script": lambda module, x: torch.jit.script(module.net.eval())(x),
+    "script of a part": lambda module, x: torch.jit.script(module.net[2])(torch.jit.script(module.net[:2])(x)),
+    "script of the module": lambda module, x: module.to_torchscript()(x),
+    "trace": lambda module, x: torch.jit.trace(module.net, x)(x),
+    "export": lambda module, x: torch.export.export(module.net, (x,)).module()(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_network_is_exported_in_mid_run(name, level):
+    class Forwarding(Regression):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+        def loss(self, batch):
+            return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    callback = Exporting(EXPORTS[name])
+    module = fit(Forwarding(), ApexAMP(level), callbacks=[callback])
+    assert len(callback.made) == 3
+    for made, wanted in callback.made:
+        assert made.dtype is torch.float32
+        torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
+    wanted = fit(Forwarding(), ApexAMP(level))
+    assert torch.equal(flat(module), flat(wanted))
+    assert "__prepare_scriptable__" not in vars(module.net)
+
+
+# Sums
+
+
+class Counting(nn.Module):
+    def __init__(self, replaces, below=None):
+        super().__init__()
+        self.replaces, self.below = replaces, below
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.ones(4, 4))
+
+    def forward(self, x):
+        if self.training and self.replaces:
+            self.count = self.count + 1
+            self.average = self.average + 0.001 * x.detach().mean()
+        elif self.training:
+            self.count += 1
+            self.average.add_(x.detach().mean(), alpha=0.001)
+        x = x @ (self.average / self.average.detach().mean())
+        return x if self.below is None else self.below(x)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_buffers_stay_exact(replaces, alone, dtype):
+    net = nn.Sequential(Counting(replaces), nn.Linear(4, 2)) if alone else Counting(replaces, nn.Linear(4, 2))
+    part = net[0] if alone else net
+    initialized(net, dtype=dtype)
+    for _ in range(300):
+        assert net(torch.full((2, 4), 2.0)).dtype is torch.float32
+    assert part.count == 300
+    assert part.average.dtype is torch.float32
+    assert abs(part.average.mean() - 1.6) < 0.01
+    amp.shutdown()
+    assert not net._forward_hooks
+    assert not part._forward_pre_hooks
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.BatchNorm1d(4, affine=False, momentum=0.001),
+    lambda: nn.InstanceNorm1d(4, track_running_stats=True, momentum=0.001),
+    lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True, momentum=0.001),
+])  # fmt: skip
+def test_running_statistics_stay_float32(make):
+    x, norm, twin = torch.randn(8, 4, 16) + 3.0, make(), make()
+    net, _ = initialized(nn.Sequential(norm, nn.Flatten(), nn.Linear(64, 1)))
+    for _ in range(50):
+        net(x)
+        twin(x.bfloat16())  # as under autocast
+    torch.testing.assert_close(norm.running_mean, twin.running_mean, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(norm.running_var, twin.running_var, rtol=1e-3, atol=1e-3)
+    net.eval()
+    assert net(x).dtype is torch.float32
+
+
+# Sparse gradients
+
+
+@pytest.mark.parametrize(("level", "dtype"), HALVES)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_stay_sparse(kind, level, dtype):
+    ids = torch.tensor([[1, 2, 2], [3, 1, 0]])
+    wanted = kind(8, 4, sparse=True)
+    net = nn.Sequential(copy.deepcopy(wanted), nn.Flatten())
+    wanted(ids).square().sum().backward()
+    net, optimizer = initialized(net, level, dtype)
+    with amp.scale_loss(net(ids).square().sum(), optimizer) as scaled:
+        scaled.backward()
+    gradient = net[0].weight.grad
+    assert gradient.is_sparse
+    torch.testing.assert_close(gradient.to_dense().float(), wanted.weight.grad.to_dense(), rtol=0.02, atol=0.02)
+    optimizer.step()
+
+
+# Recurrent networks
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_network_flattens_once_a_step(kind):
+    flattened = []
+
+    class Noted(kind):
+        def flatten_parameters(self):
+            flattened.append(len(self._flat_weights))
+            super().flatten_parameters()
+
+    net = Noted(4, 4)
+    net, optimizer = initialized(net)
+    flattened.clear()
+    for step in range(3):
+        with amp.scale_loss(sum(net(torch.ones(3, 2, 4))[0].sum() for _ in range(4)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert len(flattened) == step + 1
+    assert all(weight.dtype is torch.float32 for weight in net._flat_weights)
+
+
+# O3
+
+
+class Own(Regression):
+    """Its step uses a weight of its own, calls forward by its name, or through a wrapper."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.full((1, 1), 0.5))
+        if way == "wrapped":
+            plain = self.net.forward
+            self.net.forward = lambda x: plain(x)
+
+    def loss(self, batch):
+        run = {"own": self.net, "forward": self.net[0].forward, "layers": self.net.forward, "wrapped": self.net}[
+            self.way
+        ]
+        out = run(batch[0]) if self.way != "forward" else self.net[2].forward(torch.tanh(run(batch[0])))
+        return nn.functional.mse_loss((out @ self.weight).float(), batch[1])
+
+
+@pytest.mark.parametrize("way", ["own", "forward", "layers", "wrapped"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_step_uses_weights_outside_of_calls(way, level):
+    wanted, true = fit(Own(way)), fit(Own(way), precision="bf16-true")
+    limit = 0.06 if level == "O2" else max(0.06, 1.5 * apart(true, wanted, Own(way)))
+    assert apart(fit(Own(way), ApexAMP(level)), wanted, Own(way)) < limit
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("keep", [["net.last"], ["net.first"], ["net.first", "net.last"], [nn.Embedding]])
+def test_a_module_is_kept_that_shares_its_weight(keep, level):
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+            self.last.weight = self.first.weight
+
+        def forward(self, ids):
+            return self.last(torch.tanh(self.first(ids)))
+
+    class Model(Regression):
+        def __init__(self):
+            super().__init__()
+            self.net = Language()
+
+        def loss(self, batch):
+            ids = batch[0].abs().mul(3).long().clamp(max=9)
+            return nn.functional.cross_entropy(self.net(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    module = fit(Model(), ApexAMP(level, keep_float32=keep))
+    assert module.net.last.weight is module.net.first.weight
+    assert apart(module, fit(Model()), Model()) < 0.06
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_class_weights_of_a_loss_within_a_network(level, inside):
+    class Task(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(4, 3)
+            self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.1]))
+
+        def forward(self, x, target):
+            return self.criterion(self.net(x), target)
+
+    class Model(Regression):
+        def __init__(self):
+            super().__init__()
+            self.net = Task()
+
+        def loss(self, batch):
+            target = batch[0].sum(1).ge(0).long()
+            task = self.net
+            return task(batch[0], target) if inside else task.criterion(task.net(batch[0]), target)
+
+    assert apart(fit(Model(), ApexAMP(level)), fit(Model()), Model()) < (0.25 if level == "O3" else 0.06)
