@@ -42,7 +42,7 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lamb
 
 _HINT = (
     "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
-    "Keep the module that calls it in float32: keep_float32=[its name or its class]."
+    "Keep the module that calls it in float32: keep_fp32_modules=[its name or its class]."
 )
 
 
@@ -52,7 +52,7 @@ class _Position(NamedTuple):
     module: nn.Module
     holder: dict[str, Any]
     name: str
-    kind: Literal["weight", "sparse weight", "recurrent weight", "list", "buffer", "statistics"]
+    kind: Literal["weight", "sparse weight", "recurrent weight", "list", "buffer", "running buffer", "statistics"]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -75,8 +75,8 @@ def refuse_half(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
         )
 
 
-def find_kept(models: Iterable[nn.Module], keep_float32: Iterable[str | type[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that ``keep_float32`` names, by class or by their name in one of the models.
+def find_kept(models: Iterable[nn.Module], keep_fp32_modules: Iterable[str | type[nn.Module]]) -> list[nn.Module]:
+    """Return the modules that ``keep_fp32_modules`` names, by class or by their name in one of the models.
 
     Raises:
         AmpUsageError: If no module has that name or class.
@@ -84,9 +84,9 @@ def find_kept(models: Iterable[nn.Module], keep_float32: Iterable[str | type[nn.
     named = [pair for model in models for pair in model.named_modules()]
     expected = "a name from model.named_modules(), as 'net.codebook', or a class of a module there"
     kept: dict[nn.Module, None] = {}
-    for entry in keep_float32:
+    for entry in keep_fp32_modules:
         found = [module for name, module in named if _is_meant(entry, name, module)]
-        expect(found, "keep_float32", entry, expected, AmpUsageError)
+        expect(found, "keep_fp32_modules", entry, expected, AmpUsageError)
         kept.update(dict.fromkeys(found))
     return list(kept)
 
@@ -159,7 +159,7 @@ class _Call:
             elif _is_new_buffer(now, half):
                 holder[name] = now.detach().to(wide.dtype)
                 changed = True
-            if changed and kind == "buffer":
+            if changed and kind in ("buffer", "running buffer"):
                 written.append(position)
         self._autocast.__exit__(None, None, None)
         return written
@@ -247,8 +247,7 @@ class HalfForward:
     Args:
         dtype: The half dtype.
         output_dtype: Dtype of the floating outputs of the outermost call.
-        keep_batchnorm_fp32: Whether affine batch norm, synchronised too, and whatever else of torch's has running
-            statistics keeps float32 weights and statistics.
+        keep_batchnorm_fp32: Whether affine batch norm, synchronised too, keeps its float32 weights and statistics.
 
     Note:
         Two threads must not call one model at the same time.
@@ -272,17 +271,20 @@ class HalfForward:
         return HalfForward, (self.dtype, self.output_dtype, self.keep_batchnorm_fp32)
 
     def guard(self, roots: Iterable[nn.Module], inner: Iterable[nn.Module] = (), *, steps: bool = False) -> None:
-        """Watch the calls of modules, each of which may be the outermost.
+        """Watch the calls of networks and of the modules in them that have weights; each may be the outermost.
+
+        Modules without weights, as losses and metrics, compute outside of calls in the dtype that they are given.
 
         Args:
-            roots: Whole networks.
-            inner: Modules in them that are called on their own too.
+            roots: Whole networks, of which modules to keep in float32 are known already.
+            inner: Other modules to watch.
             steps: Whether a root's call is a training step, and no call of the network, while its ``forward`` is not
                 its own: ``DistributedDataParallel`` is handed Lightning's steps so.
         """
         roots = list(roots)
         self._step_owner = (roots[0], roots[0].forward) if steps else None
-        for module in dict.fromkeys((*roots, *inner)):
+        parts = (part for root in roots for part in self._cast_below(root) if _has_weights(part))
+        for module in dict.fromkeys((*roots, *parts, *inner)):
             # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
             before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             after = module.register_forward_hook(self._leave, always_call=True)
@@ -353,13 +355,17 @@ class HalfForward:
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules from ``root`` downwards whose own tensors are cast."""
+        below = self._cast_below(root)
+        return [module for module in below if not _is_batch_norm(module)] if self.keep_batchnorm_fp32 else below
+
+    def _cast_below(self, root: nn.Module) -> list[nn.Module]:
         modules, waiting = [], [root]
         while waiting:
             module = waiting.pop()
             if not (module._forward_pre_hooks and _is_kept(module)):
                 waiting += [child for child in module._modules.values() if child is not None]
                 modules.append(module)
-        return [module for module in modules if not _needs_float32(module)] if self.keep_batchnorm_fp32 else modules
+        return modules
 
     # The hooks
 
@@ -430,7 +436,8 @@ class HalfForward:
                 ]
             elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 weight = "sparse weight"
-            buffer = "statistics" if isinstance(module, _NormBase) else "buffer"
+            buffer = "running buffer" if isinstance(module, _NormBase) else "buffer"
+            buffer = "statistics" if _is_batch_norm(module) else buffer
             for holder, kind in ((module._parameters, weight), (module._buffers, buffer)):
                 positions += [
                     _Position(module, holder, name, cast("Any", kind))
@@ -568,17 +575,19 @@ def _is_kept(module: nn.Module) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), _Float32Island) for hook in hooks)
 
 
-def _needs_float32(module: nn.Module) -> bool:
-    """Whether a module has running statistics, or is affine batch norm, which apex keeps in float32 without them."""
-    has_statistics = isinstance(module, _NormBase) and module.running_mean is not None
-    return has_statistics or (isinstance(module, _BatchNorm) and module.affine)
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.affine
 
 
 def _may_have_changed(kind: str, half: Any) -> bool:
     # Batch norm's kernel does not count its changes as such, and flattening for cuDNN counts as one.
     if kind in ("list", "recurrent weight") or half.is_inference():
         return False
-    return kind == "statistics" or half._version > 0
+    return kind in ("running buffer", "statistics") or half._version > 0
 
 
 def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:
