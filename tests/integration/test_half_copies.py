@@ -356,7 +356,7 @@ def test_a_module_is_kept_that_shares_its_weight(keep, level):
             ids = batch[0].abs().mul(3).long().clamp(max=9)
             return nn.functional.cross_entropy(self.net(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
 
-    module = fit(Model(), ApexAMP(level, keep_float32=keep))
+    module = fit(Model(), ApexAMP(level, keep_fp32_modules=keep))
     assert module.net.last.weight is module.net.first.weight
     assert apart(module, fit(Model()), Model()) < 0.06
 
