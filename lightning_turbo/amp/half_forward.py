@@ -521,15 +521,18 @@ class HalfWeights:
         others = {part for model in models for part in model.modules()}.difference(modules)
         kept = {param for module in others for param in module.parameters(recurse=False)}
         for module in modules:
-            own = {param for param in module._parameters.values() if param is not None}
-            buffers = [] if module is step_owner or not own else module.buffers(recurse=False)
-            for tensor in (*(own - kept), *buffers):
-                if _needs_cast(tensor, self.dtype):
-                    tensor.data, tensor.grad = tensor.data.to(self.dtype), None
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
+            self._make_half(module, kept, with_buffers=module is not step_owner)
         self._modules = weakref.WeakSet(modules)
         self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
+
+    def _make_half(self, module: nn.Module, kept: set[nn.Parameter], *, with_buffers: bool) -> None:
+        own = set(module.parameters(recurse=False))
+        buffers = module.buffers(recurse=False) if with_buffers and own else ()
+        for tensor in (*(own - kept), *buffers):
+            if _needs_cast(tensor, self.dtype):
+                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
     def restore(self, optimizers: Iterable[Optimizer]) -> None:
         """Give modules their float32 back, what was added to them too, and optimizers theirs."""
