@@ -133,18 +133,18 @@ def test_a_plain_loader_that_is_left_and_resumed_gives_the_orders_that_it_gives_
         return found
 
     plain, ahead = loader(), DevicePrefetcher(loader(), DEVICE, prefetch_batches=3, min_bytes=0)
-    counts = (2, 8, 5, 0, 9, 1, 8)
+    counts = (2, 8, 5, 9, 1, 8)
     assert orders(ahead, counts) == orders(plain, counts)
     plain, ahead = loader(), DevicePrefetcher(loader(), DEVICE, prefetch_batches=3, min_bytes=0)
     iterator = iter(ahead)
     next(iterator), next(iterator), next(iterator)
     again = DevicePrefetcher(loader(), DEVICE, prefetch_batches=3, min_bytes=0)
-    again.load_state_dict(ahead.state_dict())
+    again.loader.load_state_dict(ahead.loader.state_dict())
     expected = orders(plain, (5, 4))
     assert orders(again, (2,)) == [expected[0][3:]]
-    assert again.state_dict()["consumed"] == 5
+    assert again.loader.state_dict()["consumed"] == 5
     assert orders(again, (4,)) == expected[1:]
-    assert again.state_dict()["consumed"] == 4
+    assert again.loader.state_dict()["consumed"] == 4
 
 
 class Module(LightningModule):
@@ -182,6 +182,37 @@ def test_the_datamodule_copies_ahead_under_a_trainer():
     assert iter(trainer.train_dataloader).transfer is trainer.train_dataloader.transfer
     trainer.train_dataloader.close()
     assert model.seen == [list(range(k, k + 8)) for k in range(0, 64, 8)] * 2
+
+
+@pytest.mark.parametrize(("base", "strategy"), [(PrefetchDataModule, "auto"), (LightningDataModule, "turbo")])
+def test_the_loaders_of_a_run_share_one_side_stream(base, strategy):
+    class Reloaded(base):
+        def train_dataloader(self):
+            return DataLoader(Numbered(), batch_size=8)
+
+        val_dataloader = train_dataloader
+
+    class Validates(Module):
+        def validation_step(self, batch, batch_idx):
+            assert batch[0].is_cuda
+
+    class Streams(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_epoch_end(self, trainer, module):
+            loaders = (trainer.train_dataloader, trainer.val_dataloaders)
+            self.seen += [loader.transfer.stream().stream_id for loader in loaders]
+
+    streams = Streams()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quiet_trainer(
+            accelerator="gpu", devices=1, strategy=strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1,
+            callbacks=[streams],
+        ).fit(Validates(), datamodule=Reloaded())  # fmt: skip
+    assert len(streams.seen) == 8
+    assert len(set(streams.seen)) == 1
 
 
 @pytest.mark.parametrize(("base", "strategy"), [(PrefetchDataModule, "auto"), (LightningDataModule, "turbo")])
