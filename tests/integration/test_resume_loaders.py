@@ -280,6 +280,7 @@ def test_no_worker_is_left_by_a_loader_whose_attributes_are_kept(strategy, tmp_p
         assert not multiprocessing.active_children()
 
 
+@pytest.mark.filterwarnings("ignore:Prefetching has no effect on a list")
 @EACH_STRATEGY
 @pytest.mark.parametrize(("batches", "hook"), [
     (2, "on_train_batch_start"), (2, "on_before_backward"), (4, "on_train_epoch_start"), (8, "on_train_epoch_start"),
