@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
+import inspect
 import numbers
 import operator
 import random
 import struct
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -307,7 +309,7 @@ class Seeder:
     def seed(self, kind: str, epoch: int, number: int) -> None:
         """Seed all of them for the sample with the index ``number`` in ``epoch``, or for the batch with that number."""
         if self._searched != epoch:
-            self._searched, self._exposed = epoch, _find_exposed(self.root)
+            self._searched, self._exposed = epoch, [_seeding_of(item) for item in _find_exposed(self.root)]
         digest = hashlib.blake2b(f"{kind} {self.base} {epoch} {number}".encode(), digest_size=SEEDS.size).digest()
         for_torch, for_python, for_numpy = SEEDS.unpack(digest)
         # torch.manual_seed would prepare the seeding of every device, which takes a hundred times as long.
@@ -316,21 +318,26 @@ class Seeder:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(for_numpy)
         for position, exposed in enumerate(self._exposed, 1):
-            _seed_object(exposed, (for_numpy + position) % LARGEST)
+            exposed((for_numpy + position) % LARGEST)
 
 
-def _seed_object(item: Any, seed: int) -> None:
+def _seeding_of(item: Any) -> Callable[[int], Any]:
+    """Return what seeds an object's generators."""
     # The transforms of Albumentations have both methods, and their set_random_state takes generators.
     if callable(getattr(type(item), "set_random_seed", None)):
-        item.set_random_seed(seed)
-        return
-    try:
-        item.set_random_state(seed=seed)
-    except TypeError as error:
+        return item.set_random_seed
+    parameters = inspect.signature(item.set_random_state).parameters
+    if "seed" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         raise TypeError(
             f"sample seeds: expected {type(item).__name__} to have set_random_state(seed=) as in MONAI, or "
-            f"set_random_seed(seed) as in Albumentations, got {error}. Add one of them, or seed it in __getitem__."
-        ) from error
+            f"set_random_seed(seed) as in Albumentations, got set_random_state({', '.join(parameters)}). Add one of "
+            "them, or seed it in __getitem__."
+        )
+    return functools.partial(_set_random_state, item)
+
+
+def _set_random_state(item: Any, seed: int) -> None:
+    item.set_random_state(seed=seed)
 
 
 def _find_exposed(root: Any) -> list[Any]:
@@ -338,7 +345,7 @@ def _find_exposed(root: Any) -> list[Any]:
 
     A transform that has it seeds its own parts, as MONAI's ``Compose`` does; a dataset does not, and is searched too.
     MONAI's ``set_rnd`` does not serve here: it would walk through a list of a million files before each sample, and
-    round a circle of objects for ever.
+    end in a ``RecursionError`` where objects know one another.
     """
     found, seen, rest = [], {}, [root]
     while rest:
