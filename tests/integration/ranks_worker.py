@@ -90,7 +90,7 @@ def resume_all(folder):
 
 
 class Stopping(Net):
-    """Is told to stop in the middle of an accumulation window, with the other rank or alone."""
+    """Is told to stop with the other rank after a step, or alone in the middle of an accumulation window."""
 
     def __init__(self, stop=None):
         super().__init__()
@@ -106,7 +106,7 @@ class Stopping(Net):
         return super().training_step(batch, index)
 
     def on_train_batch_end(self, outputs, batch, index):
-        if self.stop == "together" and index == 5:
+        if self.stop == "together" and index == 7:
             self.trainer._signal_connector.received_sigterm = True
 
 

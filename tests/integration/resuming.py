@@ -1,4 +1,4 @@
-"""Trains, goes on from checkpoints of three moments, and compares the ends; in one process or in each of two ranks."""
+"""Trains, goes on from checkpoints of two moments, and compares the ends; in one process or in each of two ranks."""
 
 import os
 
@@ -22,10 +22,8 @@ OPTIMIZERS = {
 LEVELS = ("O0", "O1", "O2", "O3")
 ALL = [f"{level}-{optimizer}-bfloat16" for level in LEVELS for optimizer in OPTIMIZERS]
 ALL += [f"{level}-{optimizer}-float16" for level in ("O1", "O2") for optimizer in OPTIMIZERS]
-MOMENTS = {  # in the middle of a window and of an epoch, and at its end
-    "mid_window": (3, "on_train_batch_end"), "mid_epoch": (4, "on_train_batch_end"),
-    "epoch_end": (6, "on_train_epoch_end"),
-}  # fmt: skip
+# After a step in the middle of an epoch, and at its end.
+MOMENTS = {"mid_epoch": (4, "on_train_batch_end"), "epoch_end": (6, "on_train_epoch_end")}
 BATCHES = 6
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 

@@ -43,7 +43,7 @@ def test_techniques_run_together(names):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("batches", "hook"), [(5, "on_train_epoch_end"), (3, "on_train_batch_end")])
+@pytest.mark.parametrize(("batches", "hook"), [(5, "on_train_epoch_end"), (2, "on_train_batch_end")])
 @pytest.mark.parametrize("left_out", ["effective_batch_size", "exact_accumulation"])
 def test_stop_save_load_and_continue_equals_never_having_stopped(left_out, batches, hook, level, tmp_path):
     # EffectiveBatchSize sets the accumulation that ExactAccumulation is given otherwise; each is tried.

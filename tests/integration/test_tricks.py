@@ -262,19 +262,6 @@ class StopAt(Callback):
             trainer.should_stop = True
 
 
-def test_a_window_of_a_checkpoint_that_was_only_tested_is_dropped():
-    settings = {"accumulate_grad_batches": 4, "max_epochs": 1}
-    fit(Net(), ExactAccumulation(), StopAt(1), **settings)
-    trainer = quiet_trainer(callbacks=[ExactAccumulation()], **settings)
-    trainer.test(Net(), ckpt_path="stopped.ckpt", verbose=False)
-    trainer.fit(after := Net())
-    whole = fit(fresh := Net(), ExactAccumulation(), **settings)
-    whole.save_checkpoint("whole.ckpt")
-    windows = ["lightning_turbo.ExactAccumulation" in torch.load(f"{name}.ckpt") for name in ("stopped", "whole")]
-    assert windows == [True, False]
-    assert all(torch.equal(a, b) for a, b in zip(after.parameters(), fresh.parameters(), strict=True))
-
-
 def test_batches_of_a_window_that_an_epoch_left_open_do_not_count_in_the_next():
     class Ends(Net):
         def on_train_batch_start(self, batch, batch_idx):

@@ -13,11 +13,15 @@ from lightning_turbo._pytree import pin_batch
 from lightning_turbo.strategies import turbo as module
 
 
+class FakeTrainer:  # of which a loader keeps a weak reference
+    datamodule = None
+
+
 def on_cuda(**settings):
     """A strategy that takes itself to be on a CUDA device."""
     strategy = TurboStrategy(**settings)
     strategy._root_device = torch.device("cuda", 0)
-    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(datamodule=None))
+    strategy._lightning_module = SimpleNamespace(trainer=FakeTrainer())
     return strategy
 
 
