@@ -41,6 +41,8 @@ ENDED = (
 
 class _Here(threading.local):
     loads = 0  # loads of ours that are under way in this thread, one inside another
+    serves = False  # whether it loads samples for a thread that holds the lock meanwhile
+    entered: tuple[LoadingLock, ...] = ()  # the locks that it holds for a fork
 
 
 _here = _Here()
@@ -52,9 +54,13 @@ def is_loading() -> bool:
     return _here.loads > 0
 
 
-def load_in_this_thread() -> None:
-    """Mark the calling thread as a prefetching one: a loader that it iterates starts no other."""
-    _here.loads = 1
+def load_in_this_thread(*, serves: bool = False) -> None:
+    """Mark the calling thread as a prefetching one: a loader that it iterates starts no other.
+
+    Args:
+        serves: Whether it loads samples for another thread, which holds the lock and waits for it.
+    """
+    _here.loads, _here.serves = 1, serves
 
 
 class LoadingLock:
@@ -94,17 +100,21 @@ TURNS = LoadingLock()
 
 
 def _before_fork() -> None:
-    for lock in list(_locks):
+    # A thread that serves would wait for one that waits for it. What is entered here is left behind the fork, whatever
+    # locks are made or collected in between.
+    _here.entered = () if _here.serves else tuple(_locks)
+    for lock in _here.entered:
         lock.__enter__()
 
 
 def _after_fork_in_parent() -> None:
-    for lock in list(_locks):
+    entered, _here.entered = _here.entered, ()
+    for lock in entered:
         lock.__exit__()
 
 
 def _after_fork_in_child() -> None:
-    _here.loads = 0
+    _here.loads, _here.serves, _here.entered = 0, False, ()
     for lock in list(_locks):
         lock.renew()
 
@@ -423,9 +433,12 @@ class PrefetchIterator(Iterator[Any]):
         box = self.thread.get(self._timeout) if self.thread.is_started else None
         if box is None:
             box = self._load()
-        item = box[:]
-        box.clear()
-        return item
+        # No local name holds the item: an error in it would keep this frame, and this iterator, alive through its
+        # traceback until the collector runs.
+        try:
+            return box[:]
+        finally:
+            box.clear()
 
     def _load(self) -> list[Any]:
         """Load an item in this thread, and have another one load those after it, if there is something to gain."""

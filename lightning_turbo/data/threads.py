@@ -89,4 +89,4 @@ class ThreadedDataset:
 
 def _enter(modes: ThreadState) -> None:
     modes.enter()
-    load_in_this_thread()
+    load_in_this_thread(serves=True)

@@ -1,10 +1,13 @@
 """Kinds of datasets, samplers and generators that break a loader which works ahead, each beside a plain DataLoader."""
 
 import contextlib
+import gc
+import os
 import random
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -209,3 +212,36 @@ def test_a_batch_takes_ten_calls_of_this_package_and_an_epoch_fifty():
         list(loader)  # which finds out what the loader draws
     assert (calls(lambda: list(long)) - calls(lambda: list(short))) / 100 <= 10
     assert calls(lambda: iter(short)) <= 50
+
+
+class Forking(Rows):
+    """Starts a process for each sample, as a reader of a foreign format may."""
+
+    def __getitem__(self, index):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_samples_that_fork_wait_for_no_lock(threads, monkeypatch):
+    """A wait in vain would end in a warning, which is an error in tests."""
+    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 1.0)
+    batches = list(PrefetchLoader(Forking(8), batch_size=2, threads=threads))
+    assert len(batches) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
+    gc.disable()
+    try:
+        iterator = iter(PrefetchLoader(Rows(6), batch_size=2, num_workers=workers))
+        assert len(list(iterator)) == 3
+        gone = weakref.ref(iterator)
+        del iterator
+        assert gone() is None
+    finally:
+        gc.enable()
