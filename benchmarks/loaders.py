@@ -20,7 +20,7 @@ from benchmarks.suite import Aim, SkippedError, Suite
 from benchmarks.workloads import plain_loop, resnet50, sgd
 from lightning_turbo import _optional
 from lightning_turbo.data import DevicePrefetcher, PackedDataset, PrefetchLoader, seed_samples
-from lightning_turbo.data.dali import DALILoader, ImageFolder, VolumeFiles
+from lightning_turbo.data.dali import DALILoader, ImageFolder
 
 __all__ = ["SUITE"]
 
@@ -243,9 +243,9 @@ def _recipe(meter: Meter, folder: str, uint8: bool) -> ImageFolder:
     return ImageFolder(_photos(meter, Path(folder)), train=True, size=_size(meter), dtype=kind)
 
 
-def _load(meter: Meter, pipeline: Any) -> dict[str, float]:
-    """Batches of a DALILoader over a ready pipeline."""
-    loader = DALILoader(pipeline, BATCH, num_threads=2, last_batch="drop", seed=meter.seed)
+def _load(meter: Meter, pipeline: Any, **settings: Any) -> dict[str, float]:
+    """Batches of a DALILoader."""
+    loader = DALILoader(pipeline, BATCH, num_threads=2, last_batch="drop", seed=meter.seed, **settings)
     result = _drain(meter, _forever(loader))
     loader.close()
     return result
@@ -282,10 +282,20 @@ def packed(meter: Meter) -> dict[str, float]:
 
 
 def volumes(meter: Meter) -> dict[str, float]:
-    """Volumes by a DALILoader over VolumeFiles, without augmentation, as ``numpy`` reads them."""
+    """Volumes by a DALILoader, without augmentation, as ``numpy`` reads them."""
     _need_dali()
+    from nvidia.dali import fn, pipeline_def
+
+    @pipeline_def
+    def pipeline(files: list[str], labels: list[int], shard_id: int, num_shards: int) -> Any:
+        shard = {"shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
+        encoded, label = fn.readers.file(files=files, labels=labels, random_shuffle=True, **shard)
+        volume: Any = fn.decoders.numpy(encoded)
+        return fn.normalize(fn.expand_dims(volume, axes=0), epsilon=1e-12), label
+
     with tempfile.TemporaryDirectory() as folder:
-        return _load(meter, VolumeFiles(_volumes(meter, Path(folder)), train=False, shuffle=True))
+        files, labels = zip(*_volumes(meter, Path(folder)), strict=True)
+        return _load(meter, pipeline, arguments={"files": list(files), "labels": list(labels)})
 
 
 def resnet(meter: Meter, *, feed: str) -> dict[str, float]:

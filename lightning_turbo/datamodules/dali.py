@@ -12,12 +12,11 @@ from lightning_turbo import _optional
 from lightning_turbo._checks import expect
 from lightning_turbo._lightning import LightningDataModule, check_binding
 from lightning_turbo.data.dali import DALILoader, ImageFolder
-from lightning_turbo.data.dali.files import FilePipeline
 
 __all__ = ["DALIDataModule"]
 
 # jsonargparse takes the first type that fits. Any stands for os.PathLike, which would take every value.
-Source = FilePipeline | DALILoader | DataLoader[Any] | Callable[..., Any] | str | Any
+Source = ImageFolder | DALILoader | DataLoader[Any] | Callable[..., Any] | str | Any
 
 # Lightning's stages, and the loaders that each of them uses.
 LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -26,13 +25,13 @@ LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 class DALIDataModule(LightningDataModule):
     """Load training, validation, test and prediction batches with DALI.
 
-    ``val``, ``test`` and ``predict`` also take a list of sources. A source is one of:
+    A stage has one source, which is one of:
 
     * a folder of images, read by ``ImageFolder`` with the augmentation of the training for ``train``, as for
       evaluation otherwise, and without labels for ``predict``;
-    * a ready pipeline (``ImageFolder``, ``VolumeFiles``) or a function decorated with DALI's ``pipeline_def``;
-    * a ``DALILoader`` with its own settings;
-    * any other iterable, such as a torch ``DataLoader``, which the Trainer gets unchanged.
+    * an ``ImageFolder``, or a function decorated with DALI's ``pipeline_def``;
+    * a ``DALILoader`` with its own settings, or another loader, such as a torch ``DataLoader``, which the Trainer gets
+      unchanged. For several loaders, override the hook of the stage.
 
     ``setup`` builds the pipelines on each rank: on the CPU if the Trainer runs there, else on the GPU of the rank, with
     the shard that the strategy assigns. ``teardown`` releases them. Each checkpoint holds the state of the training
@@ -64,9 +63,9 @@ class DALIDataModule(LightningDataModule):
     def __init__(
         self,
         train: Source | None = None,
-        val: Source | Sequence[Source] | None = None,
-        test: Source | Sequence[Source] | None = None,
-        predict: Source | Sequence[Source] | None = None,
+        val: Source | None = None,
+        test: Source | None = None,
+        predict: Source | None = None,
         *,
         batch_size: int,
         last_batch: str = "partial",
@@ -80,39 +79,31 @@ class DALIDataModule(LightningDataModule):
         sources = {"train": train, "val": val, "test": test, "predict": predict}
         given = [name for name, source in sources.items() if source is not None]
         expect(given, "train, val, test, predict", None, "at least one source")
-        self._batch_size, self._images, self._classes = batch_size, dict(images or {}), classes
-        self._last_batch = {"train": last_batch}
-        self._options = options  # written like this, jsonargparse finds the arguments of DALILoader
-        self._dali: dict[str, list[DALILoader]] = {name: [] for name in sources}
-        self.loaders = {name: self._make_loaders(name, source) for name, source in sources.items()}
+        self._classes = classes
+        self.loaders: dict[str, Any] = {}
+        for name, source in sources.items():
+            last = last_batch if name == "train" else "partial"
+            self.loaders[name] = self._make_loader(
+                name, source, images or {}, batch_size=batch_size, last_batch=last, **options
+            )
 
-    def _make_loaders(self, name: str, source: Any) -> Any:
-        """Return the loader or the list of loaders for one hook of Lightning."""
+    def _make_loader(self, name: str, source: Any, images: Mapping[str, Any], **options: Any) -> Any:
+        """Return the loader of one stage, or ``None``."""
         if source is None:
-            return self._skip_stage(f"{name}_dataloader")
-        if isinstance(source, (list, tuple)) and name != "train":
-            return [self._make_loader(name, part) for part in source]
-        return self._make_loader(name, source)
-
-    def _skip_stage(self, hook: str) -> None:
-        """Set a hook to ``None``, for which Lightning skips the stage, unless a subclass defines the hook itself."""
-        if getattr(type(self), hook) is getattr(DALIDataModule, hook):
-            setattr(self, hook, None)
-
-    def _make_loader(self, name: str, source: Any) -> Any:
-        """Return the loader of one source."""
+            # Lightning skips a stage whose hook is None. A subclass may define the hook itself.
+            if getattr(type(self), f"{name}_dataloader") is getattr(DALIDataModule, f"{name}_dataloader"):
+                setattr(self, f"{name}_dataloader", None)
+            return None
         if isinstance(source, (str, os.PathLike)):
             kind: dict[str, Any] = {"labelled": False} if name == "predict" else {"classes": self._classes}
-            source = ImageFolder(source, **{"train": name == "train", **kind, **self._images})
-        if isinstance(source, FilePipeline) or getattr(source, "_is_pipeline_def", False):
-            last_batch = self._last_batch.get(name, "partial")
-            source = DALILoader(source, self._batch_size, last_batch=last_batch, **self._options)
+            source = ImageFolder(source, **{"train": name == "train", **kind, **images})
+        if isinstance(source, ImageFolder) or getattr(source, "_is_pipeline_def", False):
+            source = DALILoader(source, **options)
         if isinstance(source, DALILoader):
-            self._dali[name].append(source)
             self._compare_classes(name, getattr(source.pipeline, "classes", None))
         # jsonargparse leaves a dictionary with class_path if it cannot create the object.
-        loads = hasattr(source, "__iter__") and not isinstance(source, Mapping)
-        kinds = "a folder, a ready pipeline such as ImageFolder, a function decorated with pipeline_def, or a loader"
+        loads = hasattr(source, "__iter__") and not isinstance(source, (Mapping, list, tuple))
+        kinds = "a folder, an ImageFolder, a function decorated with pipeline_def, or a loader"
         expect(loads, name, source, f"{kinds} (in a config file, check class_path and init_args)", TypeError)
         return source
 
@@ -162,13 +153,14 @@ class DALIDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training loader for a checkpoint."""
-        return {"train": loader.state_dict() for loader in self._dali["train"] if loader.built}  # noqa: B035 - one at most
+        loader = self.loaders["train"]
+        return {"train": loader.state_dict()} if isinstance(loader, DALILoader) and loader.built else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the position of the training loader from a checkpoint."""
-        for loader in self._dali["train"]:
-            if loader.built and "train" in state_dict:
-                loader.load_state_dict(state_dict["train"])
+        loader = self.loaders["train"]
+        if "train" in state_dict and isinstance(loader, DALILoader) and loader.built:
+            loader.load_state_dict(state_dict["train"])
 
     def _own(self, stage: str) -> list[DALILoader]:
-        return [loader for name in LOADERS[stage] for loader in self._dali[name]]
+        return [self.loaders[name] for name in LOADERS[stage] if isinstance(self.loaders[name], DALILoader)]

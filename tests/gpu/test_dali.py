@@ -5,7 +5,7 @@ import torch
 
 from lightning_turbo import ApexAMP, DALIDataModule, DALILoader
 from lightning_turbo._lightning import LightningModule
-from lightning_turbo.data.dali import ImageFolder, VolumeFiles
+from lightning_turbo.data.dali import ImageFolder
 from tests.dali_samples import make_photos, make_volumes
 from tests.trainers import quiet_trainer
 
@@ -44,8 +44,12 @@ def test_images_equal_those_of_the_cpu(photos, train, dtype):
 
 
 def test_volumes_equal_those_of_the_cpu(tmp_path):
-    recipe = VolumeFiles(make_volumes(tmp_path), train=True, crop=(8, 8, 8))
-    for ours, reference in zip(batches(recipe, "cuda"), batches(recipe, "cpu"), strict=True):
+    from examples.dali_volumes import volumes
+
+    files, labels = map(list, zip(*make_volumes(tmp_path), strict=True))
+    arguments = {"files": files, "labels": labels, "crop": (8, 8, 8)}
+    on_gpu, on_cpu = (batches(volumes, device, arguments=arguments) for device in ("cuda", "cpu"))
+    for ours, reference in zip(on_gpu, on_cpu, strict=True):
         # Sums of 512 float32 values in another order.
         torch.testing.assert_close(ours[0], reference[0], atol=1e-4, rtol=1e-4)
         assert torch.equal(ours[1], reference[1])

@@ -185,16 +185,30 @@ def test_a_file_names_what_dali_takes():
     pytest.importorskip("nvidia.dali")
     make_photos("photos", per_class=1)
     images, options = {"size": 8, "index": True}, {"num_threads": 1, "prefetch": 3, "seed": 5}
+    built = {"num_threads": 1, "_settings.prefetch": 3, "seed": 5}
     folders = {"train": "photos", "val": "photos", "test": "photos", "predict": "photos"}
     file = named("DALIDataModule", **folders, batch_size=2, last_batch="drop", images=images, **options)
     datamodule = load(trainer=FLAGS, data=file).datamodule
     assert list(datamodule.loaders) == list(folders)
     for name, loader in datamodule.loaders.items():
         last = "drop" if name == "train" else "partial"
-        agrees(loader, {"batch_size": 2, "last_batch": last, **options, "pipeline.size": 8})
+        agrees(
+            loader,
+            {
+                "_settings.batch_size": 2,
+                "_settings.last_batch": last,
+                "num_threads": 1,
+                "seed": 5,
+                "_settings.prefetch": 3,
+                "pipeline.size": 8,
+            },
+        )
 
     recipe = named("data.dali.ImageFolder", root="photos", train=True, **images)
     settings = {"batch_size": 2, "last_batch": "fill", **options}
     file = {"loader": named("DALILoader", pipeline=recipe, device="cpu", rank=1, world_size=2, **settings)}
     loader = load(Given, trainer=FLAGS, data=file).datamodule.loader
-    agrees(loader, {**settings, "device": torch.device("cpu"), "_rank": 1, "_world_size": 2, "pipeline.train": True})
+    agrees(loader, {
+        "_settings.last_batch": "fill", **built, "device": torch.device("cpu"), "_shard": (1, 2),
+        "pipeline.train": True,
+    })  # fmt: skip

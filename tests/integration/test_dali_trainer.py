@@ -198,23 +198,19 @@ def test_beside_a_plain_dataloader_and_a_hook_of_a_subclass(photos, whole):
         assert numbers(model.validated, 1) == list(range(5))
 
 
-class Several(Model):
-    def validation_step(self, batch, batch_idx, dataloader_idx):
-        self.validated.append((dataloader_idx, batch_idx, batch[2].tolist(), batch[1].tolist()))
-
-
-def test_lists_of_sources(photos, tmp_path):
+def test_sources_of_every_kind(photos, tmp_path):
     few = make_photos(tmp_path, per_class=1)
     (few / "gravel" / "000.jpg").unlink()
     (few / "gravel").rmdir()  # the classes are those of training
     train = DALILoader(ImageFolder(photos, train=True, size=8, index=True), 7, num_threads=1, last_batch="drop")
-    parts = [str(few), ImageFolder(photos, train=False, size=8, index=True)]
-    module = DALIDataModule(train, parts, predict=photos, **SETTINGS)
-    model, runner, _ = fit(photos, module, model=Several(), max_epochs=1, num_sanity_val_steps=0)
-    assert (runner.num_training_batches, runner.num_val_batches) == (3, [1, 6])
-    assert model.validated[0] == (0, 0, [0, 1], [0, 1])
-    assert numbers(model.validated, 1) == list(range(21))
-    assert not any(loader.built for loader in module.loaders["val"])
+    test = ImageFolder(photos, train=False, size=8, index=True)
+    module = DALIDataModule(train, str(few), test, photos, **SETTINGS)
+    model, runner, _ = fit(photos, module, max_epochs=1, num_sanity_val_steps=0)
+    assert (runner.num_training_batches, runner.num_val_batches) == (3, [1])
+    assert numbers(model.validated) == [0, 1]
+    runner.test(model, module, verbose=False)
+    assert numbers(model.tested) == list(range(21))
+    assert not any(loader.built for loader in module.loaders.values())
     predicted = runner.predict(model, module)
     assert torch.cat([n for _, n in predicted]).tolist() == list(range(21))
     assert module.loaders["predict"].pipeline.labels is None
@@ -231,7 +227,7 @@ def test_sources_whose_labels_differ_are_refused(photos, tmp_path):
     with pytest.raises(ValueError, match=r"classes: expected all subfolders .* without \['asphalt'\]"):
         DALIDataModule(photos, tmp_path, batch_size=4)
     other = ImageFolder(tmp_path, train=False)
-    for sources in ({"train": photos, "val": other}, {"test": [ImageFolder(photos, train=False), other]}):
+    for sources in ({"train": photos, "val": other}, {"val": ImageFolder(photos, train=False), "test": other}):
         with pytest.raises(
             ValueError, match=r"(val|test): expected the classes .*, got \('asphalt', 'grass', 'gravel'\)"
         ):
@@ -252,8 +248,8 @@ def test_ranks_that_the_trainer_starts_share_the_cores(photos, monkeypatch):
     ("sources", "error", "message"),
     [
         ({}, ValueError, "train, val, test, predict: expected at least one source"),
-        ({"val": 3}, TypeError, "val: expected a folder, a ready pipeline"),
-        ({"test": [[], None]}, TypeError, "test: expected a folder, .*got None"),
+        ({"val": 3}, TypeError, "val: expected a folder, an ImageFolder"),
+        ({"test": ["photos", "more"]}, TypeError, "test: expected a folder, .*got \\['photos', 'more'\\]"),
         ({"train": {"class_path": "Nothing"}}, TypeError, "in a config file, check class_path and init_args"),
         ({"train": written, "nonsense": 1}, TypeError, "nonsense"),
     ],

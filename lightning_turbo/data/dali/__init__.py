@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from lightning_turbo.data.dali.images import ImageFolder
 from lightning_turbo.data.dali.loader import DALILoader
-from lightning_turbo.data.dali.volumes import VolumeFiles
 
-__all__ = ["DALILoader", "ImageFolder", "VolumeFiles"]
+__all__ = ["DALILoader", "ImageFolder"]

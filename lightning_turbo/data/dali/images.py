@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_turbo._checks import check_switches, expect, is_whole
-from lightning_turbo.data.dali.files import FilePipeline, are_numbers, check_dtype, import_dali
+from lightning_turbo._checks import check_switches, expect, is_number, is_whole
 from lightning_turbo.data.folders import find_classes, list_files
 from lightning_turbo.data.normalize import Normalize
 
@@ -20,9 +20,10 @@ __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "ImageFolder"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 SUFFIXES = (".jpg", ".jpeg", ".png")
+DTYPES = ("float32", "float16", "uint8")
 
 
-class ImageFolder(FilePipeline):
+class ImageFolder:
     """Decode, augment and normalise the images of a folder with one subfolder per class.
 
     Training crops a window of random area and aspect ratio, resizes it to ``size`` x ``size`` and mirrors it with
@@ -82,26 +83,63 @@ class ImageFolder(FilePipeline):
         classes: Sequence[str] | None = None,
         index: bool = False,
     ) -> None:
+        shuffle = train if shuffle is None else shuffle
         check_switches(train=train, channels_last=channels_last, mirror=mirror, labelled=labelled)
+        check_switches(shuffle=shuffle, index=index)
         expect(is_whole(size, 1), "size", size, "a whole number of at least 1")
         resize = round(size * 256 / 224) if resize is None else resize
         expect(is_whole(resize, size), "resize", resize, f"a whole number of at least size={size}")
-        expect(are_numbers(mean, 3), "mean", mean, "three numbers")
-        expect(are_numbers(std, 3, above=0), "std", std, "three numbers above 0")
+        expect(_are_numbers(mean, 3), "mean", mean, "three numbers")
+        expect(_are_numbers(std, 3, above=0), "std", std, "three numbers above 0")
         _check_range("area", area, up_to=1)
         _check_range("ratio", ratio, up_to=float("inf"))
-        self.train, self.size, self.resize = train, size, resize
-        self.dtype = check_dtype(dtype, ("float32", "float16", "uint8"))
+        self.dtype = str(dtype).removeprefix("torch.")
+        expect(self.dtype in DTYPES, "dtype", dtype, f"one of {', '.join(f'torch.{name}' for name in DTYPES)}")
+        self.train, self.size, self.resize, self.shuffle, self.index = train, size, resize, shuffle, index
         self.channels_last = channels_last or self.dtype == "uint8"
         self.mean, self.std, self.area, self.ratio, self.mirror = tuple(mean), tuple(std), area, ratio, mirror
         self.classes, files, labels = (), list_files(root, SUFFIXES), None
         if labelled:
             self.classes, files, labels = find_classes(Path(root), SUFFIXES, classes)
+        self.files, self.labels = tuple(map(str, files)), labels and np.asarray(labels, dtype=np.int64)
         what = f"a folder with images ({', '.join(SUFFIXES)}), in one subfolder per class unless labelled=False"
         expect(files, "root", str(root), what)
-        super().__init__(list(map(str, files)), labels, shuffle=train if shuffle is None else shuffle, index=index)
 
-    def define(self, dali: Any, encoded: Any, device: str) -> Any:
+    def definition(self) -> Callable[..., Any]:
+        """Return the pipeline function, as DALI's ``pipeline_def`` makes it."""
+        import nvidia.dali as dali
+
+        @dali.pipeline_def
+        def pipeline(shard_id: int, num_shards: int, device: str, order_seed: int) -> Any:
+            what = f"at least one for each of {num_shards} ranks"
+            expect(len(self.files) >= num_shards, "files", len(self.files), what)
+            # DALI shuffles its list of files by a constant. A list in the order of our seed, the same on every rank,
+            # makes the order depend on the seed, and on the epoch for which the pipeline is built.
+            order = np.arange(len(self.files))
+            if self.shuffle:
+                np.random.default_rng(order_seed).shuffle(order)
+            encoded, number = dali.fn.readers.file(
+                files=[self.files[n] for n in order],
+                labels=order.tolist(),
+                shuffle_after_epoch=self.shuffle,
+                shard_id=shard_id,
+                num_shards=num_shards,
+                pad_last_batch=True,
+                name="files",
+            )
+            return self._augment(dali, encoded, device), number
+
+        return pipeline
+
+    def finish(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Replace the positions of the files, which DALI returns, by labels."""
+        images, numbers = tensors
+        images = images.movedim(-1, 1) if self.channels_last else images  # a view
+        rest = [] if self.labels is None else [torch.from_numpy(self.labels[numbers.numpy()])]
+        rest += [numbers] * self.index
+        return [images, *(part.to(images.device, non_blocking=True) for part in rest)]
+
+    def _augment(self, dali: Any, encoded: Any, device: str) -> Any:
         """Define the DALI graph of decoding, cropping, resizing and normalisation."""
         fn, types = dali.fn, dali.types
         image = self._decode(fn, encoded, device={"gpu": "mixed", "cpu": "cpu"}[device], output_type=types.RGB)
@@ -135,23 +173,13 @@ class ImageFolder(FilePipeline):
         """
         return Normalize(self.mean, self.std, dtype=dtype)
 
-    def find_broken(self) -> str | None:
-        """Return the first file whose header DALI cannot read."""
-        dali = import_dali()
 
-        @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-        def headers() -> Any:
-            return dali.fn.peek_image_shape(dali.fn.readers.file(files=list(self.files))[0])
-
-        pipeline: Any = headers()
-        for file in self.files:
-            try:
-                pipeline.run()
-            except RuntimeError:
-                return file
-        return None
+def _are_numbers(values: Any, count: int, above: float = float("-inf")) -> bool:
+    """Return whether ``values`` is a sequence of ``count`` finite numbers, all of them above a bound."""
+    sequence = isinstance(values, (Sequence, np.ndarray)) and len(values) == count
+    return sequence and all(is_number(value) and value > above for value in values)
 
 
 def _check_range(name: str, values: Any, up_to: float) -> None:
-    rising = are_numbers(values, 2, above=0) and values[0] <= values[1] <= up_to
+    rising = _are_numbers(values, 2, above=0) and values[0] <= values[1] <= up_to
     expect(rising, name, values, f"two rising numbers above 0, at most {up_to}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,14 +17,35 @@ from lightning_turbo import _optional
 from lightning_turbo._checks import expect, is_whole
 from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
 from lightning_turbo._machine import count_cores
-from lightning_turbo.data.dali.files import FilePipeline
-from lightning_turbo.data.dali.pipeline import BuiltPipeline, Placement
+from lightning_turbo.data.dali.images import ImageFolder
 
 __all__ = ["DALILoader"]
 
 WHOLE = "a whole number of at least"
 # A state from mid-epoch can only be loaded where these are equal.
 COMMON = ("world_size", "batch_size", "last_batch", "samples", "batches")
+BEGINNING = {"checkpoint": None, "passes": 0, "taken": 0}
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """What a built pipeline is bound to: its shard, and a CUDA device or ``None`` for the CPU."""
+
+    rank: int
+    world_size: int
+    device_id: int | None
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the user chose for the pipeline; it does not change in the life of a loader."""
+
+    batch_size: int
+    last_batch: str
+    prefetch: int
+    num_threads: int | None
+    arguments: Mapping[str, Any]
+    reader: str | None
 
 
 class DALILoader:
@@ -33,10 +57,9 @@ class DALILoader:
     Each rank builds the pipeline at its first use; ``close`` releases it.
 
     Args:
-        pipeline: A ready pipeline (``ImageFolder``, ``VolumeFiles``), or a function decorated with DALI's
-            ``pipeline_def``. If such a function has the arguments ``shard_id``, ``num_shards``, ``device`` (``"cpu"``
-            or ``"gpu"``) or ``order_seed`` (the same on every rank), the loader passes them. Its reader needs
-            ``pad_last_batch=True``.
+        pipeline: An ``ImageFolder``, or a function decorated with DALI's ``pipeline_def``. If such a function has the
+            arguments ``shard_id``, ``num_shards``, ``device`` (``"cpu"`` or ``"gpu"``) or ``order_seed`` (the same on
+            every rank), the loader passes them. Its reader needs ``pad_last_batch=True``.
         batch_size: Samples per batch and rank, at least 1.
         last_batch: What to do with the samples that do not fill a batch on every rank: ``"partial"`` returns a smaller
             batch, ``"fill"`` repeats samples, ``"drop"`` omits them. All ranks have the same number of batches.
@@ -71,7 +94,7 @@ class DALILoader:
 
     def __init__(
         self,
-        pipeline: FilePipeline | Callable[..., Any],
+        pipeline: ImageFolder | Callable[..., Any],
         batch_size: int,
         *,
         last_batch: str = "partial",
@@ -94,9 +117,7 @@ class DALILoader:
         expect(last_batch in ("fill", "drop", "partial"), "last_batch", last_batch, "'fill', 'drop' or 'partial'")
         _check_pipeline(pipeline, arguments=arguments, reader=reader)
         self.pipeline: Any = pipeline
-        self.batch_size, self.last_batch = batch_size, last_batch
-        self.arguments, self.reader = dict(arguments or {}), reader
-        self.prefetch, self._threads = prefetch, num_threads
+        self._settings = _Settings(batch_size, last_batch, prefetch, num_threads, dict(arguments or {}), reader)
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         self.epoch = self._batch = self._next = 0
         self._loaded: dict[str, Any] | None = None
@@ -105,7 +126,7 @@ class DALILoader:
     @property
     def batch_sampler(self) -> SimpleNamespace:
         """The attribute through which Lightning calls ``loader.batch_sampler.sampler.set_epoch``."""
-        return SimpleNamespace(sampler=self, batch_size=self.batch_size)
+        return SimpleNamespace(sampler=self, batch_size=self._settings.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch. Without it, epochs are counted.
@@ -122,10 +143,11 @@ class DALILoader:
         The arguments are those of the constructor, and the number of ranks that share the cores of this machine.
         """
         self.close()
-        self.device, self._rank, self._world_size = torch.device(device), rank, world_size
+        self.device, self._shard = torch.device(device), (rank, world_size)
         there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         expect(self.device.type in there, "device", device, f"a device of type {' or '.join(there)}")
-        self.num_threads = self._threads or _share_cores(ranks_here or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        ranks_here = ranks_here or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.num_threads = self._settings.num_threads or max(1, min(8, count_cores() // ranks_here))
 
     @property
     def built(self) -> bool:
@@ -134,7 +156,7 @@ class DALILoader:
 
     def close(self) -> None:
         """Release the pipeline, its threads and its memory. The next epoch builds it again."""
-        self._built: BuiltPipeline | None = None
+        self._built: _BuiltPipeline | None = None
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
@@ -142,10 +164,15 @@ class DALILoader:
 
     def __iter__(self) -> Iterator[Any]:
         # The body runs at the first batch: Lightning calls set_epoch after iter.
-        built = self._start()
+        built = self._begin()
         epoch = self.epoch
         while self._batch < len(built):
-            tensors = self._take(built)
+            try:
+                tensors = built.take()
+            except RuntimeError:
+                self.close()  # a failed pipeline cannot run again
+                raise
+            tensors = self.pipeline.finish(tensors) if isinstance(self.pipeline, ImageFolder) else tensors
             self._batch += 1
             yield tuple(tensors) if len(tensors) > 1 else tensors[0]
             if (self._built, self.epoch) != (built, epoch):
@@ -154,18 +181,7 @@ class DALILoader:
                     "was closed. Use one loader per iteration."
                 )
 
-    def _take(self, built: BuiltPipeline) -> list[Tensor]:
-        ready = isinstance(self.pipeline, FilePipeline)
-        try:
-            tensors = built.take()
-        except RuntimeError as error:
-            self.close()  # a failed pipeline cannot run again
-            if ready:
-                self.pipeline.explain(error)
-            raise
-        return self.pipeline.finish(tensors) if ready else tensors
-
-    def _start(self) -> BuiltPipeline:
+    def _begin(self) -> _BuiltPipeline:
         """Bring the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
         loaded, self._loaded = self._loaded, None
         epoch, self._next = self._next, self._next + 1
@@ -174,43 +190,46 @@ class DALILoader:
             if loaded["batch"] and epoch == loaded["epoch"]:
                 return self._current(epoch)
         self.epoch, self._batch = epoch, 0
-        return self._begin(epoch)
-
-    def _restore(self, loaded: dict[str, Any], epoch: int) -> None:
-        """Build the pipeline from the checkpoint of this rank."""
-        self.close()  # release the old pipeline before the new one allocates memory
-        saved = loaded["pipelines"].get(self._placement()[0])
-        inside = epoch == loaded["epoch"] and 0 < loaded["batch"] < loaded["batches"]
-        what = "with a checkpoint of the pipeline: it was saved after close(), or by fewer ranks"
-        expect(saved or not inside, "state_dict", f"batch {loaded['batch']} of epoch {epoch}", what)
-        if saved:
-            self._built = BuiltPipeline(self, self._placement(), saved["epoch"], saved)
-
-    def _begin(self, epoch: int) -> BuiltPipeline:
         built = self._current(epoch)
         if built.taken == len(built):
             built.rewind()
         elif built.taken or built.epoch != epoch:
             self.close()  # DALI cannot reset a pipeline in mid-epoch
-            built = self._current(epoch)
-        return built
+        return self._current(epoch)
 
-    def _current(self, epoch: int) -> BuiltPipeline:
-        """Return the pipeline, built again if rank, number of ranks or device have changed."""
-        placement = self._placement()
-        if self._built is None or self._built.placement != placement:
+    def _restore(self, loaded: dict[str, Any], epoch: int) -> None:
+        """Build the pipeline from the checkpoint of this rank."""
+        self.close()  # release the old pipeline before the new one allocates memory
+        saved = loaded["pipelines"].get(self._placement().rank)
+        inside = epoch == loaded["epoch"] and 0 < loaded["batch"] < loaded["batches"]
+        what = "with a checkpoint of the pipeline: it was saved after close(), or by fewer ranks"
+        expect(saved or not inside, "state_dict", f"batch {loaded['batch']} of epoch {epoch}", what)
+        if saved:
+            self._built = self._build(saved["epoch"], saved)
+
+    def _current(self, epoch: int) -> _BuiltPipeline:
+        """Return the pipeline, built for ``epoch`` if there is none, or if rank, number of ranks or device changed."""
+        if self._built is None or self._built.placement != self._placement():
             self.close()
-            self._built = BuiltPipeline(self, placement, epoch)
+            self._built = self._build(epoch)
         return self._built
 
-    def _placement(self) -> Placement:
-        rank, world_size = self._rank, self._world_size
+    def _build(self, epoch: int, saved: Mapping[str, Any] = BEGINNING) -> _BuiltPipeline:
+        ready = isinstance(self.pipeline, ImageFolder)
+        function = self.pipeline.definition() if ready else self.pipeline
+        given = _pipeline_arguments(function, self._settings, self._placement(), self.seed, epoch)
+        pipeline = function(num_threads=self.num_threads, checkpoint=saved["checkpoint"], **given)
+        pipeline.build()
+        return _BuiltPipeline(pipeline, self._settings, self._placement(), epoch, saved)
+
+    def _placement(self) -> _Placement:
+        rank, world_size = self._shard
         if rank is None or world_size is None:
             rank, world_size = rank_and_size()
         device_id = self.device.index
         if self.device.type == "cuda" and device_id is None:
             device_id = torch.cuda.current_device()
-        return rank, world_size, device_id
+        return _Placement(rank, world_size, device_id)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last returned batch, with DALI's checkpoint of every rank."""
@@ -218,8 +237,8 @@ class DALILoader:
             return dict(self._loaded)
         built = self._current(self.epoch)
         own = built.snapshot() if built.taken == self._batch else None  # the position was lost in close()
-        pipelines = {built.placement[0]: own}
-        if rank_and_size()[1] == built.placement[1] > 1:
+        pipelines = {built.placement.rank: own}
+        if rank_and_size()[1] == built.placement.world_size > 1:
             ranks = gather_for_checkpoint(own, "DALI pipelines' states", to_all=True)
             pipelines = dict(enumerate(ranks)) if len(ranks) > 1 else pipelines
         position = {"epoch": self.epoch, "batch": self._batch, "seed": self.seed}
@@ -248,23 +267,131 @@ class DALILoader:
         self.seed, self.epoch, self._batch = state["seed"], state["epoch"], state["batch"]
         self._loaded, self._next = state, state["epoch"] + (state["batch"] == state["batches"])
 
-    def _sizes(self, built: BuiltPipeline) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("batch_size", "last_batch")}
-        return {**own, "samples": built.samples, "batches": len(built), "world_size": built.placement[1]}
+    def _sizes(self, built: _BuiltPipeline) -> dict[str, Any]:
+        own = {"batch_size": self._settings.batch_size, "last_batch": self._settings.last_batch}
+        return {**own, "samples": built.samples, "batches": len(built), "world_size": built.placement.world_size}
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the pipeline, which another process builds itself."""
         return {**self.__dict__, "_built": None}
 
 
-def _share_cores(ranks: int) -> int:
-    """Return the cores of one of several ranks on this machine, at most 8."""
-    return max(1, min(8, count_cores() // ranks))
+class _BuiltPipeline:
+    """A pipeline built for an epoch, or to continue at the ``snapshot`` in ``saved``, under DALI's iterator.
+
+    A ``DALILoader`` makes it at its first batch or ``len``, and drops it in ``close``, after an error, or where an
+    epoch begins that this one cannot reach. It was built for ``epoch``; since then it has ended ``passes`` epochs, and
+    returned ``taken`` batches of the present one.
+    """
+
+    def __init__(
+        self, pipeline: Any, settings: _Settings, placement: _Placement, epoch: int, saved: Mapping[str, Any]
+    ) -> None:
+        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+        self.placement, self.epoch, self._partial = placement, epoch, settings.last_batch == "partial"
+        self.passes, self.taken = saved["passes"], saved["taken"]
+        reader = _choose_reader(sorted(pipeline.reader_meta()), settings.reader)
+        self._meta = pipeline.reader_meta(reader)
+        self.samples: int = self._meta["epoch_size"]
+        _check_reader(reader, self._meta, placement)
+        self._names = [str(number) for number in range(pipeline.num_outputs)]
+        # DALI's own PARTIAL gives an empty batch, whose mean loss is NaN, to a rank that is one sample short.
+        policy = LastBatchPolicy.DROP if settings.last_batch == "drop" else LastBatchPolicy.FILL
+        self._iterator = DALIGenericIterator(
+            [pipeline], self._names, reader_name=reader, last_batch_policy=policy, prepare_first_batch=False
+        )
+        if self.taken == len(self):
+            next(self._iterator, None)  # a restored iterator can only be reset after it has raised StopIteration
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def take(self) -> list[Tensor]:
+        """Return the next batch, without the padding of the last one."""
+        (batch,) = next(self._iterator)
+        self.taken += 1
+        kept = self._count_kept() if self._partial and self.taken == len(self) else None
+        return [_as_label(batch[name])[:kept] for name in self._names]
+
+    def rewind(self) -> None:
+        """Go from the end of an epoch to the start of the next."""
+        self._iterator.reset()
+        self.passes, self.taken = self.passes + 1, 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return DALI's checkpoint and the counters."""
+        (checkpoint,) = self._iterator.checkpoints()
+        return {"checkpoint": checkpoint, "epoch": self.epoch, "passes": self.passes, "taken": self.taken}
+
+    def _count_kept(self) -> int:
+        """Return the number of samples in the last batch of the epoch that are not padding."""
+        ranks, samples = self._meta["number_of_shards"], self._meta["epoch_size"]
+        # DALI gives each rank the next shard after every epoch, unless it sticks to its own.
+        shard = (self._meta["shard_id"] + (0 if self._meta["stick_to_shard"] else self.passes)) % ranks
+        size = (shard + 1) * samples // ranks - shard * samples // ranks
+        # A rank one sample short keeps a repeated one: with an empty batch its step would fail.
+        return max(1, size - (len(self) - 1) * self._iterator.batch_size)
 
 
 def _check_pipeline(pipeline: Any, **options: Any) -> None:
-    ready = isinstance(pipeline, FilePipeline)
-    kind = "a ready pipeline such as ImageFolder(...), or an uncalled function decorated with nvidia.dali.pipeline_def"
+    ready = isinstance(pipeline, ImageFolder)
+    kind = "an ImageFolder(...), or an uncalled function decorated with nvidia.dali.pipeline_def"
     expect(ready or getattr(pipeline, "_is_pipeline_def", False), "pipeline", pipeline, kind, TypeError)
     for name, value in options.items():
-        expect(not (ready and value), name, value, "None, because a ready pipeline has its own")
+        expect(not (ready and value), name, value, "None, because an ImageFolder has its own")
+
+
+def _pipeline_arguments(
+    function: Callable[..., Any], settings: _Settings, placement: _Placement, seed: int, epoch: int
+) -> dict[str, Any]:
+    """Return DALI's arguments and those of the pipeline function that it takes."""
+    known = inspect.signature(function).parameters
+    others = sorted(set(settings.arguments) - set(known))
+    expect(not others, "arguments", others, f"arguments of the pipeline function, {list(known)}", TypeError)
+    filled = {
+        "shard_id": placement.rank,
+        "num_shards": placement.world_size,
+        "device": "cpu" if placement.device_id is None else "gpu",
+        "order_seed": _draw_seed(seed, epoch),
+    }
+    return {
+        "batch_size": settings.batch_size,
+        "device_id": placement.device_id,
+        "prefetch_queue_depth": settings.prefetch,
+        "exec_dynamic": True,  # batches share DALI's memory, which lives as long as they do
+        "seed": _draw_seed(seed, epoch, placement.rank + 1),
+        "enable_checkpointing": True,
+        **{name: value for name, value in filled.items() if name in known},
+        **settings.arguments,
+    }
+
+
+def _draw_seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
+
+
+def _choose_reader(readers: list[str], reader: str | None) -> str:
+    """Return the name of the reader that counts the samples."""
+    if reader is None and len(readers) == 1:
+        return readers[0]
+    what = f"the one of the readers {readers} that counts the samples; a pipeline without a reader has no length"
+    expect(reader in readers, "reader", reader, what)
+    return str(reader)
+
+
+def _check_reader(name: str, meta: Mapping[str, Any], placement: _Placement) -> None:
+    """Refuse a reader of another shard, and one whose epochs run into each other."""
+    expected = {"shard_id": placement.rank, "number_of_shards": placement.world_size, "pad_last_batch": True}
+    got = {key: meta[key] for key in expected}
+    if got != expected:
+        raise ValueError(
+            f"Expected the reader {name!r} to have {expected}, got {got}. Add the arguments shard_id and num_shards to "
+            "the pipeline function, and pass them and pad_last_batch=True to the reader."
+        )
+
+
+def _as_label(tensor: Tensor) -> Tensor:
+    """Return one integer per sample as int64 of shape (batch,), and any other tensor unchanged."""
+    whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
+    return tensor.reshape(len(tensor)).to(torch.int64) if whole and tensor.numel() == len(tensor) else tensor

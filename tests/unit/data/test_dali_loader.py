@@ -1,4 +1,4 @@
-"""DALILoader over ready pipelines and over pipelines that the user wrote: epochs, shards, state, errors."""
+"""DALILoader over ImageFolder and over pipelines that the user wrote: epochs, shards, state, errors."""
 
 import copy
 import gc
@@ -281,7 +281,7 @@ TWO_RANKS = {"rank": 1, "world_size": 2}
         (photos, {"rank": 0, "world_size": 22}, UNUSABLE, "number of input samples: 21, needs"),
         (ragged, TWO_RANKS, UNUSABLE, "Expected the reader 'r' to have {'shard_id': 1, .*got {'shard_id': 0"),
         (photos, {"arguments": {"x": 1}}, UNUSABLE, r"expected arguments of the pipeline function, .*got \['x'\]"),
-        (print, {}, TypeError, "pipeline: expected a ready pipeline such as ImageFolder"),
+        (print, {}, TypeError, "pipeline: expected an ImageFolder"),
         (Pipeline, {}, TypeError, "an uncalled function decorated with nvidia.dali.pipeline_def"),
         (ImageFolder, {"batch_size": 2.0}, ValueError, "batch_size: expected a whole number of at least 1, got 2.0"),
         (ImageFolder, {"num_threads": 0}, ValueError, "num_threads: .* whole number of at least 1, or None, got 0"),
@@ -291,7 +291,7 @@ TWO_RANKS = {"rank": 1, "world_size": 2}
         (ImageFolder, {"rank": 2, "world_size": 2}, ValueError, "rank below world_size"),
         (ImageFolder, {"last_batch": "keep"}, ValueError, "expected 'fill', 'drop' or 'partial', got 'keep'"),
         (ImageFolder, {"device": "meta"}, ValueError, "device: expected a device of type cpu"),
-        (ImageFolder, {"reader": "r"}, ValueError, "expected None, because a ready pipeline has its own"),
+        (ImageFolder, {"reader": "r"}, ValueError, "expected None, because an ImageFolder has its own"),
         (ImageFolder, {"rank": 0, "world_size": 22}, ValueError, "at least one for each of 22 ranks, got 21"),
     ],
 )
