@@ -63,7 +63,6 @@ __all__ = [
     "is_fitting",
     "is_followed",
     "loaded_checkpoint",
-    "loss_scale",
     "refuse_as_callback",
     "register_strategies",
     "replace_strategy",
@@ -304,12 +303,6 @@ def hooks_before_transfer(module: Any, datamodule: Any) -> list[str]:
 def is_fitting(trainer: Any) -> bool:
     """Whether a Trainer is in ``fit``, not in validate, test or predict."""
     return trainer.state.fn is not None and trainer.state.fn.value == "fit"
-
-
-def loss_scale(trainer: Any) -> float | None:
-    """Return the loss scale of a Trainer's precision plugin, ``None`` if it has none; waits for the device."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
 
 def is_followed() -> bool:
