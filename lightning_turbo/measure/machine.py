@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import lightning_turbo
 from lightning_turbo._machine import count_cores
 from lightning_turbo._optional import installed_version
 
@@ -56,7 +55,7 @@ def huge_pages() -> str | None:
 
 def _commit() -> str | None:
     """The commit of the checkout that the package runs from, ``+`` if it was edited; ``None`` outside of one."""
-    folder = Path(lightning_turbo.__file__).parent
+    folder = Path(__file__).parents[1]
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -84,7 +83,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "bfloat16_instructions": computes_in_bfloat16(),
         "transparent_huge_pages": huge_pages(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "lightning_turbo": lightning_turbo.__version__,
+        "lightning_turbo": installed_version("lightning-turbo"),
         "commit": _commit(),
         "versions": {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None},
     }
