@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
+from abc import ABC
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 __all__ = [
-    "can_move",
     "holders_in",
     "map_tensors",
     "move_batch",
@@ -43,40 +43,90 @@ _LEAVES = (
 MOST_PARTS = 10_000
 
 
-def map_tensors(value: Any, change: Callable[[Any], Any], method: str = "") -> Any:
+class _Movable(ABC):  # noqa: B024  # its hook decides
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return callable(getattr(kind, "to", None))
+
+
+class _Pinnable(ABC):  # noqa: B024
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return callable(getattr(kind, "pin_memory", None))
+
+
+# Batches on their way to a device: Lightning's own walk, which takes an object with the method as a whole.
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` on ``device``.
+
+    Copies from pinned memory do not wait for one another. Copies to a CPU are over when this returns.
+
+    Raises:
+        ValueError: If a part is a frozen dataclass, as in Lightning.
+    """
+
+    def move(part: Any) -> Any:
+        if isinstance(part, Tensor) or _takes_non_blocking(type(part)):
+            return part.to(device, non_blocking=device.type != "cpu")
+        return part.to(device)
+
+    return apply_to_collection(batch, _Movable, move)
+
+
+@functools.cache
+def _takes_non_blocking(kind: type) -> bool:
+    try:
+        parameters = inspect.signature(getattr(kind, "to", kind)).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def pin_batch(batch: Any) -> Any:
+    """Return ``batch`` in page-locked memory, from which copies to a CUDA device can overlap with other work."""
+
+    def pin(part: Any) -> Any:
+        if isinstance(part, Tensor) and (part.device.type != "cpu" or part.layout != torch.strided or part.is_pinned()):
+            return part
+        return part.pin_memory()
+
+    return apply_to_collection(batch, _Pinnable, pin)
+
+
+# What is behind objects: neither torch's nor Lightning's walk looks into their attributes.
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with ``change`` applied to its tensors, in any structure.
 
-    Structures are mappings, lists, tuples, deques, dataclasses and their subclasses, and, without ``method``, objects
-    with a method ``to``, whose attributes count. ``value`` itself, and all that it holds, stays as it is: where a
-    tensor changes, a shallow copy takes the position of what holds it.
+    Structures are mappings, lists, tuples, deques, dataclasses and their subclasses, and objects with a method ``to``,
+    whose attributes count. ``value`` itself, and all that it holds, stays as it is: where a tensor changes, a shallow
+    copy takes the position of what holds it.
 
     Args:
         value: Anything.
         change: Returns the tensor that it is given, or another one.
-        method: Name of a method, such as ``"pin_memory"``: objects that have it are passed to ``change`` as a whole.
     """
-    if isinstance(value, Tensor) or (method and _has(value, method)):
+    if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (*_LEAVES, torch.nn.Module)):
         return value
     if isinstance(value, tuple):
-        items = [map_tensors(item, change, method) for item in value]
+        items = [map_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is list:
-        return [map_tensors(item, change, method) for item in value]
+        return [map_tensors(item, change) for item in value]
     if type(value) is dict:
-        return {key: map_tensors(item, change, method) for key, item in value.items()}
-    return _map_object(value, change, method)
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    return _map_object(value, change)
 
 
-def _has(value: Any, method: str) -> bool:
-    return callable(getattr(value, method, None)) and not isinstance(value, type)
-
-
-def _map_object(value: Any, change: Callable[[Any], Any], method: str) -> Any:
+def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Do the same for a container of a class of its own, and for an object with attributes."""
-    parts = _parts_of(value, opens=not method)
-    changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change, method)) is not part}
+    parts = _parts_of(value)
+    changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change)) is not part}
     if not changed:
         return value
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
@@ -90,15 +140,12 @@ def _map_object(value: Any, change: Callable[[Any], Any], method: str) -> Any:
     return twin
 
 
-def _parts_of(value: Any, opens: bool) -> dict[Any, Any]:
+def _parts_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value.items())
     if isinstance(value, (list, deque)):
         return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) or (opens and _has(value, "to")):
-        slots = [slot for slot in _slots(type(value)) if hasattr(value, slot.__name__)]
-        return {**{slot.__name__: slot.__get__(value) for slot in slots}, **getattr(value, "__dict__", {})}
-    return {}
+    return _attributes(value) if dataclasses.is_dataclass(value) or isinstance(value, _Movable) else {}
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -124,7 +171,7 @@ def holders_in(batch: Any) -> Iterator[Any]:
         if isinstance(part, Tensor):
             yield from _strided(part)
             continue
-        if _has(part, "to") and _has(part, "record_stream"):
+        if isinstance(part, _Movable) and callable(getattr(part, "record_stream", None)):
             yield part
         if len(seen) < MOST_PARTS:
             waiting.extend(_directly_in(part))
@@ -136,17 +183,19 @@ def _strided(tensor: Tensor) -> list[Tensor]:
 
 
 def _directly_in(part: Any) -> Iterator[Any]:
-    """Yield the items of a container, and the values of an object's attributes; no property or lazy mapping is read."""
+    """Yield the items of a container, and the values of an object's attributes; no lazy mapping is read."""
     if isinstance(part, dict):
         yield from dict.values(part)
     elif isinstance(part, (list, tuple, set, frozenset, deque)):
         yield from part
-    attributes = getattr(part, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from list(attributes.values())
-    for slot in _slots(type(part)):
-        with contextlib.suppress(AttributeError):
-            yield slot.__get__(part)
+    yield from _attributes(part).values()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an object keeps in slots and in its ``__dict__``; no property is read."""
+    own = getattr(value, "__dict__", None)
+    slots = {slot.__name__: slot.__get__(value) for slot in _slots(type(value)) if hasattr(value, slot.__name__)}
+    return slots | own if isinstance(own, dict) else slots
 
 
 @functools.cache
@@ -154,54 +203,3 @@ def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
     return tuple(
         value for base in kind.__mro__ for value in vars(base).values() if isinstance(value, MemberDescriptorType)
     )
-
-
-def _parts(batch: Any, method: str) -> list[Any]:
-    """Return the tensors of a batch, and the objects that have ``method``."""
-    parts: list[Any] = []
-
-    def keep(part: Any) -> Any:
-        parts.append(part)
-        return part
-
-    map_tensors(batch, keep, method)
-    return parts
-
-
-def can_move(batch: Any) -> bool:
-    """Tell whether any part of a batch is a tensor or an object with ``.to``."""
-    return bool(_parts(batch, "to"))
-
-
-def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` on ``device``.
-
-    Copies from pinned memory do not wait for one another. Copies to a CPU are over when this returns.
-    """
-
-    def move(part: Any) -> Any:
-        if isinstance(part, Tensor) or _takes_non_blocking(type(part)):
-            return part.to(device, non_blocking=device.type != "cpu")
-        return part.to(device)
-
-    return map_tensors(batch, move, "to")
-
-
-@functools.cache
-def _takes_non_blocking(kind: type) -> bool:
-    try:
-        parameters = inspect.signature(getattr(kind, "to", kind)).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def pin_batch(batch: Any) -> Any:
-    """Return ``batch`` in page-locked memory, from which copies to a CUDA device can overlap with other work."""
-
-    def pin(part: Any) -> Any:
-        if isinstance(part, Tensor) and (part.device.type != "cpu" or part.layout != torch.strided or part.is_pinned()):
-            return part
-        return part.pin_memory()
-
-    return map_tensors(batch, pin, "pin_memory")

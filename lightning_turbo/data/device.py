@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_count, check_functions, expect
-from lightning_turbo._pytree import can_move, holders_in, move_batch, pin_batch, tensors_in
+from lightning_turbo._pytree import holders_in, move_batch, pin_batch, tensors_in
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.prefetcher import PrefetchIterator
 from lightning_turbo.errors import NoEffectWarning
@@ -110,7 +110,8 @@ class DeviceTransfer:
         return batch if self.transform is None else self.transform(batch)
 
     def _move(self, batch: Any) -> Any:
-        if not self._checked and self.device.type != "cpu" and not can_move(batch):
+        moved = move_batch(batch, self.device)
+        if not self._checked and self.device.type != "cpu" and not self._is_there(moved):
             warnings.warn(
                 f"Batches of {type(batch).__name__} hold no tensor and no object with .to, so nothing moves to "
                 f"{self.device}. Let the dataset or collate_fn return tensors, or pass device_prefetch=False.",
@@ -118,7 +119,11 @@ class DeviceTransfer:
                 stacklevel=2,
             )
         self._checked = True
-        return move_batch(batch, self.device)
+        return moved
+
+    def _is_there(self, batch: Any) -> bool:
+        """Whether any part of a batch is on the device; an object may keep tensors where Python does not see them."""
+        return any(not isinstance(part, torch.Tensor) or part.device == self.device for part in holders_in(batch))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from lightning_turbo.errors import NoEffectWarning
 META = torch.device("meta")  # a second device that every machine has
 
 
-Frozen = dataclasses.make_dataclass("Frozen", ["image", "name"], frozen=True)
+Sample = dataclasses.make_dataclass("Sample", ["image", "name"])
 Sealed = dataclasses.make_dataclass("Sealed", ["x"], slots=True, frozen=True)
 Pair = namedtuple("Pair", "x y")
 
@@ -50,7 +50,7 @@ BATCHES = {
     "tuple": lambda: (one(), (one(),)),
     "named tuple": lambda: Pair(one(), [one()]),
     "default dict": lambda: defaultdict(list, {"a": one(), "b": {"c": one()}}),
-    "dataclass": lambda: Frozen(one(), "n"),
+    "dataclass": lambda: Sample(one(), "n"),
     "object with .to": lambda: Movable(one()),
     "mapping with .to": lambda: Encoding(a=one()),
     "packed sequence": lambda: pack_sequence([one(), one()[:1]]),
@@ -146,7 +146,7 @@ def test_the_search_behind_an_object_finds_what_tells_the_allocator_and_ends():
         chain = Plain(chain)
     assert list(tensors_in(Plain(chain, tensor))) == [tensor]  # what is near first
     part = object()
-    assert map_tensors([part, 1], lambda t: t, "to") == [part, 1]
+    assert map_tensors([part, 1], lambda t: t) == [part, 1]
 
 
 # ---- DevicePrefetcher.
