@@ -119,7 +119,7 @@ class _Session:
         finally:
             self._resume_casts()
             state.stage, state.scaled_by = "stepped", None
-            self.casts.forget()
+            self.casts.clear_cache()
 
     def _cast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose forward pass is cast, although the step around it is not."""
@@ -144,9 +144,9 @@ class _Session:
                     f"loss_id={loss_id!r}: expected loss_id={self.scalers.index(state.scaled_by)!r}, whose scaled "
                     "gradients are still accumulated. Step first, or use one loss_id per window."
                 )
-        with scaler.backward(optimizers, unscale=not delay_unscale), self.casts.backward_region():
+        with scaler.backward(optimizers, unscale=not delay_unscale), self.casts.backward_context():
             yield
-        self.casts.forget()
+        self.casts.clear_cache()
 
     def settle(self, loss_id: int) -> None:
         """Move the scale of a loss after a backward pass, and say if it overflowed."""

@@ -81,12 +81,12 @@ class FunctionCasts:
         # Not every function of torch's can be pickled. What is registered is so again when training begins.
         return functools.partial(FunctionCasts, cache=self._cache), (self.device_type, self.dtype, self._lists)
 
-    def region(self) -> contextlib.AbstractContextManager[Any]:
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that casts on this thread."""
         casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self._cache)
         return casts if self._mode is None else _both(casts, self._mode)
 
-    def backward_region(self) -> contextlib.AbstractContextManager[Any]:
+    def backward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which nothing is cast, for the backward pass.
 
         But a checkpointed forward pass, run again with its own autocast state, comes to the same dtypes as the first
@@ -98,7 +98,7 @@ class FunctionCasts:
         off = torch.autocast(self.device_type, enabled=False)  # a plain loop, or manual optimization
         return off if lists is None else _both(off, lists)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop the casts that are kept."""
         torch.clear_autocast_cache()
 
@@ -108,7 +108,7 @@ class FunctionCasts:
         In the threads of ``DataParallel`` autocast alone casts, which torch hands over to them.
         """
         self._entered = contextlib.ExitStack()
-        self._entered.enter_context(self.region())
+        self._entered.enter_context(self.forward_context())
 
     def stop(self) -> None:
         """End what ``start`` began."""

@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -67,13 +66,7 @@ class LevelCasts:
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.half_forward: HalfForward | None = None
         self.half_weights: HalfWeights | None = None
-        self.optimizers: WeakSet[Optimizer] = WeakSet()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "optimizers": None}  # which are of this process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, optimizers=WeakSet())
+        self.optimizers: list[Optimizer] = []
 
     @property
     def keeps_masters(self) -> bool:
@@ -83,7 +76,6 @@ class LevelCasts:
     def convert(
         self,
         roots: Sequence[nn.Module],
-        inner: Iterable[nn.Module] = (),
         *,
         steps: bool = False,
         exact_masters: bool = True,
@@ -92,8 +84,7 @@ class LevelCasts:
 
         Args:
             roots: The models.
-            inner: Modules in the models that are called on their own too.
-            steps: Whether calls of the first model may be training steps, see ``HalfForward.guard``.
+            steps: Whether calls of the first model may be training steps, see ``HalfForward.register_hooks``.
             exact_masters: ``False`` rounds weights to half once, as apex does.
 
         Raises:
@@ -106,10 +97,8 @@ class LevelCasts:
             _check_castable(root, level.opt_level)
         output_dtype = level.cast_model_outputs or torch.float32
         self.half_forward = forward = HalfForward(level.cast_model_type, output_dtype, bool(level.keep_batchnorm_fp32))
-        kept = find_kept(roots, self.keep_fp32_modules)
-        beneath = {part for module in kept for part in module.modules()}
-        forward.keep(kept)
-        forward.guard(roots, (module for module in inner if module not in beneath), steps=steps)
+        forward.keep(find_kept(roots, self.keep_fp32_modules))
+        forward.register_hooks(roots, steps=steps)
         if not self.keeps_masters:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
             if steps:
@@ -123,7 +112,7 @@ class LevelCasts:
         Warns:
             TurboWarning: If the optimizer holds parameters that none of the models has, at O2 and O3.
         """
-        self.optimizers.add(optimizer)
+        self.optimizers.append(optimizer)
         if self.half_weights is not None:
             cast_state(optimizer)
         own = {param for model in models for param in model.parameters()}
@@ -141,22 +130,22 @@ class LevelCasts:
     def _active(self) -> FunctionCasts | HalfForward | None:
         return self.function_casts or self.half_forward
 
-    def region(self) -> contextlib.AbstractContextManager[Any]:
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
-        return contextlib.nullcontext() if self._active is None else self._active.region()
+        return contextlib.nullcontext() if self._active is None else self._active.forward_context()
 
-    def backward_region(self) -> contextlib.AbstractContextManager[Any]:
+    def backward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass, whose checkpointed forward passes are repeated as they were."""
-        return contextlib.nullcontext() if self._active is None else self._active.backward_region()
+        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_context()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop half copies of weights.
 
         After a backward pass, because they would take memory until the step; and after a step, whose optimizer may
         write to ``weight.data``.
         """
         if self._active is not None:
-            self._active.forget()
+            self._active.clear_cache()
 
     def restore(self) -> None:
         """Give models and optimizers back as they were."""

@@ -270,21 +270,20 @@ class HalfForward:
         # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
         return HalfForward, (self.dtype, self.output_dtype, self.keep_batchnorm_fp32)
 
-    def guard(self, roots: Iterable[nn.Module], inner: Iterable[nn.Module] = (), *, steps: bool = False) -> None:
+    def register_hooks(self, roots: Iterable[nn.Module], *, steps: bool = False) -> None:
         """Watch the calls of networks and of the modules in them that have weights; each may be the outermost.
 
         Modules without weights, as losses and metrics, compute outside of calls in the dtype that they are given.
 
         Args:
             roots: Whole networks, of which modules to keep in float32 are known already.
-            inner: Other modules to watch.
             steps: Whether a root's call is a training step, and no call of the network, while its ``forward`` is not
                 its own: ``DistributedDataParallel`` is handed Lightning's steps so.
         """
         roots = list(roots)
         self._step_owner = (roots[0], roots[0].forward) if steps else None
         parts = (part for root in roots for part in self._cast_below(root) if _has_weights(part))
-        for module in dict.fromkeys((*roots, *parts, *inner)):
+        for module in dict.fromkeys((*roots, *parts)):
             # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
             before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             after = module.register_forward_hook(self._leave, always_call=True)
@@ -307,7 +306,7 @@ class HalfForward:
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.reset()
-        self.forget()
+        self.clear_cache()
         self._undo.close()
         self._plans.clear()
         self._written.clear()
@@ -328,7 +327,7 @@ class HalfForward:
             self._written[id(position.holder), position.name] = position
         self._plans.clear()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
         self._copies.clear()
 
@@ -337,7 +336,7 @@ class HalfForward:
         self._step_device = device_type
 
     @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
         """Around a step: ends a call that a ``KeyboardInterrupt`` has broken off; the hooks do all else."""
         with self._autocast(self._step_device, enabled=True):
             try:
@@ -348,10 +347,6 @@ class HalfForward:
                 raise
             finally:
                 self.reset()
-
-    def backward_region(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context without effect: float32 parameters stand in their positions during a backward pass."""
-        return contextlib.nullcontext()
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules from ``root`` downwards whose own tensors are cast."""

@@ -167,10 +167,7 @@ class ApexAMP(Precision):
             is_double = any(tensor.dtype is torch.float64 for tensor in tensors)
             self._casts.input_dtype = None if is_double else self._casts.properties.cast_model_type
             return module
-        # A training step calls parts of the module on their own. Parts without weights, as losses and metrics, then
-        # compute in the dtype that they are given.
-        inner = [part for part in module.modules() if next(part.parameters(), None) is not None]
-        self._casts.convert([module], inner, steps=True)
+        self._casts.convert([module], steps=True)
         return module
 
     def set_device(self, device_type: str) -> None:
@@ -224,7 +221,7 @@ class ApexAMP(Precision):
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the level's context of a forward pass, of any stage."""
-        return self._casts.region()
+        return self._casts.forward_context()
 
     train_step_context = forward_context  # type: ignore[assignment]  # Lightning's are generators
 
@@ -256,9 +253,9 @@ class ApexAMP(Precision):
         # those that DDP does not average yet.
         averages = getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
         unscale = averages and not model.automatic_optimization
-        with self.scaler.backward(trained, unscale=unscale), self._casts.backward_region():
+        with self.scaler.backward(trained, unscale=unscale), self._casts.backward_context():
             model.backward(self.scaler.scale(tensor), *args, **kwargs)
-        self._casts.forget()
+        self._casts.clear_cache()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, clip, then step or skip, and settle the scale.
@@ -273,7 +270,7 @@ class ApexAMP(Precision):
         self._attach(optimizer, model)
         if not scaler.is_enabled():
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-            self._casts.forget()
+            self._casts.clear_cache()
             self._look(optimizer)
             return result
         result = closure()
@@ -287,7 +284,7 @@ class ApexAMP(Precision):
             return result
         output = scaler.step(optimizer, closure=lambda: result, **kwargs)
         scaler.update()
-        self._casts.forget()
+        self._casts.clear_cache()
         self._look(optimizer)
         return result if output is None else output
 

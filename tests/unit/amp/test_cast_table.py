@@ -108,7 +108,7 @@ def check_call(row, pattern, record, casts):
     different = expected_difference(row, pattern, record)
 
     def call():
-        with casts.region():
+        with casts.forward_context():
             return function(*args)
 
     if different is not None:
@@ -204,13 +204,13 @@ MODULE_CALLS = [
 @pytest.mark.parametrize(("module", "pattern", "record"), MODULE_CALLS)
 def test_a_module_returns_what_it_returned_in_apex(module, pattern, record, casts):
     if record["error"]:
-        with casts.region(), pytest.raises(NotImplementedError):
+        with casts.forward_context(), pytest.raises(NotImplementedError):
             call_module(module, DTYPES[pattern])
         return
     ours, _ = DIFFERENT_MODULES.get(module, (record["out"], ""))
     if module == "RMSNorm(5)":  # on no list: what torch makes of it, which has changed since torch 2.6
         ours = dtypes_of(call_module(module, DTYPES[pattern])[0])
-    with casts.region():
+    with casts.forward_context():
         out, x, built_module = call_module(module, DTYPES[pattern])
         assert dtypes_of(out) == ours
     sum(tensor.float().sum() for tensor in tensors_in(out)).backward()
