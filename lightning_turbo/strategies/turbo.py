@@ -10,11 +10,13 @@ from typing import Any, Literal
 from weakref import ref
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_turbo._checks import check_choice, check_count, check_switches, suggest
+from lightning_turbo._checks import check_choice, check_switches, suggest
 from lightning_turbo._lightning import (
     CheckpointIO,
+    DDPStrategy,
     GradientAccumulationScheduler,
     MisconfigurationException,
     Precision,
@@ -60,7 +62,6 @@ class TurboParts(Strategy):
         self,
         *args: Any,
         device_prefetch: bool = True,
-        prefetch_batches: int = 2,
         memory_format: str | None = None,
         cudnn_benchmark: bool | None = True,
         matmul_precision: MatmulPrecision | None = None,
@@ -73,10 +74,10 @@ class TurboParts(Strategy):
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
+        _refuse_unknown(type(self), kwargs)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
         check_switches(exact_resume=exact_resume, amp_checkpoints=amp_checkpoints)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
-        check_count("prefetch_batches", prefetch_batches)
         check_format(memory_format, (None, *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
@@ -88,7 +89,6 @@ class TurboParts(Strategy):
         super().__init__(*args, **kwargs)
         self.checkpoint_io = self._checkpoint_io
         self.device_prefetch = device_prefetch
-        self.prefetch_batches = prefetch_batches
         self.memory_format: Any = memory_format
         self.cudnn_benchmark = cudnn_benchmark
         self.matmul_precision: MatmulPrecision | None = matmul_precision
@@ -97,11 +97,11 @@ class TurboParts(Strategy):
         self.lean_logging = lean_logging
         self.compile = compile
         self.exact_resume = exact_resume
-        self._borrowed = ExitStack()  # undoes what a run changes
+        self._cleanup = ExitStack()  # undoes what a run changes
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is spawned with it, has nothing to undo.
-        return {**super().__getstate__(), "_borrowed": ExitStack()}
+        return {**super().__getstate__(), "_cleanup": ExitStack()}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -123,13 +123,13 @@ class TurboParts(Strategy):
 
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, with the parts before and after."""
-        self._borrowed.close()  # after an error in on_exception Lightning calls no teardown
+        self._cleanup.close()  # after an error in on_exception Lightning calls no teardown
         self._set_switches()
         if self.memory_format is not None:
             MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
         super().setup(trainer)
         if self.compile is not None:
-            self._borrowed.enter_context(compiled_in_place(trainer.lightning_module, self.compile, _log))
+            self._cleanup.enter_context(compiled_in_place(trainer.lightning_module, self.compile, _log))
         if is_fitting(trainer):
             self._release_gradients(trainer)
             self._make_lean(trainer)
@@ -146,10 +146,10 @@ class TurboParts(Strategy):
         if benchmark and (torch.are_deterministic_algorithms_enabled() or cudnn.deterministic):
             _log("cudnn_benchmark is off in a deterministic run.")
         elif benchmark is not None:
-            self._borrowed.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+            self._cleanup.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
             cudnn.benchmark = benchmark
         if self.matmul_precision is not None:
-            self._borrowed.enter_context(_matmul_precision(self.matmul_precision))
+            self._cleanup.enter_context(_matmul_precision(self.matmul_precision))
 
     def _release_gradients(self, trainer: Any) -> None:
         if not self.release_gradients:
@@ -158,7 +158,7 @@ class TurboParts(Strategy):
             _log(f"release_gradients has no effect: {reason}.")
             return
         for handle in zero_grad_after_steps(trainer.optimizers):
-            self._borrowed.callback(handle.remove)
+            self._cleanup.callback(handle.remove)
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
@@ -177,7 +177,7 @@ class TurboParts(Strategy):
         if step and not is_unprofiled(trainer):
             _log("lean_step off: a profiler names every call of Lightning's own training loop.")
             step = False
-        self._borrowed.callback(install_lean(trainer, step=step, logging=logging, signals=signals))
+        self._cleanup.callback(install_lean(trainer, step=step, logging=logging, signals=signals))
 
     def on_train_start(self) -> None:
         """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""
@@ -208,15 +208,15 @@ class TurboParts(Strategy):
             return loader
         transfer, own = None, getattr(loader, "transfer", None)
         if own is None:
-            transfer = DeviceTransfer(self.root_device, prefetch_batches=self.prefetch_batches)
+            transfer = DeviceTransfer(self.root_device)
         prefetching = wrap_loader(loader, module.trainer, transfer=transfer)
         # Weak, so that a loader that is replaced can end its workers.
-        self._borrowed.callback(_release, ref(prefetching), own)
+        self._cleanup.callback(_release, ref(prefetching), own)
         return prefetching
 
     def teardown(self) -> None:
         """Undo what ``setup`` changed in the process, the Trainer and the network, and end the prefetching."""
-        self._borrowed.close()
+        self._cleanup.close()
         super().teardown()
 
 
@@ -245,62 +245,27 @@ def _matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
             module.fp32_precision = "none" if value == getattr(torch.backends, "fp32_precision", None) else value
 
 
-def names_of(strategy: type) -> set[str]:
-    """Return the names of the arguments of a class, those behind ``*`` and ``**`` left out."""
-    parameters = inspect.signature(strategy).parameters.values()
-    return {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+def _refuse_unknown(strategy: type, given: Iterable[str]) -> None:
+    """Raise an error that names the arguments that a strategy does not know, and those that it does.
 
-
-def refuse_unknown(strategy: type, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise an error that names the arguments that a strategy does not know, and those that it does."""
-    known = sorted(known)
-    for name in unknown:
-        hint = suggest(name, known) or "."
-        raise TypeError(f"{strategy.__name__}: unknown argument {name!r}{hint} The known ones are {', '.join(known)}.")
-
-
-class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
-    """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
-
-    A part that has no effect on the device is named in the log.
-
-    Args:
-        device: The device; default: the one that the Trainer chose.
-        accelerator: As in Lightning.
-        checkpoint_io: As in Lightning.
-        precision_plugin: As in Lightning.
-        device_prefetch: Keep the next batches on the CUDA device, after Lightning's sampler.
-        prefetch_batches: Number of these batches, at least 1.
-        memory_format: ``"channels_last"`` or ``"contiguous"``, see ``MemoryFormat``.
-        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None`` keeps that of
-            ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a deterministic run,
-            because cuDNN would choose its algorithms by their times.
-        matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
-            ``"medium"``.
-        release_gradients: Set gradients to None right after each optimizer step, see ``GradToNone``.
-        lean_step: Run Lightning's loop with direct calls of its hooks; same order, same results. ``None``: with
-            Lightning 2.6, its own loop and no profiler. What it may leave out is decided before the first batch.
-        lean_logging: Keep logged values as tensors until somebody reads them; ``None`` likewise.
-        compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
-            ``lightning_turbo.nn.compiled_in_place``.
-        exact_resume: Add ``ExactResume``, so that a resumed run equals one that never stopped.
-        amp_checkpoints: Wrap the checkpoint IO in ``AmpCheckpointIO``, which reads the scaler state of old checkpoints.
-        **unknown: Refused.
-
-    Raises:
-        MisconfigurationException: If the Trainer has more than one device or more than one machine.
-        ValueError: If an argument has none of the values above.
-        TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
-        LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
-
-    Example:
-        >>> import lightning_turbo
-        >>> from lightning.pytorch import Trainer
-        >>> type(Trainer(accelerator="cpu", strategy="turbo", logger=False).strategy).__name__
-        'TurboStrategy'
+    Lightning's DDP passes what it does not know to torch's, which would refuse it when the module is wrapped.
     """
+    owners = [base for base in strategy.__mro__ if "__init__" in vars(base)]
+    if issubclass(strategy, DDPStrategy):
+        owners.append(DistributedDataParallel)
+    parameters = [each for owner in owners for each in inspect.signature(owner).parameters.values()]
+    known = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    known -= {"module", "device_ids"}
+    for name in given:
+        if name not in known:
+            hint = suggest(name, known) or "."
+            raise TypeError(
+                f"{strategy.__name__}: unknown argument {name!r}{hint} The known ones are {', '.join(sorted(known))}."
+            )
 
-    strategy_name = "turbo"
+
+class _OneDeviceStrategy(SingleDeviceStrategy):
+    """Lightning's strategy for one device, which refuses a Trainer that has more, and takes its device."""
 
     def __init__(
         self,
@@ -308,38 +273,8 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
         accelerator: Any = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        *,
-        device_prefetch: bool = True,
-        prefetch_batches: int = 2,
-        memory_format: str | None = None,
-        cudnn_benchmark: bool | None = True,
-        matmul_precision: MatmulPrecision | None = None,
-        release_gradients: bool = True,
-        lean_step: bool | None = None,
-        lean_logging: bool | None = None,
-        compile: str | dict[str, Any] | None = None,
-        exact_resume: bool = True,
-        amp_checkpoints: bool = True,
-        **unknown: Any,
     ) -> None:
-        refuse_unknown(TurboStrategy, unknown, names_of(TurboStrategy))
-        super().__init__(
-            device="cpu" if device is None else device,
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            device_prefetch=device_prefetch,
-            prefetch_batches=prefetch_batches,
-            memory_format=memory_format,
-            cudnn_benchmark=cudnn_benchmark,
-            matmul_precision=matmul_precision,
-            release_gradients=release_gradients,
-            lean_step=lean_step,
-            lean_logging=lean_logging,
-            compile=compile,
-            exact_resume=exact_resume,
-            amp_checkpoints=amp_checkpoints,
-        )
+        super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin)
         self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 
     @property
@@ -367,6 +302,47 @@ class TurboStrategy(TurboParts, SingleDeviceStrategy, LeanStrategy):
             raise MisconfigurationException(
                 f"strategy='turbo' expected num_nodes=1, got num_nodes={num_nodes}. Pass strategy='turbo_ddp'."
             )
+
+
+class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
+    """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
+
+    A part that has no effect on the device is named in the log.
+
+    Args:
+        *args: As in Lightning's ``SingleDeviceStrategy``: ``device`` (default: the Trainer's), ``accelerator``,
+            ``checkpoint_io`` and ``precision_plugin``, by these names as well.
+        device_prefetch: Keep the next two batches on the CUDA device, after Lightning's sampler.
+        memory_format: ``"channels_last"`` or ``"contiguous"``, see ``MemoryFormat``.
+        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None`` keeps that of
+            ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a deterministic run,
+            because cuDNN would choose its algorithms by their times.
+        matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
+            ``"medium"``.
+        release_gradients: Set gradients to None right after each optimizer step, see ``GradToNone``.
+        lean_step: Run Lightning's loop with direct calls of its hooks; same order, same results. ``None``: with
+            Lightning 2.6, its own loop and no profiler. What it may leave out is decided before the first batch.
+        lean_logging: Keep logged values as tensors until somebody reads them; ``None`` likewise.
+        compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
+            ``lightning_turbo.nn.compiled_in_place``.
+        exact_resume: Add ``ExactResume``, so that a resumed run equals one that never stopped.
+        amp_checkpoints: Wrap the checkpoint IO in ``AmpCheckpointIO``, which reads the scaler state of old checkpoints.
+        **kwargs: As ``*args``; an unknown one is refused.
+
+    Raises:
+        MisconfigurationException: If the Trainer has more than one device or more than one machine.
+        ValueError: If an argument has none of the values above.
+        TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
+        LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
+
+    Example:
+        >>> import lightning_turbo
+        >>> from lightning.pytorch import Trainer
+        >>> type(Trainer(accelerator="cpu", strategy="turbo", logger=False).strategy).__name__
+        'TurboStrategy'
+    """
+
+    strategy_name = "turbo"
 
 
 def _release(loader: ref[PrefetchLoader[Any]], transfer: DeviceTransfer | None) -> None:

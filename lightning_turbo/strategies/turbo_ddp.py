@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from lightning_turbo._checks import check_switches
 from lightning_turbo._lightning import DDPStrategy, MisconfigurationException
 from lightning_turbo.strategies.lean_loop import LeanStrategy
-from lightning_turbo.strategies.turbo import TurboParts, names_of, refuse_unknown
+from lightning_turbo.strategies.turbo import TurboParts
 
 __all__ = ["TurboDDPStrategy"]
 
@@ -40,8 +38,8 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
 
     Example:
         >>> from lightning_turbo.strategies import TurboDDPStrategy
-        >>> TurboDDPStrategy(prefetch_batches=4).prefetch_batches
-        4
+        >>> TurboDDPStrategy(matmul_precision="high").matmul_precision
+        'high'
     """
 
     strategy_name = "turbo_ddp"
@@ -49,10 +47,6 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     def __init__(
         self, *args: Any, gradient_as_bucket_view: bool = True, static_graph: bool = False, **kwargs: Any
     ) -> None:
-        # The owners of what is in kwargs; Lightning's own would find an unknown one only when it wraps the module.
-        owners = (TurboDDPStrategy, TurboParts, DDPStrategy, DistributedDataParallel)
-        known = set().union(*map(names_of, owners)) - {"module", "device_ids"}
-        refuse_unknown(TurboDDPStrategy, kwargs.keys() - known, known)
         check_switches(gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph)
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
 

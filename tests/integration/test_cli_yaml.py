@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 ASYNC = {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO"}
 PARTS = {
-    "device_prefetch": False, "prefetch_batches": 3, "memory_format": "channels_last", "cudnn_benchmark": False,
+    "device_prefetch": False, "memory_format": "channels_last", "cudnn_benchmark": False,
     "matmul_precision": "high", "release_gradients": False, "exact_resume": False,
     "compile": {"what": "blocks", "mode": "max-autotune"},
     **({"lean_step": True, "lean_logging": True} if KNOWS_WEIGHTS_ONLY else {}),

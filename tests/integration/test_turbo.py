@@ -105,8 +105,6 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     (lambda: TurboStrategy(memory_format="last"), ValueError, "memory_format: expected None, 'channels_last' or 'con"),
     (lambda: TurboStrategy(device_prefetch="yes"), TypeError, "device_prefetch='yes': expected True or False"),
     (lambda: TurboStrategy(device_prefetch=None), TypeError, "device_prefetch=None: expected True or False"),
-    (lambda: TurboStrategy(prefetch_batches=0), ValueError, "prefetch_batches: expected an integer of 1 or more"),
-    (lambda: TurboStrategy(prefetch_batches=1.5), TypeError, "prefetch_batches: expected an integer of 1 or more"),
     (lambda: TurboStrategy(cudnn_benchmark=1), TypeError, "cudnn_benchmark=1: expected True, False or None"),
     (lambda: TurboStrategy(matmul_precision="low"), ValueError, "matmul_precision: expected None, 'highest', 'high'"),
     (lambda: TurboStrategy(lean_step=1), TypeError, "lean_step=1: expected True, False or None"),
@@ -187,13 +185,13 @@ def test_exact_resume_is_added_where_it_is_asked_for(adds):
 
 @pytest.mark.parametrize("strategy", [TurboStrategy, TurboDDPStrategy])
 def test_a_trainer_can_be_pickled_and_copied(strategy):
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy(prefetch_batches=3), logger=False)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy(matmul_precision="high"), logger=False)
     given_back = []
-    trainer.strategy._borrowed.callback(lambda: given_back.append(True))  # as in a run
+    trainer.strategy._cleanup.callback(lambda: given_back.append(True))  # as in a run
     for twin in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
         assert type(twin.strategy) is strategy
-        assert twin.strategy.prefetch_batches == 3
-        twin.strategy._borrowed.close()
+        assert twin.strategy.matmul_precision == "high"
+        twin.strategy._cleanup.close()
     assert given_back == []
 
 

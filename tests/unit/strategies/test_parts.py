@@ -39,7 +39,7 @@ def in_the_run(read=lambda: torch.backends.cudnn.benchmark, **settings):
     try:
         return read()
     finally:
-        strategy._borrowed.close()
+        strategy._cleanup.close()
 
 
 @pytest.mark.parametrize("asked", [{}, {"cudnn_benchmark": True}])
@@ -115,7 +115,7 @@ def test_nobody_is_asked_for_what_the_prefetching_thread_does(said, monkeypatch)
     prefetcher = strategy.process_dataloader(DataLoader(range(4)))
     assert prefetcher.transfer.stages == [pin_batch]
     assert said == []
-    strategy._borrowed.close()
+    strategy._cleanup.close()
 
 
 def test_dali_s_loaders_are_not_wrapped():
