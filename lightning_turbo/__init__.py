@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
     from lightning_turbo.data.normalize import Normalize as Normalize
     from lightning_turbo.data.packed import PackedDataset as PackedDataset
-    from lightning_turbo.data.sample_seeds import SeededSampler as SeededSampler
     from lightning_turbo.data.sample_seeds import seed_samples as seed_samples
+    from lightning_turbo.data.seeded_sampler import SeededSampler as SeededSampler
     from lightning_turbo.data.tune_workers import tune_workers as tune_workers
     from lightning_turbo.datamodules.dali import DALIDataModule as DALIDataModule
     from lightning_turbo.datamodules.prefetch import PrefetchDataModule as PrefetchDataModule
@@ -66,7 +66,7 @@ PUBLIC = {
         "Normalize": "data.normalize",
         "tune_workers": "data.tune_workers",
         "seed_samples": "data.sample_seeds",
-        "SeededSampler": "data.sample_seeds",
+        "SeededSampler": "data.seeded_sampler",
         "DALILoader": "data.dali.loader",
         "DALIDataModule": "datamodules.dali",
     },

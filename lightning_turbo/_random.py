@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "changed_generators",
     "generators_at",
     "generators_in",
+    "parts_in",
     "same_random_numbers",
     "set_shared_state",
     "shared_state",
@@ -33,8 +34,8 @@ NAMES = ("torch", "random", "numpy.random")
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 # What holds no generator, or leads away from the dataset.
 DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.FunctionType, types.ModuleType)
-# How many steps from an object generators are looked for, and in containers of how many items at most.
-MOST_STEPS, MOST_PARTS = 6, 64
+# Among about how many objects generators are looked for, and in containers of how many items at most.
+MOST_OBJECTS, MOST_PARTS = 10_000, 256
 
 # Packages whose own lines are not looked at: to seed torch once takes thousands of them.
 QUIET = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -178,19 +179,25 @@ class GeneratorWatch:
 
 
 def generators_in(owner: Any) -> list[Any]:
-    """Return the random generators that an object and its parts hold: attributes, and items of short containers.
+    """Return the random generators that an object and its parts hold, the global one of torch not among them."""
+    held = [part for part in parts_in(owner) if isinstance(part, GENERATORS)]
+    return [each for each in held if each is not torch.default_generator]
 
-    Data are left alone, and so is what lies more than a few steps away: a list of a million files is not looked at.
+
+def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -> list[Any]:
+    """Return the parts of an object and theirs, nearest first: attributes, and items of short containers.
+
+    Data are left out, and containers of many items: a list of a million files is not looked at. What is a generator, or
+    whole by ``is_whole``, is not looked into.
     """
-    found: list[Any] = []
     seen: dict[int, Any] = {}  # the objects themselves, because one that is gone leaves its id to another
     level = [owner]
-    for _ in range(MOST_STEPS):
-        parts = {id(part): part for each in level for part in _parts_of(each) if id(part) not in seen}
+    while level and len(seen) < MOST_OBJECTS:
+        new = {id(part): part for each in level for part in _parts_of(each) if id(part) not in seen}
+        parts = {key: part for key, part in new.items() if not isinstance(part, DATA)}
         seen.update(parts)
-        found += [part for part in parts.values() if isinstance(part, GENERATORS)]
-        level = [part for part in parts.values() if not isinstance(part, (*GENERATORS, *DATA))]
-    return [each for each in found if each is not torch.default_generator]
+        level = [part for part in parts.values() if not (isinstance(part, GENERATORS) or is_whole(part))]
+    return list(seen.values())
 
 
 def _parts_of(each: Any) -> list[Any]:

@@ -8,7 +8,8 @@ from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.normalize import Normalize
 from lightning_turbo.data.packed import PackedDataset, pack_folder
 from lightning_turbo.data.prefetcher import PrefetchIterator
-from lightning_turbo.data.sample_seeds import SeededSampler, seed_samples
+from lightning_turbo.data.sample_seeds import seed_samples
+from lightning_turbo.data.seeded_sampler import SeededSampler
 from lightning_turbo.data.tune_workers import tune_workers
 
 __all__ = [

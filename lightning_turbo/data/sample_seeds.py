@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
-import inspect
 import numbers
 import operator
 import random
 import struct
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._checks import expect
-from lightning_turbo._distributed import rank_and_size
-from lightning_turbo._random import same_random_numbers
+from lightning_turbo._random import GENERATORS, parts_in, same_random_numbers
 
-__all__ = ["EpochBatchSampler", "EpochSampler", "SeededCollate", "SeededDataset", "SeededSampler", "seed_samples"]
+__all__ = ["EpochBatchSampler", "EpochSampler", "SeededCollate", "SeededDataset", "seed_samples", "seeds_of"]
 
 LARGEST = 2**32  # NumPy's generator and seed_everything take seeds below it
-MANY = 256  # longer containers hold data, and are searched for transforms no further
-SEEDS = struct.Struct("<QQI")
-OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor, str, bytes)
+
+
+def seeds_of(seed: int, epoch: int, index: int, kind: str = "sample") -> tuple[int, int, int]:
+    """Return the seeds of a sample, for generators of torch, Python and NumPy.
+
+    They are the first 20 bytes of BLAKE2b over the arguments, so that neighbours have nothing in common: neither
+    samples, epochs, nor the generators of torch and NumPy, which would draw the same numbers from one seed.
+
+    Args:
+        seed: The seed of the run, from 0 to ``2**32 - 1``.
+        epoch: The epoch, from 0.
+        index: The index of the sample in its dataset, or the number of a batch in its epoch.
+        kind: What is seeded; each kind has seeds of its own.
+
+    Returns:
+        Two integers below ``2**64``, for ``torch.Generator.manual_seed`` and ``random.seed``, and one below ``2**32``
+        for ``numpy.random.seed``.
+    """
+    digest = hashlib.blake2b(f"{kind} {seed} {epoch} {index}".encode(), digest_size=20).digest()
+    for_torch, for_python, for_numpy = struct.unpack("<QQI", digest)
+    return for_torch, for_python, for_numpy
 
 
 def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
@@ -37,10 +50,10 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
     Before a sample is loaded, the generators of torch (CPU), Python and NumPy in that process are seeded from ``seed``,
     the epoch and the index of the sample; before ``collate_fn`` is called, from ``seed``, the epoch and the number of
-    the batch. Objects in the dataset and its transforms with a method ``set_random_seed(seed)``, as the transforms of
-    Albumentations 2 have, or ``set_random_state(seed=)``, as MONAI's ``Randomizable``, are seeded too.
+    the batch. So is what the dataset and its transforms hold: generators of the three, and objects with a method
+    ``set_random_seed(seed)``, as the transforms of Albumentations 2, or ``set_random_state(seed=)``, as MONAI's.
     Augmentation is then the same for any ``num_workers`` and start method, and after a restart. In the training process
-    the generators are put back afterwards.
+    the generators of the process are put back afterwards.
 
     The epoch is that of the sampler if it has ``set_epoch`` and ``epoch``, as ``DistributedSampler`` has; Lightning
     sets it. With other samplers each ``iter()`` is one epoch, counted from 0; to start at another, call
@@ -63,8 +76,7 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
     Note:
         A dataset with ``__getitems__`` loads a batch in one call: its numbers follow from the index of the first
-        sample, and so from the batches too. Not seeded are generators that an object holds without
-        ``set_random_state``, such as a ``torch.Generator``, and those of CUDA devices.
+        sample, and so from the batches too. CUDA's generators are not seeded.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -170,67 +182,6 @@ class EpochSampler(_Epochs, Sampler[Any]):
         return len(self.sampler)
 
 
-class SeededSampler(DistributedSampler[Any]):
-    """A sampler whose order follows from (seed, epoch) alone, for any number of ranks.
-
-    The order is one permutation of the dataset for each epoch, that of ``DistributedSampler``, dealt out in turn: of
-    two ranks the first takes samples 0, 2, 4, ... of it. Without a process group there is one rank. The number of
-    ranks is asked for at each pass, because a Trainer may begin the group after the sampler is made.
-
-    Args:
-        dataset: What is sampled from; only its length is used.
-        seed: An integer from 0 to ``2**32 - 1``, the same on all ranks.
-        shuffle: ``False`` for the order of the dataset.
-        drop_last: Whether samples that do not make a full turn of the ranks are left out; otherwise the first ones
-            are taken again to fill it.
-        num_replicas: The number of ranks; ``None`` for that of the process group.
-        rank: The number of this rank; ``None`` for that of the process group.
-
-    Raises:
-        TypeError: If ``seed`` is not an integer.
-        ValueError: If ``seed`` or ``rank`` is out of range.
-
-    Note:
-        Call ``set_epoch`` before each epoch, as with ``DistributedSampler``; Lightning does.
-
-    Example:
-        >>> whole = list(SeededSampler(range(6), seed=3))
-        >>> first, second = (list(SeededSampler(range(6), seed=3, num_replicas=2, rank=rank)) for rank in (0, 1))
-        >>> [first, second] == [whole[0::2], whole[1::2]]
-        True
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        seed: int,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-    ) -> None:
-        self.epoch = 0
-        self._given = {"shuffle": shuffle, "drop_last": drop_last, "seed": check_seed(seed)}
-        self._ranks = num_replicas, rank
-        self._reshard(dataset)
-
-    def _reshard(self, dataset: Any) -> None:
-        """Count the ranks and share the dataset out among them."""
-        epoch, (rank, size) = self.epoch, rank_and_size()
-        replicas, own = self._ranks
-        super().__init__(dataset, size if replicas is None else replicas, rank if own is None else own, **self._given)
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self._reshard(self.dataset)
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._reshard(self.dataset)
-        return super().__len__()
-
-
 class SeededDataset(Dataset[Any]):
     """A dataset before each sample of which the generators are seeded; see ``seed_samples``.
 
@@ -245,8 +196,7 @@ class SeededDataset(Dataset[Any]):
                 "samples have no index. Draw inside the stream from a generator that you seed for each sample."
             )
         # Other attributes that are set belong to the dataset, see __setattr__.
-        object.__setattr__(self, "_seeded_dataset", dataset)
-        object.__setattr__(self, "_seeder", Seeder(dataset, seed))
+        vars(self).update(_seeded_dataset=dataset, _seeder=Seeder(dataset, seed))
 
     def __len__(self) -> int:
         return len(self._seeded_dataset)
@@ -255,22 +205,20 @@ class SeededDataset(Dataset[Any]):
         """Load the one entry of ``key``: an index, or a list of them where the sampler yields lists."""
         (item,) = _check_key(key)
         with _put_back():
-            self._seeder.seed("sample", key.epoch, _first_index(item))
+            self._seeder("sample", key.epoch, _first_index(item))
             return key, self._seeded_dataset[item]
 
     def __getitems__(self, key: BatchKey) -> tuple[BatchKey, Any]:
         """Load the samples of ``key``, one after another or, if the dataset can, in one call."""
-        _check_key(key)
-        seed, epoch, dataset = self._seeder.seed, key.epoch, self._seeded_dataset
+        dataset, samples = self._seeded_dataset, []
         with _put_back():
             if loads_batches(dataset):
-                seed("sample", epoch, _first_index(key))
+                self._seeder("sample", _check_key(key).epoch, _first_index(key))
                 return key, dataset.__getitems__(list(key))
-            samples = []
-            for index in key:
-                seed("sample", epoch, operator.index(index))
+            for index in _check_key(key):
+                self._seeder("sample", key.epoch, operator.index(index))
                 samples.append(dataset[index])
-            return key, samples
+        return key, samples
 
     def __getattr__(self, name: str) -> Any:
         # Not those that Python and pickle ask of this object itself, which may be without attributes still.
@@ -289,82 +237,69 @@ class SeededCollate:
     """A ``collate_fn`` before each call of which the generators are seeded; see ``seed_samples``."""
 
     def __init__(self, collate_fn: Any, seed: int) -> None:
-        self.collate_fn, self.seeder = collate_fn, Seeder(collate_fn, seed)
+        self.collate_fn, self._seeder = collate_fn, Seeder(collate_fn, seed)
 
     def __call__(self, loaded: tuple[BatchKey, Any]) -> Any:
         """Return the batch of the samples that ``SeededDataset`` loaded."""
         key, samples = loaded
         with _put_back():
-            self.seeder.seed("batch", key.epoch, key.number)
+            self._seeder("batch", key.epoch, key.number)
             return self.collate_fn(samples)
 
 
 class Seeder:
-    """Seeds the generators of this process, and those that ``root`` exposes, for which it is searched once an epoch."""
+    """Seeds the generators of this process, and what ``root`` holds, for which it is searched once an epoch."""
 
     def __init__(self, root: Any, seed: int) -> None:
-        self.root, self.base = root, check_seed(seed)
-        self._searched, self._exposed = -1, []
+        self._root, self._base = root, check_seed(seed)
+        self._searched, self._held = -1, []
 
-    def seed(self, kind: str, epoch: int, number: int) -> None:
-        """Seed all of them for the sample with the index ``number`` in ``epoch``, or for the batch with that number."""
+    def __call__(self, kind: str, epoch: int, index: int) -> None:
+        """Seed all of them with ``seeds_of`` a sample, or of a batch."""
         if self._searched != epoch:
-            self._searched, self._exposed = epoch, [_seeding_of(item) for item in _find_exposed(self.root)]
-        digest = hashlib.blake2b(f"{kind} {self.base} {epoch} {number}".encode(), digest_size=SEEDS.size).digest()
-        for_torch, for_python, for_numpy = SEEDS.unpack(digest)
+            parts = [self._root, *parts_in(self._root, _seeds_its_parts)]
+            self._searched, self._held = epoch, [each for each in parts if _is_seeded(each)]
+        for_torch, for_python, for_numpy = seeds_of(self._base, epoch, index, kind)
         # torch.manual_seed would prepare the seeding of every device, which takes a hundred times as long.
         torch.default_generator.manual_seed(for_torch)
         random.seed(for_python)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(for_numpy)
-        for position, exposed in enumerate(self._exposed, 1):
-            exposed((for_numpy + position) % LARGEST)
+        np.random.seed(for_numpy)
+        for position, each in enumerate(self._held, 1):
+            _seed(each, (for_numpy + position) % LARGEST)
 
 
-def _seeding_of(item: Any) -> Callable[[int], Any]:
-    """Return what seeds an object's generators."""
-    # The transforms of Albumentations have both methods, and their set_random_state takes generators.
-    if callable(getattr(type(item), "set_random_seed", None)):
-        return item.set_random_seed
-    parameters = inspect.signature(item.set_random_state).parameters
-    if "seed" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+def _is_seeded(part: Any) -> bool:
+    kind = type(part)
+    return isinstance(part, GENERATORS) or hasattr(kind, "set_random_seed") or hasattr(kind, "set_random_state")
+
+
+def _seeds_its_parts(part: Any) -> bool:
+    """Whether seeding an object seeds what it holds: a transform does, as MONAI's ``Compose``, a dataset does not."""
+    return _is_seeded(part) and not isinstance(part, Dataset)
+
+
+def _seed(part: Any, seed: int) -> None:
+    """Seed a generator or an object that has generators."""
+    if isinstance(part, torch.Generator):
+        part.manual_seed(seed)
+    elif isinstance(part, (random.Random, np.random.RandomState)):
+        part.seed(seed)
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = type(part.bit_generator)(seed).state
+    elif hasattr(type(part), "set_random_seed"):  # Albumentations has both methods
+        part.set_random_seed(seed)
+    else:
+        _set_random_state(part, seed)
+
+
+def _set_random_state(part: Any, seed: int) -> None:
+    try:
+        part.set_random_state(seed=seed)
+    except TypeError as error:
         raise TypeError(
-            f"sample seeds: expected {type(item).__name__} to have set_random_state(seed=) as in MONAI, or "
-            f"set_random_seed(seed) as in Albumentations, got set_random_state({', '.join(parameters)}). Add one of "
-            "them, or seed it in __getitem__."
-        )
-    return functools.partial(_set_random_state, item)
-
-
-def _set_random_state(item: Any, seed: int) -> None:
-    item.set_random_state(seed=seed)
-
-
-def _find_exposed(root: Any) -> list[Any]:
-    """Return ``root`` and the objects in it, as far as they have a method that seeds them.
-
-    A transform that has it seeds its own parts, as MONAI's ``Compose`` does; a dataset does not, and is searched too.
-    MONAI's ``set_rnd`` does not serve here: it would walk through a list of a million files before each sample, and
-    end in a ``RecursionError`` where objects know one another.
-    """
-    found, seen, rest = [], {}, [root]
-    while rest:
-        item = rest.pop()
-        if id(item) in seen or isinstance(item, OPAQUE):
-            continue
-        seen[id(item)] = item
-        exposed = any(callable(getattr(type(item), name, None)) for name in ("set_random_seed", "set_random_state"))
-        found += [item] * exposed
-        if not exposed or isinstance(item, Dataset):
-            rest.extend(reversed(_parts(item)))
-    return found
-
-
-def _parts(item: Any) -> list[Any]:
-    if isinstance(item, (dict, list, tuple)):
-        parts = item.values() if isinstance(item, dict) else item
-        return list(parts) if len(item) <= MANY else []
-    return list(getattr(item, "__dict__", {}).values())
+            f"sample seeds: expected {type(part).__name__} to have set_random_state(seed=) as in MONAI, or "
+            f"set_random_seed(seed) as in Albumentations. Add one of them, or seed it in __getitem__. Got: {error}"
+        ) from error
 
 
 def check_seed(seed: Any, name: str = "seed") -> int:

@@ -16,7 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.sample_seeds import SeededSampler, seed_samples
+from lightning_turbo.data.sample_seeds import seed_samples
+from lightning_turbo.data.seeded_sampler import SeededSampler
 from lightning_turbo.errors import NoEffectWarning
 from tests.unit.data.samples import Rows
 

@@ -126,7 +126,7 @@ def _worker_draws(facts: Facts) -> Iterator[Hit]:
     "repeated-draws",
     "sample-seeds",
     "Draw from the generators of torch, NumPy or Python, which differ between workers, or seed this one in "
-    "worker_init_fn. sample_seeds= seeds it if its owner has set_random_state.",
+    "worker_init_fn. sample_seeds= seeds it too.",
 )
 def _repeated_draws(facts: Facts) -> Iterator[Hit]:
     for name in facts.loader.repeated:

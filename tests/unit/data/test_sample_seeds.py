@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo._random import shared_state
 from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
+from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import NoEffectWarning
 from tests.integration.noting import Save, fit, gives
 from tests.unit.data.samples import Rows, seeded
@@ -90,6 +91,9 @@ def test_every_sample_of_every_epoch_has_numbers_of_its_own():
     assert drawn.unique().numel() == drawn.numel()
     # A run that is resumed after an upgrade goes on as it began: these are the numbers of earlier versions.
     assert expected(1)[0, 3].tolist() == pytest.approx(GOLDEN, abs=1e-7)
+    for_torch, for_python, for_numpy = seeds_of(SEED, 0, 3)
+    first = torch.rand((), generator=seeded(for_torch)).item(), random.Random(for_python).random()
+    assert [*first, np.random.RandomState(for_numpy).rand()] == pytest.approx(GOLDEN[1:4], abs=1e-7)
     other = rows_of(seed_samples(DataLoader(Augmented()), SEED + 1))[:, :, 1:]
     assert not torch.isin(other, drawn).any()
 
@@ -403,14 +407,49 @@ def augmented_by(transform):
     return dataset
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_transforms_that_take_a_seed_by_either_method_are_seeded(workers):
-    for kind in (Albumentations, Jitter):
-        loaders = [
-            seed_samples(DataLoader(augmented_by(kind()), size, num_workers=count), SEED)
-            for size, count in ((4, 0), (3, workers))
+class OwnGenerators:
+    """Has no method that seeds it."""
+
+    def __init__(self):
+        self.held = {"torch": torch.Generator(), "numpy": [np.random.default_rng(), np.random.RandomState()]}
+        self.python = random.Random()
+
+    def __call__(self, values):
+        new, old = self.held["numpy"]
+        return [
+            *values,
+            torch.rand((), generator=self.held["torch"]).item(),
+            new.random(),
+            old.rand(),
+            self.python.random(),
         ]
-        assert torch.equal(*(torch.cat(list(loader)) for loader in loaders))
+
+
+class Paired:
+    """Gives its two parts one seed, so that an image and its mask turn alike."""
+
+    def __init__(self):
+        self.parts = [Jitter(), Jitter()]
+
+    def set_random_state(self, seed):
+        for part in self.parts:
+            part.set_random_state(seed)
+
+    def __call__(self, values):
+        first, second = (part([])[0] for part in self.parts)
+        assert first == second
+        return [*values, first]
+
+
+@pytest.mark.parametrize("kind", [Albumentations, Jitter, OwnGenerators, Paired])
+def test_what_the_dataset_and_its_transforms_hold_is_seeded(kind):
+    one, two = (
+        seed_samples(DataLoader(joined_parts(augmented_by(kind())), size, num_workers=workers), SEED)
+        for size, workers in ((4, 0), (3, 2))
+    )
+    rows = torch.cat(list(one))
+    assert torch.equal(rows, torch.cat(list(two)))
+    assert rows.unique().numel() == rows.numel()
 
 
 def test_a_transform_that_takes_no_seed_is_named():
