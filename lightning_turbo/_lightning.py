@@ -59,10 +59,12 @@ __all__ = [
     "callbacks_named",
     "check_binding",
     "check_lean",
+    "combined_loader",
     "hooks_before_transfer",
     "is_fitting",
     "is_followed",
     "loaded_checkpoint",
+    "owner_of_training_data",
     "refuse_as_callback",
     "register_strategies",
     "replace_strategy",
@@ -261,6 +263,16 @@ def batch_limit(trainer: Any, loader: Any) -> float:
                 if each is loader:
                     return limit
     return math.inf
+
+
+def combined_loader(trainer: Any) -> Any:
+    """Return the CombinedLoader of a Trainer's training loaders."""
+    return trainer.fit_loop._combined_loader
+
+
+def owner_of_training_data(trainer: Any) -> Any:
+    """Return what has ``train_dataloader``: the module or the datamodule, or the loader that ``fit`` got."""
+    return trainer.fit_loop._data_source.instance
 
 
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:

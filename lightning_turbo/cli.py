@@ -265,8 +265,8 @@ def _add_tune(commands: Commands) -> None:
         examples=("--minutes 5 train.py --max_epochs 1", "--only 'workers-*',fused -m package fit"),
         help="find by measurement what makes a training script faster, and write the settings down",
         description="Run a script in fresh processes for some steps of fit, with one setting after the other and then "
-        "with what helps together. The script is not edited. Writes tune.json, turbo.yaml for LightningCLI, turbo.py "
-        "and, with matplotlib, tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
+        "with what helps together. The script is not edited. Writes tune.md, tune.json, turbo.yaml for LightningCLI, "
+        "turbo.py and, with matplotlib, tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
         usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...]",
     )
     add = parser.add_argument

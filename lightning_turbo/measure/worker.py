@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -19,6 +20,8 @@ from lightning_turbo.measure.memory import peak_bytes
 from lightning_turbo.measure.meter import Meter
 
 __all__ = ["Channel", "SkippedError", "open_channel", "serve"]
+
+LINE = 200  # characters of an error that a table shows; the log has the rest
 
 
 class SkippedError(Exception):
@@ -94,5 +97,5 @@ def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) 
         channel.tell({"event": "skipped", "reason": str(error)})
     except Exception as error:
         traceback.print_exc()
-        reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-        channel.tell({"event": "failed", "reason": reason})
+        first = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+        channel.tell({"event": "failed", "reason": textwrap.shorten(first, LINE, placeholder=" ...")})

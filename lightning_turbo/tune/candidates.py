@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -26,46 +26,61 @@ class Facts:
     one_batch_ms: float  # of a step that is given one batch again and again
     loader_ms: float  # of a batch from the loader alone
     device: str = "cpu"
-    cores: int = 1
-    strategy: str = "SingleDeviceStrategy"
-    precision: str = "32-true"
-    automatic: bool = True  # whether Lightning steps the optimizers
-    can_fuse: bool = False
-    convolutions: bool = False
-    norms: bool = False  # batch or instance norms, and convolutions with a bias
-    dataloader: bool = True
     num_workers: int = 0
-    prefetches: bool = False
     batches: int | None = None  # of an epoch
-    followed: bool = True  # whether Lightning is one that the lean step follows
-    compiler: bool = True
-    huge_pages: str | None = None
+    lacks: Sequence[str] = ()  # keys of NEEDS that the script or the machine has not
 
     @property
-    def waiting(self) -> float:
-        """The share of a step that waits for data."""
-        return max(0.0, 1.0 - self.one_batch_ms / self.step_ms)
+    def loading(self) -> float:
+        """The largest share of a step that loading ahead can save: what the loader takes by itself.
+
+        The difference of the other two times would say it too, on a machine that is quiet.
+        """
+        return min(1.0, self.loader_ms / self.step_ms)
+
+    @property
+    def waiting_ms(self) -> float:
+        """How long a step waits for data, as far as its three times say."""
+        return max(0.0, min(self.step_ms - self.one_batch_ms, self.loader_ms))
+
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether batches are prepared beside the step already."""
+        return self.num_workers > 0 or "no thread" in self.lacks
+
+    def lack(self, need: str) -> bool:
+        """Return whether something that a candidate needs is not there."""
+        if need == "loading":
+            return self.loading < SMALL_SHARE
+        if need == "computing":
+            return self.one_batch_ms < SMALL_SHARE * self.step_ms
+        if need == "short epochs":
+            return self.batches is None or self.batches > SHORT_EPOCH
+        if need == "short step":
+            return self.one_batch_ms * SMALL_SHARE >= LIGHTNING_MS
+        return need in self.lacks
 
 
-# What a candidate needs: whether it is there, and what is said if it is not.
-NEEDS: dict[str, tuple[Callable[[Facts], bool], str]] = {
-    "waiting": (lambda f: f.waiting >= SMALL_SHARE, f"a step waits for data {LITTLE}"),
-    "computing": (lambda f: f.one_batch_ms >= SMALL_SHARE * f.step_ms, f"a step computes {LITTLE}"),
-    "dataloader": (lambda f: f.dataloader, "the training loader is not a DataLoader"),
-    "no thread": (lambda f: not f.prefetches, "the loader prepares batches in a thread already"),
-    "short epochs": (lambda f: (f.batches or 1e9) <= SHORT_EPOCH, "epochs are long, so that their starts hardly count"),
-    "own strategy": (lambda f: f.strategy == "SingleDeviceStrategy", "the script sets a strategy"),
-    "own precision": (lambda f: f.precision == "32-true", "the script sets a precision"),
-    "short step": (lambda f: f.one_batch_ms * SMALL_SHARE < LIGHTNING_MS, "a step is long beside Lightning's loop"),
-    "Lightning 2.6": (lambda f: f.followed, "it needs Lightning 2.6"),
-    "compiler": (lambda f: f.compiler, "torch finds no C++ compiler"),
-    "optimizer": (lambda f: f.can_fuse, "no optimizer can be fused, or each is already"),
-    "convolutions": (lambda f: f.convolutions, "there is no 2D or 3D convolution"),
-    "norms": (lambda f: f.norms, "there is no convolution with a bias before a batch or instance norm"),
-    "automatic": (lambda f: f.automatic, "the script steps its optimizers"),
-    "cuda": (lambda f: f.device == "cuda", "it needs a CUDA device"),
-    "cpu": (lambda f: f.device == "cpu", "it is for a CPU"),
-    "huge pages": (lambda f: f.huge_pages == "madvise", "the kernel gives large pages to every program, or to none"),
+# What a candidate needs, and what is said if it is not there.
+NEEDS = {
+    "loading": f"loading a batch takes {LITTLE}",
+    "computing": f"a step computes {LITTLE}",
+    "dataloader": "the training loader is not a DataLoader",
+    "no thread": "the loader prepares batches in a thread already",
+    "short epochs": "epochs are long, so that their starts hardly count",
+    "own strategy": "the script sets a strategy",
+    "own precision": "the script sets a precision",
+    "float32 weights": "the network's weights are float64, whose digits half precision would lose",
+    "short step": "a step is long beside Lightning's loop",
+    "Lightning 2.6": "it needs Lightning 2.6",
+    "compiler": "torch finds no C++ compiler",
+    "optimizer": "no optimizer can be fused, or each is already",
+    "convolutions": "there is no 2D or 3D convolution",
+    "norms": "there is no convolution with a bias before a batch or instance norm",
+    "automatic": "the script steps its optimizers",
+    "cuda": "it needs a CUDA device",
+    "cpu": "it is for a CPU",
+    "huge pages": "the kernel gives large pages to every program, or to none",
 }
 
 
@@ -99,10 +114,10 @@ def why_not(candidate: Candidate, facts: Facts) -> str:
     """Return why a candidate is not tried, or an empty text."""
     if facts.num_workers and candidate.callbacks.get("Prefetch", {}).get("num_workers") == facts.num_workers:
         return "the loader has as many"
-    return next((NEEDS[need][1] for need in candidate.needs if not NEEDS[need][0](facts)), "")
+    return next((NEEDS[need] for need in candidate.needs if facts.lack(need)), "")
 
 
-LOADING = ("waiting", "dataloader")
+LOADING = ("loading", "dataloader")
 THREAD = (*LOADING, "no thread")
 COMPILE = ("computing", "own strategy", "compiler")
 CUDA = ("cuda", "own strategy")
@@ -130,7 +145,7 @@ def list_candidates(cores: int) -> list[Candidate]:
     graphs = {"compile": {"what": "network", "mode": "reduce-overhead"}}
     lean = ("computing", "own strategy", "Lightning 2.6", "short step")
     precision: dict[str, Any] = {
-        "slot": "precision", "needs": ("computing", "own precision"), "result": "other maths",
+        "slot": "precision", "needs": ("computing", "own precision", "float32 weights"), "result": "other maths",
     }  # fmt: skip
     c = Candidate
     return [

@@ -6,9 +6,9 @@ import math
 from typing import TextIO
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import Interrupt, Progress, Work, count_cores
+from lightning_turbo.measure import Interrupt, Progress, Work, count_cores, print_lines, why_no_picture
 from lightning_turbo.tune.candidates import list_candidates, select
-from lightning_turbo.tune.report import describe_headroom, make_results, print_results, write_results
+from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
 from lightning_turbo.tune.search import Search
 
@@ -20,7 +20,7 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
 
     Args:
         settings: What to tune, and how.
-        stream: Where to write the table; ``None`` takes standard output.
+        stream: Where to write what was found; ``None`` takes standard output.
 
     Returns:
         Exit status: 0, also if nothing helps; 130 after Ctrl-C.
@@ -38,7 +38,8 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
         search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
         search.run()
     results = make_results(search, settings.command)
-    print_results(results, write_results(search, results, settings.out), stream)
+    paths = write_results(search, results, settings.out)
+    print_lines(as_text(results), *map(str, paths), *filter(None, [why_no_picture()]), stream=stream)
     return 130 if interrupt.pressed else 0
 
 

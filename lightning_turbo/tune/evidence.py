@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_turbo.measure import interval_of, log_quotients
+from lightning_turbo.tune.candidates import SMALL_SHARE
 
 __all__ = ["DEFAULT", "Case", "Comparison", "compare_losses"]
+
+MOST = 12  # pairs of processes, after which a comparison stays as it is
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Comparison:
     """One case against another, process by process."""
 
     logs: list[float] = field(default_factory=list)  # logarithm of the ratio of their times in each pair of processes
-    error: str = ""
+    error: str = ""  # why there are no more
     losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # above and below the line
 
     @property
@@ -59,10 +62,25 @@ class Comparison:
         """Whether the upper end of the interval is below 1."""
         return self.interval is not None and self.interval[1] < 1.0
 
+    @property
+    def decided(self) -> bool:
+        """Whether further processes are not worth their time: it gains, gains next to nothing, fails, or had enough."""
+        if self.error or self.gains or len(self.logs) >= MOST:
+            return True
+        return self.interval is not None and self.interval[0] > 1.0 - SMALL_SHARE
+
+    def __str__(self) -> str:
+        """The factor, and its interval."""
+        if not self.logs:
+            return "not measured"
+        spread = f"{1 / self.interval[1]:.2f} to {1 / self.interval[0]:.2f}" if self.interval else "in one process"
+        return f"{1 / self.ratio:.2f} times as fast ({spread})"
+
     def add(self, above: Mapping[str, Any], below: Mapping[str, Any]) -> None:
         """Add a pair of processes."""
         if above["status"] != "ok":
-            self.error = above["reason"] or above["status"]
+            reason = above["reason"] or above["status"]
+            self.error = f"not tried because {reason}" if above["status"] == "skipped" else f"failed: {reason}"
             return
         self.logs += log_quotients(above, below)
         self.losses = above["numbers"].get("losses", []), below["numbers"].get("losses", [])

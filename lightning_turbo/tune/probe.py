@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -21,13 +22,15 @@ from lightning_turbo._lightning import (
     Callback,
     DummyLogger,
     MixedPrecision,
+    Precision,
     Trainer,
+    combined_loader,
     is_followed,
     replace_strategy,
 )
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.measure import Meter, count_cores, huge_pages
+from lightning_turbo.measure import Meter, huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
 from lightning_turbo.nn.memory_format import has_format
 from lightning_turbo.tune.units import can_fuse
@@ -83,7 +86,7 @@ class Probe(Callback):
         self.facts = describe(trainer, pl_module)
         self.step()  # that is none: it waits for the turn, as nothing is computed beside processes that start
         if self.mode == "loader":
-            self.load(trainer.fit_loop._combined_loader)
+            self.load(combined_loader(trainer))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
@@ -106,43 +109,41 @@ class Probe(Callback):
 
 def describe(trainer: Any, module: Any) -> dict[str, Any]:
     """Return the fields of ``Facts`` that need no measurement, and how many batches make a step."""
-    device = trainer.strategy.root_device.type
+    loader = combined_loader(trainer).flattened[0]
+    loader = loader.loader if isinstance(loader, Repeat) else loader
+    device, batches = trainer.strategy.root_device.type, trainer.num_training_batches
+    has = {
+        "dataloader": isinstance(loader, DataLoader),
+        "no thread": not isinstance(loader, PrefetchLoader),
+        "own strategy": type(trainer.strategy).__name__ == "SingleDeviceStrategy",
+        # A plugin of another class sets the precision too, whatever it is called.
+        "own precision": type(trainer.precision_plugin) is Precision,
+        "automatic": module.automatic_optimization,
+        "optimizer": any(can_fuse(optimizer) for optimizer in trainer.optimizers),
+        "Lightning 2.6": is_followed(),
+        "compiler": device == "cuda" or shutil.which(os.environ.get("CXX", "c++")),
+        "huge pages": huge_pages() == "madvise",
+        "cuda": device == "cuda",
+        "cpu": device == "cpu",
+        **describe_network(module),
+    }
     return {
         "device": device,
-        "cores": count_cores(),
-        "strategy": type(trainer.strategy).__name__,
-        "precision": str(trainer.precision),
-        "automatic": bool(module.automatic_optimization),
+        "num_workers": getattr(loader, "num_workers", 0),
+        "batches": int(batches) if batches != float("inf") else None,
+        "lacks": [need for need, there in has.items() if not there],
         "accumulate": int(trainer.accumulate_grad_batches),
-        "can_fuse": any(can_fuse(optimizer) for optimizer in trainer.optimizers),
-        "followed": is_followed(),
-        "compiler": device == "cuda" or bool(shutil.which(os.environ.get("CXX", "c++"))),
-        "huge_pages": huge_pages(),
-        **describe_network(module),
-        **describe_loader(trainer),
     }
 
 
-def describe_network(module: nn.Module) -> dict[str, Any]:
+def describe_network(module: nn.Module) -> dict[str, bool]:
     """Return what the network has that a candidate changes."""
     parts = list(module.modules())
     biased = any(isinstance(part, LAYERS) and part.bias is not None for part in parts)
     return {
         "convolutions": has_format(module),
         "norms": biased and any(isinstance(part, NORMS) for part in parts),
-    }
-
-
-def describe_loader(trainer: Any) -> dict[str, Any]:
-    """Return how the first training loader loads."""
-    loader = trainer.fit_loop._combined_loader.flattened[0]
-    loader = loader.loader if isinstance(loader, Repeat) else loader
-    batches = trainer.num_training_batches
-    return {
-        "dataloader": isinstance(loader, DataLoader),
-        "num_workers": getattr(loader, "num_workers", 0),
-        "prefetches": isinstance(loader, PrefetchLoader),
-        "batches": int(batches) if batches != float("inf") else None,
+        "float32 weights": all(weight.dtype is not torch.float64 for weight in module.parameters()),
     }
 
 

@@ -1,4 +1,4 @@
-"""What comes out: ``tune.json``, ``turbo.yaml``, ``turbo.py``, a table, and with matplotlib ``tune.png``."""
+"""What comes out: ``tune.json``, ``tune.md``, ``turbo.yaml``, ``turbo.py``, and with matplotlib ``tune.png``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from lightning_turbo._files import whole_file
 from lightning_turbo.measure import (
     Bar,
     describe_machine,
     draw_bars,
-    print_lines,
-    print_table,
+    markdown_table,
     three_digits,
     why_no_picture,
     write_json,
@@ -23,20 +22,25 @@ from lightning_turbo.tune.candidates import SMALL_SHARE, Facts, Settings, combin
 from lightning_turbo.tune.evidence import Comparison
 from lightning_turbo.tune.search import Search, Trial
 
-__all__ = ["describe_headroom", "make_results", "print_results", "script_text", "write_results", "yaml_text"]
+__all__ = ["as_text", "describe_headroom", "make_results", "script_text", "write_results", "yaml_text"]
 
 COLOURS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
+COVERS = "Factors are of training steps: validation, the starts of workers and what is outside of fit are not in them."
 
 
 def describe_headroom(facts: Facts) -> str:
-    """Return in words what a step waits for."""
-    waiting = facts.waiting * facts.step_ms
-    text = f"Your step takes {three_digits(facts.step_ms)} ms, {three_digits(waiting)} of them waiting for data"
-    if facts.waiting < SMALL_SHARE:
-        return f"{text}: prefetching cannot help."
-    times = 1 / (1 - facts.waiting)
-    alone = f" The loader alone takes {three_digits(facts.loader_ms)} ms a batch." if facts.loader_ms else ""
-    return f"{text}; without waiting it would be {times:.{1 if times >= 1.1 else 2}f} times as fast.{alone}"
+    """Return in words what a step takes, and what loading ahead can save of it."""
+    text = (
+        f"Your step takes {three_digits(facts.step_ms)} ms, with one batch again and again "
+        f"{three_digits(facts.one_batch_ms)} ms, and the loader alone {three_digits(facts.loader_ms)} ms a batch"
+    )
+    if facts.loading < SMALL_SHARE:
+        return f"{text}: loading ahead cannot help."
+    if facts.loads_ahead:
+        return f"{text}; batches are loaded beside the step already."
+    if facts.loading > 0.95:
+        return f"{text}: loading takes nearly all of the time."
+    return f"{text}: loading ahead can make it {1 / (1 - facts.loading):.2f} times as fast at most."
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
@@ -48,14 +52,24 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
 
 
 def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
-    """Return what was found as plain values."""
-    chosen = search.chosen
+    """Return what was found as plain values: in words the verdict, why, and what to do next; then the numbers."""
+    chosen, facts = search.chosen, search.facts
+    headroom = {} if facts is None else {
+        "one_batch_ms": facts.one_batch_ms,
+        "loader_ms": facts.loader_ms,
+        "waiting_ms": facts.waiting_ms,
+        "sentence": describe_headroom(facts),
+    }  # fmt: skip
     return {
         "format": 1,
         "command": list(command),
         "interrupted": search.interrupted,
-        "verdict": search.verdict,
-        **_headroom(search.facts),
+        "verdict": _verdict(search),
+        "why": " ".join([*([headroom["sentence"]] if headroom else []), COVERS]),
+        "next": _next(search, command),
+        "machine": describe_machine("cpu" if facts is None else facts.device),
+        "default": {"step_ms": None if facts is None else facts.step_ms},
+        "headroom": headroom or None,
         "candidates": [_row(search, trial) for trial in search.trials.values()],
         "chosen": {
             "settings": list(chosen.names),
@@ -65,37 +79,44 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _headroom(facts: Facts | None) -> dict[str, Any]:
-    if facts is None:
-        return {"machine": describe_machine("cpu"), "default": {"step_ms": None}, "headroom": None}
-    headroom = {
-        "one_batch_ms": facts.one_batch_ms,
-        "loader_ms": facts.loader_ms,
-        "waiting_ms": facts.waiting * facts.step_ms,
-        "sentence": describe_headroom(facts),
-    }
-    return {"machine": describe_machine(facts.device), "default": {"step_ms": facts.step_ms}, "headroom": headroom}
-
-
 def _row(search: Search, trial: Trial) -> dict[str, Any]:
-    result = search.result(trial.case, trial.alone)
     return {
         "name": trial.candidate.name,
         **_numbers(trial.alone),
         "kept": trial.kept,
         "why": trial.why,
-        "result": result,
+        "result": search.result(trial.case, trial.alone),
         "beside": _numbers(trial.beside),
     }
 
 
-def _headline(results: Mapping[str, Any]) -> str:
-    chosen = results["chosen"]
-    if not chosen["settings"]:
-        return results["verdict"]
-    low, high = chosen["interval"]
-    spread = f"{1 / high:.2f} to {1 / low:.2f}"
-    return f"{1 / chosen['ratio']:.2f} times as fast as the default ({spread}), result: {chosen['result']}"
+def _verdict(search: Search) -> str:
+    """The factor first, then what it does to the result."""
+    if search.verdict or not search.chosen.names:
+        return search.verdict
+    curves = ": losses in the picture" if _curves(search) else ""
+    return f"{search.final} with {search.chosen}, {search.result(search.chosen, search.final)}{curves}"
+
+
+def _next(search: Search, command: Sequence[str]) -> str:
+    if search.chosen.names:
+        start = _start_line(_settings(search), command)
+        return (
+            "Give the Trainer's arguments to turbo() of turbo.py, as Trainer(**turbo(max_epochs=3, callbacks=[...])); "
+            f"with LightningCLI add --config turbo.yaml after your own. {start}"
+        ).strip()
+    if search.interrupted or any(
+        trial.why.startswith("not tried because the time") for trial in search.trials.values()
+    ):
+        return "Give it more time with --minutes, or fewer settings with --only."
+    return "Leave the script as it is, or ask lightning-turbo doctor which lines take the time."
+
+
+def _curves(search: Search) -> dict[str, list[float]]:
+    """The losses to draw: where the maths changed, and the script returns losses that are comparable."""
+    chosen, default = search.final.losses
+    changed = search.chosen.names and search.result(search.chosen, search.final) == "other maths"
+    return {"default": default, "chosen": chosen} if changed and chosen and default and not why_no_picture() else {}
 
 
 def _settings(search: Search) -> Settings:
@@ -104,7 +125,7 @@ def _settings(search: Search) -> Settings:
 
 def _start_line(settings: Settings, command: Sequence[str]) -> str:
     variables = " ".join(f"{name}={value}" for name, value in settings.environment.items())
-    return f"# Start it with: {variables} {shlex.join(command)}\n" if variables else ""
+    return f"Start it with: {variables} {shlex.join(command)}" if variables else ""
 
 
 def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
@@ -117,35 +138,56 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
     if settings.precision:
         trainer["precision"] = settings.precision
     if settings.opt_level:
+        # A Trainer refuses a precision beside a plugin that sets it.
+        trainer["precision"] = None
         trainer["plugins"] = [{"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": settings.opt_level}}]
     if settings.callbacks:
         trainer["callbacks+"] = [
             {"class_path": f"lightning_turbo.{name}", "init_args": dict(arguments)}
             for name, arguments in settings.callbacks.items()
         ]
-    head = f"# {headline}\n# Use it as a further config: --config turbo.yaml, after yours.\n"
-    return f"{head}{_start_line(settings, command)}{yaml.safe_dump({'trainer': trainer}, sort_keys=False)}"
+    lines = (f"{headline}.", "A further config: --config turbo.yaml, after yours.", _start_line(settings, command))
+    head = "".join(f"# {line}\n" for line in lines if line)
+    return head + yaml.safe_dump({"trainer": trainer}, sort_keys=False)
 
 
 def script_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
-    """Return ``turbo.py``: the arguments of the Trainer in a script."""
-    callbacks = ["*callbacks", *(_call(name, arguments) for name, arguments in settings.callbacks.items())]
-    lines = {"callbacks": f"[{', '.join(callbacks)}]"}
+    """Return ``turbo.py``: a function that puts the settings among the arguments of a script's Trainer."""
+    callbacks = [_call(name, arguments) for name, arguments in settings.callbacks.items()]
+    lines = [f"callbacks=[{', '.join(['*as_list(callbacks)', *callbacks])}]"]
     if settings.strategy:
-        lines["strategy"] = _call("TurboStrategy", settings.strategy)
+        lines.append(f"strategy={_call('TurboStrategy', settings.strategy)}")
     if settings.precision:
-        lines["precision"] = repr(settings.precision)
+        lines.append(f"precision={settings.precision!r}")
     if settings.opt_level:
-        lines["plugins"] = f"[ApexAMP({settings.opt_level!r})]"
-    body = "".join(f'        "{name}": {value},\n' for name, value in lines.items())
-    head = f'"""{headline}.\n\nIn the script: ``Trainer(..., **turbo(callbacks=[...]))``.\n"""\n'
-    function = f'def turbo(callbacks=()):\n    """Return arguments for a Trainer."""\n    return {{\n{body}    }}\n'
-    return f"{head}{_start_line(settings, command)}\n{_import_line(settings)}\n\n{function}"
-
-
-def _import_line(settings: Settings) -> str:
+        lines.append("precision=None")
+        lines.append(f"plugins=[*as_list(arguments.get('plugins')), ApexAMP({settings.opt_level!r})]")
     names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
-    return f"from lightning_turbo import {', '.join(sorted(names))}\n" if names else ""
+    imports = f"from lightning_turbo import {', '.join(sorted(names))}\n" if names else ""
+    start = _start_line(settings, command)
+    return SCRIPT.format(
+        headline=headline,
+        start=f"\n{start}" if start else "",
+        imports=imports,
+        body="".join(f"    arguments.update({line})\n" for line in lines),
+    )
+
+
+SCRIPT = '''"""{headline}.
+
+In the script: ``Trainer(**turbo(max_epochs=3, callbacks=[...]))``, with all arguments of the Trainer.{start}
+"""
+
+{imports}
+
+def turbo(callbacks=None, **arguments):
+    """Return the arguments of a Trainer with those that make it faster in their place."""
+{body}    return arguments
+
+
+def as_list(given):
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+'''
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:
@@ -178,41 +220,37 @@ def _bar(name: str, kind: str, part: Comparison, start: float, value: float) -> 
 
 def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list[Path]:
     """Write the files; the picture only where matplotlib is installed."""
-    settings, headline = _settings(search), _headline(results)
+    settings, command = _settings(search), results["command"]
+    texts = {
+        "tune.md": as_text(results),
+        "turbo.yaml": yaml_text(settings, results["verdict"], command),
+        "turbo.py": script_text(settings, results["verdict"], command),
+    }
     paths = [write_json(results, out / "tune.json")]
-    for name, text in (("turbo.yaml", yaml_text), ("turbo.py", script_text)):
+    for name, text in texts.items():
         with whole_file(out / name) as part:
-            part.write_text(text(settings, headline, results["command"]))
+            part.write_text(text)
         paths.append(out / name)
     (out / "tune.png").unlink(missing_ok=True)  # of an earlier search
     if search.facts is not None and not why_no_picture():
-        changed = results["chosen"]["result"] == "other maths"
-        above, below = search.final.losses
-        curves: dict[str, list[float]] = {"default": below, "chosen": above} if changed else {}
         draw_bars(
             _bars(search, search.facts.step_ms),
             out / "tune.png",
-            title=f"{shlex.join(results['command'])}\n{headline}",
+            title=f"{shlex.join(command)}\n{results['verdict']}",
             label="ms a step",
             colours=COLOURS,
-            curves=curves,
+            curves=_curves(search),
         )
         paths.append(out / "tune.png")
     return paths
 
 
-def print_results(results: Mapping[str, Any], paths: Sequence[Path], stream: TextIO | None = None) -> None:
-    """Show the candidates in a table, and what is recommended."""
-    rows = [_cells(each) for each in results["candidates"]]
-    print_table("alone", ["setting", "times as fast", "95 % interval", "result", "note"], rows, stream)
-    lines = [results["headroom"]["sentence"]] if results["headroom"] else []
-    if results["chosen"]["settings"]:
-        lines.append(f"Chosen: {' + '.join(results['chosen']['settings'])}")
-    lines += [f"{_headline(results)}.", *map(str, paths)]
-    print_lines(*lines, *filter(None, [why_no_picture()]), stream=stream)
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    factor = f"{1 / row['ratio']:.2f}" if row["ratio"] else ""
-    spread = "-".join(f"{1 / end:.2f}" for end in reversed(row["interval"] or ()))
-    return [row["name"], factor, spread, row["result"] if factor else "", row["why"]]
+def as_text(results: Mapping[str, Any]) -> str:
+    """Return the verdict, why, and what to do next, and how each setting ended: for a terminal and for Markdown."""
+    rows = [[each["name"], each["why"], each["result"] if each["ratio"] else ""] for each in results["candidates"]]
+    columns = ["setting", "how it ended", "result"]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in (columns, *rows)]
+    verdict = f"`{shlex.join(results['command'])}`: {results['verdict']}."
+    words = [verdict, f"Why: {results['why']}", f"Next: {results['next']}", *markdown_table(padded[0], padded[1:])]
+    return "\n\n".join(words[:3]) + "\n\n" + "\n".join(words[3:]) + "\n"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, step_seconds
-from lightning_turbo.tune.candidates import Candidate, Facts, why_not
+from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Facts, why_not
 from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison, compare_losses
 
 __all__ = ["Runner", "Search", "Trial"]
 
 GROUP = 4  # cases that are alive beside the one that they are compared with
-SCREENING = 4  # processes of a candidate that comes through to the end of the screening
 ELIMINATION = 4  # processes of each comparison with one setting left out
 FINAL = 6  # processes of each side of the last comparison
+FEWEST = 4  # of them, where the time is short
 
 SEVERITY = ("", "same bits", "rounding", "other maths")
 
@@ -48,7 +48,7 @@ class Trial:
     """What became of a candidate."""
 
     candidate: Candidate
-    why: str = ""  # it is kept, or not
+    why: str = ""  # how it ended: kept; no gain; no better than another of its kind; failed; not tried
     alone: Comparison = field(default_factory=Comparison)  # against the script as it is
     beside: Comparison = field(default_factory=Comparison)  # all winners against all winners but this one
     kept: bool = False
@@ -58,19 +58,13 @@ class Trial:
         """It alone."""
         return Case((self.candidate.name,))
 
-    @property
-    def undecided(self) -> bool:
-        """Whether it was measured in too few processes to say anything, and looked well."""
-        return 0 < len(self.alone.logs) < SCREENING and self.alone.ratio < 0.97 and not self.alone.gains
-
-    @property
-    def untried(self) -> bool:
-        """Whether nothing ruled it out, and it was not measured."""
-        return not (self.why or self.alone.logs or self.alone.error)
-
 
 class Search:
     """Finds the settings under which a script takes less time.
+
+    Each candidate that the headroom speaks for is compared with the script as it is in one process; then those that
+    are undecided get further processes, the best first, for as long as the time allows beside what comes after: the
+    winners are put together, each is left out once, and the last comparison decides about what stays.
 
     Args:
         candidates: What is tried.
@@ -103,9 +97,9 @@ class Search:
             self.confirm(self.eliminate(self.winners()))
         except InterruptedRunError:
             self.interrupted = True
-            self.verdict = "the search was ended before the last comparison; nothing is recommended"
+            self.verdict = f"nothing is recommended: {self._why_ended()} before the last comparison"
         for trial in self.trials.values():
-            trial.why = trial.why or _reason(trial)
+            trial.why = trial.why or self._end(trial)
 
     def measure_headroom(self) -> None:
         """Measure the step as it is, with one batch again and again, and the loader alone."""
@@ -118,31 +112,40 @@ class Search:
         cases = [DEFAULT, Case(mode="one batch"), Case(mode="loader")]
         rows = self._measure(cases)
         step, one_batch, loader = (1e3 * _seconds(rows[case]) for case in cases)
-        self.facts = Facts(step_ms=step, one_batch_ms=one_batch or step, loader_ms=loader, **facts)
+        one_batch = one_batch or step
+        self.facts = Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
         self.on_headroom(self.facts)
         self.runner.set_pace(step / 1e3, accumulate)
-        self._rule_out(self.facts)
+        for trial in self.trials.values():
+            reason = why_not(trial.candidate, self.facts)
+            trial.why = f"not tried because {reason}" if reason else ""
 
     def screen(self) -> None:
-        """Compare each candidate with the script as it is; the better half goes on, up to four processes."""
-        alive = sorted((trial for trial in self.trials.values() if not trial.why), key=self._share, reverse=True)
-        for count in range(1, SCREENING + 1):
-            queue = list(alive)
-            while chunk := queue[: min(self._group, self._affordable(0.3 * self._total) - 1)]:
-                self._compare_alone(chunk)
-                queue = queue[len(chunk) :]
-            alive = _better_half([trial for trial in alive if len(trial.alone.logs) == count])
+        """Compare candidates with the script as it is: each once, then the undecided ones, the best first."""
+        while chunk := self._undecided()[: min(self._group, self._affordable(self._reserve()) - 1)]:
+            rows = self._measure([DEFAULT, *(trial.case for trial in chunk)])
+            for trial in chunk:
+                trial.alone.add(rows[trial.case], rows[DEFAULT])
 
     def winners(self) -> list[Trial]:
-        """Return those that gain alone, the best of each kind, the best first.
+        """Return those that gain alone, one of each kind, the best first.
 
-        Where the time was too short to decide about any, that is the best one, about which the last comparison decides.
+        Of those of a kind that differ by next to nothing it is the first in the table, the plainest. Where the time was
+        too short to decide about any, the last comparison decides about the best.
         """
-        best: dict[str, Trial] = {}
-        for trial in filter(self._keeps_maths, _gaining(_by_ratio(self.trials.values()))):
-            if best.setdefault(trial.candidate.kind, trial) is not trial:
-                trial.why = "another one of its kind is better"
-        return list(best.values())
+        promising = [trial for trial in self._undecided() if trial.alone.ratio < 1.0 - SMALL_SHARE]
+        gaining = list(filter(self._keeps_maths, self._gaining() or promising[:1]))
+        return [self._choose(kind, gaining) for kind in dict.fromkeys(trial.candidate.kind for trial in gaining)]
+
+    def _choose(self, kind: str, gaining: Sequence[Trial]) -> Trial:
+        """Choose one of a kind, and say of the others that it is better."""
+        limit = (1.0 + SMALL_SHARE) * min(trial.alone.ratio for trial in gaining if trial.candidate.kind == kind)
+        measured = [trial for trial in self.trials.values() if trial.candidate.kind == kind and trial.alone.logs]
+        chosen = next(trial for trial in measured if trial in gaining and trial.alone.ratio < limit)
+        for trial in measured:
+            if trial is not chosen:
+                trial.why = trial.why or f"no better than {chosen.candidate.name} of its kind: {trial.alone}"
+        return chosen
 
     def eliminate(self, winners: Sequence[Trial]) -> Case:
         """Put the winners together, and leave each out once, until each that is left makes the rest faster."""
@@ -155,23 +158,28 @@ class Search:
             if not useless:
                 break
             worst = max(useless, key=lambda trial: (bool(trial.beside.error), trial.beside.ratio, trial.alone.ratio))
-            worst.why = worst.beside.error or f"beside {whole.without(worst.candidate.name)} it gains nothing"
+            others = whole.without(worst.candidate.name)
+            worst.why = worst.beside.error or f"no gain beside {others}: {worst.beside}"
             kept.remove(worst)
         return self._case(kept)
 
     def confirm(self, case: Case) -> None:
-        """Compare a case with the script as it is in six processes each, and choose it if it gains."""
+        """Compare a case with the script as it is in six processes each or four, and choose it if it gains."""
         if case == DEFAULT:
             self.verdict = self._nothing()
             return
-        for _ in range(FINAL):
+        # Their number is fixed beforehand: to stop at the first interval below 1 would confirm chance.
+        for _ in range(max(FEWEST, min(FINAL, self._affordable() // 2))):
             rows = self._measure([DEFAULT, case])
             self.final.add(rows[case], rows[DEFAULT])
+            if self.final.error:
+                break
         self.verdict = self._objection(case)
         if not self.verdict:
             self.chosen = case
-            for name in case.names:
-                self.trials[name].kept = True
+        for name in case.names:
+            self.trials[name].kept = not self.verdict
+            self.trials[name].why = self._in_the_last_comparison(self.trials[name])
 
     def result(self, case: Case, comparison: Comparison) -> str:
         """Return what a case does to the result, by the losses and by the table of candidates.
@@ -188,39 +196,70 @@ class Search:
         return measured if same else max([measured, *declared], key=SEVERITY.index)
 
     def _nothing(self) -> str:
-        late = sum(trial.untried for trial in self.trials.values())
-        short = f"nothing is recommended: no time was left to try {late} of {len(self.trials)} settings"
-        return short if late else "nothing helps here"
+        late = sum(not trial.why and not trial.alone.logs for trial in self.trials.values())
+        if late:
+            return f"nothing is recommended: {late} of {len(self.trials)} settings were not tried, for want of time"
+        return "nothing helps here"
 
     def _objection(self, case: Case) -> str:
         """Why a case is not recommended after the last comparison."""
-        if len(self.final.logs) < FINAL:
-            return f"nothing is recommended: {case} failed in the last comparison: {self.final.error}"
+        if self.final.error:
+            return f"nothing is recommended: {case} in the last comparison: {self.final.error}"
         if not self.final.gains:
             return f"nothing helps here: the last comparison did not confirm {case}"
         if self.same_maths and self.result(case, self.final) != "same bits":
             return f"nothing is recommended: {case} changes the losses"
         return ""
 
-    def _rule_out(self, facts: Facts) -> None:
-        for trial in self.trials.values():
-            reason = why_not(trial.candidate, facts)
-            trial.why = f"not tried: {reason}" if reason else ""
+    def _in_the_last_comparison(self, trial: Trial) -> str:
+        if not self.verdict:
+            return f"kept: alone {trial.alone}"
+        if self.final.error:
+            return self.final.error
+        if self.final.gains:
+            return "failed: it changes the losses, which --same-maths refuses"
+        return f"no gain in the last comparison: {self.final}"
+
+    def _end(self, trial: Trial) -> str:
+        """How a candidate ended of which nothing else is known."""
+        if trial.alone.error:
+            return trial.alone.error
+        if trial.alone.gains:
+            return f"no gain confirmed, because {self._why_ended()}: {trial.alone}"
+        if trial.alone.logs:
+            return f"no gain: {trial.alone}"
+        if self.interrupted:
+            return f"not tried because {self._why_ended()}"
+        return "not tried because the time that was left was needed to confirm a gain"
+
+    def _why_ended(self) -> str:
+        return "the search was ended" if self.runner.left > 0 else "the time was over"
 
     @property
     def _group(self) -> int:
         """How many are alive beside what they are compared with; all have to fit into the memory of a GPU."""
         return 1 if self.facts is not None and self.facts.device == "cuda" else GROUP
 
+    def _undecided(self) -> list[Trial]:
+        """Return those that need processes: first what was not tried and can save most, then the best."""
+        best: dict[str, Trial] = {}
+        for trial in self._gaining():
+            best.setdefault(trial.candidate.kind, trial)
+        waiting = [trial for trial in self.trials.values() if not trial.why and not trial.alone.decided]
+        untried = [trial for trial in waiting if not trial.alone.logs]
+        rivals = [trial for trial in waiting if trial.alone.logs and _can_beat(trial, best.get(trial.candidate.kind))]
+        by_share = sorted(untried, key=self._share, reverse=True)
+        return by_share or sorted(rivals, key=lambda trial: trial.alone.ratio)
+
+    def _gaining(self) -> list[Trial]:
+        """Return those that gain, the best first."""
+        gaining = [trial for trial in self.trials.values() if trial.alone.gains and not trial.alone.error]
+        return sorted(gaining, key=lambda trial: trial.alone.ratio)
+
     def _share(self, trial: Trial) -> float:
         """The share of a step that a candidate can make shorter: the largest is tried first."""
-        waiting = 0.0 if self.facts is None else self.facts.waiting
-        return waiting if trial.candidate.slot == "loading" else 1.0 - waiting
-
-    def _compare_alone(self, trials: Sequence[Trial]) -> None:
-        rows = self._measure([DEFAULT, *(trial.case for trial in trials)])
-        for trial in trials:
-            trial.alone.add(rows[trial.case], rows[DEFAULT])
+        loading = 0.0 if self.facts is None else self.facts.loading
+        return loading if trial.candidate.slot == "loading" else 1.0 - loading
 
     def _compare_without(self, whole: Case, trials: Sequence[Trial]) -> None:
         rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in trials)])
@@ -229,7 +268,7 @@ class Search:
 
     def _keeps_maths(self, trial: Trial) -> bool:
         if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
-            trial.why = "it changes the losses"
+            trial.why = "failed: it changes the losses, which --same-maths refuses"
             return False
         return True
 
@@ -242,16 +281,26 @@ class Search:
         for _ in range(ELIMINATION):
             for start in range(0, len(kept), self._group):
                 chunk = kept[start : start + self._group]
-                if self._affordable() <= len(chunk):
+                if self._affordable(self._last()) <= len(chunk):
                     return []  # the last comparison is of the whole, then
                 self._compare_without(whole, chunk)
         return [trial for trial in kept if not trial.beside.gains]
 
+    def _last(self) -> float:
+        """Seconds of the last comparison, of which at most half of the time is kept: something has to be tried, too."""
+        return min(2 * FINAL * 1.2 * self.runner.cost, 0.5 * self._total)
+
+    def _reserve(self) -> float:
+        """Seconds of all that comes after the screening, as far as can be told from what gains so far."""
+        kinds = len({trial.candidate.kind for trial in self._gaining()})
+        parts = 0 if kinds < 2 else kinds + math.ceil(kinds / self._group)
+        return min(self._last() + ELIMINATION * parts * 1.2 * self.runner.cost, 0.5 * self._total)
+
     def _affordable(self, reserve: float = 0.0) -> int:
-        """How many processes there is time for, beside a reserve and what the last comparison takes."""
-        # A fifth more than processes have taken so far; but on a slow machine something has to be tried, too.
-        last = min(2.4 * FINAL * self.runner.cost, 0.5 * self._total)
-        return max(1, int((self.runner.left - max(last, reserve)) / self.runner.cost))
+        """How many processes there is time for, beside a reserve; for two at least before anything was tried."""
+        number = int((self.runner.left - reserve) / self.runner.cost)
+        tried = any(trial.alone.logs or trial.alone.error for trial in self.trials.values())
+        return number if tried else max(2, number)
 
     def _measure(self, cases: Sequence[Case]) -> Rows:
         rows = self.runner.measure(cases)
@@ -260,34 +309,12 @@ class Search:
         return rows
 
 
-def _gaining(trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.alone.gains] or [trial for trial in trials if trial.undecided][:1]
-
-
-def _by_ratio(trials: Iterable[Trial]) -> list[Trial]:
-    return sorted((trial for trial in trials if trial.alone.logs), key=lambda trial: trial.alone.ratio)
-
-
-def _better_half(trials: Sequence[Trial]) -> list[Trial]:
-    """The better half, or four if that is more, without those that lose."""
-    half = _by_ratio(trials)[: max(GROUP, math.ceil(len(trials) / 2))]
-    return [trial for trial in half if trial.alone.ratio < 1.01]
+def _can_beat(trial: Trial, best: Trial | None) -> bool:
+    """Whether a candidate may be better than the best of its kind that gains, if there is one."""
+    return best is None or best.alone.interval is None or trial.alone.ratio <= best.alone.interval[1]
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
     """The median seconds of a step; 0 where nothing was measured."""
     summary = step_seconds(row)
     return 0.0 if summary is None else summary.median
-
-
-def _reason(trial: Trial) -> str:
-    """What is said of a candidate about which nothing else is known."""
-    if trial.kept:
-        return "kept"
-    if trial.untried:
-        return "not tried: no time was left"
-    if trial.alone.error:
-        return f"failed: {trial.alone.error}"
-    if trial.undecided:
-        return "not decided: no time was left for further processes"
-    return "not confirmed" if trial.alone.gains else "no gain"

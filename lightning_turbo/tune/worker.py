@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "run_program"]
 
+# Modules of torch whose errors say that a network cannot be compiled.
+TRACERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch.fx")
+
 
 def run_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
     """Run the script or the module that a task names, with a probe in each Trainer; the first ``fit`` is measured."""
@@ -45,7 +48,9 @@ def _check(ending: Ending, made: list[Probe], meter: Meter) -> None:
         if probe.refusal:
             raise SkippedError(probe.refusal)
     if ending.error is not None:
-        raise RuntimeError(f"{type(ending.error).__name__}: {ending.error}")
+        if type(ending.error).__module__.startswith(TRACERS):
+            raise SkippedError("torch.compile cannot trace this network; the log has its words.")
+        raise ending.error
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")

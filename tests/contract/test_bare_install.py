@@ -172,7 +172,7 @@ def test_tune_runs_and_says_in_one_line_how_to_get_a_picture(bare):
     (bare.folder / "train.py").write_text(SCRIPT)
     done = bare("tune", "--minutes", "0.1", "--only", "release-gradients", "train.py")
     written = {path.name for path in (bare.folder / "runs" / "tune").iterdir()}
-    assert written == {"logs", "tune.json", "turbo.py", "turbo.yaml"}
+    assert written == {"logs", "tune.json", "tune.md", "turbo.py", "turbo.yaml"}
     assert "setting" in done.stdout
     assert re.findall(r".*matplotlib.*", done.stdout) == [
         "There is no picture, because matplotlib is not installed: pip install 'lightning-turbo[pictures]'"

@@ -1,6 +1,7 @@
 """What is found out about a script before anything is measured."""
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_turbo.tune.probe import describe_network
@@ -15,4 +16,11 @@ from lightning_turbo.tune.probe import describe_network
     ([nn.Linear(1, 4), nn.BatchNorm1d(4)], False, False),
 ])  # fmt: skip
 def test_a_network_has_what_a_candidate_changes(layers, convolutions, norms):
-    assert describe_network(nn.Sequential(*layers)) == {"convolutions": convolutions, "norms": norms}
+    found = describe_network(nn.Sequential(*layers))
+    assert (found["convolutions"], found["norms"], found["float32 weights"]) == (convolutions, norms, True)
+
+
+@pytest.mark.parametrize(("dtype", "told"), [(torch.float64, False), (torch.bfloat16, True)])
+def test_one_weight_in_float64_is_enough(dtype, told):
+    network = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1).to(dtype))
+    assert describe_network(network)["float32 weights"] == told

@@ -1,13 +1,13 @@
 """What is written after a search."""
 
-import io
 import json
+import re
 
 import pytest
 
 from lightning_turbo.measure import new_row
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
-from lightning_turbo.tune.report import describe_headroom, make_results, print_results, write_results
+from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.search import Search
 
 
@@ -16,8 +16,8 @@ class Still:
 
     cost, left = 1.0, 1e6
 
-    def __init__(self, factors):
-        self.factors = factors
+    def __init__(self, factors, manual=False):
+        self.factors, self.manual = factors, manual
 
     def set_pace(self, step_seconds, accumulate):
         pass
@@ -26,78 +26,106 @@ class Still:
         return {case: self.row(case) for case in cases}
 
     def row(self, case):
-        seconds = 0.004 if case.mode == "step" else 0.003
+        seconds = {"step": 0.004, "one batch": 0.003, "loader": 0.001}[case.mode]
         for name in case.names:
             seconds *= self.factors.get(name, 1.001)
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
-        numbers = {"facts": {"can_fuse": True}, "losses": [2.0, 1.5 + 0.2 * ("O1" in case.names)]}
+        losses = [] if self.manual else [2.0, 1.5 + 0.2 * ("O1" in case.names)]
+        numbers = {"facts": {"lacks": ["cuda"]}, "losses": losses}
         return {**new_row(), "status": "ok", "rounds": rounds, "numbers": numbers}
 
 
-@pytest.fixture
-def search():
-    made = Search(select(list_candidates(2), ["O1", "fused", "lean", "tf32"]), Still({"O1": 0.5, "fused": 0.8}))
+def search(factors, *names, manual=False):
+    made = Search(select(list_candidates(2), names), Still(factors, manual))
     made.run()
     return made
 
 
-def test_the_files_hold_what_was_found(search, tmp_path):
-    results = make_results(search, ["python", "train.py"])
-    paths = write_results(search, results, tmp_path)
-    assert [path.name for path in paths] == ["tune.json", "turbo.yaml", "turbo.py", "tune.png"]
+NAMES = ("O1", "fused", "lean", "tf32")
+HEADLINE = "2.50 times as fast (2.50 to 2.50) with fused + O1, other maths"
+
+
+def test_the_files_hold_what_was_found(tmp_path):
+    found = search({"O1": 0.5, "fused": 0.8}, *NAMES)
+    results = make_results(found, ["python", "train.py"])
+    paths = write_results(found, results, tmp_path)
+    assert [path.name for path in paths] == ["tune.json", "tune.md", "turbo.yaml", "turbo.py", "tune.png"]
     assert json.loads(paths[0].read_text()) == results
     assert results["default"] == {"step_ms": 4.0}
     assert results["headroom"]["waiting_ms"] == pytest.approx(1.0)
     rows = {row["name"]: row for row in results["candidates"]}
     assert rows["fused"]["ratio"] == pytest.approx(0.8)
     assert rows["fused"]["interval"] == pytest.approx([0.8, 0.8])
-    kept = {name: row["kept"] for name, row in rows.items()}
-    assert kept == {"O1": True, "fused": True, "lean": False, "tf32": False}
-    assert rows["tf32"]["why"] == "not tried: it needs a CUDA device"
+    assert {name for name, row in rows.items() if row["kept"]} == {"O1", "fused"}
     assert rows["tf32"]["ratio"] is None
     chosen = results["chosen"]
     assert (chosen["settings"], chosen["result"]) == (["fused", "O1"], "other maths")
     assert (chosen["ratio"], chosen["interval"]) == (pytest.approx(0.4), pytest.approx([0.4, 0.4]))
-    headline = "2.50 times as fast as the default (2.50 to 2.50), result: other maths"
-    assert all(path.read_text().splitlines()[0].endswith((headline, f"{headline}.")) for path in paths[1:3])
-    assert paths[3].read_bytes().startswith(b"\x89PNG")
-    screen = io.StringIO()
-    print_results(results, paths, screen)
-    assert "Chosen: fused + O1" in screen.getvalue()
-    rows = [line.split() for line in screen.getvalue().splitlines()]
-    assert ["fused", "1.25", "1.25-1.25", "same"] in [row[:4] for row in rows]
+    assert all(path.read_text().startswith((f"# {HEADLINE}", f'"""{HEADLINE}')) for path in paths[2:4])
+    assert paths[4].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_words_come_first_and_fit_a_terminal_and_markdown():
+    text = as_text(make_results(search({"O1": 0.5, "fused": 0.8}, *NAMES), ["python", "train.py"]))
+    verdict, why, then, table, *_ = text.split("\n\n")
+    assert verdict == f"`python train.py`: {HEADLINE}: losses in the picture."
+    assert why.startswith("Why: Your step takes 4.00 ms, with one batch again and again 3.00 ms")
+    assert why.endswith("validation, the starts of workers and what is outside of fit are not in them.")
+    assert "Trainer(**turbo(" in then
+    assert "--config turbo.yaml" in then
+    rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()]
+    assert rows[0] == ["setting", "how it ended", "result"]
+    assert {name: end for name, end, _ in rows[2:]} == {
+        "lean": "no gain: 1.00 times as fast (1.00 to 1.00)",
+        "fused": "kept: alone 1.25 times as fast (1.25 to 1.25)",
+        "O1": "kept: alone 2.00 times as fast (2.00 to 2.00)",
+        "tf32": "not tried because it needs a CUDA device",
+    }
+    assert len({line.index("|", 2) for line in table.splitlines() if "---" not in line}) == 1, "in columns"
+
+
+def test_without_losses_there_is_no_panel_of_losses(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr("lightning_turbo.tune.report.draw_bars", lambda bars, path, **more: drawn.update(more))
+    for manual in (False, True):
+        found = search({"O1": 0.5}, "O1", manual=manual)
+        results = make_results(found, ["python", "train.py"])
+        write_results(found, results, tmp_path)
+        assert set(drawn["curves"]) == (set() if manual else {"default", "chosen"})
+        assert ("losses in the picture" in results["verdict"]) == (not manual)
 
 
 def test_nothing_is_written_as_nothing(tmp_path):
-    made = Search(select(list_candidates(2), ["lean"]), Still({}))
-    made.run()
+    made = search({}, "lean")
     results = make_results(made, ["python", "train.py"])
     assert results["chosen"] == {"settings": [], "ratio": None, "interval": None, "result": "same bits"}
     paths = write_results(made, results, tmp_path)
-    assert "nothing helps here" in paths[2].read_text()
-    assert "trainer: {}" in paths[1].read_text()
+    assert all("nothing helps here" in path.read_text() for path in paths[1:4])
+    assert "Next: Leave the script as it is" in paths[1].read_text()
+    assert "trainer: {}" in paths[2].read_text()
     assert make_results(Search([], Still({})), ["python"])["headroom"] is None, "ended before anything was measured"
 
 
-@pytest.mark.parametrize(("step", "one_batch", "loader", "sentence"), [
-    (64.0, 33.0, 30.9, "64.0 ms, 31.0 of them waiting for data; without waiting it would be 1.9 times as fast."),
-    (10.0, 9.5, 0.0, "10.0 ms, 0.500 of them waiting for data; without waiting it would be 1.05 times as fast."),
-    (10.0, 11.0, 0.0, "10.0 ms, 0.000 of them waiting for data: prefetching cannot help."),
+AHEAD = "loading ahead can make it {} times as fast at most"
+
+
+@pytest.mark.parametrize(("times", "workers", "sentence"), [
+    ((33.0, 30.9), 0, "33.0 ms, and the loader alone 30.9 ms a batch: " + AHEAD.format(1.93)),
+    ((65.0, 8.0), 0, "65.0 ms, and the loader alone 8.00 ms a batch: " + AHEAD.format(1.14)),
+    ((65.0, 50.0), 2, "65.0 ms, and the loader alone 50.0 ms a batch; batches are loaded beside the step already"),
+    ((40.0, 0.1), 0, "40.0 ms, and the loader alone 0.100 ms a batch: loading ahead cannot help"),
+    ((0.2, 90.0), 0, "0.200 ms, and the loader alone 90.0 ms a batch: loading takes nearly all of the time"),
 ])  # fmt: skip
-def test_the_headroom_in_a_sentence(step, one_batch, loader, sentence):
-    facts = Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader)
-    alone = f" The loader alone takes {loader} ms a batch." if loader else ""
-    assert describe_headroom(facts) == f"Your step takes {sentence}{alone}"
+def test_the_headroom_in_a_sentence(times, workers, sentence):
+    facts = Facts(step_ms=64.0, one_batch_ms=times[0], loader_ms=times[1], num_workers=workers)
+    assert describe_headroom(facts) == f"Your step takes 64.0 ms, with one batch again and again {sentence}."
 
 
-def test_without_matplotlib_there_is_no_picture_and_one_line_says_how_to_get_it(search, tmp_path, monkeypatch):
-    results = make_results(search, ["python", "train.py"])
-    write_results(search, results, tmp_path)
+def test_without_matplotlib_there_is_no_picture_and_none_is_promised(tmp_path, monkeypatch):
+    (tmp_path / "tune.png").write_text("of an earlier search")
     monkeypatch.setattr("lightning_turbo.measure.picture.installed", lambda name: name != "matplotlib")
-    paths = write_results(search, results, tmp_path)
-    assert [path.name for path in paths] == ["tune.json", "turbo.yaml", "turbo.py"]
-    assert not (tmp_path / "tune.png").exists(), "the picture of an earlier search would belong to other numbers"
-    screen = io.StringIO()
-    print_results(results, paths, screen)
-    *_, last = screen.getvalue().splitlines()
-    assert last.endswith("matplotlib is not installed: pip install 'lightning-turbo[pictures]'")
+    found = search({"O1": 0.5}, "O1")
+    results = make_results(found, ["python", "train.py"])
+    write_results(found, results, tmp_path)
+    assert not (tmp_path / "tune.png").exists()
+    assert "picture" not in results["verdict"]
