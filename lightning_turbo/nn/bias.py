@@ -216,25 +216,18 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     if mean is not None:
         mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
     layer.register_parameter("bias", None)
-    # The common parent takes part in every save and load of both.
+    layer.register_state_dict_post_hook(_write_zeros)
+    # The common parent takes part in every load of both.
     path = _common_parent(layer_name, norm_name)
-    parent = module.get_submodule(path.rstrip("."))
     paths = layer_name.removeprefix(path), norm_name.removeprefix(path)
-    parent.register_load_state_dict_pre_hook(partial(_move_bias, *paths))
-    parent.register_state_dict_post_hook(partial(_write_zeros, *paths))
+    module.get_submodule(path.rstrip(".")).register_load_state_dict_pre_hook(partial(_move_bias, *paths))
     return bias.numel()
-
-
-def _is_still_dropped(module: nn.Module, layer: str, norm: str) -> bool:
-    """Return whether both exist and the bias does not: a program may replace either, or fuse the two."""
-    names = dict(module.named_modules())
-    part = names.get(layer)
-    return isinstance(part, LAYERS) and part.bias is None and isinstance(names.get(norm), NORMS)
 
 
 def _move_bias(layer: str, norm: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Subtract the bias in a state from the running mean in it, before the state is loaded."""
-    if not _is_still_dropped(module, layer, norm):
+    part: Any = dict(module.named_modules()).get(layer)
+    if getattr(part, "bias", None) is not None:  # of another layer, which a program put there, or fused with the norm
         return
     bias = state.pop(f"{prefix}{layer}.bias", None)
     mean = state.get(f"{prefix}{norm}.running_mean")
@@ -243,12 +236,11 @@ def _move_bias(layer: str, norm: str, module: nn.Module, state: dict[str, Any], 
         state[f"{prefix}{norm}.running_mean"] = shifted.to(mean.dtype)
 
 
-def _write_zeros(layer: str, norm: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Write zeros for the bias into a state, so that the network with the bias can load it."""
-    weight = state.get(f"{prefix}{layer}.weight")
-    if weight is not None and _is_still_dropped(module, layer, norm):
-        channels: Any = module.get_submodule(layer).out_channels
-        state.setdefault(f"{prefix}{layer}.bias", weight.new_zeros(channels))
+def _write_zeros(layer: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Write zeros for the bias into a state, so that the network as it is written can load it."""
+    weight = state.get(f"{prefix}weight")
+    if weight is not None:
+        state.setdefault(f"{prefix}bias", weight.new_zeros(layer.out_channels))
 
 
 def _warn_of_no_effect(module: nn.Module, kept: dict[str, str], opaque: list[str]) -> None:

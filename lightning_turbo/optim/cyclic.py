@@ -19,10 +19,10 @@ Mode = Literal["triangular", "triangular2", "exp_range"]
 
 
 class CyclicSchedule(CyclicLR):
-    """torch's ``CyclicLR``, which ``cyclic_lr`` builds; three things are added.
+    """torch's ``CyclicLR``, which ``cyclic_lr`` builds; two things are added.
 
-    The cycle starts at ``base_lr`` whatever schedule the optimizer had before, its length may be set at the first step,
-    when a Trainer knows the length of an epoch, and a parameter group that is added later takes the bounds of the last.
+    The cycle starts at ``base_lr`` whatever schedule the optimizer had before, and its length may be set at the first
+    step, when a Trainer knows the length of an epoch.
     """
 
     def __init__(
@@ -57,15 +57,6 @@ class CyclicSchedule(CyclicLR):
             self.total_size, self.step_ratio = float(up + down), up / (up + down)
             self._is_sized = True
         super().step(epoch)
-
-    def get_lr(self) -> list[Any]:
-        """Return the learning rate of each parameter group and set their momentum; ``step`` calls it."""
-        bounds = [self.base_lrs, self.max_lrs]
-        if self.cycle_momentum:
-            bounds += [self.base_momentums, self.max_momentums]
-        for each in bounds:
-            each.extend(each[-1:] * (len(self.optimizer.param_groups) - len(each)))
-        return super().get_lr()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the bounds and the size of the cycle, without the Trainer."""
@@ -139,7 +130,8 @@ def cyclic_lr(
 
     Note:
         The names are those of ``torch.optim.lr_scheduler.CyclicLR``, whose ``cycle_momentum`` is on by default. As
-        there, checkpoints do not hold ``scale_fn`` if it is a function.
+        there, checkpoints do not hold ``scale_fn`` if it is a function, and a parameter group that is added later is an
+        error: build the schedule after it.
 
     Example:
         >>> import torch
@@ -166,12 +158,14 @@ def cyclic_lr(
     groups = len(optimizer.param_groups)
     low, high = _rates("base_lr", base_lr, groups), _rates("max_lr", max_lr, groups)
     expect(all(a <= b for a, b in zip(low, high, strict=True)), "base_lr", base_lr, f"no more than max_lr={max_lr!r}")
+    lengths = _lengths(step_size_up, step_size_down, epochs_up, epochs_down)
+    unit: int | None = None
     if epochs_up is None:
-        lengths, unit = _steps(step_size_up, step_size_down, epochs_down), 1
+        unit = 1
+    elif steps_per_epoch is not None:
+        unit = check_count("steps_per_epoch", steps_per_epoch)
     else:
-        lengths, unit = _epochs(epochs_up, epochs_down, step_size_up, step_size_down), steps_per_epoch
-        check_count("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch)
-        known = steps_per_epoch is not None or hasattr(trainer, "num_training_batches")
+        known = hasattr(trainer, "num_training_batches")
         expect(known, "trainer", trainer, "self.trainer, or steps_per_epoch=..., with epochs_up")
     schedule = CyclicSchedule(
         optimizer,
@@ -200,21 +194,19 @@ def _rates(name: str, value: Any, groups: int) -> list[float]:
     return [float(v) for v in values]
 
 
-def _steps(up: Any, down: Any, epochs_down: Any) -> tuple[float, float]:
-    """Check the lengths of the rise and the fall in steps, and return them."""
-    expect(up is not None, "step_size_up and epochs_up", (up, None), "exactly one of the two")
-    expect(epochs_down is None, "epochs_down", epochs_down, "step_size_down, as the rise is in steps")
-    return check_count("step_size_up", up), check_count("step_size_down", up if down is None else down)
-
-
-def _epochs(up: Any, down: Any, steps_up: Any, steps_down: Any) -> tuple[float, float]:
-    """Check the lengths of the rise and the fall in epochs, and return them."""
-    expect(steps_up is None, "step_size_up and epochs_up", (steps_up, up), "exactly one of the two")
-    expect(steps_down is None, "step_size_down", steps_down, "epochs_down, as the rise is in epochs")
-    down = up if down is None else down
-    expect(is_number(up) and up > 0, "epochs_up", up, "a number above 0")
+def _lengths(step_size_up: Any, step_size_down: Any, epochs_up: Any, epochs_down: Any) -> tuple[float, float]:
+    """Check the lengths of the rise and the fall, in steps or in epochs, and return them."""
+    given = step_size_up, epochs_up
+    expect(given.count(None) == 1, "step_size_up and epochs_up", given, "exactly one of the two")
+    if epochs_up is None:
+        expect(epochs_down is None, "epochs_down", epochs_down, "step_size_down, as the rise is in steps")
+        down = step_size_up if step_size_down is None else step_size_down
+        return check_count("step_size_up", step_size_up), check_count("step_size_down", down)
+    expect(step_size_down is None, "step_size_down", step_size_down, "epochs_down, as the rise is in epochs")
+    down = epochs_up if epochs_down is None else epochs_down
+    expect(is_number(epochs_up) and epochs_up > 0, "epochs_up", epochs_up, "a number above 0")
     expect(is_number(down) and down > 0, "epochs_down", down, "a number above 0")
-    return float(up), float(down)
+    return float(epochs_up), float(down)
 
 
 def _steps_per_epoch(trainer: Any) -> int:
