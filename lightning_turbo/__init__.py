@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.optim.layerwise import lamb as lamb
     from lightning_turbo.optim.layerwise import lars as lars
     from lightning_turbo.plugins.apex_amp import ApexAMP as ApexAMP
-    from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO as AmpCheckpointIO
     from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_turbo.plugins.real_apex import RealApexAMP as RealApexAMP
     from lightning_turbo.strategies.turbo import TurboStrategy as TurboStrategy
@@ -53,7 +52,6 @@ PUBLIC = {
         "ApexAMP": "plugins.apex_amp",
         "ApexGradScaler": "amp.grad_scaler",
         "RealApexAMP": "plugins.real_apex",
-        "AmpCheckpointIO": "plugins.checkpoint_io",
         "AtomicCheckpointIO": "plugins.checkpoint_io",
         "amp": "amp",
     },

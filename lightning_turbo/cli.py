@@ -161,16 +161,13 @@ def _arguments_of_script(command: str, script: str, arguments: argparse.Namespac
 def _add_convert(commands: Commands) -> None:
     parser = commands.add_parser(
         "convert",
-        examples=("old.ckpt new.ckpt", "apex.pt new.ckpt --prefix model. --to mixed"),
+        examples=("old.ckpt new.ckpt", "apex.pt new.ckpt --prefix model."),
         help="turn an old apex or Lightning 1.x checkpoint into one that Lightning 2 loads",
         description="Turn a checkpoint of a plain apex script ({'model', 'optimizer', 'amp'}) or of any Lightning into "
         "one that Trainer.fit(ckpt_path=NEW) continues, with its loss scale. OLD is never changed, NEW must not exist.",
     )
     parser.add_argument("old", type=Path, metavar="OLD", help="the file to read")
     parser.add_argument("new", type=Path, metavar="NEW", help="the file to write")
-    parser.add_argument(
-        "--to", choices=("apex", "mixed"), default="apex", help="for ApexAMP (default), or for precision='16-mixed'"
-    )
     parser.add_argument("--prefix", metavar="TEXT", help="plain files: put before the names of weights, as 'model.'")
     parser.add_argument("--trust", action="store_true", help="unpickle objects in OLD, which runs the code in it")
     parser.set_defaults(run=_convert)
@@ -179,10 +176,9 @@ def _add_convert(commands: Commands) -> None:
 def _convert(arguments: argparse.Namespace) -> int:
     from lightning_turbo.amp.convert import convert_checkpoint
 
-    options = {name: getattr(arguments, name) for name in ("to", "prefix", "trust")}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TurboWarning)
-        new = convert_checkpoint(arguments.old, arguments.new, **options)
+        new = convert_checkpoint(arguments.old, arguments.new, prefix=arguments.prefix, trust=arguments.trust)
     for warning in caught:
         print(f"lightning-turbo: warning: {warning.message}", file=sys.stderr)
     print(f"wrote {new}")

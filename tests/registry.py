@@ -31,7 +31,7 @@ class Technique:
 
 
 TECHNIQUES = [
-    Technique("checkpoint_io", True, plugins=lambda: [lt.AmpCheckpointIO()]),
+    Technique("checkpoint_io", True, plugins=lambda: [lt.AtomicCheckpointIO()]),
     Technique("cyclic_lr", False, scheduler=lambda opt: lt.cyclic_lr(opt, 0.01, 0.1, step_size_up=3)),
     Technique("doctor", True, callbacks=lambda: [lt.Doctor(warmup=1, timed=1, watched=2)]),
     Technique("drop_bias", False, callbacks=lambda: [lt.DropBiasBeforeNorm(network="net")]),

@@ -49,7 +49,6 @@ class _Session:
         self.verbosity = verbosity
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(casts.restore)
-        self._casts_off = False
         for scaler in scalers[1:]:
             scaler.optimizers = scalers[0].optimizers
 
@@ -88,15 +87,6 @@ class _Session:
         """Leave models and optimizers as they were."""
         self._cleanup.close()
 
-    def _switch_casts(self, *, on: bool) -> None:
-        torch.set_autocast_enabled(self.casts.device_type, on)
-        self._casts_off = not on
-
-    def _resume_casts(self) -> None:
-        """Switch O1's casts on again after a step, or in its closure."""
-        if self._casts_off:
-            self._switch_casts(on=True)
-
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _session is not self:  # it has ended, but a schedule still wraps this step
             return inner(*args, **kwargs)
@@ -112,27 +102,12 @@ class _Session:
             if skips:
                 vars(optimizer)["_opt_called"] = True  # or torch's schedules warn that step() was forgotten
                 return None
-            if not torch.is_autocast_enabled(self.casts.device_type):
+            # O1's casts would touch the arithmetic of the update; a closure runs without them too, as in apex.
+            with disable_casts():
                 return inner(*args, **kwargs)
-            self._switch_casts(on=False)
-            return inner(*args, **kwargs) if closure is None else inner(self._cast(closure))
         finally:
-            self._resume_casts()
             state.stage, state.scaled_by = "stepped", None
             self.casts.clear_cache()
-
-    def _cast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure whose forward pass is cast, although the step around it is not."""
-
-        def run() -> Any:
-            self._resume_casts()
-            try:
-                return closure()
-            finally:
-                self._switch_casts(on=False)
-                torch.clear_autocast_cache()
-
-        return run
 
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
@@ -232,7 +207,8 @@ def initialize(
         keep_fp32_modules: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or classes.
             These compute in float32, with all that is below them.
         cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
-        cast_cache: Beyond apex: as in ``ApexAMP``.
+        cast_cache: Beyond apex: whether O1 casts a weight once for all its uses in a pass, as apex does. A cast that
+            is kept is stale after a change of the weight under ``no_grad``.
 
     Returns:
         The same objects: models alone if no optimizers were given, else the pair.
@@ -354,7 +330,6 @@ def scale_loss(
             "step after an overflow. Initialize all models and optimizers in one call, as lists; or add the parameters "
             "to a known one with optimizer.add_param_group."
         )
-    session._resume_casts()
     with session.backward(optimizer_list, loss_id, delay_unscale):
         yield session.scalers[loss_id].scale(loss)
     if not delay_unscale:

@@ -18,7 +18,6 @@ from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = [
-    "KNOWN_KEYS",
     "CheckpointError",
     "convert_checkpoint",
     "find_scaler_state",
@@ -26,19 +25,6 @@ __all__ = [
 ]
 
 OWN_KEY = "ApexAMP"
-
-# Where a checkpoint may hold scaler state, the newest first: Lightning 2 and 1.x name the plugin's class, older 1.x
-# versions wrote one key for all, and plain apex scripts follow apex's documentation.
-KNOWN_KEYS = (
-    OWN_KEY,
-    "MixedPrecision",
-    "MixedPrecisionPlugin",
-    "NativeMixedPrecisionPlugin",
-    "ApexMixedPrecisionPlugin",
-    "native_amp_scaling_state",
-    "amp_scaling_state",
-    "amp",
-)
 
 # What plain scripts call the parts of their checkpoints; apex's documentation first.
 _PLAIN_NAMES = {
@@ -49,11 +35,6 @@ _PLAIN_NAMES = {
     "step": ("global_step", "iteration", "step"),
 }
 _LIGHTNING = "pytorch-lightning_version"
-
-_EXPECTED = (
-    "expected a checkpoint of Lightning, or {'model', 'optimizer', 'amp'} as in apex's documentation with what "
-    "state_dict() returned. Save the parts together."
-)
 _SHOWN = 8  # entries of a file that a message names
 
 
@@ -64,8 +45,9 @@ class CheckpointError(TurboError, ValueError):
 def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """Return the scaler state of a checkpoint in apex's format, and the key it was under.
 
-    The known keys come first, because a checkpoint may hold an older state beside its own. Then any other entry counts
-    that looks like the state of a scaler: plain scripts call it ``"amp_state_dict"``, ``"scaler"`` and more.
+    Any entry counts that looks like the state of a scaler: Lightning names the class of its plugin, older versions
+    wrote ``"amp_scaling_state"``, apex's documentation says ``"amp"``, and scripts ``"scaler"``, ``"amp_state_dict"``
+    and more. Of several the last one counts.
 
     Args:
         checkpoint: A loaded checkpoint of Lightning or of a plain apex script.
@@ -73,11 +55,8 @@ def find_scaler_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any] | N
     Returns:
         ``({"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, key)``, or ``(None, None)``.
     """
-    for key in (*KNOWN_KEYS, *checkpoint):
-        state = _read_scalers(checkpoint.get(key))
-        if state is not None:
-            return state, key
-    return None, None
+    found = [(state, key) for key, value in checkpoint.items() if (state := _read_scalers(value)) is not None]
+    return found[-1] if found else (None, None)
 
 
 def _read_scalers(state: Any) -> dict[str, Any] | None:
@@ -124,14 +103,9 @@ def to_torch_adam(optimizer: Any) -> Any:
 
 
 def convert_checkpoint(
-    old: str | os.PathLike[str],
-    new: str | os.PathLike[str],
-    *,
-    to: str = "apex",
-    prefix: str | None = None,
-    trust: bool = False,
+    old: str | os.PathLike[str], new: str | os.PathLike[str], *, prefix: str | None = None, trust: bool = False
 ) -> Path:
-    """Turn an old checkpoint into one that Lightning 2 loads, with the loss scale that it holds.
+    """Turn an old checkpoint into one that ``Trainer(plugins=[ApexAMP(...)])`` continues, with its loss scale.
 
     Read are plain apex files, ``{"model": ..., "optimizer": ..., "amp": ...}`` as in apex's documentation or without
     ``"amp"`` as in its ImageNet example, and Lightning's own of any version. States of apex's FusedAdam come out as
@@ -140,7 +114,6 @@ def convert_checkpoint(
     Args:
         old: The file to read; never changed.
         new: The file to write; must not exist.
-        to: ``"apex"`` for ``Trainer(plugins=[ApexAMP(...)])``, ``"mixed"`` for ``Trainer(precision="16-mixed")``.
         prefix: For plain files: what the LightningModule puts before the names of the weights, as ``"model."``
             for a network in ``self.model``, ``""`` for nothing. ``None`` puts nothing there, and warns how the names
             begin. ``"module."`` from DistributedDataParallel is dropped.
@@ -154,37 +127,29 @@ def convert_checkpoint(
         CheckpointError: If the file is broken, holds objects and is not trusted, or lacks a part, or ``prefix`` does
             not end with a dot.
         OSError: If ``old`` cannot be read, or ``new`` exists or cannot be written.
-        ValueError: If ``to`` is neither of the two.
 
     Warns:
         TurboWarning: For entries that are left out because Lightning has no place for them, for a file without scaler
-            state, for a plain file without the state of a schedule or a count of steps, which then start from 0, and
-            for scalers beyond the one that ``"16-mixed"`` has.
+            state, and for a plain file without the state of a schedule or a count of steps, which then start from 0.
     """
-    expect(to in ("apex", "mixed"), "to", to, "'apex' (ApexAMP) or 'mixed' (precision='16-mixed')")
-    expect(
-        not prefix or prefix.endswith("."),
-        "prefix",
-        prefix,
-        "a name with a dot at its end, as 'model.'",
-        CheckpointError,
-    )
+    dotted = not prefix or prefix.endswith(".")
+    expect(dotted, "prefix", prefix, "a name with a dot at its end, as 'model.'", CheckpointError)
     old, new = Path(old), Path(new)
     if new.exists():
         raise FileExistsError(f"{str(new)!r} exists: expected a path that is free. Name another file.")
     checkpoint = _read(old, trust)
     state, key = find_scaler_state(checkpoint)
+    checkpoint.pop(str(key), None)
     if {_LIGHTNING, "state_dict"} <= checkpoint.keys():
-        result = _from_lightning(checkpoint)
-        result.pop(str(key), None)
+        result = {**checkpoint, "state_dict": _float_state(checkpoint["state_dict"])}
     else:
-        result = _from_plain(old, checkpoint, prefix, scaler_key=key)
+        result = _from_plain(old, checkpoint, prefix)
+    if "optimizer_states" in result:
+        result["optimizer_states"] = [to_torch_adam(each) for each in result["optimizer_states"]]
     if state is None:
         _warn(f"{str(old)!r} holds no state of a loss scaler: a dynamic scale starts from the beginning.")
-    elif to == "apex":
-        result[OWN_KEY] = state
     else:
-        result["MixedPrecision"] = _to_grad_scaler(state)
+        result[OWN_KEY] = state
     with whole_file(new) as partial, partial.open("wb") as file:
         torch.save(result, file)
     return new
@@ -207,87 +172,65 @@ def _read(path: Path, trust: bool) -> dict[str, Any]:
             f"{str(path)!r} cannot be read as a checkpoint: {type(error).__name__}: {said}. Expected a whole file that "
             f"torch.save wrote{advice}."
         ) from error
-    if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{str(path)!r} holds a {type(checkpoint).__name__}: {_EXPECTED}")
+    expect(isinstance(checkpoint, dict), str(path), type(checkpoint).__name__, "a dict of states", CheckpointError)
     return checkpoint
 
 
-def _from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    result = {**checkpoint, "state_dict": _float_state(checkpoint["state_dict"])}
-    if "optimizer_states" in checkpoint:
-        result["optimizer_states"] = [to_torch_adam(state) for state in checkpoint["optimizer_states"]]
-    return result
+def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str | None) -> dict[str, Any]:
+    """Return what Lightning 2 would have saved in place of a plain script's file."""
+    parts = _find_parts(path, checkpoint)
+    weights, epoch, step = parts["model"], int(parts["epoch"] or 0), int(parts["step"] or 0)
+    _warn_of_zeros(path, epoch, step, parts["lr_scheduler"])
+    wide = _float_state(weights, _wrapper(weights), prefix or "")
+    if prefix is None:
+        _warn(
+            f"The names of weights begin with {_some(dict.fromkeys(name.partition('.')[0] for name in wide))}. A "
+            "LightningModule that holds the network in self.model needs prefix='model.' (--prefix model.); prefix='' "
+            "says that the names are right."
+        )
+    return {
+        _LIGHTNING: "2.0.0",
+        "epoch": epoch,
+        "global_step": step,
+        "loops": {"fit_loop": _progress(epoch, step)},
+        "state_dict": wide,
+        "optimizer_states": _as_list(parts["optimizer"]),
+        "lr_schedulers": _as_list(parts["lr_scheduler"]),
+        "callbacks": {},
+    }
 
 
-def _find_parts(path: Path, checkpoint: dict[str, Any], scaler_key: str | None) -> dict[str, Any]:
+def _find_parts(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a plain script's file, ``None`` where there is none; warn of what is left out."""
-    scalers = ("amp", scaler_key)
-    given = {name: value for name, value in checkpoint.items() if value is not None and name not in scalers}
+    given = {name: value for name, value in checkpoint.items() if value is not None and name != "amp"}
     taken = {part: next((name for name in names if name in given), "") for part, names in _PLAIN_NAMES.items()}
     parts = {part: given.get(name) for part, name in taken.items()}
     if not isinstance(parts["model"], Mapping) or parts["optimizer"] is None:
-        raise CheckpointError(f"{str(path)!r} {_describe(checkpoint)}: {_EXPECTED}")
+        raise CheckpointError(
+            f"{str(path)!r} has {_some(checkpoint)}: expected a checkpoint of Lightning, or {{'model', 'optimizer', "
+            "'amp'}} as in apex's documentation with what state_dict() returned. Save the parts together."
+        )
     left = sorted(map(str, given.keys() - set(taken.values())))
     if left:
         _warn(f"Left out, because Lightning has no entry for them: {', '.join(left)}.")
     return parts
 
 
-def _describe(checkpoint: Mapping[str, Any]) -> str:
-    """Return in words what a file holds that is not a checkpoint."""
-    names = sorted(map(str, checkpoint))
-    if names and all(isinstance(value, Tensor) for value in checkpoint.values()):
-        return f"holds the weights of a network alone ({len(names)} tensors, as {names[0]!r}), for load_state_dict"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"has {names[:_SHOWN]}{more}"
-
-
-def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str | None, scaler_key: str | None) -> dict[str, Any]:
-    """Return what Lightning 2 would have saved in place of a plain script's file."""
-    parts = _find_parts(path, checkpoint, scaler_key)
-    epoch, step = (_count_in(path, part, parts[part]) for part in ("epoch", "step"))
-    weights = _float_state(parts["model"], _wrapper(parts["model"]), prefix or "")
-    if prefix is None:
-        _warn_of_names(weights)
-    _warn_of_zeros(path, epoch, step, parts["lr_scheduler"])
-    return {
-        _LIGHTNING: "2.0.0",
-        "epoch": epoch,
-        "global_step": step,
-        "loops": {"fit_loop": _progress(epoch, step)},
-        "state_dict": weights,
-        "optimizer_states": [to_torch_adam(state) for state in _as_list(parts["optimizer"])],
-        "lr_schedulers": _as_list(parts["lr_scheduler"]),
-        "callbacks": {},
-    }
-
-
-def _warn_of_names(weights: Mapping[str, Any]) -> None:
-    begin = list(dict.fromkeys(name.partition(".")[0] for name in weights))
-    more = f" and {len(begin) - _SHOWN} more" if len(begin) > _SHOWN else ""
-    _warn(
-        f"The names of weights begin with {', '.join(begin[:_SHOWN])}{more}. A LightningModule that holds the network "
-        "in self.model needs prefix='model.' (--prefix model.); prefix='' says that the names are right."
-    )
-
-
 def _warn_of_zeros(path: Path, epoch: int, step: int, schedule: Any) -> None:
     """Warn of what starts from 0 although the run goes on: a plain file does not say how many steps an epoch had."""
-    absent = ["state of a schedule"] * (schedule is None) + ["count of steps"] * (step == 0)
-    if (epoch or step) and absent:
-        names = ["schedules"] * (schedule is None) + ["global_step"] * (step == 0)
-        goes_on = f"epoch {epoch}" if epoch else f"step {step}"
+    if epoch and not step:
+        _warn(f"{str(path)!r} holds no count of steps: global_step will start from 0 at epoch {epoch}.")
+    if (epoch or step) and schedule is None:
         _warn(
-            f"{str(path)!r} holds no {' and no '.join(absent)}: {' and '.join(names)} will start from 0 at {goes_on}. "
-            "In on_train_start, self.lr_schedulers().last_epoch = self.current_epoch sets a schedule of epochs."
+            f"{str(path)!r} holds no state of a schedule: schedules will start from 0. In on_train_start, "
+            "self.lr_schedulers().last_epoch = self.current_epoch sets a schedule of epochs."
         )
 
 
-def _count_in(path: Path, part: str, value: Any) -> int:
-    try:
-        return int(value or 0)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} has {part}={value!r}: expected a number. Leave the entry out.") from error
+def _some(names: Mapping[str, Any]) -> str:
+    """Return the first names, and how many there are besides."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(map(str, list(names)[:_SHOWN]))}{more}"
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -331,19 +274,4 @@ def _progress(epoch: int, step: int) -> dict[str, Any]:
             "optimizer": {"step": tracker(step), "zero_grad": tracker(step, "started")}
         },
         "epoch_loop.manual_optimization.optim_step_progress": tracker(step),
-    }
-
-
-def _to_grad_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of apex's first scaler as torch's GradScaler saves its own."""
-    left = sorted(set(state) - {"loss_scaler0"})
-    if left:
-        _warn(f"precision='16-mixed' has one loss scaler; left out: {left}.")
-    first = state["loss_scaler0"]
-    return {
-        "scale": float(first["loss_scale"]),
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "_growth_tracker": int(first["unskipped"]),
     }

@@ -40,9 +40,14 @@ class ApexGradScaler(GradScaler):
     ``backward`` adds passes up. A dynamic scale lives on the device: with torch's fused optimizers no value comes to
     the host, with others one at each step.
 
-    What holds at any time: ``optimizers`` knows whether the gradients of an optimizer are still scaled and whether they
-    overflowed. A backward pass writes it, the optimizer's step reads it, and ``update`` moves the scale once for all
-    passes since the last ``update``.
+    A step in its order: ``scale`` multiplies the loss. ``backward`` stands around the backward pass and notes that
+    gradients are scaled now, or unscales them at once. ``prepare_step`` unscales those that still are, before hooks and
+    clipping look at them. ``step`` steps or skips, and ``update`` moves the scale once for all passes since the last
+    ``update``. ``ApexAMP`` calls all five, ``lightning_turbo.amp`` the first two and ``update``. A loop written for
+    torch's scaler knows no ``backward``: its gradients count as scaled until ``unscale_`` or ``step``.
+
+    What holds at any time: ``optimizers`` knows whether the gradients of an optimizer are scaled and whether they
+    overflowed; nothing else does.
 
     Args:
         loss_scale: ``"dynamic"``, or a static factor, finite and above zero. A static scale never looks for overflow,
@@ -89,9 +94,7 @@ class ApexGradScaler(GradScaler):
         self.optimizers: WeakKeyDictionary[Optimizer, OptimizerState] = WeakKeyDictionary()
         self._passes: list[Tensor] = []  # what the passes since the last update found
         self._needs_update = False
-        # Tensors where fused optimizers skip by themselves, else numbers.
-        self.skips_in_a_row: Tensor | int = 0
-        self.skipped_steps: Tensor | int = 0
+        self.skipped_steps: Tensor | int = 0  # a tensor where fused optimizers skip by themselves
 
     def __getstate__(self) -> dict[str, Any]:
         # Gradients and their optimizers are of this process.
@@ -122,23 +125,23 @@ class ApexGradScaler(GradScaler):
         if not self._enabled:
             yield
             return
-        states = [self.state_of(optimizer) for optimizer in optimizers]
         before = self._unscaled_gradients(optimizers)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            self._look_again(optimizer, state, before)
+        for optimizer in optimizers:
+            self._forget_dropped_overflow(optimizer, before)
         if unscale:
-            # Taken away, so that the pass makes gradients of its own; of views into DDP's buckets copies are kept.
+            # Taken away, so that the pass makes gradients of its own, whose overflow alone moves the scale, as in apex.
+            # Of views into DDP's buckets copies are kept.
             for param in before:
                 param.grad = None
             before = {param: grad.clone() if grad._is_view() else grad for param, grad in before.items()}
-            yield from self._pass(optimizers, before)
+            yield from self._run_unscaled(optimizers, before)
         else:
-            self._multiply(before.values())
-            for state in states:
+            self._scale_again(before.values())
+            for state in map(self.state_of, optimizers):
                 state.stage, state.scaled_by = "scaled", self
             yield
 
-    def _pass(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
+    def _run_unscaled(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
         """Let a pass make its gradients, unscale them and add those of before; these come back if it fails."""
         try:
             yield
@@ -146,10 +149,15 @@ class ApexGradScaler(GradScaler):
             for param, grad in before.items():
                 param.grad = grad
             raise
-        self._unscale_pass(optimizers)
+        made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
+        found = self._unscale(made)
         _add(before)
-        for state in map(self.state_of, optimizers):
+        for optimizer in optimizers:
+            state = self.state_of(optimizer)
             state.stage, state.scaled_by = "unscaled", None
+            # An overflow is one of all optimizers that the pass made gradients for, as in apex.
+            if found is not None and optimizer in made:
+                state.found_inf = found if state.found_inf is None else torch.maximum(state.found_inf, found)  # type: ignore[arg-type]
 
     def _unscaled_gradients(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
         """Return the gradients of earlier passes that are unscaled already, by their parameter."""
@@ -158,33 +166,25 @@ class ApexGradScaler(GradScaler):
         scaled = {p for o in optimizers if self.state_of(o).stage == "scaled" for p in params_of(o)}
         return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
 
-    def _look_again(self, optimizer: Optimizer, state: OptimizerState, before: dict[Tensor, Tensor]) -> None:
+    def _forget_dropped_overflow(self, optimizer: Optimizer, before: dict[Tensor, Tensor]) -> None:
         """Forget an overflow whose gradients are gone, because they were set to None or to zero."""
-        if state.found_inf is None or state.found_inf is False:
-            state.found_inf = None
-            return
+        state = self.state_of(optimizer)
         grads = [before[param] for param in params_of(optimizer) if param in before]
-        state.found_inf = has_non_finite(grads) if grads else None
+        # Only where there may have been one: to look at gradients takes as long as to unscale them.
+        looks = grads and state.found_inf is not None and state.found_inf is not False
+        state.found_inf = has_non_finite(grads) if looks else None
 
-    def _multiply(self, grads: Iterable[Tensor]) -> None:
+    def _scale_again(self, grads: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for grad in grads:
-                grad.mul_(self._scale_near(grad).to(grad.device) if self.dynamic else self._init_scale)
+                grad.mul_(self._scale_on(grad.device).to(grad.device) if self.dynamic else self._init_scale)
 
-    def _scale_near(self, tensor: Tensor) -> Tensor:
-        """Return the dynamic scale, which is made on the device of the first tensor that needs it."""
+    def _scale_on(self, device: torch.device) -> Tensor:
+        """Return the dynamic scale; made on this device if it is not on another one yet."""
         if self._scale is None:
-            self._lazy_init_scale_growth_tracker(tensor.device)
+            self._lazy_init_scale_growth_tracker(device)
         scale, _ = self._check_scale_growth_tracker("scale")
         return scale
-
-    def _unscale_pass(self, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale what a pass made; an overflow is one of all that it made gradients for, as in apex."""
-        made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
-        found = self._unscale(made)
-        for state in map(self.state_of, made):
-            if found is not None:
-                state.found_inf = found if state.found_inf is None else torch.maximum(state.found_inf, found)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _unscale(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
@@ -198,7 +198,7 @@ class ApexGradScaler(GradScaler):
             torch._foreach_mul_([_numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
             return None
         # In float64, because a float32 division may round.
-        inverse = self._scale_near(grads[0]).double().reciprocal_().float()
+        inverse = self._scale_on(grads[0].device).double().reciprocal_().float()
         found = _check_and_multiply(grads, inverse)
         self._passes.append(found)
         return found
@@ -227,7 +227,7 @@ class ApexGradScaler(GradScaler):
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients if they are scaled, and look at those that no pass has looked at.
 
-        A second step with the same gradients, for one, is skipped as the first was.
+        These are what a step has used already, which a second one would use again, or what the program has written.
         """
         state = self.state_of(optimizer)
         if not self._enabled or state.stage == "unscaled":
@@ -262,19 +262,15 @@ class ApexGradScaler(GradScaler):
         if found is None:
             return optimizer.step(*args, **kwargs)
         if _skips_by_itself(optimizer):
-            self._count(found)
+            self.skipped_steps = self.skipped_steps + found
             optimizer.found_inf = found  # type: ignore[attr-defined]  # schedules read it too
             try:
                 return optimizer.step(*args, **kwargs)
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         state.found_inf = skips = bool(found)  # the one value that comes to the host
-        self._count(skips)
+        self.skipped_steps = self.skipped_steps + skips
         return None if skips else optimizer.step(*args, **kwargs)
-
-    def _count(self, found: Tensor | bool) -> None:
-        self.skips_in_a_row = (self.skips_in_a_row + 1) * found
-        self.skipped_steps = self.skipped_steps + found
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer's last step was skipped; waits for the device if it skips by itself."""

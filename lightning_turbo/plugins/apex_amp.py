@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_turbo._checks import expect
 from lightning_turbo._lightning import (
@@ -18,41 +18,20 @@ from lightning_turbo._lightning import (
     Precision,
     check_binding,
     loaded_checkpoint,
-    rank_zero_warn,
     refuse_as_callback,
     warn_of_open_window,
 )
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.casts import LevelCasts
-from lightning_turbo.amp.convert import KNOWN_KEYS, find_scaler_state
+from lightning_turbo.amp.convert import find_scaler_state
 from lightning_turbo.amp.grad_scaler import ApexGradScaler, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES
-from lightning_turbo.errors import AmpUsageError, TurboWarning
+from lightning_turbo.errors import AmpUsageError
 from lightning_turbo.plugins.nonfinite import NonFiniteGuard
 from lightning_turbo.plugins.skip_aware import wrap_scheduler
 
 __all__ = ["ApexAMP"]
-
-NO_SCALE = {"loss_scale": 1.0, "unskipped": 0}  # what a run without a scale saves
-
-_IN_AMP = "lightning_turbo.amp.initialize, for a loop without a Trainer, has it"
-_IN_SCALER = "give scaler=ApexGradScaler(growth_interval=..., min_scale=..., max_scale=...)"
-_MOVED = {
-    "backend": "lightning_turbo.RealApexAMP hands all over to an installed apex",
-    "cast_cache": _IN_AMP,
-    "cast_lists": _IN_AMP,
-    "cast_model_type": "the level and dtype say it",
-    "compress_gradients": "register a communication hook of torch's, as DDPStrategy(ddp_comm_hook=fp16_compress_hook)",
-    "exact_masters": _IN_AMP,
-    "keep_float32": "its name is keep_fp32_modules",
-    "log_scale": 'in the LightningModule call self.log("loss_scale", self.trainer.precision_plugin.loss_scale)',
-    "max_consecutive_skips": "set ApexAMP.max_consecutive_skips in a subclass or on the plugin",
-    "max_loss_scale": _IN_SCALER,
-    "min_loss_scale": _IN_SCALER,
-    "num_losses": _IN_AMP,
-    "scale_window": _IN_SCALER,
-}
 
 
 class ApexAMP(Precision):
@@ -77,18 +56,17 @@ class ApexAMP(Precision):
 
     Attributes:
         scaler: What scales the losses.
-        max_consecutive_skips: So many skipped steps in a row, 25, end the run with an error that names the step and
-            the first module with non-finite values.
 
     Raises:
         AmpUsageError: If the level or an override is refused (a ``ValueError`` and a ``RuntimeError``).
-        TypeError: If a dtype is none, ``scaler`` no ``ApexGradScaler``, or an argument is unknown.
+        TypeError: If a dtype is none, or ``scaler`` no ``ApexGradScaler``.
+        NonFiniteError: If steps are skipped all the time, after 100 or so; it names the first module with inf or NaN.
         LightningMismatchError: If the program uses the other import name of Lightning.
 
     Note:
         The scale is settled once per optimizer step (``amp.scale_loss`` settles it once per backward pass). A skipped
         step does not advance schedulers with ``interval="step"``. With a fused optimizer and no such scheduler no
-        value comes to the host.
+        step waits for a value from the device.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -99,7 +77,6 @@ class ApexAMP(Precision):
     Source: the opt levels of NVIDIA apex.amp.
     """
 
-    max_consecutive_skips = 25
     state_key = refuse_as_callback("plugins=[...]")
 
     def __init__(
@@ -113,10 +90,7 @@ class ApexAMP(Precision):
         cast_model_outputs: torch.dtype | str | None = None,
         keep_fp32_modules: Sequence[str | type[nn.Module]] = (),
         scaler: ApexGradScaler | None = None,
-        **moved: Any,
     ) -> None:
-        for name in moved:
-            raise TypeError(f"ApexAMP: unexpected argument {name!r}: {_MOVED.get(name, 'there is none of that name')}.")
         super().__init__()
         check_binding("ApexAMP")
         valid = scaler is None or isinstance(scaler, ApexGradScaler)
@@ -124,20 +98,20 @@ class ApexAMP(Precision):
         expect(scaler is None or loss_scale is None, "loss_scale", loss_scale, "None beside a scaler", AmpUsageError)
         self.opt_level = opt_level
         self._settings: dict[str, Any] = {
-            "dtype": dtype_of(dtype),
+            "dtype": _dtype_of("dtype", dtype),
             "loss_scale": loss_scale,
             "keep_batchnorm_fp32": keep_batchnorm_fp32,
             "master_weights": master_weights,
-            "cast_model_outputs": dtype_of(cast_model_outputs),
+            "cast_model_outputs": _dtype_of("cast_model_outputs", cast_model_outputs),
             "keep_fp32_modules": keep_fp32_modules,
         }
-        self._guard: NonFiniteGuard | None = None
+        self._guard = NonFiniteGuard()
         # The device is known only when the Trainer sets up; what can be refused is refused here.
         self._casts = LevelCasts(
             opt_level, device_type="cuda" if torch.cuda.is_available() else "cpu", **self._settings
         )
         self.scaler = ApexGradScaler(self._casts.properties.loss_scale) if scaler is None else scaler
-        self._has_own_scaler = scaler is None
+        self._makes_scaler = scaler is None
 
     @property
     def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute
@@ -174,7 +148,7 @@ class ApexAMP(Precision):
         """Settle the half dtype by the kind of device, as ``"cuda"``; a strategy that sets up does so itself."""
         if self._casts.device_type != device_type:
             self._casts = LevelCasts(self.opt_level, device_type=device_type, **self._settings)
-            if self._has_own_scaler:
+            if self._makes_scaler:
                 self.scaler = ApexGradScaler(self._casts.properties.loss_scale)
 
     def connect(
@@ -187,26 +161,32 @@ class ApexAMP(Precision):
         if self._casts.function_casts is not None:
             registration.apply_registered(self._casts.function_casts)
         if optimizers:
-            self._guard = NonFiniteGuard(module, self.max_consecutive_skips)
-            warn_of_open_window(module.trainer, loaded_checkpoint(module.trainer))
-            self._read_foreign_state(module)
+            checkpoint = loaded_checkpoint(module.trainer)
+            warn_of_open_window(module.trainer, checkpoint)
+            # The state of another precision plugin or of apex; Lightning hands over this plugin's own.
+            state, _ = find_scaler_state(checkpoint)
+            self.load_state_dict(state or {})
         if self.scaler.dynamic:
             lr_schedulers = [wrap_scheduler(config, self.scaler) for config in lr_schedulers]
         return model, optimizers, lr_schedulers
 
     def _attach(self, optimizer: Optimizer, module: Any) -> None:
-        if optimizer not in self._casts.optimizers:
-            _refuse_many_closures(optimizer, self.opt_level, self.scaler, automatic=module.automatic_optimization)
-            self._casts.attach(optimizer, [module])
-            self.scaler.optimizers.pop(optimizer, None)
+        if optimizer in self._casts.optimizers:
+            return
+        if self.scaler.dynamic and hasattr(optimizer, "first_step"):  # SAM and its kin
+            raise MisconfigurationException(
+                f"ApexAMP({self.opt_level!r}): expected a fixed loss scale for {type(optimizer).__name__}, between "
+                "whose two steps an overflow cannot be skipped, got a dynamic one. Pass dtype=torch.bfloat16 or "
+                "loss_scale=128.0."
+            )
+        self._casts.attach(optimizer, [module])
+        self.scaler.optimizers.pop(optimizer, None)
 
     def teardown(self) -> None:
         """Give module and optimizers back as they were."""
         if self._casts.function_casts is not None:
             registration.restore_registered()
-        if self._guard is not None:
-            self._guard.remove()
-        self._guard = None
+        self._guard.remove()
         self._casts.restore()
 
     # A step
@@ -271,7 +251,7 @@ class ApexAMP(Precision):
         if not scaler.is_enabled():
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             self._casts.clear_cache()
-            self._look(optimizer)
+            self._guard.after_step(scaler, optimizer, model)
             return result
         result = closure()
         # A window's last batch may have had no loss, and others before it one.
@@ -282,88 +262,51 @@ class ApexAMP(Precision):
         if not waits:
             scaler.optimizers.pop(optimizer)  # nothing was skipped
             return result
-        output = scaler.step(optimizer, closure=lambda: result, **kwargs)
+        output = scaler.step(optimizer, closure=_once(result, optimizer), **kwargs)
         scaler.update()
         self._casts.clear_cache()
-        self._look(optimizer)
+        self._guard.after_step(scaler, optimizer, model)
         return result if output is None else output
-
-    def _look(self, optimizer: Any) -> None:
-        """Look whether steps lead anywhere."""
-        if self._guard is not None:
-            self._guard.after_step(self.scaler, optimizer)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state in apex's format.
+        """Return the scaler's state in apex's format, and nothing of a run without a scale.
 
         Gradients of an accumulation window are not part of it.
         """
-        state = self.scaler.state_dict()
-        if self.scaler.dynamic and state == NO_SCALE:
-            state["dynamic"] = True  # it has just fallen to one
-        return {"loss_scaler0": state}
+        return {"loss_scaler0": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state written by this plugin, at any level.
+        """Take over a state written by this plugin, at any level, or by apex.
 
-        A static scale stays what this run says, and a dynamic one begins again if the file is of a run without a
-        scale.
+        A static scale stays what this run says.
         """
-        state = state_dict.get("loss_scaler0", NO_SCALE)
-        if self.scaler.dynamic and state != NO_SCALE:
-            self.scaler.load_state_dict(state)
-
-    def _read_foreign_state(self, module: Any) -> None:
-        """Take over scaler state that another precision plugin wrote into the checkpoint."""
-        checkpoint = loaded_checkpoint(module.trainer)
-        if not checkpoint or type(self).__qualname__ in checkpoint:
-            return
-        state, _ = find_scaler_state(checkpoint)
-        if state is not None:
-            self.load_state_dict(state)
-        elif self.scaler.dynamic:
-            rank_zero_warn(
-                f"The checkpoint at {module.trainer.ckpt_path} holds no loss scaler's state under any of "
-                f"{', '.join(KNOWN_KEYS)}: it was not restored, and the loss scale starts again. Lightning 2 drops "
-                "what Lightning 1.x wrote before a plugin sees it: add AmpCheckpointIO() to the Trainer's plugins, or "
-                "convert the file with `lightning-turbo convert`.",
-                category=TurboWarning,
-            )
+        if self.scaler.dynamic and "loss_scaler0" in state_dict:
+            self.scaler.load_state_dict(state_dict["loss_scaler0"])
 
 
-def dtype_of(value: Any) -> Any:
-    """Return a dtype that may be given as text, as YAML gives it: ``"bf16"``, ``"float16"``, ``"torch.float16"``.
-
-    Raises:
-        TypeError: If a text is none.
-    """
+def _dtype_of(argument: str, value: Any) -> Any:
+    """Return a dtype that may be given as text, as YAML gives it: ``"bf16"``, ``"float16"``, ``"torch.float16"``."""
     if not isinstance(value, str):
         return value
-    name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "16": "float16"}.get(value, value)
+    name = {"bf16": "bfloat16", "fp16": "float16"}.get(value, value)
     found = getattr(torch, name.removeprefix("torch."), None)
-    expect(isinstance(found, torch.dtype), "dtype", value, "a torch dtype, also as text, as 'bfloat16'", TypeError)
+    expect(isinstance(found, torch.dtype), argument, value, "a torch dtype, also as text, as 'bfloat16'", TypeError)
     return found
 
 
-def _refuse_many_closures(optimizer: Optimizer, level: str, scaler: ApexGradScaler, *, automatic: bool) -> None:
-    """Refuse LBFGS and SAM where the loss scale would not follow them.
+def _once(result: Any, optimizer: Any) -> Callable[[], Any]:
+    """Return a closure for the step of an optimizer whose forward and backward pass are over; it may be run once."""
+    results = [result]
 
-    Raises:
-        MisconfigurationException: If the optimizer's step runs the closure several times while there is a loss scale,
-            or if an overflow could not be skipped.
-    """
-    plugin, kind = f"ApexAMP({level!r})", type(optimizer).__name__
-    two_steps = hasattr(optimizer, "first_step")  # SAM and its kin
-    many = isinstance(optimizer, LBFGS) or (two_steps and automatic)
-    if many and scaler.is_enabled():
-        instead = "step by first_step and second_step in manual optimization" if two_steps else "another optimizer"
-        raise MisconfigurationException(
-            f"{plugin}: expected an optimizer that runs its closure once a step, got {kind}. Take O0, or {instead}."
-        )
-    if two_steps and scaler.dynamic:
-        raise MisconfigurationException(
-            f"{plugin}: expected a fixed loss scale for {kind}, between whose two steps an overflow cannot be skipped, "
-            "got a dynamic one. Pass dtype=torch.bfloat16 or loss_scale=128.0."
-        )
+    def closure() -> Any:
+        if not results:  # LBFGS and SAM would step again with the gradients of the first pass
+            raise MisconfigurationException(
+                f"ApexAMP: expected an optimizer that runs its closure once a step, got {type(optimizer).__name__}, "
+                "whose later passes the loss scale would not follow. Take O0, dtype=torch.bfloat16, or its parts of a "
+                "step in manual optimization."
+            )
+        return results.pop()
+
+    return closure

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: written whole or not at all, and scaler state of old ones found by ``ApexAMP``."""
+"""Checkpoints of a Trainer that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._checks import expect
-from lightning_turbo._lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO, check_binding
-from lightning_turbo.amp.convert import OWN_KEY, find_scaler_state, to_torch_adam
+from lightning_turbo._lightning import TorchCheckpointIO, check_binding
 
-__all__ = ["AmpCheckpointIO", "AtomicCheckpointIO"]
+__all__ = ["AtomicCheckpointIO"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -95,49 +93,3 @@ def _system_error(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
-
-
-class AmpCheckpointIO(WrappingCheckpointIO):
-    """Lets ``ApexAMP`` continue from the checkpoints of Lightning 1.x, of apex's FusedAdam as well.
-
-    Give both to the Trainer: ``Trainer(plugins=[ApexAMP("O1"), AmpCheckpointIO()])``. Lightning 2 deletes
-    ``amp_scaling_state``, which Lightning 1.x wrote under apex, before any plugin sees it; here the scaler state of
-    every version is moved to where Lightning looks for ``ApexAMP``'s, and FusedAdam's step counts to where
-    ``torch.optim.AdamW(fused=True)`` looks for them. All else is left to ``checkpoint_io``.
-
-    Args:
-        checkpoint_io: What reads and writes files; ``AtomicCheckpointIO`` by default, in a wrapper such as
-            ``AsyncCheckpointIO()`` as well.
-
-    Raises:
-        TypeError: If ``checkpoint_io`` is none.
-        LightningMismatchError: If the program uses the other import name of Lightning.
-
-    Example:
-        >>> from lightning.pytorch import Trainer
-        >>> from lightning_turbo import AmpCheckpointIO, ApexAMP
-        >>> trainer = Trainer(accelerator="cpu", plugins=[ApexAMP("O1"), AmpCheckpointIO()], logger=False)
-    """
-
-    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
-        check_binding("AmpCheckpointIO")
-        valid = checkpoint_io is None or isinstance(checkpoint_io, CheckpointIO)
-        expect(valid, "checkpoint_io", checkpoint_io, "a CheckpointIO of Lightning or None", TypeError)
-        super().__init__(checkpoint_io)
-        self.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter: taken where there is none, in a wrapper too
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, with scaler state under ``ApexAMP``'s key and FusedAdam's as torch's AdamW reads it."""
-        checkpoint = super().load_checkpoint(*args, **kwargs)
-        state, key = find_scaler_state(checkpoint)
-        if key is not None:
-            del checkpoint[key]
-            checkpoint[OWN_KEY] = state
-        if "optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = [to_torch_adam(state) for state in checkpoint["optimizer_states"]]
-        return checkpoint
-
-    def teardown(self) -> None:
-        """End what ``checkpoint_io`` has open."""
-        if self.checkpoint_io is not None:
-            self.checkpoint_io.teardown()

@@ -16,8 +16,8 @@ from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = ["NonFiniteError", "NonFiniteGuard"]
 
-LOOK_EVERY = 50  # steps
-WATCH = 3  # steps before the limit, from which on outputs are looked at
+LOOK_EVERY = 50  # steps, while all is well
+LIMIT = 25  # steps in a row that are looked at before a run ends, each of which has halved the scale
 
 
 class NonFiniteError(TurboError, RuntimeError):
@@ -25,26 +25,21 @@ class NonFiniteError(TurboError, RuntimeError):
 
 
 class NonFiniteGuard:
-    """Counts steps in a row with non-finite gradients; near the limit it looks at the outputs of every module.
+    """Looks whether gradients are finite; once they are not it counts, and looks at the outputs of every module.
 
-    The plugin makes one when training begins and asks it after each step. Where the host does not know by itself what
-    was skipped, with fused optimizers and without a loss scale, it looks at every 50th step, and once something is
-    wrong at each.
-
-    Args:
-        module: The LightningModule.
-        limit: Steps in a row that are too many.
+    The plugin has one, asks it after each step, and ends it with ``remove``. No step waits for it while all is well:
+    at every 50th step the device sends a flag, which is read 50 steps later, when it has long arrived. If it tells of
+    an overflow, each step is looked at until one is finite, or 25 in a row are not.
     """
 
-    def __init__(self, module: Any, limit: int) -> None:
-        self.module = module
-        self.limit = limit
+    def __init__(self) -> None:
         self._steps = 0
-        self._in_a_row = 0  # without a loss scale
+        self._sent: Tensor | None = None
+        self._in_a_row = 0
         self._handles: list[Any] = []
         self._first: str | None = None
 
-    def after_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> None:
+    def after_step(self, scaler: ApexGradScaler, optimizer: Optimizer, module: Any) -> None:
         """Look at what a step left.
 
         Raises:
@@ -52,64 +47,63 @@ class NonFiniteGuard:
                 whose output, or else the first parameter whose gradient, was not finite.
 
         Warns:
-            TurboWarning: The same without a loss scale, where no step is skipped.
+            TurboWarning: The same without a dynamic loss scale, where no step is skipped.
         """
-        self._steps += 1
-        if not self._is_due(scaler):
+        if self._handles:
+            self._in_a_row += 1
+            if not _found_inf(scaler, optimizer):
+                self.remove()
+            elif self._in_a_row == LIMIT:
+                self._tell(scaler.dynamic, module)
             return
-        in_a_row = int(scaler.skips_in_a_row) if scaler.dynamic else self._count(optimizer)
-        if in_a_row == 0:
-            self.remove()
-        elif in_a_row >= self.limit and (self._handles or self.limit < WATCH):
-            self._tell(in_a_row, scaler.dynamic)
-        elif not self._handles and (in_a_row >= self.limit - WATCH or not scaler.dynamic):
-            self._watch()
+        self._steps += 1
+        if self._steps % LOOK_EVERY == 0:
+            if self._sent is not None and self._sent.item():
+                self._watch(module)
+            # From CUDA into pinned memory, without waiting.
+            self._sent = _found_inf(scaler, optimizer).to("cpu", non_blocking=True)
 
-    def _is_due(self, scaler: ApexGradScaler) -> bool:
-        known = scaler.dynamic and isinstance(scaler.skips_in_a_row, int)
-        return known or bool(self._handles) or self._steps % LOOK_EVERY == 0
-
-    def _count(self, optimizer: Optimizer) -> int:
-        grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
-        self._in_a_row = (self._in_a_row + 1) * (bool(grads) and bool(has_non_finite(grads)))
-        return self._in_a_row
-
-    def _tell(self, in_a_row: int, skipped: bool) -> None:
+    def _tell(self, skipped: bool, module: Any) -> None:
         what = "were skipped for" if skipped else "were made with"
         text = (
-            f"{in_a_row} optimizer steps in a row {what} inf or NaN in the gradients, the last at step "
-            f"{self.module.trainer.global_step}. First non-finite values: {self._where()}. Look at the loss, the data "
+            f"{LIMIT} and more optimizer steps in a row {what} inf or NaN in the gradients, the last at step "
+            f"{module.trainer.global_step}. First non-finite values: {self._where(module)}. Look at the loss, the data "
             "and the learning rate"
         )
         if skipped:
-            raise NonFiniteError(
-                f"{text}; a lower loss scale did not help. Or raise the limit: set max_consecutive_skips = "
-                f"{2 * self.limit} on the plugin."
-            )
-        if in_a_row == self.limit:
-            rank_zero_warn(f"{text}.", category=TurboWarning)
+            raise NonFiniteError(f"{text}; a lower loss scale did not help.")
+        rank_zero_warn(f"{text}.", category=TurboWarning)
 
-    def _watch(self) -> None:
+    def _watch(self, module: nn.Module) -> None:
         """Look at the output of each module from now on."""
-        for name, module in self.module.named_modules():
-            if name:
-                self._handles.append(module.register_forward_hook(functools.partial(self._look, name)))
+        for name, part in module.named_modules():
+            self._handles.append(part.register_forward_hook(functools.partial(self._look, name)))
 
     def remove(self) -> None:
         """Look no more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._first = None
+        self._first = self._sent = None
+        self._in_a_row = 0
 
     def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._first is None and any(map(_is_bad, tensors_in(output))):
             self._first = f"the output of module {name!r} ({type(module).__name__})"
 
-    def _where(self) -> str:
+    def _where(self, module: nn.Module) -> str:
         """Return what was not finite first: an output, else a parameter, else the gradients alone."""
-        bad = (f"the parameter {name!r}" for name, param in self.module.named_parameters() if _is_bad(param))
+        bad = (f"the parameter {name!r}" for name, param in module.named_parameters() if _is_bad(param))
         return self._first or next(bad, "no module's output: only the gradients overflow")
+
+
+def _found_inf(scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
+    """Return on the device whether the last step had non-finite gradients."""
+    found = scaler.state_of(optimizer).found_inf
+    if found is None:  # no dynamic scale, for which nobody looks
+        grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
+        return has_non_finite(grads) if grads else torch.zeros(())
+    return torch.as_tensor(found)
 
 
 def _is_bad(tensor: Tensor) -> bool:

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,7 +18,6 @@ from lightning_turbo._lightning import (
     refuse_as_callback,
 )
 from lightning_turbo.amp.convert import find_scaler_state
-from lightning_turbo.amp.levels import resolve
 from lightning_turbo.errors import MissingExtraError
 
 __all__ = ["RealApexAMP", "import_apex_amp"]
@@ -54,48 +52,23 @@ class RealApexAMP(Precision):
 
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
-        cast_model_type: As in ``amp.initialize``.
-        keep_batchnorm_fp32: As in ``amp.initialize``.
-        master_weights: As in ``amp.initialize``.
-        loss_scale: As in ``amp.initialize``.
-        cast_model_outputs: As in ``amp.initialize``.
-        min_loss_scale: As in ``amp.initialize``.
-        max_loss_scale: As in ``amp.initialize``.
+        **settings: More arguments of ``apex.amp.initialize``, as ``loss_scale``, which checks them when training
+            begins.
 
     Raises:
         MissingExtraError: If no apex with ``apex.amp`` is installed.
-        AmpUsageError: If the level or an override is refused.
     """
 
     # Lightning files a plugin's state under this name.
     __qualname__ = "ApexAMP"
     state_key = refuse_as_callback("plugins=[...]")
 
-    def __init__(
-        self,
-        opt_level: str = "O1",
-        *,
-        cast_model_type: torch.dtype | None = None,
-        keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
-        loss_scale: float | str | None = None,
-        cast_model_outputs: torch.dtype | None = None,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-    ) -> None:
+    def __init__(self, opt_level: str = "O1", **settings: Any) -> None:
         super().__init__()
         check_binding("RealApexAMP")
         self.opt_level = opt_level
         self._amp = import_apex_amp()
-        overrides = {
-            "cast_model_type": cast_model_type,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-            "cast_model_outputs": cast_model_outputs,
-        }
-        resolve(opt_level, dtype=torch.float16, **overrides)
-        self._settings = {**overrides, "min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+        self._settings = settings
         self._optimizers: list[Optimizer] = []
 
     @property
@@ -122,8 +95,9 @@ class RealApexAMP(Precision):
             )
         module: Any = model.module if wrapped else model
         self._optimizers = list(optimizers)
-        self._amp.initialize(module, self._optimizers, opt_level=self.opt_level, verbosity=0, **self._settings)
-        state, _ = find_scaler_state(loaded_checkpoint(module.trainer) or {})
+        settings = {"opt_level": self.opt_level, "verbosity": 0, **self._settings}
+        self._amp.initialize(module, self._optimizers, **settings)
+        state, _ = find_scaler_state(loaded_checkpoint(module.trainer))
         if state is not None:
             self._amp.load_state_dict(state)
         return model, optimizers, lr_schedulers

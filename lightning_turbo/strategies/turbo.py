@@ -22,7 +22,7 @@ from lightning_turbo._lightning import (
     Precision,
     SingleDeviceStrategy,
     Strategy,
-    TorchCheckpointIO,
+    WrappingCheckpointIO,
     check_binding,
     check_lean,
     hooks_before_transfer,
@@ -42,7 +42,7 @@ from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import FORMATS, check_format
-from lightning_turbo.plugins.checkpoint_io import AmpCheckpointIO
+from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO
 from lightning_turbo.strategies.lean_loop import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
 
 __all__ = ["TurboParts", "TurboStrategy"]
@@ -70,13 +70,11 @@ class TurboParts(Strategy):
         lean_logging: bool | None = None,
         compile: str | dict[str, Any] | None = None,
         exact_resume: bool = True,
-        amp_checkpoints: bool = True,
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
         _refuse_unknown(type(self), kwargs)
-        check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients)
-        check_switches(exact_resume=exact_resume, amp_checkpoints=amp_checkpoints)
+        check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients, exact_resume=exact_resume)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
         check_format(memory_format, (None, *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
@@ -85,9 +83,7 @@ class TurboParts(Strategy):
             check_lean("lean_step=True")
         if lean_logging:
             check_lean("lean_logging=True")
-        self.amp_checkpoints = amp_checkpoints
         super().__init__(*args, **kwargs)
-        self.checkpoint_io = self._checkpoint_io
         self.device_prefetch = device_prefetch
         self.memory_format: Any = memory_format
         self.cudnn_benchmark = cudnn_benchmark
@@ -105,15 +101,16 @@ class TurboParts(Strategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The checkpoint IO, wrapped in ``AmpCheckpointIO`` with ``amp_checkpoints``."""
+        """The checkpoint IO, by default an ``AtomicCheckpointIO``, inside of a wrapper too."""
         if self._checkpoint_io is None:  # not before it is needed: the Trainer refuses two
-            self._checkpoint_io = AmpCheckpointIO() if self.amp_checkpoints else TorchCheckpointIO()
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter: taken where there is none
         return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        wrap = self.amp_checkpoints and io is not None and not isinstance(io, AmpCheckpointIO)
-        self._checkpoint_io = AmpCheckpointIO(io) if wrap else io
+        self._checkpoint_io = io
 
     def setup_environment(self) -> None:
         """Set up the device and the ranks, and add ``ExactResume`` to the Trainer."""
@@ -326,7 +323,6 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
         compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
             ``lightning_turbo.nn.compiled_in_place``.
         exact_resume: Add ``ExactResume``, so that a resumed run equals one that never stopped.
-        amp_checkpoints: Wrap the checkpoint IO in ``AmpCheckpointIO``, which reads the scaler state of old checkpoints.
         **kwargs: As ``*args``; an unknown one is refused.
 
     Raises:

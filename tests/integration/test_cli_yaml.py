@@ -35,7 +35,7 @@ GIVEN = {
     "checkpoint_io": ASYNC,
     "precision_plugin": {"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": "O2"}},
 }
-GOT = {"checkpoint_io.checkpoint_io.__class__": AsyncCheckpointIO, "precision_plugin.opt_level": "O2", **PARTS}
+GOT = {"checkpoint_io.__class__": AsyncCheckpointIO, "precision_plugin.opt_level": "O2", **PARTS}
 DOCTOR = {"html": "seen.html", "json": "seen.json"}
 
 SIZES = {"target": 64, "batch_size": 4}
@@ -55,7 +55,6 @@ TABLE = [
     ("callbacks", "Prefetch", LOADING, LOADING),
     ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
     ("plugins", "ApexAMP", {"dtype": "float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
-    ("plugins", "AmpCheckpointIO", {"checkpoint_io": ASYNC}, {"checkpoint_io.__class__": AsyncCheckpointIO}),
     ("plugins", "AtomicCheckpointIO", {}, {}),
     ("strategy", "TurboStrategy", {"device": "cpu", **GIVEN, **PARTS}, {"root_device": torch.device("cpu"), **GOT}),
     (
@@ -145,6 +144,15 @@ def test_a_file_names_the_class_and_its_arguments(section, name, arguments, show
     trainer = load(trainer={**FLAGS, section: value}).trainer
     (found,) = [thing for thing in held(trainer, section) if type(thing) is getattr(lightning_turbo, name)]
     agrees(found, shown)
+
+
+@pytest.mark.parametrize(("text", "dtype"), [
+    ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16), ("torch.float16", torch.float16),
+])  # fmt: skip
+def test_a_file_gives_dtypes_as_text(text, dtype):
+    settings = named("ApexAMP", opt_level="O2", dtype=text, cast_model_outputs=text, keep_fp32_modules=["net"])
+    found = load(trainer={**FLAGS, "plugins": [settings]}).trainer.precision_plugin
+    agrees(found, {"half_dtype": dtype, "_casts.properties.cast_model_outputs": dtype})
 
 
 def test_no_public_class_is_left_out():

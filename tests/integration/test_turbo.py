@@ -7,11 +7,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_turbo import AmpCheckpointIO, ApexAMP, ExactResume, PrefetchLoader, TurboDDPStrategy, TurboStrategy
+from lightning_turbo import ApexAMP, AtomicCheckpointIO, ExactResume, PrefetchLoader, TurboDDPStrategy, TurboStrategy
 from tests.registry import make_data, make_model
 from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
@@ -110,7 +110,7 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     (lambda: TurboStrategy(lean_step=1), TypeError, "lean_step=1: expected True, False or None"),
     (lambda: TurboStrategy(compile=True), TypeError, "compile: expected None, 'network', 'blocks' or a dict"),
     (lambda: TurboStrategy(exact_resume=None), TypeError, "exact_resume=None: expected True or False"),
-    (lambda: TurboStrategy(amp_checkpoints=1), TypeError, "amp_checkpoints=1: expected True or False"),
+    (lambda: TurboStrategy(exact_resume=1), TypeError, "exact_resume=1: expected True or False"),
     (lambda: TurboStrategy(device_prefech=True), TypeError,
      "TurboStrategy: unknown argument 'device_prefech'; did you mean device_prefetch? The known ones are accelerator"),
     (lambda: TurboDDPStrategy(bucket_cap=1), TypeError,
@@ -157,24 +157,13 @@ def test_a_static_graph_with_accumulated_gradients_is_refused_before_the_first_s
 @pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])
 def test_a_checkpoint_io_is_given_once_in_either_place(make):
     own = AsyncCheckpointIO()
-    assert isinstance(make().checkpoint_io, AmpCheckpointIO)
+    assert type(make().checkpoint_io) is AtomicCheckpointIO
     for strategy, plugins in ((make(checkpoint_io=own), []), (make(), [own]), (make.strategy_name, [own])):
         held = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, plugins=plugins, logger=False).strategy
-        assert isinstance(held.checkpoint_io, AmpCheckpointIO)
-        assert held.checkpoint_io.checkpoint_io is own
-    mine = AmpCheckpointIO()
-    assert pl.Trainer(accelerator="cpu", strategy=make(), plugins=[mine]).strategy.checkpoint_io is mine
+        assert held.checkpoint_io is own
+        assert type(own.checkpoint_io) is AtomicCheckpointIO
     with pytest.raises(MisconfigurationException, match="checkpoint_io set through both"):
-        pl.Trainer(accelerator="cpu", strategy=make(checkpoint_io=own), plugins=[mine])
-    with pytest.raises(TypeError, match="checkpoint_io: expected a CheckpointIO of Lightning or None, got 'disk'"):
-        make(checkpoint_io="disk")
-
-
-@pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])
-def test_what_is_added_to_the_trainer_can_be_left_out(make):
-    own = AsyncCheckpointIO()
-    assert type(make(amp_checkpoints=False).checkpoint_io) is TorchCheckpointIO
-    assert make(amp_checkpoints=False, checkpoint_io=own).checkpoint_io is own
+        pl.Trainer(accelerator="cpu", strategy=make(checkpoint_io=own), plugins=[AtomicCheckpointIO()])
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_turbo import ApexAMP, ApexGradScaler
-from tests.integration.regression import LEVELS, Regression, apart, fit, flat
+from tests.integration.regression import Regression, apart, fit, flat
 
 HALF = {"dtype": torch.bfloat16}
 MIXES = [("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)]
@@ -77,9 +77,8 @@ class SharpnessAwareInOneStep(Regression):
 
 
 @pytest.mark.parametrize(("kind", "level", "settings", "limit"), [
-    *((SharpnessAware, level, {}, 0.02 if level == "O3" else 0.005) for level in LEVELS),
-    (SharpnessAwareInOneStep, "O1", {}, 0.005),
-    (SharpnessAwareInOneStep, "O2", {}, 0.005),
+    (SharpnessAware, "O1", {"loss_scale": 8.0}, 0.005), (SharpnessAware, "O2", {}, 0.005),
+    (SharpnessAware, "O3", {}, 0.02), (SharpnessAwareInOneStep, "O2", {}, 0.005),
 ])  # fmt: skip
 def test_the_second_pass_of_sam_sees_the_first_ones_step(kind, level, settings, limit):
     ours, plain = fit(kind(), ApexAMP(level, **HALF, **settings)), fit(kind())
@@ -89,7 +88,7 @@ def test_the_second_pass_of_sam_sees_the_first_ones_step(kind, level, settings, 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_sam_is_refused_where_a_loss_scale_would_not_follow_it(level):
-    with pytest.raises(MisconfigurationException, match=r"runs its closure once a step, got Sam. Take O0"):
+    with pytest.raises(MisconfigurationException, match="runs its closure once a step, got Sam, whose later passes"):
         fit(SharpnessAwareInOneStep(), ApexAMP(level, **HALF, loss_scale=8.0))
     said = r"expected a fixed loss scale for Sam.*Pass dtype=torch.bfloat16"
     with pytest.raises(MisconfigurationException, match=said):
@@ -174,8 +173,7 @@ class SharedTrunk(Regression):
         ]
 
 
-@pytest.mark.parametrize("scale", [1.0, 128.0])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "scale"), [("O1", 128.0), ("O2", 1.0), ("O2", 128.0), ("O3", 128.0)])
 def test_optimizers_that_share_parameters(level, scale):
     ours, plain = fit(SharedTrunk(), ApexAMP(level, **HALF, loss_scale=scale)), fit(SharedTrunk())
     assert apart(ours, plain, type(plain)()) < (0.02 if level == "O3" else 0.005)
@@ -223,9 +221,7 @@ class Adversaries(Regression):
         return [SGD(network.parameters(), lr=0.1) for network in (self.critic, self.generator)]
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("level", "steps", "to_none"), [("O1", 1, True), ("O1", 2, False), ("O2", 2, True)])
 def test_an_overflow_skips_the_steps_with_its_gradients_and_no_other(level, steps, to_none):
     plugin = ApexAMP(level, dtype=torch.float16, scaler=ApexGradScaler(max_scale=1024.0))
     module = fit(Adversaries(steps, to_none), plugin, max_epochs=1)
@@ -291,9 +287,10 @@ class ReplacingByHand(Replacing, ByHand):
         return self.optimizers()
 
 
-@pytest.mark.parametrize("kind", [Replacing, ReplacingByHand])
-@pytest.mark.parametrize("by_strategy", [True, False])
-@pytest.mark.parametrize(("level", "dtype"), MIXES)
+@pytest.mark.parametrize(("level", "dtype", "by_strategy", "kind"), [
+    ("O1", torch.float16, True, Replacing), ("O1", torch.float16, False, ReplacingByHand),
+    ("O2", torch.float16, False, Replacing), ("O2", torch.bfloat16, True, ReplacingByHand),
+])  # fmt: skip
 def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy, kind):
     ours = fit(kind(by_strategy), low_scale(level, dtype))
     assert apart(ours, fit(kind(by_strategy)), kind()) < 0.06
@@ -320,7 +317,7 @@ class Past(ByHand):
 
 
 @NO_OPTIMIZER
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O3"])
 @pytest.mark.parametrize("kind", [Wrapped, Growing, Own, Past])
 def test_optimizers_that_go_ways_of_their_own(kind, level):
     assert apart(fit(kind(), ApexAMP(level, **HALF)), fit(kind()), kind()) < 0.06

@@ -67,7 +67,7 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
     (("tun",), "did you mean tune? Try: lightning-turbo --help"),
     (("pack", "a", "b", "--lables", "3"), "arguments: --lables 3; did you mean --labels? Try: lightning-turbo pack"),
     (("pack", "a", "b", "--nothing-like-it"), "arguments: --nothing-like-it. Try: lightning-turbo pack --help"),
-    (("convert", "a", "b", "--to", "mixde"), "did you mean mixed?"),
+    (("convert", "a", "b", "--perfix", "x"), "did you mean --prefix?"),
     (("doctor", "--timed", "none", "train.py"), "invalid int value: 'none'"),
 ])  # fmt: skip
 def test_bad_input_is_refused_in_words(capsys, argv, message):

@@ -36,8 +36,7 @@ def step(model, optimizer, factor=1.0):
 # Calls of initialize
 
 
-@pytest.mark.parametrize("first", LEVELS)
-@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize(("first", "second"), [("O1", "O2"), ("O2", "O1"), ("O2", "O3"), ("O3", "O2"), ("O3", "O0")])
 def test_a_model_may_be_initialized_again(first, second):
     ends = []
     for levels in ((first, second), (second,)):
@@ -99,34 +98,20 @@ def test_an_initialize_that_is_refused_leaves_the_earlier_one_on(level, wrap, sa
     step(earlier, optimizer)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_closure_is_cast_at_O1_and_the_step_around_it_is_not(kind, dtype):
-    seen = []
-
-    class Looking(kind):
-        def step(self, closure):
-            seen.append(nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).dtype)
-            return super().step(closure)
-
-    model = nn.Linear(4, 1)
-    model.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
-    optimizer = Looking(model.parameters(), lr=0.01)
-    init(model, optimizer, "O1", dtype=dtype, loss_scale=1.0)
+def test_nothing_is_cast_in_a_step_and_everything_after_it_even_if_its_closure_fails():
+    model, optimizer = ready("O1", loss_scale=1.0)
+    x, seen = torch.ones(2, 4), []
 
     def closure():
         optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).float().square().mean()
-        backward(loss, optimizer)
-        return loss
+        seen.append(model(x).dtype)
+        backward(model(x).float().square().mean(), optimizer)
 
-    assert optimizer.step(closure).requires_grad
-    assert seen[0] is torch.float32
-    assert set(seen[1:]) == {dtype}
+    optimizer.step(closure)
+    assert seen == [torch.float32]
     with pytest.raises(KeyError):
         optimizer.step(lambda: {}["fails"])
-    backward(model(torch.ones(2, 4)).float().mean(), optimizer)
-    assert model(torch.ones(2, 4)).dtype is dtype
+    assert model(x).dtype is torch.float16
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -197,9 +182,9 @@ def test_a_registered_function_elsewhere_is_wrapped_once_while_O1_is_on():
 # Checkpoints
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("order", [("model", "optimizer", "amp"), ("optimizer", "model", "amp"),
-                                   ("amp", "optimizer", "model")])  # fmt: skip
+@pytest.mark.parametrize(("level", "order"), [
+    ("O1", ("model", "optimizer", "amp")), ("O2", ("optimizer", "model", "amp")), ("O3", ("amp", "optimizer", "model")),
+])  # fmt: skip
 def test_a_checkpoint_loads_in_any_order(level, order):
     straight, optimizer = ready(level)
     train(straight, optimizer, 4)
@@ -258,13 +243,12 @@ def replica_of(module):
     return replica
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_parameter_of_a_pass_has_its_own_delay(level):
+def test_each_parameter_of_a_pass_has_its_own_delay():
     """The first one's gradient is scaled still, and two optimizers hold it; the second one's was unscaled before."""
     models = [nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)]
     first = sgd(models[0])
     both = torch.optim.SGD([model.weight for model in models], lr=0.1)
-    init(models, [first, both], level, loss_scale=128.0)
+    init(models, [first, both], "O2", loss_scale=128.0)
 
     def backward_of(factors, which, **how):
         loss = sum(factor * net(torch.ones(1, 4)).float().sum() for factor, net in zip(factors, models, strict=True))
@@ -285,7 +269,7 @@ def test_one_window_has_the_scale_of_one_loss():
         backward(model(torch.ones(1, 4)).float().sum(), optimizer)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize(("delayed", "when"), [
     (True, "register_hook"),  # before there is a gradient
     (False, "register_post_accumulate_grad_hook"),  # after it
@@ -329,8 +313,7 @@ class Batch:
     dict, OrderedDict, UserDict, lambda items: defaultdict(list, items), lambda items: list(items.values()),
     lambda items: deque(items.values(), maxlen=3), Batch,
 ])  # fmt: skip
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_containers_go_in_and_come_out_as_what_they_are(level, make):
+def test_containers_go_in_and_come_out_as_what_they_are(make):
     class Net(nn.Linear):
         def forward(self, batch):
             x, number = batch.values() if hasattr(batch, "values") else batch
@@ -338,7 +321,7 @@ def test_containers_go_in_and_come_out_as_what_they_are(level, make):
             return make({"x": super().forward(x), "n": number})
 
     model = Net(4, 2)
-    init(model, sgd(model), level)
+    init(model, sgd(model), "O2")
     given = make({"x": torch.ones(5, 4), "n": 3})
     out = model(given)
     assert vars_of(out) == vars_of(given)
@@ -346,15 +329,14 @@ def test_containers_go_in_and_come_out_as_what_they_are(level, make):
     assert next(floats(out)).dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_module_in_a_batch_stays_as_it_is(level):
+def test_a_module_in_a_batch_stays_as_it_is():
     class Net(nn.Linear):
         def forward(self, batch):
             assert batch["teacher"] is teacher
             return super().forward(batch["x"])
 
     teacher, model = nn.Linear(4, 2), Net(4, 2)
-    init(model, sgd(model), level)
+    init(model, sgd(model), "O2")
     model({"x": torch.ones(5, 4), "teacher": teacher})
 
 
@@ -397,12 +379,11 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("networks", [1, 2])
-def test_activation_checkpointing_changes_no_gradient(level, networks):
+def test_activation_checkpointing_changes_no_gradient(level):
     """Two networks are called before the backward pass of either, twice."""
     results = []
     for reentrant in (None, True, False):
-        models = [Checkpointed(reentrant) for _ in range(networks)]
+        models = [Checkpointed(reentrant) for _ in range(2)]
         optimizer = sgd(nn.ModuleList(models))
         init(models, optimizer, level)
         torch.manual_seed(2)
@@ -415,15 +396,16 @@ def test_activation_checkpointing_changes_no_gradient(level, networks):
     assert same(results[0], results[2])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_nothing_keeps_a_model_alive(level):
-    model, optimizer = ready(level)
-    train(model, optimizer)
-    watched = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
-    amp.shutdown()
+def test_nothing_keeps_a_model_alive():
+    watched = []
+    for level in LEVELS:
+        model, optimizer = ready(level)
+        train(model, optimizer)
+        watched += [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
+        amp.shutdown()
     del model, optimizer
     gc.collect()
-    assert [ref() for ref in watched] == [None] * 3
+    assert [ref() for ref in watched] == [None] * 12
 
 
 def test_a_schedule_may_begin_with_a_skipped_step():
@@ -567,12 +549,10 @@ def pickled(value):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_model_and_optimizer_are_pickled_whole(level, trained):
+def test_model_and_optimizer_are_pickled_whole(level):
     model, optimizer = ready(level, cast_model_outputs=torch.float32)
-    if trained:
-        step(model, optimizer)
+    step(model, optimizer)
     x = torch.ones(2, 4)
     copies = pickled(model), pickled(optimizer)
     assert torch.equal(copies[0](x), model(x))

@@ -9,12 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_turbo import AmpCheckpointIO, AtomicCheckpointIO
+from lightning_turbo import AtomicCheckpointIO
 
 OLD, NEW = {"step": 1, "w": torch.zeros(4)}, {"step": 2, "w": torch.ones(4), "big": torch.ones(2**20)}
-APEX = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 17}}
 
 
 @pytest.fixture
@@ -37,38 +35,18 @@ def names(path):
     return sorted(file.name for file in path.parent.iterdir())
 
 
-@pytest.mark.parametrize("make", [
-    AtomicCheckpointIO, AmpCheckpointIO, lambda: AmpCheckpointIO(AsyncCheckpointIO()),
-    lambda: AmpCheckpointIO(AsyncCheckpointIO(AsyncCheckpointIO())),
-], ids=["atomic", "amp", "async", "async twice"])  # fmt: skip
-def test_a_checkpoint_is_written_read_replaced_and_removed(make, path):
+def test_a_checkpoint_is_written_read_replaced_and_removed(path):
+    io = AtomicCheckpointIO()
     for checkpoint in (OLD, NEW):
-        io = inner = make()
-        while inner is not None and type(inner) is not AtomicCheckpointIO:
-            inner = inner.checkpoint_io
-        assert inner is not None
         path.parent.mkdir(exist_ok=True)
         path.with_name(".last.ckpt.partial").write_bytes(b"of a run that was killed")
         io.save_checkpoint(checkpoint, path)
-        while io is not inner:  # Lightning ends the outermost alone
-            io.teardown()
-            io = io.checkpoint_io
-        loaded = AmpCheckpointIO(inner).load_checkpoint(path)
+        loaded = io.load_checkpoint(path)
         assert loaded["step"] == checkpoint["step"]
         assert torch.equal(loaded["w"], checkpoint["w"])
         assert names(path) == ["last.ckpt"]
-    AmpCheckpointIO(inner).remove_checkpoint(str(path))
+    io.remove_checkpoint(str(path))
     assert names(path) == []
-
-
-def test_what_wraps_keeps_what_it_has_and_refuses_what_is_none(path):
-    own = TorchCheckpointIO()
-    assert AmpCheckpointIO(AsyncCheckpointIO(own)).checkpoint_io.checkpoint_io is own
-    with pytest.raises(TypeError, match=r"checkpoint_io: expected a CheckpointIO of Lightning or None, got 'disk'"):
-        AmpCheckpointIO("disk")
-    io = AmpCheckpointIO(AmpCheckpointIO())
-    io.save_checkpoint({"amp": APEX, "x": 1}, path)
-    assert io.load_checkpoint(path) == {"ApexAMP": APEX, "x": 1}
 
 
 def test_a_path_from_the_home_folder_is_written_where_it_is_read(tmp_path, monkeypatch):
