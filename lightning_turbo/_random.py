@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
-import pickle
 import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,13 @@ import torch
 __all__ = [
     "GeneratorWatch",
     "changed_generators",
+    "generator_state",
     "generators_at",
     "generators_in",
     "parts_in",
     "same_random_numbers",
+    "same_states",
+    "set_generator_state",
     "set_shared_state",
     "shared_state",
     "torch_state",
@@ -43,8 +46,8 @@ QUIET = {*sys.stdlib_module_names, "torch", "numpy"}
 _reading = threading.RLock()
 
 
-def shared_state() -> dict[str, Any]:
-    """Return the states of the global RNGs of torch (CPU), Python and, if imported, NumPy.
+def shared_state(held: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the states of the global RNGs of torch (CPU), Python and, if imported, NumPy, and of ``held`` ones.
 
     Tensors and plain Python objects only, so that a checkpoint that holds one loads with ``weights_only=True``.
     """
@@ -54,6 +57,8 @@ def shared_state() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         if kind == "MT19937":  # a program may have exchanged it for a generator that has no such state
             state["numpy"] = [torch.from_numpy(keys.astype("int64")), *rest]
+    if held:
+        state["held"] = [generator_state(generator) for generator in held]
     return state
 
 
@@ -87,14 +92,44 @@ def uncollected() -> Iterator[None]:
                 gc.enable()
 
 
-def set_shared_state(state: dict[str, Any]) -> None:
-    """Set the global RNGs to a state that ``shared_state`` returned."""
+def generator_state(generator: Any) -> torch.Tensor | str:
+    """Return the state of one of ``GENERATORS``: a tensor for torch's, a text for the others."""
+    if isinstance(generator, torch.Generator):
+        with uncollected():
+            return generator.get_state()
+    if isinstance(generator, random.Random):
+        state: Any = generator.getstate()
+    elif isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+    else:
+        state = generator.bit_generator.state
+    return json.dumps(state, default=np.ndarray.tolist)
+
+
+def set_generator_state(generator: Any, state: torch.Tensor | str) -> None:
+    """Set a generator to a state that ``generator_state`` returned of one of its kind."""
+    if isinstance(state, torch.Tensor):
+        with uncollected():
+            generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, numbers, second = json.loads(state)
+        generator.setstate((version, tuple(numbers), second))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(json.loads(state))
+    else:
+        generator.bit_generator.state = json.loads(state)
+
+
+def set_shared_state(state: dict[str, Any], held: Sequence[Any] = ()) -> None:
+    """Set the global RNGs, and ``held`` ones, to a state that ``shared_state`` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["random"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         keys, *rest = state["numpy"]
         numpy.random.set_state(("MT19937", keys.numpy(), *rest))
+    for generator, own in zip(held, state.get("held", ()), strict=False):
+        set_generator_state(generator, own)
 
 
 def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -109,21 +144,21 @@ def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[st
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Leave the global RNGs as they were, whatever is drawn from them inside."""
-    state = shared_state()
+def same_random_numbers(held: Sequence[Any] = ()) -> Iterator[None]:
+    """Leave the global RNGs, and ``held`` ones, as they were, whatever is drawn from them inside."""
+    state = shared_state(held)
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            set_shared_state(state)
+            set_shared_state(state, held)
 
 
 @contextmanager
-def generators_at(state: dict[str, Any]) -> Iterator[None]:
-    """Draw inside as from ``state``, a result of ``shared_state``; the global RNGs are as before afterwards."""
-    with same_random_numbers():
-        set_shared_state(state)
+def generators_at(state: dict[str, Any], held: Sequence[Any] = ()) -> Iterator[None]:
+    """Draw inside as from ``state``, a result of ``shared_state``; the generators are as before afterwards."""
+    with same_random_numbers(held):
+        set_shared_state(state, held)
         yield
 
 
@@ -148,7 +183,7 @@ class GeneratorWatch:
 
     def __enter__(self) -> GeneratorWatch:
         self._before = shared_state()
-        self._own = [_state_of(each) for each in self._generators]
+        self._own = [generator_state(each) for each in self._generators]
         self._traces = sys.gettrace() is None
         if self._traces:
             sys.settrace(self._compare)
@@ -161,7 +196,7 @@ class GeneratorWatch:
         if self._names:
             names = sorted(self._names, key=NAMES.index)
             self.drew.append(f"the global RNG of {' and '.join(names)}, which the model may use too")
-        if self._own != [_state_of(each) for each in self._generators]:
+        if not same_states(self._own, [generator_state(each) for each in self._generators]):
             self.drew.append("a random generator that the dataset holds")
 
     def _compare(self, frame: Any, *event: Any) -> Any:
@@ -179,9 +214,11 @@ class GeneratorWatch:
 
 
 def generators_in(owner: Any) -> list[Any]:
-    """Return the random generators that an object and its parts hold, the global one of torch not among them."""
-    held = [part for part in parts_in(owner) if isinstance(part, GENERATORS)]
-    return [each for each in held if each is not torch.default_generator]
+    """Return the random generators with a state of their own that an object and its parts hold.
+
+    The global ones are not among them, nor those of the operating system.
+    """
+    return [part for part in parts_in(owner) if _has_own_state(part)]
 
 
 def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -> list[Any]:
@@ -200,15 +237,21 @@ def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -
     return list(seen.values())
 
 
+def _has_own_state(each: Any) -> bool:
+    shared = (torch.default_generator, random.random.__self__, np.random.rand.__self__)
+    is_own = isinstance(each, GENERATORS) and not isinstance(each, random.SystemRandom)
+    return is_own and all(each is not one for one in shared)
+
+
+def same_states(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists of what ``generator_state`` returned are equal."""
+    return len(some) == len(others) and all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for one, other in zip(some, others, strict=True)
+    )
+
+
 def _parts_of(each: Any) -> list[Any]:
     if isinstance(each, (dict, list, tuple)):
         return list(each.values() if isinstance(each, dict) else each) if len(each) <= MOST_PARTS else []
     return list(getattr(each, "__dict__", {}).values())
-
-
-def _state_of(generator: Any) -> bytes:
-    """Return the state of a generator, to compare it."""
-    if isinstance(generator, torch.Generator):
-        with uncollected():
-            return generator.get_state().numpy().tobytes()
-    return pickle.dumps(generator)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_turbo._checks import check_count
-from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
+from lightning_turbo._random import generator_state, generators_in, same_random_numbers, set_shared_state, shared_state
 from lightning_turbo.data.prefetcher import TURNS, LoadingLock, LoadProfile, PrefetchIterator
 from lightning_turbo.data.resume import (
     START,
@@ -30,7 +30,7 @@ from lightning_turbo.data.resume import (
 )
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
 from lightning_turbo.data.threads import ThreadedDataset
-from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "prefetching", "with_workers"]
 
@@ -225,31 +225,38 @@ class PrefetchLoader(DataLoader[T]):
 
     def _begin_counted(self, state: dict[str, Any]) -> PrefetchIterator:
         """Begin an epoch of a loader without a state of its own, or continue one: its batches are counted."""
-        whole = state.get("whole")
-        done, rng = (0, None) if whole else (state["consumed"], state["order"])
-        position = Position(done, next_rng=state.get("next_rng") if rng else None)
+        # How the epoch began that is continued here, if one is.
+        done, began = (0, None) if state.get("whole") else (state["consumed"], state["order"])
+        position = Position(done, state.get("next_rng") if began else None, self._generators_of_dataset())
         # torch draws a seed for its processes here, which an epoch that is continued has drawn already.
-        with same_random_numbers() if rng else contextlib.nullcontext():
-            source = self._begin_order(state, position) if self._has_order else self._begin_stream(rng, position)
+        with same_random_numbers() if began else contextlib.nullcontext():
+            source = self._begin_order(state, position) if self._has_order else self._begin_stream(began, position)
             with contextlib.nullcontext() if self.num_workers else TURNS:
                 for _ in range(0 if self._skips_indices else done):
                     next(source, None)
+        if self._profile.uses_rng is not False:
+            position.go_on(state.get("held", ()))
         return self._make_iterator(source, position)
+
+    def _generators_of_dataset(self) -> list[Any]:
+        """The random generators that the dataset holds, if it is loaded in this process and may draw from them."""
+        of_samples = isinstance(self.dataset, SeededDataset)  # and set for each of them
+        return [] if self.num_workers or of_samples or self._profile.uses_rng is False else generators_in(self.dataset)
 
     def _begin_order(self, state: dict[str, Any], position: Position) -> Any:
         order: Any = self._index_sampler
         order.begin(state, position.consumed if self._skips_indices else 0, position)
         return self._make_source()
 
-    def _begin_stream(self, rng: dict[str, Any] | None, position: Position) -> Any:
-        """Begin a stream; one that is continued draws what it drew from the global RNGs at its beginning."""
-        if rng is not None:
-            set_shared_state(rng["iter"])
-        self._run.rng = shared_state()
+    def _begin_stream(self, began: dict[str, Any] | None, position: Position) -> Any:
+        """Begin a stream; one that is continued draws what it drew from the random generators at its beginning."""
+        if began is not None:
+            set_shared_state(began["iter"], position.held)
+        self._run.rng = shared_state(position.held)
         source = self._make_source()
-        if rng is not None:
-            position.first_rng = rng["first"]
-            set_shared_state(rng["first"])
+        if began is not None and began["first"] is not None:
+            position.first_rng = began["first"]
+            set_shared_state(began["first"], position.held)
         return source
 
     def _make_source(self) -> Any:
@@ -271,7 +278,7 @@ class PrefetchLoader(DataLoader[T]):
         run, threaded = self._run, self._run.threaded
         limit = inf if run.limit is None else run.limit() - position.consumed
         if self.persistent_workers and run.limit is None:
-            limit = 0
+            limit = 0  # no thread, see the note in the docstring of this class
         ended = None if self.persistent_workers else source
         return PrefetchIterator(
             source,
@@ -324,19 +331,21 @@ class PrefetchLoader(DataLoader[T]):
 
     def _state_to_load(self) -> dict[str, Any] | None:
         """The state that the next epoch begins with: one that was loaded, until a batch was returned after it."""
-        loaded, position = self._run.loaded, self._run.position
-        if loaded is None or position is None:
-            return loaded
-        return loaded if position.consumed == position.begun and not position.ended else None
+        position = self._run.position
+        return self._run.loaded if position is None or position.is_untouched else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest iterator is, counted in batches that were returned.
 
         The count and, over a dataset with indices, the states of the random generators from which the order follows
-        and, for the epoch after it, of those of torch that belong to the loader and its samplers. Over a stream the
-        states of the global RNGs at its beginning. With a class behind this one that keeps its own state, that after
-        the latest batch. Random numbers that worker processes draw for augmentation are not part of it; with
-        ``sample_seeds`` they need not be.
+        and, for the epoch after it, of those that belong to the loader and its samplers. Over a stream the states of
+        the global RNGs at its beginning. Without worker processes, those of the generators that the dataset holds.
+        With a class behind this one that keeps its own state, that after the latest batch. Random numbers that worker
+        processes draw for augmentation are not part of it; with ``sample_seeds`` they need not be.
+
+        Warns:
+            TurboWarning: If the dataset holds a generator in worker processes, or a sampler counts its passes by
+                itself: no state tells of these.
         """
         run, position, loaded = self._run, self._run.position, self._state_to_load()
         if loaded is not None:
@@ -348,11 +357,26 @@ class PrefetchLoader(DataLoader[T]):
         with same_random_numbers():  # from which a sampler may draw to tell its length
             length = run.order.length if run.order is not None and self._skips_indices else None
             state = describe(position, length_of(self) if length is None else length)
+        self._warn_of_generators(state["whole"])
+        state["held"] = [generator_state(each) for each in position.held]
         if run.order is None:
-            order = {"iter": run.rng, "first": position.first_rng} if position.first_rng else None
+            order = {"iter": run.rng, "first": position.first_rng}
             return {**START, **state, "order": order, "before": position.last_rng}
+        run.order.counters.warn(state["whole"])
         own = {"own": run.order.own_states(at_end=state["whole"]), "left": run.order.own_states()}
         return {**state, **own, "order": run.order.epoch_rng, "before": position.last_rng}
+
+    def _warn_of_generators(self, over: bool) -> None:
+        """Warn of generators that the dataset holds in each worker process; those of new processes begin again."""
+        lost = self.num_workers and (self.persistent_workers or not over)
+        if lost and not isinstance(self.dataset, SeededDataset) and generators_in(self.dataset):
+            warnings.warn(
+                f"{type(self.dataset).__name__} holds a random generator, of which each worker process has its own, "
+                "whose state is not part of the loader's state: what is drawn from it is not the same in a run that "
+                "goes on from here. Pass sample_seeds=0, with which random numbers follow from the sample.",
+                TurboWarning,
+                stacklevel=3,
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.

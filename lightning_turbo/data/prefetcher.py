@@ -17,7 +17,7 @@ import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo._checks import check_count
-from lightning_turbo._random import GeneratorWatch, generators_at, shared_state
+from lightning_turbo._random import GeneratorWatch
 from lightning_turbo.data.resume import Position
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -31,8 +31,9 @@ LOCK_TIMEOUT = 30.0
 # Seconds. How long the thread waits for a worker process before it looks whether it is to end.
 POLL_INTERVAL = 0.1
 # Seconds. Batches that are loaded faster than this are loaded by the calling thread: to pass one from thread to thread
-# costs 0.1 to 0.4 ms.
+# costs 0.1 to 0.4 ms. The first few count as so many, because one that is slow by chance says little.
 MIN_BATCH_SECONDS = 5e-4
+FEW_BATCHES = 4
 ENDED = (
     "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used it. "
     "Call iter() on the loader again."
@@ -40,6 +41,7 @@ ENDED = (
 
 
 class _Here(threading.local):
+    prefetches = False  # whether it is a thread of ours
     loads = 0  # loads of ours that are under way in this thread, one inside another
     serves = False  # whether it loads samples for a thread that holds the lock meanwhile
     entered: tuple[LoadingLock, ...] = ()  # the locks that it holds for a fork
@@ -51,7 +53,7 @@ _locks: weakref.WeakSet[LoadingLock] = weakref.WeakSet()
 
 def is_loading() -> bool:
     """Whether the calling thread is a prefetching one, or loads a batch at this moment."""
-    return _here.loads > 0
+    return _here.prefetches or _here.loads > 0
 
 
 def load_in_this_thread(*, serves: bool = False) -> None:
@@ -60,7 +62,7 @@ def load_in_this_thread(*, serves: bool = False) -> None:
     Args:
         serves: Whether it loads samples for another thread, which holds the lock and waits for it.
     """
-    _here.loads, _here.serves = 1, serves
+    _here.prefetches, _here.serves = True, serves
 
 
 class LoadingLock:
@@ -69,7 +71,9 @@ class LoadingLock:
     Loaders with one thread share ``TURNS``, so that dataset code never runs in two of their threads at once, whatever
     files and readers their datasets share. A loader with several threads has a lock of its own: its dataset was
     declared safe for threads, and only forks wait for it, so that no process is born with a lock of the dataset held.
-    A thread may enter a lock again that it holds. Nobody waits for ever, as a stream may never return.
+    A thread may enter a lock again that it holds. Nobody waits for ever, as a stream may never return: who has waited
+    for ``LOCK_TIMEOUT`` goes on without the lock, with a warning, because two loads beside each other are right for
+    most datasets, and a run that stands still is right for none.
     """
 
     def __init__(self) -> None:
@@ -114,7 +118,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    _here.loads, _here.serves, _here.entered = 0, False, ()
+    _here.prefetches, _here.loads, _here.serves, _here.entered = False, 0, False, ()
     for lock in list(_locks):
         lock.renew()
 
@@ -129,15 +133,24 @@ class LoadProfile:
     Attributes:
         uses_rng: Whether loading draws from generators whose numbers would depend on timing in a background thread;
             ``None`` before the second batch.
+        is_doubtful: Whether another thread may have drawn in its place, so that the next epoch is looked at again.
     """
 
     def __init__(self) -> None:
         self.uses_rng: bool | None = None
+        self.is_doubtful = False
+
+    def begin_epoch(self) -> None:
+        """Forget what is doubtful."""
+        if self.is_doubtful:
+            self.uses_rng = None
 
     def decide(self, drew: list[str], workers: bool) -> None:
-        """Decide, for good, whether a thread may load."""
-        self.uses_rng = bool(drew)
-        if not drew:
+        """Decide whether a thread may load: for good, unless another thread may have drawn while this one loaded."""
+        told, self.uses_rng = self.is_doubtful, bool(drew)
+        # A program draws in its main thread as a rule. A loader that another thread iterates is not to blame for that.
+        self.is_doubtful = bool(drew) and threading.current_thread() is not threading.main_thread()
+        if not drew or told:
             return
         what = "Drawing the indices of a batch" if workers else "Loading a batch"
         advice = (
@@ -182,7 +195,7 @@ class _PrefetchThread:
         self.stages: list[Callable[[Any], Any]] = []
         self.taken = 0
         self.process = os.getpid()
-        self.thread: Any = None
+        self.background: Any = None  # the BackgroundGenerator, a thread
         self.stop = threading.Event()
         self.room = threading.Semaphore(depth + 1)
 
@@ -242,8 +255,8 @@ class _PrefetchThread:
 
     def start(self) -> None:
         """Start the thread, in the modes of the calling one."""
-        self.thread = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
-        self.thread.name = f"lightning_turbo-prefetch-{id(self.thread):x}"
+        self.background = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
+        self.background.name = f"lightning_turbo-prefetch-{id(self.background):x}"
 
     def _items(self, modes: ThreadState) -> Iterator[list[Any]]:
         modes.enter()
@@ -270,24 +283,25 @@ class _PrefetchThread:
     @property
     def is_started(self) -> bool:
         """Whether there is a thread, or what it has left."""
-        return self.thread is not None
+        return self.background is not None
 
     def get(self, timeout: float | None) -> list[Any] | None:
         """Return the next item of the thread; ``None`` once it has ended and all of them were returned."""
         try:
-            success, box = self.thread.queue.get(timeout=timeout)
+            success, box = self.background.queue.get(timeout=timeout)
         except queue.Empty:
             raise RuntimeError(f"DataLoader timed out after {timeout} seconds") from None
         self.room.release()
         if not success or box[1] is not None:  # then the thread ends
-            self.thread.join()
-            self.thread = None
+            self.background.join()
+            self.background = None
         return box if success else None
 
     def ready(self) -> bool:
         """Tell whether ``get`` would return an item at once."""
-        with self.thread.queue.mutex:
-            return bool(self.thread.queue.queue) and self.thread.queue.queue[0][0] is True
+        waiting = self.background.queue
+        with waiting.mutex:
+            return bool(waiting.queue) and waiting.queue[0][0] is True
 
     def close(self) -> None:
         """End the thread, then release the source. May be called twice, by the collector, and in a forked child."""
@@ -295,21 +309,27 @@ class _PrefetchThread:
             return
         self.stop.set()
         self.room.release()
-        if self.thread is not None:
-            # The collector may run in a prefetching thread, perhaps this one, or while a batch is loaded: to wait there
-            # could be for ever. The thread then releases the source by itself.
-            if not is_loading():
-                self.thread.join(JOIN_TIMEOUT)
-            if self.thread.is_alive():
-                if not is_loading():
-                    warnings.warn(
-                        f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "
-                        f"{JOIN_TIMEOUT:g} s. It ends after that item.",
-                        TurboWarning,
-                        stacklevel=2,
-                    )
-                return
-        self._release()
+        if self._is_over():
+            self._release()
+
+    def _is_over(self) -> bool:
+        """Wait for the thread to end, and tell whether it has; otherwise it releases the source itself as it ends."""
+        if self.background is None:
+            return True
+        # The collector may close this in a prefetching thread, perhaps in the one to end, or while a batch is loaded.
+        # To wait there could be for ever.
+        if is_loading():
+            return not self.background.is_alive()
+        self.background.join(JOIN_TIMEOUT)
+        if not self.background.is_alive():
+            return True
+        warnings.warn(
+            f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "
+            f"{JOIN_TIMEOUT:g} s. It ends after that item.",
+            TurboWarning,
+            stacklevel=3,
+        )
+        return False
 
     def _release(self) -> None:
         on_close, self.on_close, self.snapshot = self.on_close, None, None
@@ -336,7 +356,7 @@ class PrefetchIterator(Iterator[Any]):
         prefetch_batches: How many items to keep ready, 1 or more; one more is in preparation.
         transfer: A ``DeviceTransfer`` that moves each item to a device; ``None`` for items as they are.
         timeout: How long to wait for an item, in seconds; 0 for as long as it takes.
-        limit: How many items are taken ahead in all, at most.
+        limit: How many items are taken ahead in all, at most; 0 for no thread.
         position: Where the count of items is kept; ``None`` for one of its own.
         profile: What is known of the source, if anything is.
         dataset: What the source loads from, whose random generators are looked at.
@@ -377,6 +397,7 @@ class PrefetchIterator(Iterator[Any]):
         check_count("prefetch_batches", prefetch_batches)
         self.thread = _PrefetchThread(source, prefetch_batches, lock or TURNS, limit, snapshot, on_close)
         self._profile = profile or LoadProfile()
+        self._profile.begin_epoch()
         self._dataset = dataset
         self._timeout = timeout or None
         self.position = position or Position()
@@ -421,12 +442,17 @@ class PrefetchIterator(Iterator[Any]):
         return batch
 
     def _note(self, error: BaseException, state: Any) -> None:
-        """Count a batch that raises, after which the next ``next()`` continues; at the end of the source, close."""
+        """Count a batch that raises, after which the next ``next()`` continues; at the end of the source, close.
+
+        Who was interrupted has no batch, which a state has to keep for later, but the source has gone on: close.
+        """
         if isinstance(error, StopIteration):
             self.position.ended, self.position.state = True, state
             self._finalizer()
-        else:
+        elif isinstance(error, Exception):
             self.position.consumed += 1
+        else:
+            self.close(f"a {type(error).__name__} stopped it while a batch was loaded")
 
     def _take(self) -> list[Any]:
         """Take an item from the thread or, where there is none, from the source."""
@@ -453,12 +479,9 @@ class PrefetchIterator(Iterator[Any]):
         return box
 
     def _load_noting(self) -> list[Any]:
-        position, rng = self.position, contextlib.nullcontext()
-        if self._profile.uses_rng is not False and not self.thread.has_workers:
-            if position.next_rng is not None:
-                rng, position.next_rng = generators_at(position.next_rng), None
-            position.note(shared_state())
-        with rng:
+        if self._profile.uses_rng is False or self.thread.has_workers:
+            return self.thread.load(self.thread.take)  # nothing is drawn, so that nothing has to be drawn again
+        with self.position.note():
             return self.thread.load(self.thread.take)
 
     def _load_watched(self) -> list[Any]:
@@ -471,7 +494,7 @@ class PrefetchIterator(Iterator[Any]):
 
     def _is_worth_a_thread(self) -> bool:
         """Whether a thread may load, and something is gained by it. The first few items have to be clearly slow."""
-        slow = self._seconds >= MIN_BATCH_SECONDS * max(self._loaded, 4)
+        slow = self._seconds >= MIN_BATCH_SECONDS * max(self._loaded, FEW_BATCHES)
         return self._loaded > 1 and self._profile.uses_rng is False and slow and not is_loading()
 
     def _has_more(self) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -18,18 +20,26 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_turbo._random import set_shared_state, shared_state, uncollected
+from lightning_turbo._random import (
+    generator_state,
+    generators_at,
+    generators_in,
+    same_states,
+    set_generator_state,
+    set_shared_state,
+    shared_state,
+)
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "START", "Position", "ResumableOrder", "correct_states", "describe", "end_workers", "generators_of", "length_of",
-    "warn_of_gaps", "wrong_kind",
+    "START", "Counters", "Position", "ResumableOrder", "correct_states", "describe", "end_workers", "generators_of",
+    "length_of", "warn_of_gaps", "wrong_kind",
 ]  # fmt: skip
 
 # The state of a loader that has returned nothing yet.
 START: dict[str, Any] = {
     "consumed": 0, "whole": False, "ended": False, "length": None, "order": None, "own": [], "left": [],
-    "before": None,
+    "before": None, "held": [],
 }  # fmt: skip
 # Entries. A longer order is drawn as it is needed: each entry of one that is drawn at once takes about 50 bytes.
 LONGEST_ORDER = 10_000_000
@@ -51,19 +61,43 @@ class Position:
         first_rng: The global RNGs before the first batch of the epoch; ``None`` if nobody noted them.
         last_rng: The same before the latest batch, where loading may draw from them.
         next_rng: How they are to be for the next batch, which a Trainer had loaded ahead when the state was taken.
+        held: The generators that the dataset holds, if it is loaded in this process; noted with the global ones.
     """
 
-    def __init__(self, consumed: int = 0, first_rng: Any = None, next_rng: Any = None) -> None:
+    def __init__(self, consumed: int = 0, next_rng: Any = None, held: Sequence[Any] = ()) -> None:
         self.consumed = self.begun = consumed
         self.ended = False
         self.state: Any = None
-        self.first_rng, self.last_rng, self.next_rng = first_rng, None, next_rng
+        self.first_rng: Any = None
+        self.last_rng: Any = None
+        self.next_rng, self.held = next_rng, held
 
-    def note(self, rng: dict[str, Any]) -> None:
-        """Note the global RNGs before a batch is loaded."""
-        self.last_rng = rng
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the iterator has returned nothing, so that a state that was loaded before it still holds."""
+        return self.consumed == self.begun and not self.ended
+
+    def note(self) -> AbstractContextManager[None]:
+        """Note the random generators before a batch is loaded, and return in what it is to be loaded."""
+        noted, self.next_rng = self.next_rng, None
+        self.last_rng = noted or shared_state(self.held)
         if self.first_rng is None:
-            self.first_rng = rng
+            self.first_rng = self.last_rng
+        return generators_at(noted, self.held) if noted else nullcontext()
+
+    def go_on(self, states: Sequence[Any]) -> None:
+        """Set the generators that the dataset holds to ``states``, those of a dataset like it."""
+        if states and len(states) != len(self.held):
+            warnings.warn(
+                f"The state is of a dataset that held {len(states)} random generators, and this one holds "
+                f"{len(self.held)}: they stay as they are, and samples may differ from those of a run that was not "
+                "stopped. Make the generators in the dataset's __init__.",
+                TurboWarning,
+                stacklevel=2,
+            )
+            return
+        for generator, state in zip(self.held, states, strict=False):
+            set_generator_state(generator, state)
 
 
 def length_of(loader: Any) -> int | None:
@@ -81,6 +115,14 @@ def end_workers(source: Any) -> None:
         end()
 
 
+class _Start(NamedTuple):
+    """How the next order begins."""
+
+    skip: int = 0  # entries to leave out
+    epoch_rng: dict[str, Any] | None = None  # of the epoch that it is the rest of
+    seeded: list[Any] | None = None  # states of the own generators, set after torch drew its seed from them
+
+
 class ResumableOrder:
     """A sampler around a sampler that records how its order began, and can begin there again and skip.
 
@@ -93,8 +135,9 @@ class ResumableOrder:
 
     Attributes:
         sampler: The sampler inside.
-        own: The generators of torch that belong to the loader and its samplers.
-        epoch_rng: How the latest order began; ``None`` before its first entry was drawn.
+        own: The generators that belong to the loader and its samplers.
+        counters: Numbers that its samplers keep.
+        epoch_rng: How the latest order began; ``None`` before that, and without ``first`` before its first entry.
         length: How many entries the latest order has; ``None`` where that is not known.
     """
 
@@ -102,15 +145,16 @@ class ResumableOrder:
         self.sampler = sampler
         self.own = generators_of(loader.generator, sampler)
         self._counting = [each for each in _samplers_in(sampler) if _has_epoch(each)]
+        self.counters = Counters(sampler)
         # Entries that torch's iterator draws before it returns a batch, and where it draws its seed for all epochs.
         self._ahead = (loader.prefetch_factor or 0) * loader.num_workers
         self._is_seeded_once = loader.persistent_workers
         self.epoch_rng: dict[str, Any] | None = None
         self.length: int | None = None
-        self._initial: list[Any] = []
-        self._states: list[tuple[int, list[Any]]] = []  # of ``own`` after so many entries, where they changed
+        # Of ``own`` after so many entries, where they changed; the first before torch drew a seed from them.
+        self._states: list[tuple[int, list[Any]]] = []
         self._is_drawing = False
-        self._resume: tuple[int, dict[str, Any] | None, list[Any] | None] = (0, None, None)
+        self._start = _Start()
         self._position = Position()
 
     def begin(self, state: dict[str, Any], skip: int, position: Position) -> None:
@@ -124,25 +168,24 @@ class ResumableOrder:
         order, own = state["order"], state.get("own") or None
         if hasattr(self.sampler, "continue_after"):
             self._count_epochs(state)
-        self.epoch_rng, self.length, self._states, self._position = None, None, [], position
-        self._resume = (0, None, None)
+        self.epoch_rng, self.length, self._position, self._start = None, None, position, _Start()
         if order is not None and not state.get("whole"):
             self._check_number("samplers that count epochs", order["epochs"], self._counting)
             self._check_number("random generators", order["iter"]["own"], self.own)
-            self._resume = (skip, order, None)
+            self._start = _Start(skip, order)
         elif own is not None:
             self._check_number("random generators", own, self.own)
             self._set_own(own)
             # Worker processes that stay had their seed before the state was taken, and draw one here once more.
-            self._resume = (0, None, own if self._is_seeded_once else None)
-        self._initial = self._own_states()
+            if self._is_seeded_once:
+                self._start = _Start(seeded=own)
+        self._states = [(-1, self._own_states())]
 
     def _count_epochs(self, state: dict[str, Any]) -> None:
         """Set the epoch of a sampler that counts its passes: states and passes that gave no batch are not its own."""
-        latest = self._position
         if state.get("whole") and state["order"] is not None:
             self.sampler.continue_after(state["order"]["epochs"], over=True)
-        elif self.epoch_rng is not None and not (latest.consumed > latest.begun or latest.ended):
+        elif self.epoch_rng is not None and self._position.is_untouched:
             epochs = self.epoch_rng["epochs"]
             if self.sampler.epoch == epochs[0] + 1:
                 self.sampler.continue_after(epochs, over=False)
@@ -151,36 +194,39 @@ class ResumableOrder:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, order, own = self._resume
+        order = self._start.epoch_rng
+        self.counters.begin()
         here = shared_state()
         if order is not None:
             for sampler, epoch in zip(self._counting, order["epochs"], strict=True):
                 sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
             self._set_states(order["iter"])
-        began = order or {"iter": self._all_states(), "epochs": [sampler.epoch for sampler in self._counting]}
+        self.epoch_rng = order or {"iter": self._all_states(), "epochs": [sampler.epoch for sampler in self._counting]}
         entries = iter(self.sampler)  # at which some samplers draw
         if order is not None:
             set_shared_state(here)
-        return self._draw(entries, began, skip, own)
+        return self._draw(entries, self.epoch_rng, self._start)
 
-    def _draw(self, entries: Iterator[Any], began: dict[str, Any], skip: int, own: Any) -> Iterator[Any]:
-        resumed, here = "first" in began, shared_state()
-        self._resume = (0, None, None)
-        if resumed:
-            self._set_states(began["first"])
-        elif own is not None:
-            self._set_own(own)
-        self.epoch_rng = began if resumed else {**began, "first": self._all_states()}
-        self._states = [(0, self._own_states())]
+    def _draw(self, entries: Iterator[Any], began: dict[str, Any], start: _Start) -> Iterator[Any]:
+        self._start, here = _Start(), shared_state()
+        first = began.get("first")
+        if first is not None:
+            self._set_states(first)
+        elif start.seeded is not None:
+            self._set_own(start.seeded)
+        self.epoch_rng = {**began, "first": first or self._all_states()}
+        self._states.append((0, self._own_states()))
         if self.own:
             entries = self._recorded(entries)
-        whole = _is_drawn_at_once(self.sampler)
-        drawn = list(itertools.islice(entries, None if whole else (skip + 1) * resumed))
-        if whole:
+        drawn: list[Any] = []
+        if _is_drawn_at_once(self.sampler):
+            drawn = list(entries)
             self.length = len(drawn)
-        if resumed:
+        elif first is not None:  # what was used, and the entry at which others draw their order
+            drawn = list(itertools.islice(entries, start.skip + 1))
+        if first is not None:
             set_shared_state(here)
-        yield from drawn[skip:]
+        yield from drawn[start.skip :]
         yield from entries
 
     def _recorded(self, entries: Iterator[Any]) -> Iterator[Any]:
@@ -191,7 +237,7 @@ class ResumableOrder:
                 entry = next(entries, _END)
             finally:
                 states = self._own_states()
-                if not _equal(states, self._states[-1][1]):
+                if not same_states(states, self._states[-1][1]):
                     self._states.append((count, states))
                 self._is_drawing = False
             if entry is _END:
@@ -206,9 +252,9 @@ class ResumableOrder:
         """
         position, now = self._position, self._own_states()
         if not position.consumed:
-            return self._initial
-        drawn_ahead = self._is_drawing or (bool(self._states) and _equal(now, self._states[-1][1]))
-        if position.ended or not drawn_ahead:
+            return self._states[0][1]
+        somebody_set_them = not self._is_drawing and not same_states(now, self._states[-1][1])
+        if position.ended or somebody_set_them:
             return now
         if at_end and self.length is not None:
             return self._states[-1][1]
@@ -220,13 +266,11 @@ class ResumableOrder:
             self._set_own(self.own_states())
 
     def _own_states(self) -> list[Any]:
-        with uncollected():
-            return [generator.get_state() for generator in self.own]
+        return [generator_state(generator) for generator in self.own]
 
     def _set_own(self, states: list[Any]) -> None:
-        with uncollected():
-            for generator, state in zip(self.own, states, strict=True):
-                generator.set_state(state)
+        for generator, state in zip(self.own, states, strict=True):
+            set_generator_state(generator, state)
 
     def _all_states(self) -> dict[str, Any]:
         return {"shared": shared_state(), "own": self._own_states()}
@@ -244,6 +288,44 @@ class ResumableOrder:
             )
 
 
+class Counters:
+    """The numbers that samplers of other packages keep; one that counts passes may give an order that no state tells.
+
+    A sampler that has ``set_epoch`` is not looked at: its epoch is part of the state.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._samplers = [each for each in _samplers_in(sampler) if type(each) not in _TORCHS and not _has_epoch(each)]
+        self._made = self._began = self._numbers()
+
+    def _numbers(self) -> dict[tuple[str, str], int]:
+        """Return the integers among the attributes, by class and name."""
+        return {
+            (type(each).__name__, name): value
+            for each in self._samplers
+            for name, value in getattr(each, "__dict__", {}).items()
+            if type(value) is int
+        }
+
+    def begin(self) -> None:
+        """Note the numbers at the beginning of a pass."""
+        if self._samplers:
+            self._began = self._numbers()
+
+    def warn(self, over: bool) -> None:
+        """Warn if the pass under way, or the one after it if it is over, begins with other numbers than the first."""
+        now = self._numbers() if over else self._began
+        for (kind, name), value in self._made.items():
+            if now.get((kind, name), value) != value:
+                warnings.warn(
+                    f"{kind}.{name} was {value} at first and is {now[kind, name]} now. If the order follows from it, a "
+                    f"run that goes on from this state has another order, because no state holds it. Give {kind} a "
+                    "set_epoch(epoch) that sets its attribute epoch, or a random generator in an attribute.",
+                    TurboWarning,
+                    stacklevel=4,
+                )
+
+
 def _is_drawn_at_once(sampler: Any) -> bool:
     """Whether all entries of a sampler can be drawn at its first one, with nothing changed by that."""
     while type(sampler) is BatchSampler:
@@ -251,12 +333,17 @@ def _is_drawn_at_once(sampler: Any) -> bool:
     return type(sampler) in _TORCHS and len(sampler) <= LONGEST_ORDER
 
 
-def generators_of(generator: torch.Generator | None, sampler: Any) -> list[torch.Generator]:
-    """Return the generators of torch that a loader and its samplers hold, that of the process not among them."""
+def generators_of(generator: torch.Generator | None, sampler: Any) -> list[Any]:
+    """Return the random generators that a loader and its samplers hold, those of the process not among them."""
     samplers = _samplers_in(sampler)
     held = [generator, *(value for each in samplers for value in getattr(each, "__dict__", {}).values())]
-    found = [value for value in held if isinstance(value, torch.Generator) and value is not torch.default_generator]
-    return list({id(value): value for value in found}.values())
+    # The samplers themselves are looked at one by one, and generators of the data they are over are not theirs.
+    parts = [each for each in held if not _is_data(each) and all(each is not known for known in samplers)]
+    return generators_in(parts)
+
+
+def _is_data(each: Any) -> bool:
+    return isinstance(each, Dataset) or (hasattr(each, "__getitem__") and not isinstance(each, (dict, list, tuple)))
 
 
 def _samplers_in(sampler: Any) -> list[Any]:
@@ -276,10 +363,6 @@ def _samplers_in(sampler: Any) -> list[Any]:
 def _has_epoch(sampler: Any) -> bool:
     """Whether a sampler's order follows from the number of an epoch, as ``DistributedSampler``'s does."""
     return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
-
-
-def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 # ---- States of loaders as a Trainer and its checkpoints see them.

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
-from lightning_turbo._random import set_shared_state, shared_state
+from lightning_turbo._random import generator_state, set_generator_state, set_shared_state, shared_state
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.resume import end_workers, generators_of
 
@@ -184,12 +184,12 @@ def _same_orders(loader: Any) -> Iterator[None]:
     """Leave the generators of a loader and its samplers, and the epoch of one that counts its passes, as they were."""
     sampler = loader.batch_sampler or loader.sampler
     own, epoch = generators_of(loader.generator, sampler), getattr(sampler, "epoch", None)
-    states = [generator.get_state() for generator in own]
+    states = [generator_state(generator) for generator in own]
     try:
         yield
     finally:
         for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
+            set_generator_state(generator, state)
         if hasattr(sampler, "continue_after"):
             sampler.continue_after([epoch], over=False)
 

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import numpy as np
@@ -245,3 +246,37 @@ def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_loader_in_a_thread_of_the_users_is_not_blamed_for_ever_for_draws_elsewhere():
+    """Here the main thread draws while the other one loads; in the next epoch nobody does."""
+    draws, drawn = threading.Event(), threading.Event()
+
+    def load(index):
+        if draws.is_set():
+            drawn.clear()
+            drawn.wait()
+        time.sleep(0.002)
+        return index
+
+    loader = PrefetchLoader(Rows(24, load), 2)
+    got = []
+
+    def iterate():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got.append(values(loader))
+            got.append([each.category for each in told])
+
+    for epoch in range(3):
+        (draws.clear if epoch == 2 else draws.set)()
+        thread = threading.Thread(target=iterate)
+        thread.start()
+        while thread.is_alive():
+            if epoch < 2:
+                torch.rand(1)
+                drawn.set()
+            time.sleep(0.0005)
+        assert loader._profile.uses_rng is (epoch < 2)
+    assert got[0] == got[2] == got[4] == values(DataLoader(range(24), 2))
+    assert got[1::2] == [[NoEffectWarning], [], []]

@@ -321,3 +321,65 @@ def test_a_loader_of_another_length_cannot_go_on_exactly_which_is_said(build):
     list(iterator)
     build(batch_size=5).load_state_dict(loader.state_dict())  # a whole epoch; a warning would be an error
     build(batch_size=3).load_state_dict({"consumed": 2, "order": None})  # of an older version
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("at", [0, 2, 5])
+@pytest.mark.parametrize("make", [plain, by_threads])
+def test_who_is_interrupted_while_a_batch_is_loaded_goes_on_with_that_batch(make, at, error):
+    loads = []
+
+    def build():
+        return make(batch_size=3, shuffle=True, generator=seeded(), collate_fn=collate)
+
+    def collate(samples):
+        loads.append(samples)
+        if len(loads) == at + 1:
+            raise error
+        return torch.tensor(samples)
+
+    loader = build()
+    iterator = iter(loader)
+    take(iterator, at)
+    with pytest.raises(error):
+        next(iterator)
+    state = saved(loader.state_dict())
+    assert state["consumed"] == at
+    with pytest.raises(RuntimeError, match=f"a {error.__name__} stopped it while a batch was loaded"):
+        next(iterator)
+    again = going_on(build, state)
+    expected = plain(batch_size=3, shuffle=True, generator=seeded())
+    assert values(again) == values(expected)[at:]
+    assert values(again) == values(expected)
+
+
+class Drawing(IterableDataset):
+    """A stream whose order comes from the seed of the process."""
+
+    def __iter__(self):
+        return iter(torch.randperm(20).tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("restored", ["before iter", "after iter"])
+@pytest.mark.parametrize("dataset", [range(20), Drawing()], ids=["samples", "stream"])
+def test_a_stop_between_iter_and_the_first_batch(dataset, restored, workers):
+    """What iter() draws from the global generators, as the seed of worker processes, is drawn once."""
+
+    def make():
+        settings = {} if isinstance(dataset, IterableDataset) else {"shuffle": True}
+        return PrefetchLoader(dataset, 3, num_workers=workers, **settings)
+
+    torch.manual_seed(0)
+    loader = make()
+    iterator = iter(loader)
+    state, rng = saved(loader.state_dict()), torch.get_rng_state()
+    expected = values(iterator), values(loader), torch.rand(1)
+    torch.manual_seed(1)
+    other = going_on(make, state)
+    if restored == "before iter":
+        torch.set_rng_state(rng)
+    again = iter(other)
+    if restored == "after iter":
+        torch.set_rng_state(rng)
+    assert (values(again), values(other), torch.rand(1)) == expected
