@@ -245,7 +245,7 @@ def _recipe(meter: Meter, folder: str, uint8: bool) -> ImageFolder:
 
 def _load(meter: Meter, pipeline: Any, **settings: Any) -> dict[str, float]:
     """Batches of a DALILoader."""
-    loader = DALILoader(pipeline, BATCH, num_threads=2, last_batch="drop", seed=meter.seed, **settings)
+    loader = DALILoader(pipeline, BATCH, num_threads=2, drop_last=True, seed=meter.seed, **settings)
     result = _drain(meter, _forever(loader))
     loader.close()
     return result
@@ -310,7 +310,7 @@ def resnet(meter: Meter, *, feed: str) -> dict[str, float]:
         elif feed == "dali":
             _need_dali()
             recipe = ImageFolder(root, train=True, channels_last=True)
-            loader = DALILoader(recipe, BATCH, device=meter.device, last_batch="drop", seed=meter.seed)
+            loader = DALILoader(recipe, BATCH, device=meter.device, drop_last=True, seed=meter.seed)
         elif feed == "memory":
             loader = DataLoader(_held(), BATCH, pin_memory=True)
         elif feed == "prefetched":

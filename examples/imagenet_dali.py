@@ -100,7 +100,7 @@ def main(options, folder):
     size = 32 if options.demo else 224
     try:
         data = DALIDataModule(
-            Path(folder, "train"), Path(folder, "val"), batch_size=options.batch_size, last_batch="drop",
+            Path(folder, "train"), Path(folder, "val"), batch_size=options.batch_size, drop_last=True,
             num_threads=options.threads, images={"size": size, "channels_last": True},
         )  # fmt: skip
     except (ImportError, OSError, ValueError) as error:

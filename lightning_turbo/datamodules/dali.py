@@ -43,8 +43,7 @@ class DALIDataModule(LightningDataModule):
         test: Source of the test batches.
         predict: Source of the batches to predict.
         batch_size: Samples per batch and rank, at least 1.
-        last_batch: What training does with the samples that do not fill a batch: ``"partial"``, ``"fill"`` or
-            ``"drop"``. The other sources always use ``"partial"``, each sample once.
+        drop_last: Whether training leaves out the samples that do not fill a batch. The other sources never do.
         classes: Class names in the order of their labels, for sources that are folders. Default: the folders of
             ``train``, also for a validation set that lacks one of them.
         images: Further arguments of ``ImageFolder``, for sources that are folders.
@@ -68,7 +67,7 @@ class DALIDataModule(LightningDataModule):
         predict: Source | None = None,
         *,
         batch_size: int,
-        last_batch: str = "partial",
+        drop_last: bool = False,
         classes: Sequence[str] | None = None,
         images: Mapping[str, Any] | None = None,
         **options: Any,
@@ -79,15 +78,18 @@ class DALIDataModule(LightningDataModule):
         sources = {"train": train, "val": val, "test": test, "predict": predict}
         given = [name for name, source in sources.items() if source is not None]
         expect(given, "train, val, test, predict", None, "at least one source")
-        self._classes = classes
+        options["batch_size"] = batch_size
         self.loaders: dict[str, Any] = {}
         for name, source in sources.items():
-            last = last_batch if name == "train" else "partial"
-            self.loaders[name] = self._make_loader(
-                name, source, images or {}, batch_size=batch_size, last_batch=last, **options
-            )
+            drops = drop_last and name == "train"
+            self.loaders[name] = self._make_loader(name, source, classes, images or {}, drop_last=drops, **options)
+            own = getattr(getattr(self.loaders[name], "pipeline", None), "classes", None)
+            classes = classes or own
+            # A label would stand for another class.
+            what = f"the classes {classes!r} of the other sources. Pass classes= to each ImageFolder"
+            expect(not own or list(own) == list(classes or ()), name, own, what)
 
-    def _make_loader(self, name: str, source: Any, images: Mapping[str, Any], **options: Any) -> Any:
+    def _make_loader(self, name: str, source: Any, classes: Any, images: Mapping[str, Any], **options: Any) -> Any:
         """Return the loader of one stage, or ``None``."""
         if source is None:
             # Lightning skips a stage whose hook is None. A subclass may define the hook itself.
@@ -95,26 +97,15 @@ class DALIDataModule(LightningDataModule):
                 setattr(self, f"{name}_dataloader", None)
             return None
         if isinstance(source, (str, os.PathLike)):
-            kind: dict[str, Any] = {"labelled": False} if name == "predict" else {"classes": self._classes}
+            kind: dict[str, Any] = {"labelled": False} if name == "predict" else {"classes": classes}
             source = ImageFolder(source, **{"train": name == "train", **kind, **images})
         if isinstance(source, ImageFolder) or getattr(source, "_is_pipeline_def", False):
             source = DALILoader(source, **options)
-        if isinstance(source, DALILoader):
-            self._compare_classes(name, getattr(source.pipeline, "classes", None))
         # jsonargparse leaves a dictionary with class_path if it cannot create the object.
         loads = hasattr(source, "__iter__") and not isinstance(source, (Mapping, list, tuple))
         kinds = "a folder, an ImageFolder, a function decorated with pipeline_def, or a loader"
         expect(loads, name, source, f"{kinds} (in a config file, check class_path and init_args)", TypeError)
         return source
-
-    def _compare_classes(self, name: str, classes: Sequence[str] | None) -> None:
-        """Use the first classes for all sources, and refuse others, whose labels would have another meaning."""
-        self._classes = self._classes or classes
-        if classes and list(classes) != list(self._classes or ()):
-            raise ValueError(
-                f"{name}: expected the classes {self._classes!r} of the other sources, got {classes!r}. Pass classes= "
-                "to DALIDataModule or to each ImageFolder."
-            )
 
     def setup(self, stage: str) -> None:
         """Build the pipelines of a stage for the device and the shard of this rank.

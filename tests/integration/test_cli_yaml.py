@@ -195,16 +195,15 @@ def test_a_file_names_what_dali_takes():
     images, options = {"size": 8, "index": True}, {"num_threads": 1, "prefetch": 3, "seed": 5}
     built = {"num_threads": 1, "_settings.prefetch": 3, "seed": 5}
     folders = {"train": "photos", "val": "photos", "test": "photos", "predict": "photos"}
-    file = named("DALIDataModule", **folders, batch_size=2, last_batch="drop", images=images, **options)
+    file = named("DALIDataModule", **folders, batch_size=2, drop_last=True, images=images, **options)
     datamodule = load(trainer=FLAGS, data=file).datamodule
     assert list(datamodule.loaders) == list(folders)
     for name, loader in datamodule.loaders.items():
-        last = "drop" if name == "train" else "partial"
         agrees(
             loader,
             {
                 "_settings.batch_size": 2,
-                "_settings.last_batch": last,
+                "_settings.drop_last": name == "train",
                 "num_threads": 1,
                 "seed": 5,
                 "_settings.prefetch": 3,
@@ -213,10 +212,10 @@ def test_a_file_names_what_dali_takes():
         )
 
     recipe = named("data.dali.ImageFolder", root="photos", train=True, **images)
-    settings = {"batch_size": 2, "last_batch": "fill", **options}
+    settings = {"batch_size": 2, "drop_last": True, **options}
     file = {"loader": named("DALILoader", pipeline=recipe, device="cpu", rank=1, world_size=2, **settings)}
     loader = load(Given, trainer=FLAGS, data=file).datamodule.loader
     agrees(loader, {
-        "_settings.last_batch": "fill", **built, "device": torch.device("cpu"), "_shard": (1, 2),
-        "pipeline.train": True,
+        "_settings.drop_last": True, **built, "device": torch.device("cpu"), "_shard": (1, 2),
+        "pipeline.mirrored": 0.5,
     })  # fmt: skip

@@ -85,9 +85,9 @@ def whole(photos):
         return fit(photos, max_epochs=3)[0]
 
 
-@pytest.mark.parametrize(("last_batch", "steps"), [("partial", 6), ("fill", 6), ("drop", 5)])
-def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, last_batch, steps):
-    module = data(photos, last_batch=last_batch)
+@pytest.mark.parametrize(("drop_last", "steps"), [(False, 6), (True, 5)])
+def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, drop_last, steps):
+    module = data(photos, drop_last=drop_last)
     assert not module.loaders["train"].built
     model, runner, _ = fit(photos, module)
     assert not module.loaders["train"].built, "teardown releases what setup has built"
@@ -97,7 +97,7 @@ def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, last_batch, 
     assert runner.global_step == 2 * steps
     assert runner.num_val_batches == [6]
     for epoch in range(2):
-        assert len(set(numbers(model.trained, epoch))) == (20 if last_batch == "drop" else 21)
+        assert len(set(numbers(model.trained, epoch))) == (20 if drop_last else 21)
         # Validation saw two batches before training, then everything once an epoch, whatever training does.
         assert sorted(numbers(model.validated[2:], epoch)) == list(range(21))
     assert numbers(model.trained, 0) != numbers(model.trained, 1)
@@ -202,7 +202,7 @@ def test_sources_of_every_kind(photos, tmp_path):
     few = make_photos(tmp_path, per_class=1)
     (few / "gravel" / "000.jpg").unlink()
     (few / "gravel").rmdir()  # the classes are those of training
-    train = DALILoader(ImageFolder(photos, train=True, size=8, index=True), 7, num_threads=1, last_batch="drop")
+    train = DALILoader(ImageFolder(photos, train=True, size=8, index=True), 7, num_threads=1, drop_last=True)
     test = ImageFolder(photos, train=False, size=8, index=True)
     module = DALIDataModule(train, str(few), test, photos, **SETTINGS)
     model, runner, _ = fit(photos, module, max_epochs=1, num_sanity_val_steps=0)

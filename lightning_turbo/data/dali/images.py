@@ -95,9 +95,12 @@ class ImageFolder:
         _check_range("ratio", ratio, up_to=float("inf"))
         self.dtype = str(dtype).removeprefix("torch.")
         expect(self.dtype in DTYPES, "dtype", dtype, f"one of {', '.join(f'torch.{name}' for name in DTYPES)}")
-        self.train, self.size, self.resize, self.shuffle, self.index = train, size, resize, shuffle, index
+        self.size, self.resize, self.shuffle, self.index = size, resize, shuffle, index
         self.channels_last = channels_last or self.dtype == "uint8"
-        self.mean, self.std, self.area, self.ratio, self.mirror = tuple(mean), tuple(std), area, ratio, mirror
+        self.scaling = tuple(mean), tuple(std)
+        # The random window of the training, as arguments of DALI; None in evaluation, which crops the centre.
+        self.window = {"random_area": list(area), "random_aspect_ratio": list(ratio)} if train else None
+        self.mirrored = 0.5 if train and mirror else 0.0
         self.classes, files, labels = (), list_files(root, SUFFIXES), None
         if labelled:
             self.classes, files, labels = find_classes(Path(root), SUFFIXES, classes)
@@ -143,23 +146,23 @@ class ImageFolder:
         """Define the DALI graph of decoding, cropping, resizing and normalisation."""
         fn, types = dali.fn, dali.types
         image = self._decode(fn, encoded, device={"gpu": "mixed", "cpu": "cpu"}[device], output_type=types.RGB)
-        mirrored = fn.random.coin_flip(probability=0.5 * (self.train and self.mirror))
+        mirrored = fn.random.coin_flip(probability=self.mirrored)
         if self.dtype == "uint8":
             return fn.flip(image, horizontal=mirrored)
         return fn.crop_mirror_normalize(
             image,
             mirror=mirrored,
-            mean=(255 * np.array(self.mean)).tolist(),
-            std=(255 * np.array(self.std)).tolist(),
+            mean=[255 * value for value in self.scaling[0]],
+            std=[255 * value for value in self.scaling[1]],
             dtype={"float16": types.FLOAT16, "float32": types.FLOAT}[self.dtype],
             output_layout="HWC" if self.channels_last else "CHW",
         )
 
     def _decode(self, fn: Any, encoded: Any, **decoder: Any) -> Any:
         """Decode and resize the random window of the training or the centre of the evaluation."""
-        if self.train:
-            window = {"random_area": list(self.area), "random_aspect_ratio": list(self.ratio)}
-            return fn.resize(fn.decoders.image_random_crop(encoded, **window, **decoder), size=(self.size, self.size))
+        if self.window:
+            cropped = fn.decoders.image_random_crop(encoded, **self.window, **decoder)
+            return fn.resize(cropped, size=(self.size, self.size))
         # Smooth chroma makes the GPU decoder agree with the CPU decoder; it is too slow for training.
         image = fn.decoders.image(encoded, jpeg_fancy_upsampling=True, **decoder)
         image = fn.resize(image, resize_shorter=self.resize, subpixel_scale=False)
@@ -171,7 +174,7 @@ class ImageFolder:
         Args:
             dtype: Floating-point type of the result.
         """
-        return Normalize(self.mean, self.std, dtype=dtype)
+        return Normalize(*self.scaling, dtype=dtype)
 
 
 def _are_numbers(values: Any, count: int, above: float = float("-inf")) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_turbo import _optional
-from lightning_turbo._checks import expect, is_whole
+from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
 from lightning_turbo._machine import count_cores
 from lightning_turbo.data.dali.images import ImageFolder
@@ -23,7 +23,7 @@ __all__ = ["DALILoader"]
 
 WHOLE = "a whole number of at least"
 # A state from mid-epoch can only be loaded where these are equal.
-COMMON = ("world_size", "batch_size", "last_batch", "samples", "batches")
+COMMON = ("world_size", "batch_size", "drop_last", "samples", "batches")
 BEGINNING = {"checkpoint": None, "passes": 0, "taken": 0}
 
 
@@ -41,11 +41,10 @@ class _Settings:
     """What the user chose for the pipeline; it does not change in the life of a loader."""
 
     batch_size: int
-    last_batch: str
+    drop_last: bool
     prefetch: int
     num_threads: int | None
     arguments: Mapping[str, Any]
-    reader: str | None
 
 
 class DALILoader:
@@ -59,10 +58,10 @@ class DALILoader:
     Args:
         pipeline: An ``ImageFolder``, or a function decorated with DALI's ``pipeline_def``. If such a function has the
             arguments ``shard_id``, ``num_shards``, ``device`` (``"cpu"`` or ``"gpu"``) or ``order_seed`` (the same on
-            every rank), the loader passes them. Its reader needs ``pad_last_batch=True``.
+            every rank), the loader passes them. Its readers need ``pad_last_batch=True``, and one number of samples.
         batch_size: Samples per batch and rank, at least 1.
-        last_batch: What to do with the samples that do not fill a batch on every rank: ``"partial"`` returns a smaller
-            batch, ``"fill"`` repeats samples, ``"drop"`` omits them. All ranks have the same number of batches.
+        drop_last: Whether the samples that do not fill a batch on every rank are left out; otherwise the last batch is
+            smaller. All ranks have the same number of batches.
         device: Device of the batches: ``"cpu"``, ``"cuda"`` (the current device) or ``"cuda:<index>"``.
         num_threads: CPU threads of the pipeline. Default: the cores divided by the ranks of this machine, at most 8.
             The Trainer or torchrun (``LOCAL_WORLD_SIZE``) tells the number of ranks.
@@ -72,14 +71,13 @@ class DALILoader:
         rank: Rank of this process. Default: that of ``torch.distributed``, or 0.
         world_size: Number of ranks. Default: that of ``torch.distributed``, or 1.
         arguments: Further arguments of the pipeline function.
-        reader: Name of the reader that counts the samples, for a pipeline function with several readers.
 
     Attributes:
         epoch: Epoch of the last batch.
 
     Raises:
         MissingExtraError: If DALI is not installed.
-        TypeError: If ``pipeline`` is neither of the two.
+        TypeError: If ``pipeline`` is neither of the two, or ``drop_last`` is not a bool.
         ValueError: If an argument is out of range or contradicts another one.
 
     Note:
@@ -97,7 +95,7 @@ class DALILoader:
         pipeline: ImageFolder | Callable[..., Any],
         batch_size: int,
         *,
-        last_batch: str = "partial",
+        drop_last: bool = False,
         device: torch.device | str | int | None = None,
         num_threads: int | None = None,
         prefetch: int = 2,
@@ -105,7 +103,6 @@ class DALILoader:
         rank: int | None = None,
         world_size: int | None = None,
         arguments: Mapping[str, Any] | None = None,
-        reader: str | None = None,
     ) -> None:
         _optional.require("nvidia.dali", "DALILoader")
         for name, value in {"batch_size": batch_size, "prefetch": prefetch}.items():
@@ -114,10 +111,13 @@ class DALILoader:
         expect(seed is None or is_whole(seed, 0), "seed", seed, f"{WHOLE} 0, or None")
         ranks = rank is world_size is None or (is_whole(rank, 0) and is_whole(world_size, rank + 1))
         expect(ranks, "rank, world_size", (rank, world_size), "both or neither, and rank below world_size")
-        expect(last_batch in ("fill", "drop", "partial"), "last_batch", last_batch, "'fill', 'drop' or 'partial'")
-        _check_pipeline(pipeline, arguments=arguments, reader=reader)
+        check_switches(drop_last=drop_last)
+        ready = isinstance(pipeline, ImageFolder)
+        kind = "an ImageFolder(...), or an uncalled function decorated with nvidia.dali.pipeline_def"
+        expect(ready or getattr(pipeline, "_is_pipeline_def", False), "pipeline", pipeline, kind, TypeError)
+        expect(not (ready and arguments), "arguments", arguments, "None, because an ImageFolder has its own")
         self.pipeline: Any = pipeline
-        self._settings = _Settings(batch_size, last_batch, prefetch, num_threads, dict(arguments or {}), reader)
+        self._settings = _Settings(batch_size, drop_last, prefetch, num_threads, dict(arguments or {}))
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         self.epoch = self._batch = self._next = 0
         self._loaded: dict[str, Any] | None = None
@@ -252,7 +252,7 @@ class DALILoader:
 
         Raises:
             ValueError: If the state is from mid-epoch and was saved with another number of samples, batches or ranks,
-                another ``batch_size`` or another ``last_batch``.
+                another ``batch_size`` or another ``drop_last``.
         """
         state, sizes = dict(state_dict), self._sizes(self._current(self.epoch))
         changed = {name: state[name] for name in COMMON if state[name] != sizes[name]}
@@ -268,7 +268,7 @@ class DALILoader:
         self._loaded, self._next = state, state["epoch"] + (state["batch"] == state["batches"])
 
     def _sizes(self, built: _BuiltPipeline) -> dict[str, Any]:
-        own = {"batch_size": self._settings.batch_size, "last_batch": self._settings.last_batch}
+        own = {"batch_size": self._settings.batch_size, "drop_last": self._settings.drop_last}
         return {**own, "samples": built.samples, "batches": len(built), "world_size": built.placement.world_size}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -289,15 +289,13 @@ class _BuiltPipeline:
     ) -> None:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-        self.placement, self.epoch, self._partial = placement, epoch, settings.last_batch == "partial"
+        self.placement, self.epoch, self._drops = placement, epoch, settings.drop_last
         self.passes, self.taken = saved["passes"], saved["taken"]
-        reader = _choose_reader(sorted(pipeline.reader_meta()), settings.reader)
-        self._meta = pipeline.reader_meta(reader)
+        reader, self._meta = _check_readers(pipeline.reader_meta(), placement)
         self.samples: int = self._meta["epoch_size"]
-        _check_reader(reader, self._meta, placement)
         self._names = [str(number) for number in range(pipeline.num_outputs)]
         # DALI's own PARTIAL gives an empty batch, whose mean loss is NaN, to a rank that is one sample short.
-        policy = LastBatchPolicy.DROP if settings.last_batch == "drop" else LastBatchPolicy.FILL
+        policy = LastBatchPolicy.DROP if settings.drop_last else LastBatchPolicy.FILL
         self._iterator = DALIGenericIterator(
             [pipeline], self._names, reader_name=reader, last_batch_policy=policy, prepare_first_batch=False
         )
@@ -311,7 +309,7 @@ class _BuiltPipeline:
         """Return the next batch, without the padding of the last one."""
         (batch,) = next(self._iterator)
         self.taken += 1
-        kept = self._count_kept() if self._partial and self.taken == len(self) else None
+        kept = None if self._drops or self.taken < len(self) else self._count_kept()
         return [_as_label(batch[name])[:kept] for name in self._names]
 
     def rewind(self) -> None:
@@ -332,14 +330,6 @@ class _BuiltPipeline:
         size = (shard + 1) * samples // ranks - shard * samples // ranks
         # A rank one sample short keeps a repeated one: with an empty batch its step would fail.
         return max(1, size - (len(self) - 1) * self._iterator.batch_size)
-
-
-def _check_pipeline(pipeline: Any, **options: Any) -> None:
-    ready = isinstance(pipeline, ImageFolder)
-    kind = "an ImageFolder(...), or an uncalled function decorated with nvidia.dali.pipeline_def"
-    expect(ready or getattr(pipeline, "_is_pipeline_def", False), "pipeline", pipeline, kind, TypeError)
-    for name, value in options.items():
-        expect(not (ready and value), name, value, "None, because an ImageFolder has its own")
 
 
 def _pipeline_arguments(
@@ -371,24 +361,20 @@ def _draw_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
-def _choose_reader(readers: list[str], reader: str | None) -> str:
-    """Return the name of the reader that counts the samples."""
-    if reader is None and len(readers) == 1:
-        return readers[0]
-    what = f"the one of the readers {readers} that counts the samples; a pipeline without a reader has no length"
-    expect(reader in readers, "reader", reader, what)
-    return str(reader)
-
-
-def _check_reader(name: str, meta: Mapping[str, Any], placement: _Placement) -> None:
-    """Refuse a reader of another shard, and one whose epochs run into each other."""
+def _check_readers(readers: Mapping[str, Mapping[str, Any]], placement: _Placement) -> tuple[str, Mapping[str, Any]]:
+    """Return a reader, which counts the samples; refuse those of another shard, and epochs that run into each other."""
+    expect(readers, "pipeline", "no reader", "a pipeline function with a reader, because without it has no length")
+    name, first = next(iter(readers.items()))
     expected = {"shard_id": placement.rank, "number_of_shards": placement.world_size, "pad_last_batch": True}
-    got = {key: meta[key] for key in expected}
-    if got != expected:
-        raise ValueError(
-            f"Expected the reader {name!r} to have {expected}, got {got}. Add the arguments shard_id and num_shards to "
-            "the pipeline function, and pass them and pad_last_batch=True to the reader."
-        )
+    for other, meta in readers.items():
+        same = {**expected, "epoch_size": first["epoch_size"]}
+        got = {key: meta[key] for key in same}
+        if got != same:
+            raise ValueError(
+                f"Expected the reader {other!r} to have {same}, got {got}. Add the arguments shard_id and num_shards "
+                "to the pipeline function, and pass them and pad_last_batch=True to each reader, over as many samples."
+            )
+    return name, first
 
 
 def _as_label(tensor: Tensor) -> Tensor:

@@ -68,9 +68,9 @@ def numbers(batches):
     return torch.cat([batch[2] for batch in batches]).tolist()
 
 
-@pytest.mark.parametrize(("last_batch", "sizes"), [("partial", [4] * 5 + [1]), ("fill", [4] * 6), ("drop", [4] * 5)])
-def test_length_coverage_and_order(make, last_batch, sizes):
-    loader, again, other = make(last_batch=last_batch), make(last_batch=last_batch), make(seed=6)
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4] * 5 + [1]), (True, [4] * 5)])
+def test_length_coverage_and_order(make, drop_last, sizes):
+    loader, again, other = make(drop_last=drop_last), make(drop_last=drop_last), make(seed=6)
     orders = []
     for _ in range(3):
         batches = list(loader)
@@ -124,10 +124,10 @@ def test_every_iteration_begins_at_the_beginning_of_the_epoch_that_set_epoch_nam
     ordered.close()
 
 
-@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("epoch", "at"), [(0, 0), (0, 3), (2, 1), (2, 5)])
-def test_resumed_it_yields_what_was_not_seen_bit_for_bit(make, last_batch, epoch, at):
-    loader = make(last_batch=last_batch)
+def test_resumed_it_yields_what_was_not_seen_bit_for_bit(make, drop_last, epoch, at):
+    loader = make(drop_last=drop_last)
     for _ in range(epoch):
         list(loader)
     batches = iter(loader)
@@ -138,7 +138,7 @@ def test_resumed_it_yields_what_was_not_seen_bit_for_bit(make, last_batch, epoch
     rest = list(batches) if at < len(loader) else []
     following = list(loader)
     loader.close()
-    other = make(last_batch=last_batch, seed=99)  # the saved seed counts
+    other = make(drop_last=drop_last, seed=99)  # the saved seed counts
     other.load_state_dict(state)
     assert other.state_dict() == state
     if rest:
@@ -173,7 +173,7 @@ def test_a_loaded_state_of_another_epoch_gives_way_to_set_epoch(make, loader):
     ("changed", "message"),
     [
         ({"batch_size": 7}, r"'batch_size': 4, .*saved at batch 1 of 6, got {'batch_size': 7"),
-        ({"last_batch": "fill"}, "Expected {'last_batch': 'partial'}, .*got {'last_batch': 'fill'}"),
+        ({"drop_last": True}, "Expected {'drop_last': False, 'batches': 6}, .*got {'drop_last': True, 'batches': 5}"),
         (
             {"rank": 0, "world_size": 2},
             r"Expected {'world_size': 1.*got {'world_size': 2.*or from a checkpoint of the end",
@@ -232,25 +232,23 @@ def test_copies_build_for_themselves_and_two_iterations_at_once_are_refused(load
 
 
 @pipeline_def
-def many(files, shard_id=0, num_shards=1, device="none", order_seed=None):
+def many(files, count, shard_id=0, num_shards=1, device="none", order_seed=None):
     """Outputs of every kind, and two readers."""
     shard = {"shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
     _, number = fn.readers.file(files=files, name="first", labels=list(range(len(files))), **shard)
-    _, other = fn.readers.file(files=files[:2], name="second", **shard)
+    _, other = fn.readers.file(files=files[:count], name="second", labels=[7] * count, **shard)
     filled = types.Constant([int(device == "cpu" and isinstance(order_seed, int))], dtype=types.BOOL)
     kinds = [fn.cast(number, dtype=kind) for kind in (types.FLOAT, types.UINT8)]
     return number, fn.cat(number, number), *kinds, filled, other
 
 
-def test_one_integer_per_sample_is_a_label_and_the_reader_that_counts_is_chosen(files):
-    loader = DALILoader(many, 3, num_threads=1, arguments={"files": files[:3]}, reader="first")
-    ((number, pair, real, byte, filled, _),) = loader
+def test_one_integer_per_sample_is_a_label_and_readers_are_read_together(files):
+    loader = DALILoader(many, 3, num_threads=1, arguments={"files": files[:3], "count": 3})
+    ((number, pair, real, byte, filled, other),) = loader
+    assert other.tolist() == [7] * 3
     assert (number.shape, number.dtype) == (byte.shape, byte.dtype) == ((3,), torch.int64)
     assert (pair.shape, pair.dtype, real.shape, real.dtype) == ((3, 2), torch.int32, (3, 1), torch.float32)
     assert filled.all()  # the loader passed the device and the seed of the order
-    loader.close()
-    loader = DALILoader(many, 4, num_threads=1, arguments={"files": files}, reader="second")
-    assert len(loader) == 1
     loader.close()
 
 
@@ -274,9 +272,8 @@ TWO_RANKS = {"rank": 1, "world_size": 2}
     ("pipeline", "settings", "error", "message"),
     [
         (ragged, {}, UNUSABLE, "must be representable as a tensor - it must have uniform shape"),
-        (without_reader, {}, UNUSABLE, r"expected the one of the readers \[\] .*a pipeline without a reader has no"),
-        (many, {}, UNUSABLE, r"reader: expected the one of the readers \['first', 'second'\] that counts"),
-        (many, {"reader": "third"}, UNUSABLE, "that counts the samples.*got 'third'"),
+        (without_reader, {}, UNUSABLE, "pipeline: expected a pipeline function with a reader, because without"),
+        (many, {"arguments": {"count": 2}}, UNUSABLE, "reader '(first|second)' .*'epoch_size': (2|21)}, got .*(21|2)}"),
         (photos, {"arguments": {"pad": False}}, UNUSABLE, "the reader 'photos' .*got .*'pad_last_batch': (False|0)"),
         (photos, {"rank": 0, "world_size": 22}, UNUSABLE, "number of input samples: 21, needs"),
         (ragged, TWO_RANKS, UNUSABLE, "Expected the reader 'r' to have {'shard_id': 1, .*got {'shard_id': 0"),
@@ -289,9 +286,9 @@ TWO_RANKS = {"rank": 1, "world_size": 2}
         (ImageFolder, {"seed": -1}, ValueError, "seed: expected a whole number of at least 0, or None, got -1"),
         (ImageFolder, {"rank": 0}, ValueError, r"rank, world_size: expected both or neither, .* got \(0, None\)"),
         (ImageFolder, {"rank": 2, "world_size": 2}, ValueError, "rank below world_size"),
-        (ImageFolder, {"last_batch": "keep"}, ValueError, "expected 'fill', 'drop' or 'partial', got 'keep'"),
+        (ImageFolder, {"drop_last": "fill"}, TypeError, "drop_last='fill'"),
         (ImageFolder, {"device": "meta"}, ValueError, "device: expected a device of type cpu"),
-        (ImageFolder, {"reader": "r"}, ValueError, "expected None, because an ImageFolder has its own"),
+        (ImageFolder, {"arguments": {"x": 1}}, ValueError, "expected None, because an ImageFolder has its own"),
         (ImageFolder, {"rank": 0, "world_size": 22}, ValueError, "at least one for each of 22 ranks, got 21"),
     ],
 )
