@@ -79,6 +79,10 @@ class ApexAMP(Precision):
 
     state_key = refuse_as_callback("plugins=[...]")
 
+    # Lightning calls convert_module before it makes optimizers and connect afterwards; load_state_dict if it resumes;
+    # for each batch convert_input, then either optimizer_step, whose closure runs forward_context and backward, or,
+    # in manual optimization, all three where the module asks for them; and teardown, also after an error.
+
     def __init__(
         self,
         opt_level: str = "O1",
@@ -106,7 +110,8 @@ class ApexAMP(Precision):
             "keep_fp32_modules": keep_fp32_modules,
         }
         self._guard = NonFiniteGuard()
-        # The device is known only when the Trainer sets up; what can be refused is refused here.
+        # The device is known only when the Trainer sets up; what can be refused is refused here. Casts, and a scaler
+        # that was not given, are made again if it is of another kind.
         self._casts = LevelCasts(
             opt_level, device_type="cuda" if torch.cuda.is_available() else "cpu", **self._settings
         )
@@ -134,7 +139,10 @@ class ApexAMP(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Let the module compute as the level says. Called by the strategy, before optimizers are made."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
-        self.set_device(device.type)
+        if self._casts.device_type != device.type:
+            self._casts = LevelCasts(self.opt_level, device_type=device.type, **self._settings)
+            if self._makes_scaler:
+                self.scaler = ApexGradScaler(self._casts.properties.loss_scale)
         refuse_half(module, HALF_DTYPES)
         if not self._casts.properties.casts_to_half:
             tensors = (*module.parameters(), *module.buffers())
@@ -143,13 +151,6 @@ class ApexAMP(Precision):
             return module
         self._casts.convert([module], steps=True)
         return module
-
-    def set_device(self, device_type: str) -> None:
-        """Settle the half dtype by the kind of device, as ``"cuda"``; a strategy that sets up does so itself."""
-        if self._casts.device_type != device_type:
-            self._casts = LevelCasts(self.opt_level, device_type=device_type, **self._settings)
-            if self._makes_scaler:
-                self.scaler = ApexGradScaler(self._casts.properties.loss_scale)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -171,6 +172,7 @@ class ApexAMP(Precision):
         return model, optimizers, lr_schedulers
 
     def _attach(self, optimizer: Optimizer, module: Any) -> None:
+        """Begin with an optimizer: cast its state as the level needs it, and forget gradients of an earlier run."""
         if optimizer in self._casts.optimizers:
             return
         if self.scaler.dynamic and hasattr(optimizer, "first_step"):  # SAM and its kin

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -93,52 +92,6 @@ def test_sam_is_refused_where_a_loss_scale_would_not_follow_it(level):
     said = r"expected a fixed loss scale for Sam.*Pass dtype=torch.bfloat16"
     with pytest.raises(MisconfigurationException, match=said):
         fit(SharpnessAware(), ApexAMP(level, dtype=torch.float16))
-
-
-class Averaged(SGD):
-    """Like a schedule-free optimizer: the average of all steps can take the place of the weights."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            state["n"] = state.get("n", 0) + 1
-            state.setdefault("mean", torch.zeros_like(p)).add_((p - state["mean"]) / state["n"])
-        return loss
-
-    @torch.no_grad()
-    def exchange(self, name):
-        for p in self.param_groups[0]["params"]:
-            if name == "mean" and "mean" in self.state[p]:
-                self.state[p]["weights"] = p.clone()
-            if name in self.state[p]:
-                p.data.copy_(self.state[p][name])
-
-
-class WithAverages(Regression):
-    def on_validation_epoch_start(self):
-        self.optimizers().exchange("mean")
-
-    def on_train_epoch_start(self):
-        self.optimizers().exchange("weights")
-
-    def configure_optimizers(self):
-        return Averaged(self.parameters(), lr=0.02)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_weights_that_an_optimizer_exchanges_are_validated_saved_and_gone_on_from(tmp_path, level):
-    saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    plain = fit(WithAverages())
-    whole = fit(WithAverages(), ApexAMP(level, **HALF), enable_checkpointing=True, callbacks=[saves])
-    assert whole.validated == pytest.approx(plain.validated, rel=0.01)
-    assert apart(whole, plain, WithAverages()) < 0.005
-    saved = torch.load(tmp_path / "epoch=2.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
-    resumed = fit(WithAverages(), ApexAMP(level, **HALF), ckpt_path=tmp_path / "epoch=1.ckpt")
-    assert torch.equal(flat(resumed), flat(whole))
 
 
 class SharedTrunk(Regression):
