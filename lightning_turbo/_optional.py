@@ -12,6 +12,8 @@ __all__ = ["EXTRAS", "how_to_install", "installed", "installed_version", "requir
 # Import name -> (distributions that provide it, the extra of lightning-turbo that installs one of them).
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "PIL": (("pillow",), "pack"),
+    "blosc2": (("blosc2",), "compress"),
+    "isal": (("isal",), "pack"),
     "matplotlib": (("matplotlib",), "pictures"),
     "nibabel": (("nibabel",), "pack"),
     "nvidia.dali": (("nvidia-dali-cuda120", "nvidia-dali-cuda130"), "dali"),

@@ -188,21 +188,35 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
-        examples=("photos packed --size 224x224", "scans packed --labels masks --size 96x96x64"),
-        help="pack a folder of images or volumes into arrays that are read a whole batch at a time",
-        description="Pack the images, .npy or NIfTI volumes below FOLDER for PackedDataset. Subfolders are classes; "
-        "hidden files are passed over. OUT appears when everything is in it, or not at all.",
+        examples=("photos packed --size 224x224", "scans packed --labels masks --workers 2"),
+        help="pack a folder of images or volumes into arrays that are memory-mapped",
+        description="Pack the images, .npy or NIfTI volumes below FOLDER, as they are or at one size, for "
+        "PackedDataset and PatchDataset. Subfolders are classes; hidden files are passed over. OUT appears when "
+        "everything is in it; after Ctrl-C the same command goes on.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     parser.add_argument("--labels", type=Path, metavar="FOLDER", help="with a label volume for each volume")
     parser.add_argument(
-        "--size", type=_size, metavar="HxW", help="resize images, as 224x224; cut or pad volumes, as 96x96x64"
+        "--size",
+        type=_size,
+        metavar="HxW",
+        help="resize images, as 224x224; cut or pad volumes, as 96x96x64 (default: as they are)",
     )
     parser.add_argument("--mode", choices=("RGB", "L"), help="colour or grey (default: grey if every image is)")
     parser.add_argument(
         "--classes", type=_names, metavar="A,B,...", help="all classes, in the order of their numbers (default: sorted)"
     )
+    parser.add_argument(
+        "--modalities",
+        type=_names,
+        metavar="A,B,...",
+        help="ends of the names of files that become channels",
+    )
+    parser.add_argument(
+        "--compress", type=_size, metavar="DxHxW", help="compress volumes in chunks, best of the size of the patches"
+    )
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read (default: 0)")
     parser.add_argument(
         "--skip-broken", action="store_true", help="leave out files that cannot be packed; OUT.broken.txt names them"
     )
@@ -211,10 +225,11 @@ def _add_pack(commands: Commands) -> None:
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.data.pack import pack_folder
+    from lightning_turbo.data.pack_files import pack_folder
 
-    names = ("labels", "size", "mode", "classes", "skip_broken", "overwrite")
+    names = ("labels", "size", "mode", "classes", "modalities", "skip_broken", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
+    options |= {"compress": arguments.compress or False, "num_workers": arguments.workers}
     try:
         found = pack_folder(arguments.folder, arguments.out, progress=_show_progress(), **options)
     except ValueError as error:

@@ -91,10 +91,10 @@ def _leaves_nothing_behind():
     yield
     after = _globals()
     _put_back_loaders()
-    # Lightning, scikit-learn and older torch set these for the whole process on first use and leave them.
+    # Lightning, scikit-learn, blosc2 and older torch set these for the whole process on first use and leave them.
     lasting = (
         "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
-        "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "POSSIBLE_USER_WARNINGS",
+        "ME_DSL_JIT_LIBTCC_PATH", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "POSSIBLE_USER_WARNINGS",
         "PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
     )  # fmt: skip
     for left in lasting:

@@ -6,7 +6,9 @@ from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher, DeviceTransfer
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.normalize import Normalize
-from lightning_turbo.data.packed import PackedDataset, pack_folder
+from lightning_turbo.data.pack_files import pack_folder
+from lightning_turbo.data.packed import PackedDataset
+from lightning_turbo.data.packing import pack
 from lightning_turbo.data.prefetcher import PrefetchIterator
 from lightning_turbo.data.sample_seeds import seed_samples
 from lightning_turbo.data.seeded_sampler import SeededSampler
@@ -21,6 +23,7 @@ __all__ = [
     "PrefetchIterator",
     "PrefetchLoader",
     "SeededSampler",
+    "pack",
     "pack_folder",
     "seed_samples",
     "tune_workers",

@@ -1,4 +1,4 @@
-"""``PackedDataset``: read whole batches from memory-mapped arrays."""
+"""``PackedDataset``: read samples, or whole batches, from memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -13,40 +13,44 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_turbo._checks import check_functions, expect
-from lightning_turbo.data.pack import CONTENTS, pack_folder
+from lightning_turbo.data.packing import CONTENTS
+from lightning_turbo.data.rows import Rows, open_rows, read_row
 
-__all__ = ["PackedDataset", "pack_folder"]
+__all__ = ["PackedDataset", "WholeBatch", "build", "names_in", "open_fields", "split_batch"]
 
 
 class PackedDataset(Dataset[Any]):
     """Read samples, or faster whole batches, from arrays of equal length.
 
-    ``.npy`` files are memory-mapped: the system reads only the rows that are needed, and all worker processes share
-    them. The arrays of an ``.npz`` file are loaded into memory.
+    ``.npy`` files are memory-mapped: the system reads only the rows that are needed, and all processes of a machine
+    share them. The arrays of an ``.npz`` file are loaded into memory.
 
     With ``collate_fn=PackedDataset.collate`` a loader copies each batch at once. Without it, the batches are the same
-    but collated from single samples.
+    but collated from single samples. The rows of a packed folder may differ in shape, or be strings; such samples are
+    read one by one, and their dtype is one that holds the dtypes of all rows.
 
     Args:
-        source: A folder written by ``pack_folder``, an ``.npz`` or ``.npy`` file, an array, or a mapping from names to
-            ``.npy`` files and arrays.
-        keys: Names of the arrays of a sample, in this order. Default: all arrays, except ``affine`` and ``spacing`` of
-            a packed folder. For MedMNIST ``("train_images", "train_labels")``. A mapping makes samples dictionaries:
-            ``{"image": "volumes", "label": "labels"}``.
+        source: A folder written by ``pack`` or ``pack_folder``, an ``.npz`` or ``.npy`` file, an array, or a mapping
+            from names to ``.npy`` files and arrays.
+        keys: Names of the arrays of a sample, in this order. Default: all arrays, or what was packed, except
+            ``affine``, ``spacing`` and ``files``. For MedMNIST ``("train_images", "train_labels")``. A mapping makes
+            samples dictionaries: ``{"image": "volumes", "label": "labels"}``.
         transform: Called on each batch: a tensor, a tuple or a dictionary of tensors (batch, ...). For a single sample
             the batch size is 1. It may return a tensor, or a sequence or mapping of tensors, with one row per sample.
+            Rows must have one shape.
         sample_transform: Called on each sample after ``transform``, for transforms such as MONAI's dictionary
             transforms. ``PackedDataset.collate`` then collates the samples as ``default_collate`` does.
 
     Attributes:
-        arrays: The arrays by name.
-        classes: Class names of a folder written by ``pack_folder``, in the order of their labels, else empty.
+        classes: Class names of a packed folder, in the order of their labels, else empty.
 
     Raises:
         FileNotFoundError: If a file or folder is missing.
         KeyError: If an array of ``keys`` is missing.
         TypeError: If torch has no dtype for an array, or an argument has a wrong type.
-        ValueError: If the arrays differ in length, or one has no rows.
+        MissingExtraError: If blosc2 is missing for a compressed folder.
+        ValueError: If the arrays differ in length, or one has no rows, or ``transform`` is set and rows differ in
+            shape.
 
     Example:
         >>> data = PackedDataset({"x": np.arange(6).reshape(3, 2), "y": np.array([0, 1, 0])})
@@ -67,52 +71,52 @@ class PackedDataset(Dataset[Any]):
         check_functions(transform=transform, sample_transform=sample_transform)
         names = keys is None or (isinstance(keys, Iterable) and not isinstance(keys, str))
         expect(names, "keys", keys, "a sequence of names such as ('images', 'labels'), a mapping, or None", TypeError)
-        self._source, self._keys = source, keys
         self.transform, self.sample_transform = transform, sample_transform
-        self._open()
-
-    def _open(self) -> None:
-        contents, found = _open_source(self._source)
+        self._source, self._keys = source, keys
+        contents, self._template, arrays = open_fields(source, keys)
+        self._arrays: dict[str, np.ndarray | Rows] | None = arrays
         self.classes: list[str] = contents.get("classes", [])
-        keys = contents.get("arrays", list(found)) if self._keys is None else self._keys
-        self._order: list[str] = list(keys.values() if isinstance(keys, Mapping) else keys)
-        if missing := [key for key in self._order if key not in found]:
-            raise KeyError(f"keys: expected some of {list(found)}, got {missing}.")
-        self.arrays = {key: _open_array(key, found[key]) for key in self._order}
-        lengths = {key: len(array) for key, array in self.arrays.items()}
-        expect(len(set(lengths.values())) == 1, "source", lengths, "arrays of equal length; choose some with keys=")
+        self._alike = not any(isinstance(array, Rows) for array in arrays.values())
+        expect(self._alike or transform is None, "transform", transform, f"None; {UNLIKE}; use sample_transform=")
 
     def __len__(self) -> int:
-        return len(self.arrays[self._order[0]])
+        return len(next(iter(self.arrays.values())))
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at ``indices``, read at once."""
+        """Return the samples at ``indices``, read at once if rows have one shape."""
+        if not self._alike:
+            samples: list[Any] = [self._read(index) for index in indices]
+            return samples if self.sample_transform is None else [self.sample_transform(each) for each in samples]
         batch = self.batch(indices)
-        samples = _Samples(_split(batch))
+        samples = WholeBatch(split_batch(batch))
         if self.sample_transform is not None:
             return [self.sample_transform(sample) for sample in samples]
         samples.batch = batch
         return samples
 
+    def _read(self, index: int) -> Any:
+        parts = {name: read_row(array, index) for name, array in self.arrays.items()}
+        return build(self._template, {k: v if isinstance(v, str) else torch.from_numpy(v) for k, v in parts.items()})
+
     def batch(self, indices: Sequence[int]) -> Any:
-        """Return the batch at ``indices``: a tensor, a tuple with one per array, or a dictionary.
+        """Return the batch at ``indices``: a tensor, or a tuple or dictionary of one for each array.
 
         Raises:
             IndexError: If an index is out of range.
             TypeError: If ``indices`` is a mask.
+            ValueError: If rows differ in shape, are compressed, or are strings.
         """
         rows = np.asarray(indices)
         expect(rows.dtype.kind != "b", "indices", indices, "integers, as np.flatnonzero(mask) returns", TypeError)
+        expect(self._alike, "source", str(self._source), f"rows of one shape; {UNLIKE}, read one by one: dataset[0]")
         # Many scans are stored in another byte order than this machine's, which torch does not know.
-        taken = [np.take(array, rows, axis=0) for array in map(self.arrays.__getitem__, self._order)]
-        parts = [torch.from_numpy(part.astype(part.dtype.newbyteorder("="), copy=False)) for part in taken]
-        if isinstance(self._keys, Mapping):
-            batch: Any = dict(zip(self._keys, parts, strict=True))
-        else:
-            batch = parts[0] if len(parts) == 1 else tuple(parts)
+        arrays: dict[str, Any] = self.arrays
+        taken = {name: np.take(array, rows, axis=0) for name, array in arrays.items()}
+        parts = {name: torch.from_numpy(_native(part)) for name, part in taken.items()}
+        batch = build(self._template, parts)
         return batch if self.transform is None else self.transform(batch)
 
     @staticmethod
@@ -121,27 +125,70 @@ class PackedDataset(Dataset[Any]):
         batch = getattr(samples, "batch", None)
         return default_collate(samples) if batch is None else batch
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray | Rows]:
+        """The arrays by name; rows that differ in shape are read by their number too."""
+        if self._arrays is None:
+            _, _, self._arrays = open_fields(self._source, self._keys)
+        return self._arrays
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "arrays"}  # each process maps the files
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open()
+        return {**vars(self), "_arrays": None}  # each process maps the files itself
 
 
-class _Samples(list[Any]):
+UNLIKE = "the rows differ in shape, are compressed, or hold strings"
+
+
+class WholeBatch(list[Any]):
     """The samples of a batch together with the batch, which a list derived from it does not have."""
 
     batch: Any = None
 
 
-def _split(batch: Any) -> Iterable[Any]:
+def split_batch(batch: Any) -> Iterable[Any]:
     """Split a batch into samples of the same structure."""
     if isinstance(batch, Mapping):
-        return (dict(zip(batch, row, strict=True)) for row in _split(tuple(batch.values())))
+        return (dict(zip(batch, row, strict=True)) for row in split_batch(tuple(batch.values())))
     if isinstance(batch, (list, tuple)):
-        return map(getattr(batch, "_make", type(batch)), zip(*map(_split, batch), strict=True))
+        return map(getattr(batch, "_make", type(batch)), zip(*map(split_batch, batch), strict=True))
     return batch
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def build(template: Any, parts: Mapping[str, Any]) -> Any:
+    """Return a structure of names with the part of each name in its place."""
+    if isinstance(template, Mapping):
+        return {key: build(part, parts) for key, part in template.items()}
+    if isinstance(template, (list, tuple)):
+        return tuple(build(part, parts) for part in template)
+    return parts[template]
+
+
+def names_in(template: Any) -> list[str]:
+    """Return the names in a structure, in order."""
+    if isinstance(template, str):
+        return [template]
+    return [
+        name for part in (template.values() if isinstance(template, Mapping) else template) for name in names_in(part)
+    ]
+
+
+def open_fields(source: Any, keys: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Return the description of a source, the structure of a sample, and the arrays that it names."""
+    contents, found = _open_source(source)
+    template = contents.get("arrays", list(found)) if keys is None else keys
+    if isinstance(template, Sequence) and len(template) == 1 and isinstance(template[0], str):
+        template = template[0]
+    names = names_in(template)
+    if missing := [name for name in names if name not in found]:
+        raise KeyError(f"keys: expected some of {list(found)}, got {missing}.")
+    arrays = {name: _open_array(name, found[name]) for name in names}
+    lengths = {name: len(array) for name, array in arrays.items()}
+    expect(len(set(lengths.values())) == 1, "source", lengths, "arrays of equal length; choose some with keys=")
+    return contents, template, arrays
 
 
 def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -164,14 +211,15 @@ def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
     return json.loads((path / CONTENTS).read_text()), {file.stem: file for file in path.glob("*.npy")}
 
 
-def _open_array(name: str, value: Any) -> np.ndarray:
-    """Map a ``.npy`` file, or return an array, if its rows can become tensors."""
+def _open_array(name: str, value: Any) -> np.ndarray | Rows:
+    """Map a file, or return an array, if its rows can become tensors."""
     if isinstance(value, (str, os.PathLike)):
-        value = np.load(value, mmap_mode="c")  # nothing is written, but torch warns about read-only arrays
-    expect(isinstance(value, np.ndarray), name, value, "a numpy array or the path of a .npy file", TypeError)
-    expect(value.ndim, name, value, "an array with one row per sample; leave others out with keys=")
+        value = open_rows(Path(value))
+    expect(isinstance(value, (np.ndarray, Rows)), name, value, "a numpy array or the path of a .npy file", TypeError)
+    rows = not isinstance(value, np.ndarray) or value.ndim
+    expect(rows, name, value, "an array with one row per sample; leave others out with keys=")
     try:
-        torch.from_numpy(np.empty(0, dtype=value.dtype.newbyteorder("=")))
+        torch.from_numpy(np.empty(0, dtype=(value.dtype or np.dtype("u1")).newbyteorder("=")))
     except TypeError as error:
         raise TypeError(
             f"{name}: expected a dtype that torch has, got {value.dtype}. Leave it out with keys=."

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_turbo import ApexAMP, DevicePrefetcher, PackedDataset, PrefetchDataModule
-from lightning_turbo.data import pack_folder
+from lightning_turbo.data import pack, pack_folder
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -156,3 +156,13 @@ def test_packed_nifti_pairs_give_what_monai_reads_from_the_files(tmp_path, num_w
         assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
     affine = monai_data.MetaTensor(transforms.LoadImage()(paths[0]["image"])).affine
     assert torch.equal(PackedDataset(tmp_path / "packed", keys=["affine"])[0], affine)
+
+
+def test_a_packed_dataset_of_monai_keeps_the_affine(tmp_path):
+    affine = torch.diag(torch.tensor([1.0, 2, 3, 1], dtype=torch.float64))
+    items = [{"image": monai_data.MetaTensor(torch.full((1, 2, n + 1), n), affine)} for n in range(3)]
+    pack(monai_data.Dataset(items), tmp_path / "out")
+    sample = PackedDataset(tmp_path / "out", keys=("image", "image.affine"))[2]
+    assert sample[0].tolist() == [[[2, 2, 2]] * 2]
+    assert torch.equal(sample[1], affine)
+    assert list(PackedDataset(tmp_path / "out")[2]) == ["image"]

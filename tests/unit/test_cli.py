@@ -95,7 +95,7 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     seconds = iter((0.0, 1.0, 2.0, 3.0))
     monkeypatch.setattr("time.monotonic", lambda: next(seconds, 3.0))
     argv = ["pack", "scans", "out", "--labels", "masks"]
-    assert "1 of 3 files cannot be packed" in refused(capsys, *argv)
+    assert "1 of 3 samples cannot be packed" in refused(capsys, *argv)
     seconds = iter((0.0, 1.0, 2.0, 3.0))
     assert cli.main([*argv, "--size", "2x2x4", "--skip-broken"]) == 0
     said = capsys.readouterr()
@@ -104,6 +104,8 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert np.load("out/labels.npy").shape == (2, 2, 2, 4)
     assert "mode='L' does not go" in refused(capsys, *argv, "--overwrite", "--mode", "L")
     assert "classes=('a', 'b') does not go" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
+    assert "modalities: expected names that end in" in refused(capsys, *argv, "--overwrite", "--modalities", "_a")
+    assert "num_workers: expected" in refused(capsys, *argv, "--overwrite", "--compress", "2x2x2", "--workers", "-1")
 
 
 @pytest.mark.parametrize(("argv", "own", "told"), [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_turbo import _optional
-from lightning_turbo.data import PackedDataset, pack_folder
+from lightning_turbo.data import PackedDataset, pack_files, pack_folder
 from lightning_turbo.errors import MissingExtraError
 
 Image = pytest.importorskip("PIL.Image")
@@ -41,7 +41,9 @@ def test_a_folder_of_images(images, tmp_path):
     root, pixels = images
     seen = []
     contents = pack_folder(root, tmp_path / "out", progress=lambda done, of: seen.append((done, of)))
-    assert contents == {"arrays": ["images", "labels"], "classes": ["ant", "cat"], "samples": 3, "skipped": 0}
+    assert contents == {
+        "arrays": ["images", "labels"], "classes": ["ant", "cat"], "foreground": None, "samples": 3, "skipped": 0
+    }  # fmt: skip
     assert contents == json.loads((tmp_path / "out" / "packed.json").read_text())
     assert seen == [(1, 3), (2, 3), (3, 3)]
     dataset = PackedDataset(tmp_path / "out")
@@ -158,7 +160,7 @@ def test_all_broken_files_are_named_or_left_out_with_a_list(images, tmp_path, na
     write(root / "cat" / name)
     (root / "ant" / "0.png").write_bytes(b"no image")
     lines = rf"'.*ant/0.png': cannot identify.*\n'.*cat/{name}': .*{message}"
-    with pytest.raises(ValueError, match=rf"2 of 5 files cannot be packed:\n{lines}.*\nRepair or remove them, or"):
+    with pytest.raises(ValueError, match=rf"2 of 5 samples cannot be packed:\n{lines}.*\nRepair or remove them, or"):
         pack_folder(root, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
     contents = pack_folder(root, tmp_path / "out", skip_broken=True)
@@ -202,7 +204,9 @@ def test_pairs_of_volumes_keep_spacing_and_affine(nifti, tmp_path, suffix, label
         else:
             nifti(f"masks/case_{n}{label_suffix}", masks[-1])
     contents = pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
-    assert contents == {"arrays": ["volumes", "labels"], "classes": [], "samples": 3, "skipped": 0}
+    assert contents == {
+        "arrays": ["volumes", "labels"], "classes": [], "foreground": "labels", "samples": 3, "skipped": 0
+    }  # fmt: skip
     volumes, labels = PackedDataset(tmp_path / "out").batch([0, 1, 2])
     assert np.array_equal(volumes.numpy(), np.stack(scans))
     assert np.array_equal(labels.numpy(), np.stack(masks))
@@ -218,10 +222,6 @@ def test_volumes_are_cut_and_padded_about_their_centre(nifti, tmp_path):
     nifti("masks/a.nii", (whole > 50).astype(np.uint8))
     nifti("scans/b.nii", whole[:4, :5, :2])
     nifti("masks/b.nii", np.ones((4, 5, 2), np.uint8))
-    with pytest.raises(
-        ValueError, match=r"volumes of float32 \(5, 6, 4\) as in .*a.nii', got float32 \(4, 5, 2\) of .*Pass size="
-    ):
-        pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
     pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks", size=(3, 8, 4))
     volume, label, affine = PackedDataset(tmp_path / "out", keys=("volumes", "labels", "affine"))[0]
     assert np.array_equal(volume[:, 1:7].numpy(), whole[1:4])
@@ -275,6 +275,88 @@ def test_a_label_volume_has_to_lie_on_its_volume(nifti, tmp_path, mask, affine, 
         pack_folder(tmp_path / "scans", tmp_path / "other", labels=tmp_path / "masks")
 
 
+@pytest.mark.parametrize("labels", [True, False])
+def test_scans_are_packed_as_they_are(nifti, tmp_path, labels):
+    generator = np.random.default_rng(0)
+    scans = [
+        nifti("scans/a.nii.gz", generator.integers(-99, 99, (5, 6, 4), dtype=np.int16)),
+        nifti("scans/b.nii", generator.normal(size=(3, 7, 2)).astype(np.float32)),
+        nifti("scans/c.nii.gz", generator.integers(0, 9, (2, 2, 9), dtype=np.uint8), np.eye(4)),
+    ]
+    masks = [np.zeros(scan.shape, np.uint8) for scan in scans]
+    masks[1][1, 2, 1] = 3
+    for name, mask, affine in zip("abc", masks, (AFFINE, AFFINE, np.eye(4)), strict=True):
+        nifti(f"masks/{name}.nii.gz", mask, affine)
+    pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks" if labels else None)
+    keys = {
+        "image": "volumes",
+        **({"label": "labels"} if labels else {}),
+        "at": "affine",
+        "mm": "spacing",
+        "of": "files",
+    }
+    dataset = PackedDataset(tmp_path / "out", keys=keys)
+    for n, scan in enumerate(scans):
+        sample = dataset[n]
+        assert sample["image"].dtype == torch.float32  # which holds all three dtypes
+        assert np.array_equal(sample["image"].numpy(), scan)
+        assert not labels or np.array_equal(sample["label"].numpy(), masks[n])
+        assert np.allclose(sample["at"], np.eye(4) if n == 2 else AFFINE)
+        assert np.allclose(sample["mm"], 1 if n == 2 else [2, np.hypot(1.5, 0.1), 3])
+        assert sample["of"] == ("a.nii.gz", "b.nii", "c.nii.gz")[n]
+    assert [sample["image"].shape for sample in dataset.__getitems__([2, 0])] == [(2, 2, 9), (5, 6, 4)]
+    with pytest.raises(ValueError, match=r"expected rows of one shape; the rows differ in shape"):
+        dataset.batch([0, 1])
+    stored = np.load(tmp_path / "out" / "volumes.npy").nbytes
+    assert stored == scans[0].nbytes + scans[1].nbytes + scans[2].nbytes  # integers stay integers
+
+
+def test_files_become_the_channels_of_one_volume(nifti, tmp_path):
+    def scan(name, value, shape=(4, 3, 2)):
+        return nifti(f"scans/{name}.nii.gz", np.full(shape, value, np.uint8))
+
+    for case, shape in (("a", (4, 3, 2)), ("b", (2, 3, 5))):
+        scan(f"{case}_0000", 1, shape), scan(f"{case}_0001", 2, shape)
+        nifti(f"masks/{case}.nii.gz", np.ones(shape, np.uint8))
+    options = {"labels": tmp_path / "masks", "modalities": ("_0001", "_0000")}
+    pack_folder(tmp_path / "scans", tmp_path / "out", **options)
+    dataset = PackedDataset(tmp_path / "out")
+    assert [volume.shape for volume, _ in dataset.__getitems__([0, 1])] == [(2, 4, 3, 2), (2, 2, 3, 5)]
+    assert dataset[1][0].flatten(1).unique(dim=1).tolist() == [[2], [1]]
+    scan("c_0000", 1)
+    with pytest.raises(FileNotFoundError, match=r"expected each of .* for the volume 'c', got \['_0000'\]"):
+        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
+    scan("c_0001", 1, (4, 3, 1))
+    nifti("masks/c.nii.gz", np.ones((4, 3, 2), np.uint8))
+    with pytest.raises(ValueError, match=r"c_0001.nii.gz'.*|expected the shape \(4, 3, 2\)"):
+        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
+    scan("d", 1)
+    with pytest.raises(ValueError, match=r"expected names that end in one of .* got '.*d.nii.gz'"):
+        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
+
+
+@pytest.mark.parametrize("module", ["isal", "gzip"])
+def test_gz_files_are_read_whole(nifti, tmp_path, monkeypatch, module):
+    if module == "isal":
+        pytest.importorskip("isal")
+    else:
+        monkeypatch.setattr(pack_files, "installed", lambda module: False)
+    scan = nifti("scans/a.nii.gz", np.arange(24, dtype=np.int16).reshape(2, 3, 4))
+    assert np.array_equal(packed(tmp_path / "scans", tmp_path / "out")[0].numpy(), scan)
+    content = bytearray((tmp_path / "scans" / "a.nii.gz").read_bytes())
+    content[-8] ^= 1  # its checksum
+    (tmp_path / "scans" / "a.nii.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.nii.gz'"):
+        pack_folder(tmp_path / "scans", tmp_path / "other")
+
+
+def test_voxels_that_are_not_finite_are_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in" / "a.npy", np.array([[1, np.nan, np.inf]], dtype=np.float32))
+    with pytest.raises(ValueError, match=r"a.npy'.*values: expected finite numbers.*got '2 that are NaN or infinite'"):
+        pack_folder(tmp_path / "in", tmp_path / "out")
+
+
 # What is refused.
 
 
@@ -291,7 +373,7 @@ def test_a_label_volume_has_to_lie_on_its_volume(nifti, tmp_path, mask, affine, 
         ("volumes", {"size": (2, 2)}, ValueError, r"size: expected \(depth, height, width\) in voxels"),
         ("volumes", {"mode": "L"}, ValueError, "mode='L' does not go with .npy files"),
         ("volumes", {"labels": "in", "classes": ["a"]}, ValueError, "classes=.* does not go with .* label volumes"),
-        ("broken", {"skip_broken": True}, ValueError, "1 of 1 files cannot be packed"),
+        ("broken", {"skip_broken": True}, ValueError, "1 of 1 samples cannot be packed"),
         ("empty", {}, FileNotFoundError, "folder: expected a folder with files that end in .bmp"),
         ("none", {}, FileNotFoundError, "folder: expected an existing folder, got '.*none'"),
         ("both", {}, ValueError, "folder: expected one kind of files, not images and .npy files"),
@@ -353,19 +435,22 @@ def test_the_absent_package_is_named(tmp_path, monkeypatch, name, message):
         pack_folder(tmp_path / "in", tmp_path / "out")
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+def test_a_full_disk_is_an_error_and_the_next_call_goes_on(tmp_path):
+    (tmp_path / "in").mkdir()
     for n in range(4):
-        np.save(tmp_path / f"{n}.npy", np.full((32, 32, 32), n, dtype=np.float32))
-    file, sizes = tmp_path / "packed.partial" / "volumes.npy", []
+        np.save(tmp_path / "in" / f"{n}.npy", np.full((32, 32, 32), n, dtype=np.float32))
+    file, sizes = tmp_path / "out.partial" / "volumes.npy", []
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # the system's error is that of a full disk
     try:
-        with pytest.raises(OSError, match="File too large"):
-            pack_folder(
-                tmp_path, tmp_path / "packed", skip_broken=True, progress=lambda *_: sizes.append(file.stat().st_size)
-            )
+        with pytest.raises(OSError, match=r"File too large after 2 of 4 samples. They stay in '.*out.partial'"):
+            pack_folder(tmp_path / "in", tmp_path / "out", progress=lambda *_: sizes.append(file.stat().st_size))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     # It grows as it is written. Room that is only promised, as to mapped memory, ends the process where there is none.
     assert [round(size, -4) for size in sizes] == [130_000, 260_000]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.npy", "1.npy", "2.npy", "3.npy"]
+    seen = []
+    pack_folder(tmp_path / "in", tmp_path / "out", progress=lambda done, of: seen.append(done))
+    assert seen == [3, 4]
+    assert PackedDataset(tmp_path / "out").batch([0, 1, 2, 3]).mean((1, 2, 3)).tolist() == [0, 1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]

@@ -1,0 +1,185 @@
+"""pack: the samples of any dataset, whole or not at all, and what is left when it is interrupted."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_turbo.data import PackedDataset, pack
+
+
+class Samples(Dataset):
+    """Samples of a function of the index, which counts what was asked for."""
+
+    def __init__(self, make, number=5):
+        self.make, self.number, self.asked = make, number, []
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.number:
+            raise IndexError(index)
+        self.asked.append(index)
+        return self.make(index)
+
+
+def scan(n):
+    generator = np.random.default_rng(n)
+    return generator.integers(0, 99, (2, 3 + n, 4, 5 + n % 2)).astype(("i2", "u1")[n % 2])
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+SHAPES = {
+    "tensor": lambda n: torch.full((3, 2), n),
+    "tensors of different shapes": lambda n: torch.arange(n),
+    "array and number": lambda n: (np.full((2, 2), n, np.float32), n),
+    "numbers": lambda n: {"i": n, "f": n / 2, "b": n > 2},
+    "nested": lambda n: (torch.ones(n + 1, 2), {"boxes": torch.ones(n, 4), "meta": [n, "x" * n]}),
+    "strings": lambda n: {"image": torch.ones(2), "name": "é" * n},
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_samples_come_back_as_they_were(tmp_path, kind, num_workers):
+    dataset = Samples(SHAPES[kind])
+    assert pack(dataset, tmp_path / "out", num_workers=num_workers)["samples"] == 5
+    packed = PackedDataset(tmp_path / "out")
+    for n in range(5):
+        assert repr(default_collate([packed[n]])) == repr(default_collate([dataset[n]]))
+    if "different" not in kind and kind != "nested":
+        assert repr(list(DataLoader(packed, 3))) == repr(list(DataLoader(dataset, 3)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_files_are_plain_arrays_where_samples_are_alike(tmp_path):
+    pack(Samples(SHAPES["array and number"]), tmp_path / "out")
+    assert sorted(files_of(tmp_path / "out")) == ["0.npy", "1.npy", "packed.json"]
+    assert np.load(tmp_path / "out" / "0.npy", mmap_mode="r").shape == (5, 2, 2)
+    assert np.load(tmp_path / "out" / "1.npy").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_images_of_a_folder_of_torchvision_kind(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    dataset = Samples(lambda n: (image.new("RGB", (4 + n, 6), (n, 0, 0)), n % 2))
+    dataset.classes = ["cat", "dog"]
+    assert pack(dataset, tmp_path / "out")["classes"] == ["cat", "dog"]
+    pixels, label = PackedDataset(tmp_path / "out")[3]
+    assert (pixels.shape, pixels[0, 0].tolist(), label.item()) == ((6, 7, 3), [3, 0, 0], 1)
+
+
+@pytest.mark.parametrize("compress", [False, True, (40, 50)])
+@pytest.mark.parametrize("torn", [False, True])
+def test_what_was_interrupted_goes_on(tmp_path, compress, torn):
+    if compress:
+        pytest.importorskip("blosc2")
+
+    def make(n):
+        return {"x": scan(n).repeat(20, axis=2).repeat(20, axis=3), "n": n}
+
+    def stop(n):
+        if n == 3:
+            raise KeyboardInterrupt
+        return make(n)
+
+    pack(Samples(make), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        pack(Samples(stop), tmp_path / "out", compress=compress)
+    assert not (tmp_path / "out").exists()
+    partial = tmp_path / "out.partial"
+    if torn:  # as if the process had been killed while it wrote
+        for name in ("x.npy", "x.index", "n.npy", "journal"):
+            with (partial / name).open("ab") as file:
+                file.write(b"half")
+    dataset, seen = Samples(make), []
+    pack(dataset, tmp_path / "out", compress=compress, progress=lambda *now: seen.append(now))
+    assert dataset.asked == [0, 3, 4]  # the first one says whether they are the same samples
+    assert seen == [(4, 5), (5, 5)]
+    assert compress or files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    packed = PackedDataset(tmp_path / "out")
+    assert all(np.array_equal(packed[n]["x"], make(n)["x"]) for n in range(5))
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("other", [Samples(lambda n: scan(n) + 1), Samples(scan, 4)])
+def test_another_dataset_begins_from_the_start(tmp_path, other):
+    def stop(n):
+        return scan(n) if n < 3 else int("no number")
+
+    def interrupt(n):
+        if n == 3:
+            raise KeyboardInterrupt
+        return scan(n)
+
+    with pytest.raises(ValueError, match="no number"):
+        pack(Samples(stop), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []  # the dataset has to be repaired, and is another one then
+    with pytest.raises(KeyboardInterrupt):
+        pack(Samples(interrupt), tmp_path / "out")
+    pack(other, tmp_path / "out")
+    packed = PackedDataset(tmp_path / "out")
+    assert all(np.array_equal(packed[n], other[n]) for n in range(len(other)))
+    assert len(packed) == len(other)
+
+
+def test_broken_samples_are_left_out_with_a_list(tmp_path):
+    def make(n):
+        return scan(n) if n % 2 else np.zeros((1,) * n)[n]
+
+    with pytest.raises(IndexError):
+        pack(Samples(make), tmp_path / "out")
+    contents = pack(Samples(make), tmp_path / "out", skip_broken=True)
+    assert (contents["samples"], contents["skipped"]) == (2, 3)
+    assert np.array_equal(PackedDataset(tmp_path / "out")[1], scan(3))
+    lines = (tmp_path / "out.broken.txt").read_text().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["sample 0", "sample 2", "sample 4"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (lambda n: {"x": object()}, {}, TypeError, "x: expected a tensor, an array, a number or a string"),
+        (lambda n: torch.ones(2, dtype=torch.bfloat16), {}, TypeError, "data: expected a dtype that NumPy has"),
+        (lambda n: {"a/b": 1}, {}, ValueError, "expected a name of a field that a file can have, got 'a/b'"),
+        (lambda n: {"x": 1} if n < 2 else {"y": 1}, {}, ValueError, "sample 2: expected the structure .*'x'.*'y'"),
+        (lambda n: np.zeros((1,) * 9), {}, ValueError, "shape: expected at most 8 axes"),
+        (lambda n: {"x": n}, {"foreground": "label"}, KeyError, "expected one of .*'x'.*, got 'label'"),
+        (lambda n: {"x": np.array([0.5])}, {"foreground": "x"}, ValueError, r"x: expected whole numbers, got \[0.5\]"),
+        (scan, {"compress": (0, 4)}, TypeError, "compress: expected True, False, or the lengths of a chunk"),
+        (scan, {"num_workers": -1}, ValueError, "num_workers: expected an integer of 0 or more"),
+    ],
+)
+def test_what_cannot_be_packed(tmp_path, make, options, error, message):
+    with pytest.raises(error, match=message):
+        pack(Samples(make), tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_dataset_and_a_batch_transform_of_different_shapes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="dataset: expected at least one sample, got 0"):
+        pack([], tmp_path / "out")
+    pack(Samples(scan), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"transform: expected None; the rows differ in shape.*sample_transform="):
+        PackedDataset(tmp_path / "out", transform=list)
+    packed = PackedDataset(tmp_path / "out", sample_transform=lambda sample: sample.float().mean())
+    assert default_collate(packed.__getitems__([0, 1])).tolist() == [packed[0], packed[1]]
+
+
+def test_compressed_samples_are_smaller_and_the_same(tmp_path):
+    pytest.importorskip("blosc2")
+    dataset = Samples(lambda n: {"x": np.full((2, 40 + n, 40, 40), n, np.int16), "n": n})
+    for name, compress in (("plain", False), ("small", (16, 16, 16))):
+        pack(dataset, tmp_path / name, compress=compress)
+    sizes = [(tmp_path / name / "x.npy").stat().st_size for name in ("small", "plain")]
+    assert sizes[0] < sizes[1] / 10
+    packed = PackedDataset(tmp_path / "small")
+    loaded = list(DataLoader(packed, None, num_workers=1))
+    assert all(np.array_equal(loaded[n]["x"], dataset[n]["x"]) for n in range(5))
+    assert [sample["n"].item() for sample in loaded] == [0, 1, 2, 3, 4]
+    assert json.loads((tmp_path / "small" / "packed.json").read_text())["samples"] == 5
