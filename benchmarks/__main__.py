@@ -1,79 +1,79 @@
-"""``python -m benchmarks``: parse the command line; the work is done by ``command``."""
+"""``python -m benchmarks NAME [options]``: measure a suite, or run one of the programs beside them."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from benchmarks import command
-from benchmarks.settings import BenchSettings
+from benchmarks.report import load_results, suite_tables, write_report
+from benchmarks.runner import Settings, choose_suites, measure
 from benchmarks.suite import SUITES, BenchError
+from lightning_turbo._optional import require
 from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import print_lines, print_table, write_json
 
-REFUSED = 2  # as argparse does
-INTERRUPTED = 130  # as shells do
+__all__ = ["main", "run"]
+
+PROGRAMS = ("compare", "proof", "gain")  # modules with a command line of their own
 DESCRIPTION = """Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes
-results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured. With `compare A B`,
-show what got slower between two results; the exit status is then 1 if something did."""
+results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured."""
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line.
-
-    Args:
-        argv: The arguments; ``None`` takes those of the process.
-    """
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
-        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks compare A B [--threshold X]",
+        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks {compare,proof,gain} --help",
     )
     add = parser.add_argument
     add("suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)")
-    add("results", nargs="*", type=Path, metavar="A B", help="for compare: two results or their folders")
     add("--quick", action="store_true", help="the main cases in short rounds: under two minutes")
     add("--only", nargs="+", action="extend", default=[], metavar="PATTERN", help="cases to run, as 'O1*' 'O2*'")
-    add(
-        "--out", type=Path, default=Path("runs/benchmarks"), metavar="FOLDER",
-        help="where to write (default: runs/benchmarks)",
-    )  # fmt: skip
+    add("--out", type=Path, default=Path("runs/benchmarks"), metavar="FOLDER", help="default: runs/benchmarks")
+    add("--resume", action="store_true", help="go on with the results in the folder; what is done is kept")
     add("--device", default="auto", help="auto (default), cpu or cuda")
     add("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
     add("--rounds", type=int, metavar="N", help="rounds a case, however long (default: the suite's)")
     add("--minutes", type=float, metavar="M", help="when the measuring ends (default: when all is measured)")
-    add(
-        "--processes", type=int, default=1, metavar="N",
-        help="fresh processes a case, to divide its rounds among (default: 1); for differences of some per cent",
-    )  # fmt: skip
+    add("--processes", type=int, default=1, metavar="N", help="processes a case, among which its rounds are divided")
     add("--seed", type=int, default=0, metavar="N", help="of data and weights (default: 0)")
     add("--list", action="store_true", help="show the cases and run nothing")
-    add("--threshold", type=float, default=0.05, metavar="X", help="for compare: smallest change that counts (0.05)")
     return parser.parse_args(argv)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do what the command line asks for.
-
-    Args:
-        arguments: As ``parse`` returns them.
+def run(settings: Settings) -> int:
+    """Measure, write the results, and show them.
 
     Returns:
-        The exit status.
+        Exit status: 0; 1 if a case failed; 130 after Ctrl-C.
 
     Raises:
-        BenchError: If they do not fit together, or hold an impossible value.
+        MissingExtraError: If matplotlib is not installed.
+        BenchError: If the settings choose no case, or their folder holds other results.
+        OSError: If the folder cannot be written to.
     """
-    if arguments.suite == "compare":
-        if len(arguments.results) != 2:
-            raise BenchError(f"expected two results, compare A B; got {len(arguments.results)}")
-        return command.compare_files(*arguments.results, threshold=arguments.threshold)
-    if arguments.results:
-        raise BenchError(f"expected one suite, got {str(arguments.results[0])!r} besides; use 'all' for several")
-    names = ("suite", "quick", "out", "device", "threads", "rounds", "minutes", "processes", "seed")
-    settings = BenchSettings(only=tuple(arguments.only), **{name: getattr(arguments, name) for name in names})
-    return command.list_cases(settings) if arguments.list else command.run_bench(settings)
+    require("matplotlib", "python -m benchmarks")
+    former = settings.out / "results.json"
+    if former.exists() and not settings.resume:
+        raise BenchError(f"{str(former)!r} is there: expected an --out without results, or --resume to go on with them")
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=settings.out):  # an error now, not when the first case has been measured
+        pass
+    known = load_results(former) if former.exists() else None
+    results = measure(settings, former=known, save=lambda part: write_json(part, former))
+    paths = write_report(results, settings.out)
+    for suite in results["suites"]:
+        for columns, lines in suite_tables(suite, results["machine"]):
+            print_table(suite["suite"], columns, lines)
+    print_lines(*map(str, paths))
+    if results["interrupted"]:
+        return 130
+    return int(any(row["status"] == "failed" for suite in results["suites"] for row in suite["rows"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,15 +85,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if a case failed or something got slower; 2 for input that is refused; 130 after Ctrl-C.
     """
-    arguments = parse(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return run(arguments)
+        if argv and argv[0] in PROGRAMS:
+            return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+        asked = vars(parse(argv))
+        listing = asked.pop("list")
+        settings = Settings(**{**asked, "only": tuple(asked["only"])})
+        if not listing:
+            return run(settings)
+        for suite in choose_suites(settings):
+            print_lines(f"{suite.name}: {suite.about}", *(f"  {case}" for case in settings.chosen(suite)))
+        return 0
     except (TurboError, OSError) as error:
         sys.stderr.write(f"benchmarks: error: {error}\n")
-        return REFUSED
+        return 2  # as argparse does
     except KeyboardInterrupt:
         sys.stderr.write("benchmarks: stopped\n")
-        return INTERRUPTED
+        return 130  # as shells do
 
 
 if __name__ == "__main__":

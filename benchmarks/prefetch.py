@@ -1,34 +1,26 @@
-"""The suite ``prefetch``: how much of loading and computing overlaps, and the grid behind the documentation's table.
+"""The suites ``prefetch`` and ``grid``: how much of loading and computing overlaps, in the main cells or in all.
 
-``python -m benchmarks.prefetch`` measures the whole grid in one process, every cell interleaved with its
-bound, and writes a Markdown table; ``--quick`` takes the cells with ratio 1 and no workers. Efficiency is
-``max(t_load, t_step) / achieved time of a step``, with both times measured alone in the same minute.
+A cell is a kind of step beside a kind of load. Its bound is the longer of the two alone, so that the time of a loader
+divided by the bound is 1 where everything overlaps.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import gc
 import hashlib
 import itertools
-import statistics
-import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from prefetch_generator import BackgroundGenerator
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.meter import Meter
-from benchmarks.suite import Aim, Suite
+from benchmarks.peers import monai_loader
+from benchmarks.suite import Aim, Case, Meter, Suite
 from lightning_turbo.data.loader import PrefetchLoader
 
-__all__ = ["LOADERS", "SUITE", "Cell", "grid", "measure_cell"]
+__all__ = ["GRID", "SUITE", "Cell", "grid"]
 
 STEP = 0.010  # seconds of a step
 SAMPLES = 8  # in a batch
@@ -65,13 +57,6 @@ class Published(DataLoader[Any]):
     def __iter__(self) -> Any:
         return BackgroundGenerator(super().__iter__())
 
-
-LOADERS: dict[str, type[DataLoader[Any]]] = {
-    "DataLoader": DataLoader,
-    "BackgroundGenerator": Published,
-    "PrefetchLoader": PrefetchLoader,
-}
-THREADS = {f"PrefetchLoader, {count} threads": functools.partial(PrefetchLoader, threads=count) for count in (2, 4)}
 
 _BUFFER = bytes(1 << 22)
 _CLOSE = 2e-5  # seconds of work that are not worth another piece
@@ -116,7 +101,7 @@ def _spend(kind: str, seconds: float) -> None:
         share = 0.9
 
 
-def run_step(cell: Cell) -> None:
+def _run_step(cell: Cell) -> None:
     """One step of the cell's kind."""
     if cell.step == "free":
         time.sleep(STEP)
@@ -129,7 +114,7 @@ def run_step(cell: Cell) -> None:
 class Loads(Dataset[int]):
     """Samples that take the cell's time to load."""
 
-    def __init__(self, cell: Cell, batches: int) -> None:
+    def __init__(self, cell: Cell, batches: int = 100_000) -> None:
         self.cell = cell
         self.batches = batches
 
@@ -142,183 +127,108 @@ class Loads(Dataset[int]):
         return index
 
 
-def build(name: str, cell: Cell, batches: int) -> DataLoader[Any]:
-    """The cell's loader of one kind."""
-    return {**LOADERS, **THREADS}[name](Loads(cell, batches), batch_size=SAMPLES, num_workers=cell.workers)
-
-
-def _seconds(batches: Iterable[Any], cell: Cell | None, skip: int) -> float:
-    """Mean time of a batch with its step, without the first ``skip``."""
-    count, started = 0, time.perf_counter()
-    for number, _ in enumerate(batches):
-        if cell is not None:
-            run_step(cell)
-        if number == skip - 1:
-            started = time.perf_counter()
-        count += number >= skip
-    return (time.perf_counter() - started) / count
-
-
-def measure_cell(cell: Cell, *, rounds: int = 3, steps: int = 32) -> dict[str, float]:
-    """Measure one cell in this process: its bound and every loader in turn, ``rounds`` times.
-
-    Args:
-        cell: What to measure.
-        rounds: How often, 1 or more; the medians are taken.
-        steps: Steps of a round, 8 or more; 16 further ones go before, in which queues settle.
-
-    Returns:
-        The efficiency of each loader, and under ``"seconds"`` the bound, in seconds.
-    """
-    skip = 16
-    times: dict[str, list[float]] = {"bound": [], **{name: [] for name in LOADERS}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of more workers than cores
-        for _ in range(rounds):
-            alone = DataLoader(Loads(cell, steps + 8), batch_size=SAMPLES)
-            load = _seconds(alone, None, 8)
-            step = _seconds(range(steps // 2), cell, 2)
-            times["bound"].append(max(load, step))
-            for name in LOADERS:
-                loader = build(name, cell, steps + skip)
-                times[name].append(_seconds(loader, cell, skip))
-                del loader
-                gc.collect()
-    middle = {name: statistics.median(values) for name, values in times.items()}
-    return {"seconds": middle["bound"], **{name: middle["bound"] / middle[name] for name in LOADERS}}
-
-
-def grid(quick: bool = False) -> list[Cell]:
-    """The cells of the documentation's table."""
-    steps, loads = ("free", "launch"), ("io", "compute", "python")
-    ratios, workers = ((1.0,), (0,)) if quick else ((0.5, 1.0, 2.0), (0, 1, 2))
-    even = [
-        Cell(step=step, load=load, ratio=ratio, workers=count)
-        for step, load, ratio, count in itertools.product(steps, loads, ratios, workers)
-    ]
-    uneven = [
-        Cell(step=step, load=load, uneven=True, workers=count)
-        for step, load, count in itertools.product(steps, loads, workers)
-    ]
-    return even + uneven
-
-
-def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch."""
-    while True:
-        yield from loader
-
-
-SUITE = Suite(
-    "prefetch",
-    "Loading beside computing: a load takes as long as a step (10 ms), or twice as long for several threads.",
-    steps=32,
-    quick_steps=16,
-    quick_seconds=5,
-    rounds=9,
-    warmup=20,
-    lead=16,
-)
+def _seconds(things: Iterable[Any], skip: int) -> float:
+    """Mean time of each of some things, without the first ``skip``."""
+    ends = [time.perf_counter() for _ in things]
+    return (ends[-1] - ends[skip - 1]) / (len(ends) - skip)
 
 
 def bound_case(meter: Meter, **cell: Any) -> dict[str, float]:
     """The longer of load and step, alone."""
     here = Cell(**cell)
-    loads = _seconds(DataLoader(Loads(here, 24), batch_size=SAMPLES), None, 8)
-    steps = _seconds(range(16), here, 2)
-    batches = endless(DataLoader(Loads(here, 1000), batch_size=SAMPLES))
+    loads = _seconds(DataLoader(Loads(here, 24), SAMPLES), 8)
+    batches, steps = iter(DataLoader(Loads(here), SAMPLES)), _seconds((_run_step(here) for _ in range(16)), 2)
     while True:
-        next(batches) if loads > steps else run_step(here)
+        next(batches) if loads > steps else _run_step(here)
         if not meter.step(samples=SAMPLES):
             return {}
+
+
+def build(name: str, cell: Cell) -> Iterable[Any]:
+    """The cell's loader of one kind."""
+    data, options = Loads(cell), {"batch_size": SAMPLES, "num_workers": cell.workers}
+    if name == MONAI:
+        return monai_loader(data, None, SAMPLES, cell.workers)
+    kind, _, threads = name.partition(", ")
+    if threads:
+        return PrefetchLoader(data, threads=int(threads.split()[0]), **options)
+    return {"DataLoader": DataLoader, "BackgroundGenerator": Published, OURS: PrefetchLoader}[kind](data, **options)
 
 
 def loader_case(meter: Meter, *, loader: str, **cell: Any) -> dict[str, float]:
     """Load and step with one kind of loader."""
     here = Cell(**cell)
-    batches = iter(build(loader, here, 100_000))
+    batches: Any = iter(build(loader, here))
     for _ in batches:
-        run_step(here)
+        _run_step(here)
         if not meter.step(samples=SAMPLES):
             break
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()
+    if hasattr(batches, "close"):
+        batches.close()
     return {}
 
 
-# The aims of the cells that the thread is made for: (step, load, uneven) -> largest time of a step over the bound.
-_AIMS = {
-    ("free", "io", False): 1 / 0.95,
-    ("free", "compute", False): 1 / 0.95,
-    ("launch", "io", False): 1 / 0.88,
-    ("launch", "compute", False): 1 / 0.88,
-    ("free", "io", True): 1 / 0.95,
-    ("free", "compute", True): 1 / 0.95,
-}
+MONAI, OURS = "MONAI's ThreadDataLoader", "PrefetchLoader"
+LOADERS = ("DataLoader", "BackgroundGenerator", MONAI, OURS)
+TWO, FOUR = f"{OURS}, 2 threads", f"{OURS}, 4 threads"
 
 
-def _register() -> None:
-    for cell in grid(quick=True):
-        if cell.uneven and cell.step == "launch":
-            continue
-        _add(cell, list(LOADERS))
-        limit = _AIMS.get((cell.step, cell.load, cell.uneven))
-        if limit is not None:
-            _aim(f"{cell}: PrefetchLoader", f"{cell}: bound", limit)
-    for load in ("io", "compute"):  # for several threads; the bound is then the load in one
-        cell = Cell(step="free", load=load, ratio=2.0)
-        _add(cell, ["DataLoader", "PrefetchLoader", *THREADS])
-        _aim(f"{cell}: PrefetchLoader, 2 threads", f"{cell}: bound", 0.5 / 0.95)
-    for load in ("io", "compute"):  # threads in a worker process, beside a step that holds the GIL half of its time
-        cell = Cell(step="launch", load=load, workers=1)
-        _add(cell, ["DataLoader", "PrefetchLoader, 4 threads"])
-        _aim(f"{cell}: PrefetchLoader, 4 threads", f"{cell}: bound", 1 / 0.95)
+def grid(ratios: tuple[float, ...] = (0.5, 1.0, 2.0), workers: tuple[int, ...] = (0, 1, 2)) -> list[Cell]:
+    """The cells of some ratios and numbers of workers, the uneven ones with a ratio of 1."""
+    pairs = list(itertools.product(("free", "launch"), ("io", "compute", "python")))
+    shapes = [(False, ratio) for ratio in ratios], [(True, 1.0)]
+    return [
+        Cell(step=step, load=load, ratio=ratio, uneven=uneven, workers=count)
+        for group in shapes
+        for (step, load), (uneven, ratio), count in itertools.product(pairs, group, workers)
+    ]
 
 
-def _add(cell: Cell, loaders: list[str]) -> None:
-    """Add the cases of one cell, none of ours slower than the plain loader."""
+def _cases(cell: Cell, loaders: Iterable[str]) -> Iterator[Case]:
     bound = f"{cell}: bound"
-    first = SUITE.baseline is None  # the one cell of --quick: each case costs the start of a process
-    SUITE.add(bound, bound_case, base=bound, baseline=first, quick=first, config=asdict(cell))
+    yield Case(name=bound, run=bound_case, base=bound, config=asdict(cell))
     for name in loaders:
-        ours = name not in ("DataLoader", "BackgroundGenerator")
-        SUITE.add(
-            f"{cell}: {name}",
-            loader_case,
-            config={**asdict(cell), "loader": name},
-            base=bound,
-            peer=name == "BackgroundGenerator",
-            ours=ours,
-            quick=first,
-        )
-        if ours:
-            SUITE.aims.append(Aim(f"{cell}: {name}", f"{cell}: DataLoader", at_most=1.02))
+        kind = {"DataLoader": "torch", "BackgroundGenerator": "peer", MONAI: "peer"}.get(name, "ours")
+        needs = ("monai",) if name == MONAI else ()
+        config = {**asdict(cell), "loader": name}
+        yield Case(name=f"{cell}: {name}", run=loader_case, config=config, base=bound, kind=kind, needs=needs)
 
 
-def _aim(case: str, bound: str, limit: float) -> None:
-    SUITE.aims.append(Aim(case, bound, at_most=limit, condition="two cores, nothing else running"))
-
-
-_register()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure the grid and write its table to the standard output, row by row."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefetch", description=main.__doc__)
-    parser.add_argument("--quick", action="store_true", help="only ratio 1 without workers")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of a cell (default 3)")
-    parser.add_argument("--only", default="", help="only cells whose name holds this text")
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    write = sys.stdout.write
-    write(f"| cell | {' | '.join(LOADERS)} |\n|---|{'---|' * len(LOADERS)}\n")
-    for cell in grid(chosen.quick):
-        if chosen.only in str(cell):
-            found = measure_cell(cell, rounds=chosen.rounds)
-            write(f"| {cell} | {' | '.join(f'{found[name]:.2f}' for name in LOADERS)} |\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+# The largest time of a step over the bound, in cells that the thread is made for.
+LIMITS = {("free", "io"): 1 / 0.95, ("free", "compute"): 1 / 0.95, ("launch", "io"): 1 / 0.88,
+          ("launch", "compute"): 1 / 0.88}  # fmt: skip
+MAIN = [cell for cell in grid((1.0,), (0,)) if not (cell.uneven and cell.step == "launch")]
+# For several threads, where the bound is the load in one; and threads in a worker process, beside the GIL's step.
+SLOW = [Cell(step="free", load=load, ratio=2.0) for load in ("io", "compute")]
+WORKER = [Cell(step="launch", load=load, workers=1) for load in ("io", "compute")]
+CELLS = [
+    *((cell, LOADERS) for cell in MAIN),
+    *((cell, ("DataLoader", OURS, TWO, FOUR)) for cell in SLOW),
+    *((cell, ("DataLoader", FOUR)) for cell in WORKER),
+]
+TIMES: dict[str, Any] = {"steps": 32, "rounds": 9, "warmup": 20, "lead": 16}
+SUITE = Suite(
+    name="prefetch",
+    about="Loading beside computing: a load takes as long as a step (10 ms), or twice as long for several threads. The "
+    "aims are meant for two cores on which nothing else runs.",
+    cases=[case for cell, loaders in CELLS for case in _cases(cell, loaders)],
+    aims=[
+        *(Aim(f"{cell}: {n}", f"{cell}: DataLoader", 1.02) for cell, names in CELLS for n in names if OURS in n),
+        *(
+            Aim(f"{cell}: {OURS}", f"{cell}: bound", LIMITS[cell.step, cell.load])
+            for cell in MAIN
+            if (cell.step, cell.load) in LIMITS
+        ),
+        *(Aim(f"{cell}: {TWO}", f"{cell}: bound", 0.5 / 0.95) for cell in SLOW),
+        *(Aim(f"{cell}: {FOUR}", f"{cell}: bound", 1 / 0.95) for cell in WORKER),
+    ],
+    quick=tuple(f"{MAIN[0]}: {name}" for name in ("bound", "DataLoader", "BackgroundGenerator", OURS)),
+    **TIMES,
+)
+GRID = Suite(
+    name="grid",
+    about="Loading beside computing in every cell: kinds of step and load, their ratio, and worker processes.",
+    cases=[case for cell in grid() for case in _cases(cell, LOADERS)],
+    quick=tuple(f"{MAIN[0]}: {name}" for name in ("bound", OURS)),
+    **TIMES,
+)

@@ -1,7 +1,7 @@
-"""Proof of ``lightning-turbo tune`` on scripts whose answer is known; the machine has to be quiet.
+"""``python -m benchmarks proof``: of ``lightning-turbo tune``, on scripts whose answer is known, on a quiet machine.
 
-python -m benchmarks.proof nothing --runs 10 --minutes 3
-python -m benchmarks.proof exhaustive --minutes 3 --processes 4
+python -m benchmarks proof nothing --runs 10 --minutes 3
+python -m benchmarks proof exhaustive --minutes 3 --processes 4
 
 ``nothing`` tunes a script that nothing makes faster, and fails if a run recommends something. ``exhaustive`` tunes the
 six scripts over a few candidates each, then measures every combination of these, and fails if one is more than 5 %
@@ -14,6 +14,7 @@ import argparse
 import itertools
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_turbo.measure import Interrupt, Progress, print_lines, print_table
@@ -74,15 +75,15 @@ def search_exhaustively(example: str, minutes: float, processes: int, folder: Pa
     return [example, str(search.chosen), f"{chosen:.3f}", str(best), f"{least:.3f}", "" if good else "missed"], good
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, measure, and return 1 where the proof fails."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.proof", description="Proof of tune.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks proof", description="Proof of tune.")
     parser.add_argument("what", choices=("nothing", "exhaustive"))
     parser.add_argument("--minutes", type=float, default=3.0, help="of each search (default: 3)")
     parser.add_argument("--runs", type=int, default=10, help="of nothing (default: 10)")
     parser.add_argument("--processes", type=int, default=4, help="of each combination (default: 4)")
     parser.add_argument("--only", nargs="+", choices=sorted(FEW), default=sorted(FEW), help="scripts of exhaustive")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if asked.what == "nothing":
             found = [tune("nothing", (), asked.minutes, Path(folder))[0] for _ in range(asked.runs)]
@@ -96,7 +97,3 @@ def main() -> int:
     columns = ["script", "chosen", "time / default", "best", "its time / default", "note"]
     print_table("Chosen, and the best of all combinations", columns, [line for line, _ in rows])
     return 0 if all(good for _, good in rows) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Results as JSON, Markdown and pictures in one folder, and as tables in the terminal."""
+"""The one report: results as JSON, Markdown and pictures in a folder, and as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quantities import figure, ratio, throughput
+from benchmarks.runner import FORMAT
 from benchmarks.suite import BenchError
+from lightning_turbo import measure
 from lightning_turbo._files import whole_file
 from lightning_turbo.measure import (
     Bar,
@@ -18,11 +19,12 @@ from lightning_turbo.measure import (
     interval,
     markdown_table,
     step_seconds,
+    summarise,
     three_digits,
     write_json,
 )
 
-__all__ = ["aim_verdicts", "load_results", "markdown", "suite_tables", "write_report", "write_results"]
+__all__ = ["aim_verdicts", "figure", "load_results", "markdown", "ratio", "suite_tables", "write_report"]
 
 QUANTITIES = {"seconds": "time", "peak_bytes": "peak memory"}
 SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -30,89 +32,95 @@ HOW = (
     "Times are medians with quartiles, in brackets, over rounds that the cases took in turns, each in a process of its "
     "own. Ratios are taken pair by pair, round by round; below 1 is faster or smaller."
 )
+COLOURS = {"baseline": "#334155", "torch": "#94a3b8", "ours": "#0f766e", "peer": "#d97706"}
+KINDS = {"torch": "PyTorch, Lightning", "ours": "lightning_turbo", "peer": "other libraries", "baseline": "baseline"}
+Row = Mapping[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
 
-def _scale(seconds: float) -> tuple[float, str]:
-    """The unit in which a time reads best."""
-    return next((scale for scale in SCALES if seconds >= scale[0]), SCALES[-1])
+def figure(row: Row, quantity: str) -> Summary | None:
+    """Return what a case came to: in ``"seconds"`` a step, ``"peak_bytes"``, or one of the numbers that it returned."""
+    if quantity == "seconds":
+        return step_seconds(row)
+    value = row["peak_bytes"] if quantity == "peak_bytes" else row["numbers"].get(quantity)
+    return None if value is None else summarise([value])
 
 
-def _spread(value: Summary | None, unit: float = 1.0) -> str:
+def ratio(row: Row, other: Row, quantity: str = "seconds") -> Summary | None:
+    """Return one case divided by another: below 1 is faster, or smaller. Times are divided pair by pair.
+
+    It is ``None`` if there is nothing to divide, or the lower value is zero.
+    """
+    if quantity == "seconds":
+        return measure.ratio(row, other)
+    above, below = figure(row, quantity), figure(other, quantity)
+    return None if above is None or below is None or not below.median else summarise([above.median / below.median])
+
+
+def _spread(value: Summary | None, unit: float = 1.0, decimals: int | None = None) -> str:
     if value is None:
         return ""
-    middle, low, high = (three_digits(number / unit) for number in (value.median, value.low, value.high))
+    numbers = [number / unit for number in (value.median, value.low, value.high)]
+    middle, low, high = (three_digits(n) if decimals is None else f"{n:.{decimals}f}" for n in numbers)
     return middle if value.count == 1 else f"{middle} ({low}-{high})"
 
 
-def _ratio(value: Summary | None) -> str:
-    if value is None:
-        return ""
-    middle = f"{value.median:.2f}"
-    return middle if value.count == 1 else f"{middle} ({value.low:.2f}-{value.high:.2f})"
-
-
-def _number(name: str, value: float | None) -> str:
-    if value is None:
-        return ""
+def _number(name: str, value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
     return f"{value / 2**20:.1f}" if name.endswith("_bytes") else f"{value:.4g}"
 
 
 def _heading(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ") + (", MiB" if name.endswith("_bytes") else "")
+    bare = name.removesuffix("_bytes").replace("_", " ") + (", MiB" if name.endswith("_bytes") else "")
+    return QUANTITIES.get(name, bare)
 
 
-def _note(row: Mapping[str, Any]) -> str:
-    return "" if row["status"] == "ok" else f"{row['status']}: {row['reason']}".rstrip(": ")
+def _throughput(row: Row) -> str:
+    rates = summarise([part["samples"] / part["seconds"] for part in row["rounds"] if part["samples"]])
+    return f"{rates.median:.0f}" if rates else ""
 
 
-def _main_table(suite: Mapping[str, Any]) -> Table:
-    rows = suite["rows"]
-    known = {row["case"]: row for row in rows}
-    times = [value.median for row in rows if row["status"] != "failed" and (value := step_seconds(row))]
-    scale, unit = _scale(min(times)) if times else SCALES[0]
-    names = list(dict.fromkeys(name for row in rows for name in row["numbers"]))
-    quantity = suite["quantity"]
-    columns = [
-        "case",
-        f"{unit} a {suite['unit']}",
-        f"{QUANTITIES.get(quantity, _heading(quantity))} / baseline",
-    ]
-    with_samples = any(throughput(row) for row in rows)
-    columns += ["samples/s"] * with_samples + ["peak memory, MiB"] + [_heading(name) for name in names] + ["note"]
-    lines = []
-    for row in rows:
-        rate = throughput(row)
-        lines.append(
-            [
-                row["case"],
-                _spread(step_seconds(row), scale),
-                _ratio(ratio(row, known[row["base"]], quantity)) if row["base"] in known else "",
-                *([f"{rate:.0f}" if rate else ""] * with_samples),
-                _number("_bytes", row["peak_bytes"]),
-                *(_number(name, row["numbers"].get(name)) for name in names),
-                _note(row),
-            ]
-        )
-    return columns, lines
+def _scale(suite: Row) -> tuple[float, str]:
+    """The unit in which the times of a suite read best."""
+    times = [value.median for row in suite["rows"] if row["status"] != "failed" and (value := step_seconds(row))]
+    return next((scale for scale in SCALES if times and min(times) >= scale[0]), SCALES[-1] if times else SCALES[0])
 
 
-def _pair_table(suite: Mapping[str, Any]) -> Table:
+def _main_table(suite: Row) -> Table:
     known = {row["case"]: row for row in suite["rows"]}
-    quantity = suite["quantity"]
-    columns = ["case", "divided by", QUANTITIES.get(quantity, _heading(quantity))]
+    scale, unit = _scale(suite)
+    numbers = list(dict.fromkeys(name for row in known.values() for name in row["numbers"]))
+
+    def cells(row: Row) -> dict[str, str]:
+        quotient = ratio(row, known[row["base"]], suite["quantity"]) if row["base"] in known else None
+        return {
+            "case": row["case"],
+            f"{unit} a {suite['unit']}": _spread(step_seconds(row), scale),
+            f"{_heading(suite['quantity'])} / baseline": _spread(quotient, decimals=2),
+            "samples/s": _throughput(row),
+            "peak memory, MiB": _number("_bytes", row["peak_bytes"]),
+            **{_heading(name): _number(name, row["numbers"].get(name)) for name in numbers},
+            "note": "" if row["status"] == "ok" else f"{row['status']}: {row['reason']}".rstrip(": "),
+        }
+
+    lines = [cells(row) for row in known.values()]
+    columns = [name for name in (lines[0] if lines else ()) if name != "samples/s" or any(line[name] for line in lines)]
+    return columns, [[line[name] for name in columns] for line in lines]
+
+
+def _pair_table(suite: Row) -> Table:
+    known = {row["case"]: row for row in suite["rows"]}
     lines = [
-        [row["case"], other, _ratio(value)]
+        [row["case"], other, _spread(value, decimals=2)]
         for row in suite["rows"]
         for other in row["against"]
-        if other in known and (value := ratio(row, known[other], quantity))
+        if other in known and (value := ratio(row, known[other], suite["quantity"]))
     ]
-    return columns, lines
+    return ["case", "divided by", _heading(suite["quantity"])], lines
 
 
-def aim_verdicts(
-    suite: Mapping[str, Any], machine: Mapping[str, Any]
-) -> list[tuple[Mapping[str, Any], Summary | None, tuple[float, float] | None, str]]:
+def aim_verdicts(suite: Row, machine: Row) -> list[tuple[Row, Summary | None, tuple[float, float] | None, str]]:
     """Return each aim of a suite with what came out.
 
     Args:
@@ -128,42 +136,25 @@ def aim_verdicts(
     verdicts = []
     for aim in suite["aims"]:
         row, quantity = known[aim["case"]], aim["quantity"]
-        value = ratio(row, known[aim["against"]], quantity) if aim["against"] else figure(row, quantity)
-        ends = interval(row, known[aim["against"]]) if aim["against"] and quantity == "seconds" else None
-        low, high = ends or (value.low, value.high) if value else (0.0, 0.0)
-        if value is None:
-            verdict = "not measured"
-        elif aim["fact"] and not machine.get(aim["fact"]):
-            verdict = "does not count here"
-        elif high <= aim["at_most"]:
-            verdict = "met"
-        elif low > aim["at_most"]:
-            verdict = "missed"
-        else:
-            verdict = "undecided"
-        verdicts.append((aim, value, ends, verdict))
+        other = known[aim["against"]] if aim["against"] else None
+        value = figure(row, quantity) if other is None else ratio(row, other, quantity)
+        ends = None if other is None or quantity != "seconds" else interval(row, other)
+        verdicts.append((aim, value, ends, _verdict(aim, value, ends, machine)))
     return verdicts
 
 
-def _aim_table(suite: Mapping[str, Any], machine: Mapping[str, Any]) -> Table:
-    columns = ["aim", "divided by", "quantity", "at most", "measured", "95 % interval", "verdict", "counts where"]
-    lines = [
-        [
-            aim["case"],
-            aim["against"],
-            QUANTITIES.get(aim["quantity"], _heading(aim["quantity"])),
-            f"{aim['at_most']:.2f}",
-            _ratio(value),
-            f"{ends[0]:.3f}-{ends[1]:.3f}" if ends else "",
-            verdict,
-            aim["condition"] or aim["fact"].replace("_", " "),
-        ]
-        for aim, value, ends, verdict in aim_verdicts(suite, machine)
-    ]
-    return columns, lines
+def _verdict(aim: Row, value: Summary | None, ends: tuple[float, float] | None, machine: Row) -> str:
+    if value is None:
+        return "not measured"
+    if aim["fact"] and not machine.get(aim["fact"]):
+        return "does not count here"
+    low, high = ends or (value.low, value.high)
+    if high <= aim["at_most"]:
+        return "met"
+    return "missed" if low > aim["at_most"] else "undecided"
 
 
-def suite_tables(suite: Mapping[str, Any], machine: Mapping[str, Any]) -> list[Table]:
+def suite_tables(suite: Row, machine: Row) -> list[Table]:
     """Return the tables of a suite: the cases, the further pairs, the aims; empty ones are left out.
 
     Args:
@@ -173,19 +164,26 @@ def suite_tables(suite: Mapping[str, Any], machine: Mapping[str, Any]) -> list[T
     Returns:
         Pairs of column names and lines of cells.
     """
-    return [table for table in (_main_table(suite), _pair_table(suite), _aim_table(suite, machine)) if table[1]]
+    aims = [
+        [
+            aim["case"], aim["against"], _heading(aim["quantity"]), f"{aim['at_most']:.2f}", _spread(value, decimals=2),
+            f"{ends[0]:.3f}-{ends[1]:.3f}" if ends else "", verdict, aim["fact"].replace("_", " "),
+        ]
+        for aim, value, ends, verdict in aim_verdicts(suite, machine)
+    ]  # fmt: skip
+    columns = ["aim", "divided by", "quantity", "at most", "measured", "95 % interval", "verdict", "counts where"]
+    return [table for table in (_main_table(suite), _pair_table(suite), (columns, aims)) if table[1]]
 
 
-def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
+def markdown(results: Row, pictures: Sequence[str] = ()) -> str:
     """Return the report as Markdown.
 
     Args:
-        results: What ``run_suites`` returned.
+        results: What ``measure`` returned.
         pictures: Names of suites that have a picture beside the report.
     """
     machine = results["machine"]
-    where = machine.get("gpu") or machine["processor"]
-    lines = [f"# Benchmark on {where}"]
+    lines = [f"# Benchmark on {machine.get('gpu') or machine['processor']}"]
     if results["not_run"]:
         lines += ["", f"Not run, because no time was left: {', '.join(results['not_run'])}."]
     for suite in results["suites"]:
@@ -197,80 +195,39 @@ def markdown(results: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
         lines += [suite["about"], "", f"{steps} {_baselines(suite['rows'])}"]
         for table in suite_tables(suite, machine):
             lines += ["", *markdown_table(*table)]
+        if suite["prepared"]:
+            lines += ["", *markdown_table(["prepared", ""], [[k, _number(k, v)] for k, v in suite["prepared"].items()])]
         if suite["left_out"]:
             lines += ["", "Left out by the settings: " + ", ".join(suite["left_out"]) + "."]
     return "\n".join([*lines, "", *_settings(results)]) + "\n"
 
 
-def _settings(results: Mapping[str, Any]) -> list[str]:
-    """The folded end of a report: when, by which command and how it was measured, on which machine."""
-    machine = results["machine"]
-    ended = f"Begun {results['started']}, ended {results['finished'] or 'not'}"
-    if results["interrupted"]:
-        ended += ", **interrupted**: the numbers are of the rounds until then"
-    environment = [f"{name}={value}" for name, value in machine.get("environment", {}).items()]
-    facts = {
-        **{key: value for key, value in machine.items() if key not in ("environment", "versions")},
-        **({"environment": environment} if environment else {}),
-        **machine["versions"],
-        **{f"setting {key}": value for key, value in results["settings"].items()},
-    }
-    lines = ['<details markdown="1"><summary>Settings</summary>', "", f"{ended}.", ""]
-    lines += [f"Command: `{shlex.join(results['command'])}`", "", HOW, "", "| | |", "| --- | --- |"]
-    for key, value in facts.items():
-        text = f"{value / 2**30:.1f} GiB" if key.endswith("_bytes") and value else str(value)
-        text = f"`{text}`" if isinstance(value, list) else text  # patterns hold asterisks, names underscores
-        lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {text} |")
-    return [*lines, "", "</details>"]
-
-
-def _baselines(rows: Sequence[Mapping[str, Any]]) -> str:
+def _baselines(rows: Sequence[Row]) -> str:
     """What the cases are divided by: for each its ``base``, which is divided by itself."""
     names = [row["case"] for row in rows if row["case"] == row["base"]]
     named = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
     return f"Baseline: {named}." if len(names) == 1 else f"Baselines, each for the cases of its kind: {named}."
 
 
-def write_results(results: Mapping[str, Any], folder: Path) -> Path:
-    """Write ``results.json``, whole or not at all.
-
-    Args:
-        results: What ``run_suites`` returned.
-        folder: Where; made if missing.
-
-    Returns:
-        The path of the file.
-    """
-    return write_json(results, folder / "results.json")
-
-
-# Kinds of bars, in the order of the legend.
-COLOURS = {
-    "baseline": "#334155",
-    "PyTorch, Lightning": "#94a3b8",
-    "lightning_turbo": "#0f766e",
-    "other libraries": "#d97706",
-}
+def _settings(results: Row) -> list[str]:
+    """The folded end of a report: when, by which command and how it was measured, on which machine."""
+    machine = dict(results["machine"])
+    ended = f"Begun {results['started']}, ended {results['finished'] or 'not'}"
+    if results["interrupted"]:
+        ended += ", **interrupted**: the numbers are of the rounds until then"
+    versions, environment = machine.pop("versions"), machine.pop("environment", {})
+    facts = {**machine, "environment": environment or None, **versions}
+    facts |= {f"setting {key}": value for key, value in results["settings"].items()}
+    lines = ['<details markdown="1"><summary>Settings</summary>', "", f"{ended}.", ""]
+    lines += [f"Command: `{shlex.join(results['command'])}`", "", HOW, "", "| | |", "| --- | --- |"]
+    for key, value in facts.items():
+        text = f"{value / 2**30:.1f} GiB" if key.endswith("_bytes") and value else str(value)
+        text = f"`{text}`" if isinstance(value, list | dict) else text  # patterns hold asterisks, names underscores
+        lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {text} |")
+    return [*lines, "", "</details>"]
 
 
-def _kind(row: Mapping[str, Any]) -> str:
-    if row["case"] == row["base"]:
-        return "baseline"
-    if row["peer"]:
-        return "other libraries"
-    return "lightning_turbo" if row["ours"] else "PyTorch, Lightning"
-
-
-def _unit(quantity: str, smallest: float) -> tuple[float, str]:
-    """Divisor and name of the unit that suits the smallest value."""
-    if quantity == "seconds":
-        return _scale(smallest)
-    if quantity.endswith("_bytes"):
-        return 2.0**20, _heading(quantity)
-    return 1.0, _heading(quantity)
-
-
-def draw_suite(suite: Mapping[str, Any], path: Path, where: str) -> bool:
+def draw_suite(suite: Row, path: Path, where: str) -> bool:
     """Draw the cases of a suite as bars and write the picture.
 
     Args:
@@ -281,73 +238,54 @@ def draw_suite(suite: Mapping[str, Any], path: Path, where: str) -> bool:
     Returns:
         Whether there was anything to draw.
     """
-    quantity = suite["quantity"]
-    whole = [row for row in suite["rows"] if row["status"] != "failed"]
-    rows = [(row, value) for row in whole if (value := figure(row, quantity)) is not None]
-    if not rows:
-        return False
-    known = {row["case"]: row for row, _ in rows}
-    scale, label = _unit(quantity, min(value.median for _, value in rows))
-    bars = []
-    for row, value in rows:
+    quantity, known = suite["quantity"], {row["case"]: row for row in suite["rows"]}
+    scale, label = 2.0**20 if quantity.endswith("_bytes") else 1.0, _heading(quantity)
+    if quantity == "seconds":
+        scale, unit = _scale(suite)
+        label = f"{unit} a {suite['unit']}"
+
+    def bar(row: Row, value: Summary) -> Bar:
         quotient = ratio(row, known[row["base"]], quantity) if row["base"] in known else None
         middle, low, high = (number / scale for number in (value.median, value.low, value.high))
         text = three_digits(middle) + (f"  ({quotient.median:.2f}x)" if quotient else "")
-        bars.append(Bar(name=row["case"], value=middle, low=low, high=high, text=text, kind=_kind(row)))
-    title = f"{suite['suite']}: {suite['about']}\n{where}"
-    draw_bars(
-        bars, path, title=title, label=f"{label} a {suite['unit']}" if quantity == "seconds" else label, colours=COLOURS
-    )
-    return True
+        kind = "baseline" if row["case"] == row["base"] else row["kind"]
+        return Bar(name=row["case"], value=middle, low=low, high=high, text=text, kind=KINDS[kind])
+
+    measured = [(row, figure(row, quantity)) for row in known.values() if row["status"] != "failed"]
+    bars = [bar(row, value) for row, value in measured if value is not None]
+    if bars:
+        colours = {KINDS[kind]: colour for kind, colour in COLOURS.items()}
+        draw_bars(bars, path, title=f"{suite['suite']}: {suite['about']}\n{where}", label=label, colours=colours)
+    return bool(bars)
 
 
-def write_report(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write ``results.json``, ``results.md`` and a picture for each suite.
+def write_report(results: Row, folder: Path) -> list[Path]:
+    """Write ``results.json``, ``results.md`` and a picture for each suite, and return their paths.
 
     Args:
-        results: What ``run_suites`` returned.
+        results: What ``measure`` returned.
         folder: Where; made if missing.
-
-    Returns:
-        The paths of the files.
     """
-    paths = [write_results(results, folder)]
     where = results["machine"].get("gpu") or results["machine"]["processor"]
-    drawn = []
-    for suite in results["suites"]:
-        picture = folder / f"{suite['suite']}.png"
-        if draw_suite(suite, picture, where):
-            drawn.append(suite["suite"])
-            paths.append(picture)
-    report = folder / "results.md"
-    with whole_file(report) as part:
+    paths = [write_json(results, folder / "results.json"), folder / "results.md"]
+    pictures = {suite["suite"]: folder / f"{suite['suite']}.png" for suite in results["suites"]}
+    drawn = [suite["suite"] for suite in results["suites"] if draw_suite(suite, pictures[suite["suite"]], where)]
+    with whole_file(paths[1]) as part:
         part.write_text(markdown(results, drawn), encoding="utf-8")
-    return [*paths, report]
+    return paths + [pictures[name] for name in drawn]
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """Read a ``results.json``.
-
-    Args:
-        path: The file, or the folder that holds it.
+    """Read a ``results.json``, or that of a folder.
 
     Raises:
-        BenchError: If it is no such file, or of another format.
+        BenchError: If it is not one, or of another format.
     """
-    from benchmarks.runner import FORMAT
-
     file = path / "results.json" if path.is_dir() else path
-    if not file.is_file():
-        raise BenchError(
-            f"{str(path)!r} is not a file: expected a results.json or its folder. Run the benchmark first."
-        )
     try:
         results = json.loads(file.read_text())
-    except ValueError as error:
-        raise BenchError(f"{str(path)!r} is not JSON ({error}): expected a results.json. Name another file.") from None
-    if not isinstance(results, dict) or results.get("format") != FORMAT or "suites" not in results:
-        raise BenchError(
-            f"{str(path)!r} is not a result of this version's benchmarks (format {FORMAT}). "
-            "Name a results.json that `python -m benchmarks` wrote."
-        )
+    except (OSError, ValueError) as error:
+        raise BenchError(f"expected a results.json or its folder, got {str(path)!r} ({error})") from None
+    if not isinstance(results, dict) or results.get("format") != FORMAT:
+        raise BenchError(f"expected results that `python -m benchmarks` wrote, of format {FORMAT}, got {str(path)!r}")
     return results

@@ -1,4 +1,4 @@
-"""Measuring suites, one after another, into one set of results."""
+"""The one runner: cases in processes of their own that take turns, until all is measured or the time is up."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import lightning_turbo
-from benchmarks.settings import BenchSettings
-from benchmarks.suite import BenchError, Suite, load_suite
+from benchmarks.suite import APART, SUITES, BenchError, Meter, Suite, load_suite
 from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import (
     LATE,
     Interrupt,
     InterruptedRunError,
     Process,
-    ProcessError,
     Progress,
     Turns,
     Work,
@@ -28,15 +30,83 @@ from lightning_turbo.measure import (
     new_row,
 )
 
-__all__ = ["FORMAT", "SuiteRun", "choose_suites", "run_suites"]
+__all__ = ["FORMAT", "Settings", "choose_suites", "differences", "measure"]
 
-FORMAT = 1  # of results.json; raised when a field changes its meaning
-PREPARE_TIMEOUT = 300.0
+FORMAT = 2  # of results.json; raised when a field changes its meaning
 FEWEST_SWEEPS = 3  # however little time there is: a median needs some values
 START_SHARE = 2 / 3  # of a group's time; after it no further case is started, so that those which are get some rounds
 # Cases that start at the same time. The largest groups are some 20 ResNet-50 at batch 128 on one GPU. Computed, not
 # measured: a step in float32 takes 13 GiB (10.3 of them activations), a case that is held 1.2; two starts 50 of 80 GiB.
 STARTS = {"cpu": 4, "cuda": 2}
+# With --quick: of the measuring in all and of the rounds of a suite; the pictures come after it.
+QUICK_SECONDS, QUICK_ROUNDS_SECONDS = 105.0, 5.0
+# What must be alike for times of two runs to be compared directly, or to stand in one table.
+SAME = ("processor", "cores", "system", "environment", "gpu")
+SAME_SETTINGS = ("device", "threads", "quick")
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What to measure and how: the options of ``python -m benchmarks``.
+
+    Raises:
+        BenchError: If a value is impossible, or CUDA is asked for where there is none.
+    """
+
+    suite: str = "all"  # or a key of SUITES
+    quick: bool = False  # short rounds of the suites' main cases, and small data
+    resume: bool = False  # go on with the results in `out`: what is measured already is kept
+    out: Path = Path("runs/benchmarks")
+    only: tuple[str, ...] = ()  # patterns of cases, as in a shell, upper and lower case alike; empty for all
+    device: str = "auto"
+    threads: int | None = None  # of torch in each case; None leaves torch's choice
+    rounds: int | None = None  # of a case, however long they take; None leaves the suite's own number and time
+    minutes: float | None = None  # when the measuring ends; each case gets its share of what is left
+    processes: int = 1  # of each case, one after the other: two that run the same code differ by several per cent
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+        if self.suite not in (*SUITES, "all"):
+            raise BenchError(f"suite={self.suite!r}: expected one of {', '.join(SUITES)}, or 'all'")
+        if self.device not in ("auto", *devices):
+            raise BenchError(f"device={self.device!r}: expected 'auto', 'cpu', or 'cuda' where torch sees a GPU")
+        self.device = devices[0] if self.device == "auto" else self.device
+        for name in ("threads", "rounds", "processes"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BenchError(f"{name}={value!r}: expected a whole number from 1 on")
+        if not 0 <= self.seed < 2**32:  # as numpy takes them
+            raise BenchError(f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise BenchError(f"minutes={self.minutes!r}: expected a number above 0")
+
+    @property
+    def seconds(self) -> float:
+        """How long all the measuring may take; infinite without a limit."""
+        if self.minutes is not None:
+            return 60 * self.minutes
+        return QUICK_SECONDS if self.quick else math.inf
+
+    def chosen(self, suite: Suite) -> list[str]:
+        """Return the names of the cases of a suite to run: those asked for, and what these are divided by."""
+        if not self.only:
+            return [name for name in suite.known if not self.quick or name in suite.quick]
+        named = {name for name in suite.known for only in self.only if fnmatchcase(name.lower(), only.lower())}
+        named |= {suite.base(name) for name in named}
+        return [name for name in suite.known if name in named]
+
+
+def choose_suites(settings: Settings) -> list[Suite]:
+    """Return the suites that have a case to run, in order.
+
+    Raises:
+        BenchError: If ``only`` matches no case of any suite.
+    """
+    names = [name for name in SUITES if name not in APART] if settings.suite == "all" else [settings.suite]
+    suites = [suite for suite in map(load_suite, names) if settings.chosen(suite)]
+    if not suites:
+        raise BenchError(f"only={settings.only!r} matches no case; `python -m benchmarks --list` shows their names")
+    return suites
 
 
 class SuiteRun:
@@ -45,219 +115,178 @@ class SuiteRun:
     Args:
         suite: What to measure.
         settings: How.
+        former: The entry of the suite in the results that are gone on with, or ``None``.
         folder: Working directory of the cases.
         progress: Where to show how far it is.
         interrupt: Whether to stop.
-        save: Called after each sweep, when there is something new to keep.
+        save: Called after each sweep of rounds.
     """
 
     def __init__(
         self,
         suite: Suite,
-        settings: BenchSettings,
+        settings: Settings,
+        former: Mapping[str, Any] | None,
         folder: Path,
         progress: Progress,
         interrupt: Interrupt,
-        *,
-        save: Callable[[], object] = lambda: None,
+        save: Callable[[], object],
     ) -> None:
         self.suite = suite
         self.settings = settings
         self.folder = folder
         self.progress = progress
         self.interrupt = interrupt
-        self.save = save
         self.chosen = settings.chosen(suite)
-        self.sweeps = math.ceil((settings.rounds or suite.rounds) / settings.processes)  # of each process
-        self.steps = suite.quick_steps if settings.quick else suite.steps
-        self.prepared: dict[str, Any] = {}
-        self.rows = {name: self._row(name) for name in self.chosen}
+        self.prepared: dict[str, Any] = {} if former is None else former["prepared"]
+        self.rows = self._rows({} if former is None else {row["case"]: row for row in former["rows"]})
         self.turns = Turns(
             self.spawn, self.rows, interrupt=interrupt, progress=progress, title=suite.name,
             at_once=STARTS[settings.device], save=save,
         )  # fmt: skip
 
-    @property
-    def seconds(self) -> float:
-        """Time for the rounds of all groups; a given number of rounds has no limit."""
-        if self.settings.quick:
-            return self.suite.quick_seconds
-        return math.inf if self.settings.rounds else self.suite.seconds
-
-    def _row(self, name: str) -> dict[str, Any]:
-        case = self.suite.cases[name]
-        return {
-            "case": name,
-            "config": dict(case.config),
-            "environment": dict(case.environment),
-            "base": case.base or self.suite.baseline,
-            "against": list(case.against),
-            "peer": case.peer,
-            "ours": case.ours,
-            **new_row(),
-        }
+    def _rows(self, former: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The rows of the cases that are chosen, or were before; what did not come to an end begins again."""
+        rows = {}
+        for case in self.suite.cases:
+            row = former.get(case.name)
+            if row is not None and (row["status"] == "ok" or (row["status"] == "skipped" and row["reason"] != LATE)):
+                rows[case.name] = row
+            elif row is not None or case.name in self.chosen:
+                rows[case.name] = {
+                    "case": case.name,
+                    "config": dict(case.config),
+                    "environment": dict(case.environment),
+                    "base": self.suite.base(case.name),
+                    "against": list(case.against),
+                    "kind": case.kind,
+                    **new_row(),
+                }
+        return rows
 
     def results(self) -> dict[str, Any]:
         """Return what is known so far, in plain values."""
-        suite, device = self.suite, self.settings.device
-        left_out = [n for n, case in suite.cases.items() if n not in self.rows and device in case.devices]
-        aims = [a for a in suite.aims if device in a.devices and {a.case, a.against or a.case} <= set(self.rows)]
-        fields = ("case", "against", "at_most", "quantity", "condition", "fact")
+        suite = self.suite
+        aims = [aim for aim in suite.aims if {aim.case, aim.against or aim.case} <= set(self.rows)]
         return {
             "suite": suite.name,
-            "about": suite.about,
-            "unit": suite.unit,
-            "quantity": suite.quantity,
-            "baseline": suite.baseline,
+            **{name: getattr(suite, name) for name in ("about", "unit", "quantity", "warmup", "lead")},
             "steps": self.steps,
-            "warmup": suite.warmup,
-            "lead": suite.lead,
             "prepared": self.prepared,
-            "left_out": left_out,
+            "left_out": [name for name in suite.known if name not in self.rows],
             "rows": list(self.rows.values()),
-            "aims": [{field: getattr(aim, field) for field in fields} for aim in aims],
+            "aims": [vars(aim) for aim in aims],
         }
 
-    def spawn(self, name: str | None) -> Process:
-        """Start the process of a case, or with ``None`` that of the suite's preparation.
+    @property
+    def steps(self) -> int:
+        """Steps of a round."""
+        return max(1, self.suite.steps // 3) if self.settings.quick else self.suite.steps
 
-        Args:
-            name: Of the case.
-        """
-        threads = self.settings.threads
-        environment = dict(self.suite.environment) | ({} if name is None else dict(self.suite.cases[name].environment))
-        if threads is not None:
-            environment.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+    @property
+    def sweeps(self) -> int:
+        """Rounds of each process."""
+        return math.ceil((self.settings.rounds or self.suite.rounds) / self.settings.processes)
+
+    def spawn(self, name: str) -> Process:
+        """Start the process of a case."""
+        settings, suite = self.settings, self.suite
+        environment = {**suite.environment, **suite.known[name].environment}
+        if settings.threads is not None:
+            environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.threads))
         task = {
-            "suite": self.suite.name,
-            "suites": dict(self.settings.suites),
-            "case": name,
-            "device": self.settings.device,
-            "threads": threads,
-            "seed": self.settings.seed,
-            "quick": self.settings.quick,
-            "warmup": self.suite.warmup,
+            "suite": suite.name, "place": SUITES[suite.name], "case": name, "warmup": suite.warmup,
             "prepared": self.prepared,
-        }
-        safe = "".join(letter if letter.isalnum() else "_" for letter in name or "prepare")
-        return Process(
-            ["-m", "benchmarks.worker"],
-            task,
-            log=self.settings.out.absolute() / "logs" / f"{self.suite.name}.{safe}.log",
-            folder=self.folder,
-            environment=environment,
-        )
+            **{each: getattr(settings, each) for each in ("device", "threads", "seed", "quick")},
+        }  # fmt: skip
+        safe = "".join(letter if letter.isalnum() else "_" for letter in name)
+        log = settings.out.absolute() / "logs" / f"{suite.name}.{safe}.log"
+        return Process(["-m", "benchmarks.worker"], task, log=log, folder=self.folder, environment=environment)
 
-    def works(self) -> list[Work]:
-        """Return what there is to do: the groups of the first process of each case, then of the second, and so on."""
-        starts = max(1, self.settings.processes * len(self.chosen))
-        return [
-            Work(len(group), len(group) * self.sweeps, self.seconds * len(group) / starts)
-            for _ in range(self.settings.processes)
-            for group in self.groups()
-        ]
+    def left(self) -> list[list[str]]:
+        """Return the groups that are left to measure: cases that lack a process, with what they are divided by."""
+        lacking = {name for name in self.chosen if self._lacks(self.rows[name])}
+        wanted = lacking | {other for name, other in self.suite.pairs() if name in lacking and other in self.chosen}
+        groups = [[name for name in group if name in wanted] for group in self.suite.groups()]
+        return [group for group in groups if lacking & set(group)]
 
-    def run(self, later: list[Work]) -> None:
+    def _lacks(self, row: Mapping[str, Any]) -> bool:
+        processes = {part["process"] for part in row["rounds"]}
+        return row["status"] in ("interrupted", "ok") and len(processes) < self.settings.processes
+
+    def _first(self) -> int:
+        """The number of the next process.
+
+        Rounds are paired by the number of their sweep, from ``number * sweeps`` on: those of a run that goes on come
+        after those of the former one.
+        """
+        parts = [part for row in self.rows.values() for part in row["rounds"]]
+        after = max((part["process"] + 1 for part in parts), default=0)
+        return max([after, *(math.ceil((part["sweep"] + 1) / self.sweeps) for part in parts)])
+
+    def _skip(self) -> None:
+        """Leave out the cases whose packages are not installed."""
+        for name in self.chosen:
+            missing = [each for each in self.suite.known[name].needs if installed_version(each) is None]
+            if missing and self.rows[name]["status"] != "skipped":
+                self.turns.lose(name, "skipped", f"{' and '.join(missing)} not installed")
+
+    def run(self, later: int) -> None:
         """Measure the groups in turn; what is measured stays on any interruption.
 
         Args:
-            later: What is to do in the suites after this one.
+            later: Processes to start in the suites after this one.
         """
-        for name in self.chosen:
-            missing = [each for each in self.suite.cases[name].needs if installed_version(each) is None]
-            if missing:
-                self.turns.lose(name, "skipped", f"{' and '.join(missing)} not installed")
+        settings = self.settings
+        self._skip()
+        if self.suite.prepare is not None and self.left() and not self.prepared:
+            meter = Meter(None, device=settings.device, seed=settings.seed, quick=settings.quick)
+            self.prepared = dict(self.suite.prepare(meter))
+        first = self._first()
         try:
-            if self._prepare():
-                todo = [*self.works(), *later]
-                for number in range(self.settings.processes):
-                    for group in self.groups():
-                        self._measure(group, number, todo)
-                        todo.pop(0)
+            for number in range(settings.processes):
+                groups = self.left()
+                again = (settings.processes - 1 - number) * sum(map(len, groups))
+                for position, group in enumerate(groups):
+                    self._measure(group, first + number, sum(map(len, groups[position:])) + again + later)
         except InterruptedRunError:
             for name, row in self.rows.items():
                 if row["status"] == "interrupted" and not self.interrupt.pressed:
                     self.turns.lose(name, "skipped", LATE)
 
-    def _measure(self, group: list[str], number: int, todo: list[Work]) -> None:
-        """One process of each case of a group, in the group's share of the time."""
-        begun = time.monotonic()
-        share = self.interrupt.left * len(group) / sum(work.starts for work in todo)
-        self.progress.expect([Work(**vars(work)) for work in todo])
+    def _measure(self, group: list[str], number: int, starts: int) -> None:
+        """One process of each case of a group, in the group's share of the time that is left for so many starts."""
+        settings, size, begun = self.settings, len(group), time.monotonic()
+        share = self.interrupt.left * size / starts
+        limit = QUICK_ROUNDS_SECONDS if settings.quick else math.inf if settings.rounds else self.suite.seconds
+        seconds = limit * size / (len(self.chosen) * settings.processes)
+        rest = starts - size
+        self.progress.expect([Work(size, size * self.sweeps, seconds), Work(rest, rest * self.sweeps, math.inf)])
         self.turns.run(
             group,
             {"lead": self.suite.lead, "steps": self.steps},
             rounds=self.sweeps,
             number=number,
-            fewest=math.ceil(FEWEST_SWEEPS / self.settings.processes),
+            fewest=math.ceil(FEWEST_SWEEPS / settings.processes),
             start_until=begun + START_SHARE * share,
             until=begun + share,
-            seconds=todo[0].seconds,
+            seconds=seconds,
         )
-        self.save()
-
-    def _prepare(self) -> bool:
-        """Get the numbers that all cases share; without them, no case can run."""
-        if self.suite.prepare is None:
-            return True
-        self.progress.show(f"{self.suite.name}: preparing")
-        process = self.spawn(None)
-        event: dict[str, Any]
-        try:
-            event = process.listen(PREPARE_TIMEOUT, self.interrupt.check)
-        except ProcessError as error:
-            event = {"event": "failed", "reason": str(error)}
-        finally:
-            process.close(grace=0.0)
-        if event["event"] == "done":
-            self.prepared = event["numbers"]
-            return True
-        for name in self.chosen:
-            self.turns.lose(name, event["event"], f"preparation: {event['reason']}")
-        return False
-
-    def groups(self) -> list[list[str]]:
-        """Return the cases that are compared with one another, by base, further pairs and aims; each group takes turns.
-
-        What is not compared need not be in memory at the same time.
-        """
-        suite = self.suite
-        pairs = [(name, suite.cases[name].base or str(suite.baseline)) for name in self.chosen]
-        pairs += [(name, other) for name in self.chosen for other in suite.cases[name].against]
-        pairs += [(aim.case, aim.against) for aim in suite.aims if aim.against]
-        group_of = {name: {name} for name in suite.cases}
-        for one, other in pairs:
-            merged = group_of[one] | group_of[other]
-            group_of.update(dict.fromkeys(merged, merged))
-        groups = dict.fromkeys(frozenset(group_of[name]) for name in self.chosen)
-        return [[name for name in self.chosen if name in group] for group in groups]
 
 
-def choose_suites(settings: BenchSettings) -> list[Suite]:
-    """Return the suites that have a case to run, in order.
-
-    Args:
-        settings: What to choose.
-
-    Raises:
-        BenchError: If ``only`` matches no case of any suite.
-    """
-    suites = [suite for suite in (load_suite(n, settings.suites) for n in settings.names()) if settings.chosen(suite)]
-    if not suites:
-        raise BenchError(
-            f"only={settings.only!r} matches no case; `python -m benchmarks --list` shows their names. "
-            "A pattern is as in a shell: 'O1*'."
-        )
-    return suites
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return in words what differs between the circumstances of two results; times compare directly if it is empty."""
+    pairs = [(key, before["machine"].get(key) or None, after["machine"].get(key) or None) for key in SAME]
+    pairs += [(key, before["settings"].get(key), after["settings"].get(key)) for key in SAME_SETTINGS]
+    return [f"{key}: {old!r} -> {new!r}" for key, old, new in pairs if old != new]
 
 
-def _new_results(settings: BenchSettings) -> dict[str, Any]:
-    names = ("suite", "quick", "device", "threads", "rounds", "minutes", "processes", "seed")
+def _new_results(settings: Settings) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "lightning_turbo": lightning_turbo.__version__,
         "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
-        "settings": {"only": list(settings.only), **{name: getattr(settings, name) for name in names}},
+        "settings": {**vars(settings), "out": str(settings.out), "only": list(settings.only)},
         "machine": describe_machine(settings.device),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "finished": None,
@@ -267,8 +296,8 @@ def _new_results(settings: BenchSettings) -> dict[str, Any]:
     }
 
 
-def run_suites(
-    settings: BenchSettings, *, save: Callable[[dict[str, Any]], object] = lambda results: None
+def measure(
+    settings: Settings, *, former: Mapping[str, Any] | None = None, save: Callable[[dict[str, Any]], object]
 ) -> dict[str, Any]:
     """Measure the suites that the settings name.
 
@@ -277,25 +306,32 @@ def run_suites(
 
     Args:
         settings: What to measure and how.
-        save: Called with the results so far after every sweep of rounds, and last of all at the end.
+        former: Results to go on with, or ``None``.
+        save: Called with the results so far after every sweep of rounds, and at the end.
 
     Returns:
         The results in plain values, as ``results.json`` holds them.
 
     Raises:
-        BenchError: If ``only`` matches no case of any suite.
+        BenchError: If ``only`` matches no case of any suite, or the former results are from other circumstances.
     """
-    suites = choose_suites(settings)
-    results = _new_results(settings)
+    suites, results = choose_suites(settings), _new_results(settings)
+    known: dict[str, Any] = {}
+    if former is not None:
+        if differing := differences(former, results):
+            raise BenchError(f"expected the machine and settings of the results in {settings.out}; got {differing}")
+        known = {entry["suite"]: entry for entry in former["suites"]}
+        results["started"] = former["started"]
     interrupt = Interrupt(settings.seconds)
-    begun: list[SuiteRun] = []
 
     def keep() -> None:
-        results.update(suites=[run.results() for run in begun], interrupted=interrupt.pressed)
+        current = {**known, **{run.suite.name: run.results() for run in begun}}
+        results.update(suites=list(current.values()), interrupted=interrupt.pressed)
         save(results)
 
+    begun: list[SuiteRun] = []
     with interrupt.caught(), Progress(interrupt.deadline) as progress, tempfile.TemporaryDirectory() as folder:
-        runs = [SuiteRun(each, settings, Path(folder), progress, interrupt, save=keep) for each in suites]
+        runs = [SuiteRun(s, settings, known.get(s.name), Path(folder), progress, interrupt, keep) for s in suites]
         for position, run in enumerate(runs):
             if interrupt.left < 0:
                 results["not_run"].append(run.suite.name)
@@ -304,7 +340,8 @@ def run_suites(
             begun.append(run)
             progress.say(f"{run.suite.name}: {len(run.chosen)} cases")
             try:
-                run.run([work for other in runs[position + 1 :] for work in other.works()])
+                later = sum(len(group) for other in runs[position + 1 :] for group in other.left())
+                run.run(settings.processes * later)
             except KeyboardInterrupt:
                 interrupt.pressed = True
             keep()

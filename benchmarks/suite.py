@@ -1,107 +1,86 @@
-"""Cases and suites: what a benchmark is made of, and how a suite registers its cases.
-
-A suite is a module of this package with a ``SUITE`` in it, listed in ``SUITES`` below:
-
-```python
-SUITE = Suite("prefetch", "Loading beside computing.", steps=40, quick_steps=20)
-
-
-@SUITE.case("step alone", baseline=True)
-def alone(meter: Meter) -> dict[str, float]:
-    while meter.step():
-        compute()
-    return {}
-
-
-def loader_case(meter: Meter, *, depth: int) -> dict[str, float]:
-    loader = forever(PrefetchLoader(..., depth=depth))
-    for batch in loader:
-        compute(batch)
-        if not meter.step(samples=len(batch)):
-            break
-    loader.close()
-    return {"loss": ...}
-
-
-for depth in (1, 2, 4):
-    SUITE.add(f"PrefetchLoader, depth {depth}", loader_case, config={"depth": depth})
-SUITE.aims += [Aim("PrefetchLoader, depth 2", "step alone", at_most=1.05)]
-```
+"""Cases, aims and suites: the tables that a benchmark is made of, and the meter that each case is given.
 
 A case is a function that takes a ``Meter`` (and its ``config`` as keywords), builds what it needs, and does one step
-of work after another, for ever, until ``meter.step()`` returns ``False``; then it cleans up and returns its quality
-(``loss``, ``accuracy``) and other numbers. A case that cannot run here raises ``SkippedError`` with the reason, or the
-``MissingExtraError`` of what it needs; any other error is reported in the case's row and stops nothing else.
+of work after another until ``meter.step()`` returns ``False``; then it cleans up and returns numbers by name, such as
+its loss. A ``SkippedError`` or ``MissingExtraError`` says that it cannot run here; any other error is reported in its
+row and stops nothing else.
 
-Every case runs in a fresh interpreter of its own; those that are compared with one another, by ``base``, ``against``
-or an aim, take turns. The meter drops the warm-up, synchronises the device, and holds the
-case still, its threads and worker processes too, while others measure.
-
-Suite modules are imported by the runner as well, only to read the names: import heavy or optional packages inside
-the functions.
+The runner imports the modules of suites too, to read the names: optional packages are imported in the functions.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning_turbo import measure
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import SkippedError
 
-if TYPE_CHECKING:
-    from benchmarks.meter import Meter
+__all__ = ["APART", "SUITES", "Aim", "BenchError", "Case", "Meter", "SkippedError", "Suite", "load_suite"]
 
-__all__ = ["SUITES", "Aim", "BenchError", "Case", "CaseFunction", "SkippedError", "Suite", "load_suite"]
-
-# Name of a suite -> the module that holds its SUITE, in the order in which `all` runs them.
+# Name of a suite -> module and variable that hold it, in the order in which `all` runs them.
 SUITES: dict[str, str] = {
-    "precision": "benchmarks.precision",
-    "overhead": "benchmarks.overhead",
-    "compiled": "benchmarks.compiled",
-    "memory": "benchmarks.memory",
-    "loaders": "benchmarks.loaders",
-    "prefetch": "benchmarks.prefetch",
-    "tricks": "benchmarks.tricks",
+    "precision": "benchmarks.precision:SUITE",
+    "overhead": "benchmarks.overhead:SUITE",
+    "compiled": "benchmarks.overhead:COMPILED",
+    "memory": "benchmarks.memory:SUITE",
+    "loaders": "benchmarks.loaders:SUITE",
+    "prefetch": "benchmarks.prefetch:SUITE",
+    "tricks": "benchmarks.tricks:SUITE",
+    "grid": "benchmarks.prefetch:GRID",
 }
-
-CaseFunction = Callable[..., Mapping[str, float]]
+APART = ("grid",)  # what `all` leaves out
 
 
 class BenchError(TurboError, ValueError):
     """The benchmarks were asked for something that they cannot do."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One thing that is measured.
+class Meter(measure.Meter):
+    """Paces a case, and tells it seed and size.
 
     Args:
-        name: Shown in the report; unique in its suite.
-        run: The function described at the top of this module.
-        config: Keyword arguments for ``run``, plain values only; stored with the results.
-        base: Name of the case that this one is divided by; empty for the suite's baseline.
-        against: Names of further cases that it is divided by.
-        needs: Distributions (as pip names them) without which the case is skipped, with that reason.
-        devices: Kinds of device on which the case makes sense; on others it is left out.
-        quick: Whether ``--quick`` runs the case.
-        peer: Whether the case shows another library than PyTorch, Lightning and this one.
-        ours: Whether the case shows a part of this library; it gets a colour of its own in the picture.
-        environment: Environment variables for the process of this case, stored with the results.
+        ask: As in ``lightning_turbo.measure.Meter``.
+        seed: Of data and weights, the same for all cases; torch's, numpy's and Python's generators are seeded with it.
+        quick: Whether a small model or little data should do.
+        prepared: What the suite's ``prepare`` returned.
+        options: The other arguments of ``lightning_turbo.measure.Meter``.
+    """
+
+    def __init__(
+        self, ask: Any, *, seed: int = 0, quick: bool = False, prepared: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(ask, **options)
+        self.seed = seed
+        self.quick = quick
+        self.prepared = dict(prepared or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing that is measured, in a process of its own.
+
+    Args:
+        name: Unique in its suite.
+        run: The function, as described above.
+        config: Keyword arguments for it, plain values only.
+        base: The case that this one is divided by; empty for the suite's first case.
+        against: Further cases that it is divided by.
+        needs: Distributions, as pip names them, without which it is skipped.
+        kind: ``"torch"`` for PyTorch and Lightning, ``"ours"``, or ``"peer"``; the colour of its bar.
+        environment: Variables of its process.
     """
 
     name: str
-    run: CaseFunction
+    run: Callable[..., Mapping[str, Any]]
     config: Mapping[str, Any] = field(default_factory=dict)
     base: str = ""
     against: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    quick: bool = True
-    peer: bool = False
-    ours: bool = False
+    kind: str = "torch"
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -111,146 +90,88 @@ class Aim:
 
     Args:
         case: The case of which something is claimed.
-        against: The case that it is divided by; empty where ``quantity`` is a ratio that the case itself returns.
-        at_most: Largest ratio that meets the aim, dimensionless; a ratio below 1 is faster (or smaller).
+        against: What it is divided by; empty where ``quantity`` is a number of the case that is limited itself.
+        at_most: Largest ratio that meets the aim; below 1 is faster or smaller.
         quantity: ``"seconds"`` a step, ``"peak_bytes"``, or a number that the cases return.
-        devices: Kinds of device for which the aim is stated.
-        condition: In words, where the aim is meant to be read; empty if everywhere.
-        fact: Entry of the machine's description that must be true for the aim to count, such as
-            ``"bfloat16_instructions"``; empty if nothing is needed.
+        fact: Entry of the machine's description that must be true for it to count, or empty.
     """
 
     case: str
     against: str
     at_most: float
     quantity: str = "seconds"
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    condition: str = ""
     fact: str = ""
 
 
+@dataclass(kw_only=True)
 class Suite:
-    """A group of cases that are measured together, interleaved, and compared with one baseline.
+    """Cases that are measured together.
 
     Args:
-        name: Its name on the command line.
+        name: On the command line.
         about: One sentence for the head of its table.
-        steps: Steps in a round; a round should last a tenth of a second or more.
-        quick_steps: Steps in a round with ``--quick``.
-        rounds: Rounds a case.
+        cases: The first is the baseline of all that name no other ``base``.
+        aims: What the report checks.
+        quick: Names of the few cases that ``--quick`` runs: each start of a process takes seconds.
+        steps: Of a round, which should last a tenth of a second or more.
+        rounds: Of each case.
         warmup: Steps before the first round, not measured.
-        lead: Steps at the head of each round, not measured: queues and caches settle after the case was held. At least
-            1 where the GPU's memory is used, which a case gives back while it is held.
-        seconds: Time for the rounds of the whole suite, unless their number is given; when it is over, the sweep in
-            progress is the last.
-        quick_seconds: The same with ``--quick``.
+        lead: Steps at the head of each round, not measured, in which queues and caches settle after the case was held.
+            At least 1 on a GPU, whose memory a case gives back while it is held.
+        seconds: After which no further sweep of rounds begins, unless the number of rounds is asked for.
         quantity: What ratios and the picture are about: ``"seconds"``, ``"peak_bytes"`` or a number of the cases.
         unit: What a step is, in the report.
-        environment: Environment variables for the processes of the cases.
-        prepare: Run once, alone, in a process of its own before any case is started; the numbers that it returns are
-            every case's ``meter.prepared``. It gets a meter, whose ``step`` it does not call.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        about: str,
-        *,
-        steps: int = 10,
-        quick_steps: int = 5,
-        rounds: int = 15,
-        warmup: int = 5,
-        lead: int = 1,
-        seconds: float = 240.0,
-        quick_seconds: float = 15.0,
-        quantity: str = "seconds",
-        unit: str = "step",
-        environment: Mapping[str, str] | None = None,
-        prepare: Callable[[Meter], Mapping[str, float]] | None = None,
-    ) -> None:
-        self.name = name
-        self.about = about
-        self.steps = steps
-        self.quick_steps = quick_steps
-        self.rounds = rounds
-        self.warmup = warmup
-        self.lead = lead
-        self.seconds = seconds
-        self.quick_seconds = quick_seconds
-        self.quantity = quantity
-        self.unit = unit
-        self.environment = dict(environment or {})
-        self.prepare = prepare
-        self.cases: dict[str, Case] = {}
-        self.baseline: str | None = None
-        self.aims: list[Aim] = []
-
-    def add(self, name: str, run: CaseFunction, *, baseline: bool = False, **options: Any) -> Case:
-        """Register a case.
-
-        Args:
-            name: Unique in the suite.
-            run: What to run.
-            baseline: Whether the other cases are divided by this one; one case of a suite is the baseline.
-            options: The other fields of ``Case``.
-
-        Returns:
-            The case.
-
-        Raises:
-            ValueError: If the name is taken, or a second baseline is given.
-        """
-        if name in self.cases:
-            raise ValueError(f"suite {self.name!r} has a case {name!r} already; give each case a name of its own.")
-        if baseline and self.baseline is not None:
-            raise ValueError(
-                f"suite {self.name!r}: {name!r} cannot be the baseline, because {self.baseline!r} is; keep one of them."
-            )
-        case = Case(name=name, run=run, **options)
-        self.cases[name] = case
-        if baseline:
-            self.baseline = name
-        return case
-
-    def case(self, name: str, **options: Any) -> Callable[[CaseFunction], CaseFunction]:
-        """Register the decorated function as a case; the options are those of ``add``."""
-
-        def register(run: CaseFunction) -> CaseFunction:
-            self.add(name, run, **options)
-            return run
-
-        return register
-
-    def check(self) -> None:
-        """Check that every name that cases and aims refer to is registered.
-
-        Raises:
-            ValueError: If the baseline is missing, or a case or an aim names an unknown case.
-        """
-        if self.baseline is None:
-            raise ValueError(f"suite {self.name!r} has no baseline; give one of its cases baseline=True.")
-        pairs = [(case.name, other) for case in self.cases.values() for other in (case.base, *case.against) if other]
-        pairs += [(aim.case, name) for aim in self.aims for name in (aim.case, aim.against) if name]
-        for owner, name in pairs:
-            if name not in self.cases:
-                raise ValueError(
-                    f"suite {self.name!r}: {owner!r} refers to {name!r}; its cases are {', '.join(self.cases)}."
-                )
-
-
-def load_suite(name: str, suites: Mapping[str, str] | None = None) -> Suite:
-    """Import the suite of that name.
-
-    Args:
-        name: A key of ``suites``.
-        suites: Name -> module; ``SUITES`` by default.
+        environment: Variables of all its processes.
+        prepare: Run once, in the runner, before the cases; what it returns is ``meter.prepared`` of each. It gets a
+            meter for seed and device, and calls no ``step``.
 
     Raises:
-        BenchError: If there is no such suite.
+        ValueError: If a name is taken twice, or refers to nothing.
     """
-    known = SUITES if suites is None else suites
-    if name not in known:
-        raise BenchError(f"unknown suite {name!r}; the suites are {', '.join(known)}, and 'all' for every one.")
-    suite: Suite = importlib.import_module(known[name]).SUITE
-    suite.check()
-    return suite
+
+    name: str
+    about: str
+    cases: Sequence[Case]
+    aims: Sequence[Aim] = ()
+    quick: tuple[str, ...] = ()
+    steps: int = 10
+    rounds: int = 15
+    warmup: int = 5
+    lead: int = 1
+    seconds: float = 240.0
+    quantity: str = "seconds"
+    unit: str = "step"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Meter], Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.known = {case.name: case for case in self.cases}
+        if len(self.known) != len(self.cases):
+            raise ValueError(f"suite {self.name!r}: expected a name of its own for each of its {len(self.cases)} cases")
+        for one, other in [*self.pairs(), *((name, name) for name in self.quick)]:
+            if missing := {one, other} - set(self.known):
+                raise ValueError(f"suite {self.name!r}: {one!r} refers to {missing}; its cases are {list(self.known)}")
+
+    def base(self, name: str) -> str:
+        """Return the name of the case that one is divided by."""
+        return self.known[name].base or self.cases[0].name
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return every pair of cases of which one is divided by the other."""
+        pairs = [(case.name, other) for case in self.cases for other in (self.base(case.name), *case.against)]
+        return pairs + [(aim.case, aim.against or aim.case) for aim in self.aims]
+
+    def groups(self) -> list[list[str]]:
+        """Return the cases in groups that are compared with one another, and must take turns."""
+        group_of = {name: {name} for name in self.known}
+        for one, other in self.pairs():
+            merged = group_of[one] | group_of[other]
+            group_of.update(dict.fromkeys(merged, merged))
+        distinct = dict.fromkeys(frozenset(group_of[name]) for name in self.known)
+        return [[name for name in self.known if name in group] for group in distinct]
+
+
+def load_suite(name: str) -> Suite:
+    """Import the suite of a name in ``SUITES``."""
+    module, _, variable = SUITES[name].partition(":")
+    return getattr(importlib.import_module(module), variable)

@@ -1,4 +1,4 @@
-"""Cases that train through a Lightning Trainer: the callback that paces them, and a module around any network."""
+"""What cases share with Lightning, imported inside their functions: a module around any network, and a Trainer."""
 
 from __future__ import annotations
 
@@ -8,43 +8,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
-from benchmarks.meter import Meter
-from benchmarks.workloads import DTYPES, Batch, Losses
+from benchmarks.suite import Meter
+from benchmarks.work import DTYPES, Batch, Losses
 from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Precision, Trainer
 
-__all__ = ["QUIET", "Classifier", "Pace", "apex_amp", "train"]
+__all__ = ["QUIET", "Classifier", "apex_amp", "train"]
 
 # A Trainer without what writes or draws.
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-class Pace(Callback):
-    """Tells the meter of every training batch, and stops the Trainer when the case is over.
-
-    Args:
-        meter: Of the case.
-        samples: Samples in a batch.
-    """
-
-    def __init__(self, meter: Meter, samples: int = 0) -> None:
-        self.meter = meter
-        self.samples = samples
-        self.losses = Losses()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the batch."""
-        self.losses.add(outputs["loss"])
-        if not self.meter.step(self.samples):
-            trainer.should_stop = True
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 class Classifier(LightningModule):
@@ -56,11 +30,15 @@ class Classifier(LightningModule):
         log: How many values the training step logs.
     """
 
-    def __init__(self, net: nn.Module, optimizer: Callable[[Any], Optimizer], log: int = 0) -> None:
+    def __init__(self, net: nn.Module, optimizer: Callable[[Any], Any], log: int = 0) -> None:
         super().__init__()
         self.net = net
         self.optimizer = optimizer
         self.to_log = log
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.net(images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy."""
@@ -70,19 +48,28 @@ class Classifier(LightningModule):
             self.log(f"loss{number}", loss, batch_size=len(labels))
         return loss
 
-    def configure_optimizers(self) -> Optimizer:
+    def configure_optimizers(self) -> Any:
         """Return the optimizer."""
         return self.optimizer(self.net.parameters())
 
 
-def apex_amp(opt_level: str, dtype: str | None = None, **options: Any) -> Precision:
-    """Build our precision plugin from plain values.
+class _Pace(Callback):
+    """Tells the meter of every training batch, and stops the Trainer when the case is over."""
 
-    Args:
-        opt_level: ``"O0"`` to ``"O3"``.
-        dtype: ``"bf16"``, ``"fp16"``, or ``None`` for the plugin's own choice.
-        options: Its other arguments.
-    """
+    def __init__(self, meter: Meter, samples: int) -> None:
+        self.meter = meter
+        self.samples = samples
+        self.losses = Losses()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch."""
+        self.losses.add(outputs["loss"])
+        if not self.meter.step(self.samples):
+            trainer.should_stop = True
+
+
+def apex_amp(opt_level: str, dtype: str | None = None, **options: Any) -> Precision:
+    """Build our precision plugin, with a ``dtype`` of ``"bf16"``, ``"fp16"``, or ``None`` for the plugin's choice."""
     from lightning_turbo import ApexAMP
 
     return ApexAMP(opt_level, dtype=DTYPES[dtype] if dtype else None, **options)
@@ -95,9 +82,12 @@ def train(
     *,
     samples: int,
     callbacks: Iterable[Callback] = (),
+    amp: dict[str, Any] | None = None,
+    turbo: dict[str, Any] | None = None,
+    quiet: bool = True,
     **trainer: Any,
 ) -> dict[str, float]:
-    """Fit until the meter says stop.
+    """Fit through a Trainer until the meter says stop.
 
     Args:
         meter: Of the case.
@@ -105,19 +95,23 @@ def train(
         loader: Its training batches, repeated when they end; or a datamodule.
         samples: Samples a batch.
         callbacks: Further callbacks.
-        trainer: Arguments of the Trainer; add ``QUIET`` to have none of its outputs.
+        amp: Arguments of ``ApexAMP``, or ``None`` for none.
+        turbo: Arguments of ``TurboStrategy``, or ``None`` for Lightning's own strategy.
+        quiet: Whether logger, checkpoints, bar and summary are off.
+        trainer: Arguments of the Trainer.
 
     Returns:
-        The mean of the last losses.
+        The mean loss of ``Losses``.
     """
-    pace = Pace(meter, samples)
+    from lightning_turbo import TurboStrategy
+
+    pace = _Pace(meter, samples)
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning|pytorch_lightning")
-    options: dict[str, Any] = {
-        "accelerator": "gpu" if meter.device.type == "cuda" else "cpu",
-        "devices": 1,
-        "max_epochs": -1,
-        "callbacks": [*callbacks, pace],
-        **trainer,
-    }
-    Trainer(**options).fit(module, loader)
+    if amp is not None:
+        trainer["plugins"] = [apex_amp(**amp)]
+    if turbo is not None:
+        trainer["strategy"] = TurboStrategy(**turbo)
+    device = {"accelerator": "gpu" if meter.device.type == "cuda" else "cpu", "devices": 1}
+    options: dict[str, Any] = {**device, "max_epochs": -1, **(QUIET if quiet else {}), **trainer}
+    Trainer(**options, callbacks=[*callbacks, pace]).fit(module, loader)
     return {"loss": pace.losses.mean()}

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.meter import Meter
-from benchmarks.suite import load_suite
+from benchmarks.suite import SUITES, Meter, SkippedError, load_suite
 from lightning_turbo.measure import open_channel, serve
-
-__all__ = ["main"]
 
 
 def main() -> None:
@@ -25,15 +22,18 @@ def main() -> None:
     torch.manual_seed(task["seed"])
     if task["threads"]:
         torch.set_num_threads(task["threads"])
-    known = ("device", "seed", "quick", "warmup", "prepared")
-    suite = load_suite(task["suite"], task["suites"])
-    meter = Meter(channel.ask, **{name: task[name] for name in known})
+    SUITES[task["suite"]] = task["place"]
+    suite = load_suite(task["suite"])
+    meter = Meter(channel.ask, **{name: task[name] for name in ("device", "seed", "quick", "warmup", "prepared")})
 
     def run() -> Mapping[str, Any]:
-        if task["case"] is None:
-            return suite.prepare(meter) if suite.prepare is not None else {}
-        case = suite.cases[task["case"]]
-        numbers = case.run(meter, **case.config)
+        case = suite.known[task["case"]]
+        try:
+            numbers = case.run(meter, **case.config)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in ("", "benchmarks", "examples", "lightning_turbo"):
+                raise
+            raise SkippedError(f"{error.name} not installed") from None
         if not meter.over:
             raise RuntimeError(f"{case.name!r} returned before meter.step() said False; let it loop until then.")
         return numbers

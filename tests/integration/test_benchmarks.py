@@ -3,27 +3,23 @@
 import json
 import os
 import signal
-import sys
 import threading
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.command import list_cases, run_bench
-from benchmarks.runner import run_suites
-from benchmarks.settings import BenchSettings
-from benchmarks.suite import BenchError
+from benchmarks.__main__ import main, run
+from benchmarks.runner import Settings, measure
+from benchmarks.suite import SUITES, BenchError
+from lightning_turbo.measure import write_json
 from tests.leftovers import wait_until
 
 TOY = """
 import time
-from benchmarks.suite import Aim, SkippedError, Suite
+from benchmarks.suite import Aim, Case, SkippedError, Suite
 from lightning_turbo.errors import MissingExtraError
 
 def prepare(meter):
     return {"nap": 0.01}
-
-SUITE = Suite("toy", "Naps.", steps=3, quick_steps=2, rounds=3, warmup=2, lead=1, prepare=prepare)
 
 def nap(meter, *, times):
     naps = 0
@@ -32,17 +28,9 @@ def nap(meter, *, times):
         time.sleep(times * meter.prepared["nap"])
     return {"naps": naps, "loss": float("nan")}
 
-SUITE.add("one", nap, config={"times": 1}, baseline=True)
-SUITE.add("three", nap, config={"times": 3}, against=("one",))
-SUITE.aims.append(Aim("one", "three", 0.5))
-
-@SUITE.case("absent", needs=("a-package-that-is-nowhere",))
-def absent(meter):
-    raise AssertionError("started in vain")
-
 ERRORS = {
     "skips": SkippedError("not today"), "lacks": MissingExtraError("pip install 'x[demo]'"),
-    "raises": OSError("no more"),
+    "raises": OSError("no more"), "imports": ModuleNotFoundError("No module named 'skimage'", name="skimage"),
 }
 
 def fail(meter, *, name):
@@ -50,12 +38,20 @@ def fail(meter, *, name):
         meter.step()
     raise ERRORS[name]
 
-for name in ERRORS:
-    SUITE.add(name, fail, config={"name": name})
-
-@SUITE.case("leaves")
-def leaves(meter):
+def leave(meter):
     return {}
+
+SUITE = Suite(
+    name="toy", about="Naps.", steps=3, rounds=3, warmup=2, prepare=prepare, aims=[Aim("one", "three", 0.5)],
+    quick=("one",),
+    cases=[
+        Case(name="one", run=nap, config={"times": 1}),
+        Case(name="three", run=nap, config={"times": 3}, against=("one",)),
+        Case(name="absent", run=nap, needs=("a-package-that-is-nowhere",)),
+        *(Case(name=name, run=fail, config={"name": name}) for name in ERRORS),
+        Case(name="leaves", run=leave),
+    ],
+)
 """
 
 
@@ -63,40 +59,36 @@ def leaves(meter):
 def toy(tmp_path, monkeypatch):
     (tmp_path / "toy_suite.py").write_text(TOY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return {"suite": "toy", "suites": {"toy": "toy_suite"}, "device": "cpu", "threads": 1, "out": tmp_path / "out"}
-
-
-def test_a_list_of_no_case_shows_what_is_there(toy, capsys):
-    with pytest.raises(BenchError, match=r"only=\('nothing',\) matches none of these cases"):
-        list_cases(BenchSettings(**toy, only=("nothing",)))
-    everything = capsys.readouterr().out
-    assert list_cases(BenchSettings(**toy)) == 0
-    assert capsys.readouterr().out == everything
-    assert "  three\n" in everything
+    monkeypatch.setitem(SUITES, "toy", "toy_suite:SUITE")
+    return {"suite": "toy", "device": "cpu", "threads": 1, "out": tmp_path / "out"}
 
 
 REASONS = {
     "skips": ("skipped", "not today"),
     "absent": ("skipped", "a-package-that-is-nowhere not installed"),
     "lacks": ("skipped", "pip install 'x[demo]'"),
+    "imports": ("skipped", "skimage not installed"),
     "raises": ("failed", "OSError: no more"),
     "leaves": ("failed", "RuntimeError: 'leaves' returned before meter.step() said False; let it loop until then."),
 }
 
 
+def read(folder):
+    results = json.loads((folder / "results.json").read_text())
+    return results, {row["case"]: row for suite in results["suites"] for row in suite["rows"]}
+
+
 @pytest.mark.parametrize("names", [("one", "absent", "raises"), pytest.param(("*",), marks=pytest.mark.slow)])
 def test_one_bad_case_stops_nothing_else(toy, names, capsys):
-    assert run_bench(BenchSettings(**toy, only=names, processes=2)) == 1
-    results = json.loads((toy["out"] / "results.json").read_text())
-    (suite,) = results["suites"]
-    rows = {row["case"]: row for row in suite["rows"]}
+    assert run(Settings(**toy, only=names, processes=2)) == 1
+    results, rows = read(toy["out"])
     assert rows["one"]["status"] == "ok", rows["one"]["reason"]
     rounds = [(part["sweep"], part["process"], part["steps"]) for part in rows["one"]["rounds"]]
     assert rounds == [(0, 0, 3), (1, 0, 3), (2, 1, 3), (3, 1, 3)]
     assert rows["one"]["numbers"] == {"naps": 2 + 3 + (1 + 3) - 1, "loss": None}, "of the last process"
     assert all(part["seconds"] >= 0.03 for part in rows["one"]["rounds"])
     assert rows["one"]["peak_bytes"] > 2**20
-    assert suite["prepared"] == {"nap": 0.01}
+    assert results["suites"][0]["prepared"] == {"nap": 0.01}
 
     reasons = {name: (row["status"], row["reason"]) for name, row in rows.items() if row["status"] != "ok"}
     assert reasons == {name: REASONS[name] for name in REASONS if name in rows}
@@ -110,42 +102,44 @@ def test_one_bad_case_stops_nothing_else(toy, names, capsys):
     assert "\x1b" not in shown.err, "no bar where there is no terminal"
 
 
-def test_former_results_are_kept(toy, monkeypatch):
-    toy["out"].mkdir()
-    (toy["out"] / "results.json").write_text("the last one")
-    (toy["out"] / "results-1.json").write_text("an older one")
-    with pytest.raises(BenchError, match=r"only=\('O9',\) matches no case; `python -m benchmarks --list` shows"):
-        run_bench(BenchSettings(**toy, only=("O9",)))
-    assert (toy["out"] / "results.json").read_text() == "the last one", "it stays where there is nothing to run"
-    monkeypatch.setattr(sys, "argv", ["/some/where/benchmarks/__main__.py", "toy", "--rounds", "1"])
-    assert run_bench(BenchSettings(**toy, only=("one",), rounds=1)) == 0
-    assert (toy["out"] / "results-1.json").read_text() == "an older one"
-    assert (toy["out"] / "results-2.json").read_text() == "the last one"
-    results = json.loads((toy["out"] / "results.json").read_text())
-    assert results["settings"]["rounds"] == 1
-    assert results["command"] == ["python", "-m", "benchmarks", "toy", "--rounds", "1"]
-
-
-@pytest.mark.parametrize("folder", ["file/within", "/proc/nowhere"])
-def test_a_folder_that_cannot_be_written_is_refused_before_any_case(folder, tmp_path, toy):
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(BenchError, match=r"out='.*': .*; expected a folder that can be made and written"):
-        run_bench(BenchSettings(**{**toy, "out": tmp_path / folder}))
-
-
-def test_a_preparation_that_fails_is_told_in_every_row(toy, tmp_path):
-    text = TOY.replace('return {"nap": 0.01}', 'raise OSError("no bed")')
-    (tmp_path / "sleepless_suite.py").write_text(text)
-    options = {**toy, "suites": {"toy": "sleepless_suite"}, "only": ("one", "three")}
-    (suite,) = run_suites(BenchSettings(**options))["suites"]
-    for row in suite["rows"]:
-        assert (row["status"], row["reason"]) == ("failed", "preparation: OSError: no bed")
-
-
-def test_nothing_more_is_started_when_the_time_is_up(toy, monkeypatch):
-    monkeypatch.setattr(BenchSettings, "seconds", 0.0)
-    results = run_suites(BenchSettings(**toy, only=("one", "three")))
+def test_a_run_goes_on_where_the_last_one_ended(toy, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Settings, "seconds", 0.0)
+        results = measure(Settings(**toy, only=("one",)), save=len)
     assert (results["suites"], results["not_run"], results["interrupted"]) == ([], ["toy"], False)
+
+    rounds = [{"sweep": n, "process": 0, "seconds": 0.03, "steps": 3, "samples": 15} for n in range(3)]
+    rows = [
+        {"case": "one", "status": "ok", "base": "one", "against": [], "kind": "torch", "reason": "", "numbers": {},
+         "rounds": rounds, "peak_bytes": 1},
+        {"case": "three", "status": "skipped", "reason": "no time was left for it", "rounds": []},
+        {"case": "skips", "status": "skipped", "reason": "not today", "rounds": []},
+    ]  # fmt: skip
+    results["suites"] = [{"suite": "toy", "prepared": {"nap": 0.001}, "rows": rows}]
+    path = write_json(results, toy["out"] / "results.json")
+    before = path.read_text()
+    with pytest.raises(BenchError, match="expected an --out without results, or --resume to go on with them"):
+        run(Settings(**toy, only=("one",)))
+    with pytest.raises(BenchError, match=r"expected the machine and settings of the results in .*'threads: 1 -> 2'"):
+        run(Settings(**{**toy, "threads": 2}, only=("one",), resume=True))
+    assert path.read_text() == before, "refused before anything is written"
+
+    assert measure(Settings(**toy, only=("one",)), former=results, save=len)["suites"][0]["rows"][0] == rows[0]
+    results = measure(Settings(**toy, only=("three", "skips")), former=results, save=len)
+    (suite,) = results["suites"]
+    found = {row["case"]: row for row in suite["rows"]}
+    assert list(found) == ["one", "three", "skips"]
+    assert suite["prepared"] == {"nap": 0.001}, "the same for all cases"
+    sweeps = {name: [(part["process"], part["sweep"]) for part in row["rounds"]] for name, row in found.items()}
+    assert sweeps["three"] == [(1, 3), (1, 4), (1, 5)]
+    assert sweeps["one"] == [(0, 0), (0, 1), (0, 2), *sweeps["three"]], "measured again, for the ratios of the new case"
+    assert found["skips"]["status"] == "skipped"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_case(toy, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    assert main(["toy", "--out", str(tmp_path / "file" / "within")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -157,26 +151,24 @@ def test_ctrl_c_and_sigterm_keep_what_was_measured(number, toy):
 
     pressing = threading.Thread(target=press)
     pressing.start()
-    assert run_bench(BenchSettings(**toy, rounds=10**6, only=("one",))) == 130
+    assert run(Settings(**toy, rounds=10**6, only=("one",))) == 130
     pressing.join()
-    results = json.loads((toy["out"] / "results.json").read_text())
-    (row,) = results["suites"][0]["rows"]
+    results, rows = read(toy["out"])
     assert results["interrupted"]
-    assert (row["status"], len(row["rounds"]) >= 1, row["numbers"]["naps"] > 0) == ("ok", True, True)
+    assert (rows["one"]["status"], len(rows["one"]["rounds"]) >= 1, rows["one"]["numbers"]["naps"] > 0) == (
+        "ok", True, True,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("again", [[], ["--only"]])
-def test_the_command_lists_cases(again, capsys):
-    assert main(["overhead", "--list", "--device", "cpu", "--only", "Lightning", *again, "ApexAMP O0"]) == 0
+def test_the_command_lists_cases(capsys):
+    assert main(["overhead", "--list", "--device", "cpu", "--only", "Lightning", "--only", "ApexAMP O0"]) == 0
     head, *cases = capsys.readouterr().out.splitlines()
     assert head.startswith("overhead: ")
     assert [line.strip() for line in cases] == ["plain loop", "Lightning", "ApexAMP O0"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["overhead", "precision"], "expected one suite, got 'precision' besides"),
-    (["compare", "a"], "expected two results, compare A B; got 1"),
-    (["compare", "a", "b"], "'a' is not a file"),
+    (["compare", "a", "b"], "expected a results.json or its folder, got 'a'"),
     (["--minutes", "0"], "minutes=0.0: expected a number above 0"),
 ])  # fmt: skip
 def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):
@@ -186,10 +178,12 @@ def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("suite", ["precision", "overhead", "compiled", "memory", "tricks", "loaders", "prefetch"])
-def test_every_case_of_a_real_suite_runs(suite, tmp_path):
-    settings = BenchSettings(suite=suite, device="cpu", threads=1, rounds=1, out=tmp_path / "out")
-    (measured,) = run_suites(settings)["suites"]
+@pytest.mark.parametrize("name", SUITES)
+def test_every_case_runs_in_its_smallest_form(name, tmp_path):
+    only = ("free step, even io load x1, ?*",) if name == "grid" else ("*",)
+    out = tmp_path / "out"
+    settings = Settings(suite=name, device="cpu", threads=1, rounds=1, quick=True, minutes=18, only=only, out=out)
+    (measured,) = measure(settings, save=len)["suites"]
     assert {row["case"]: row["reason"] for row in measured["rows"] if row["status"] == "failed"} == {}
     assert any(row["status"] == "ok" for row in measured["rows"])
     for row in measured["rows"]:

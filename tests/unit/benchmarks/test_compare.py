@@ -2,9 +2,10 @@ import copy
 
 import pytest
 
-from benchmarks.command import compare_files
-from benchmarks.compare import compare_results, differences
-from benchmarks.report import write_results
+from benchmarks.__main__ import main
+from benchmarks.compare import compare_results
+from benchmarks.runner import FORMAT, differences
+from lightning_turbo.measure import write_json
 
 
 def results(**cases):
@@ -13,10 +14,10 @@ def results(**cases):
         rounds = [{"sweep": n, "seconds": s, "steps": 1, "samples": 0} for n, s in enumerate(seconds)]
         rows.append({"case": name, "base": "base", "rounds": rounds, "numbers": {}, "peak_bytes": peak})
     return {
-        "format": 1,
+        "format": FORMAT,
         "machine": {"processor": "a", "cores": 2, "system": "b"},
         "settings": {"device": "cpu", "threads": None, "quick": False},
-        "suites": [{"suite": "s", "baseline": "base", "rows": rows}],
+        "suites": [{"suite": "s", "rows": rows}],
     }
 
 
@@ -28,7 +29,10 @@ BEFORE = run()
 
 
 def verdicts(after, **options):
-    return {(c.case, c.quantity): c.verdict for c in compare_results(BEFORE, after, **options)}
+    return {
+        (case.removeprefix("s: "), quantity): verdict
+        for case, quantity, _, _, verdict in compare_results(BEFORE, after, **options)
+    }
 
 
 @pytest.mark.parametrize(("after", "options", "changed"), [
@@ -49,7 +53,7 @@ def test_what_changed_by_more_than_threshold_and_spread(after, options, changed)
 def test_new_and_gone_cases():
     found = verdicts(results(base=([1.0, 1.0, 1.0], 100), b=([1.0, 1.0, 1.0], 100)))
     assert (found[("a", "time")], found[("b", "time")]) == ("gone", "new")
-    with pytest.raises(ValueError, match=r"threshold=-1: expected 0 or more, for example 0.05 for 5 %. Raise it."):
+    with pytest.raises(ValueError, match=r"threshold=-1: expected 0 or more, for example 0.05 for 5 %"):
         verdicts(BEFORE, threshold=-1)
 
 
@@ -72,10 +76,9 @@ def test_environment_variables_that_change_times_are_a_difference():
 
 
 def test_the_exit_status_tells_whether_something_got_worse(tmp_path, capsys):
-    write_results(BEFORE, tmp_path / "a")
-    write_results(run(a=(2.6, 2.7, 2.8)), tmp_path / "b")
-    assert compare_files(tmp_path / "a", tmp_path / "b") == 1
+    paths = [str(write_json(made, tmp_path / name)) for made, name in ((BEFORE, "a"), (run(a=(2.6, 2.7, 2.8)), "b"))]
+    assert main(["compare", *paths]) == 1
     shown = capsys.readouterr().out
     assert "s: a" in shown
-    assert "1 slower or larger, 0 otherwise changed, 5 the same." in shown
-    assert compare_files(tmp_path / "b", tmp_path / "a") == 0
+    assert "1 slower or larger, 0 otherwise changed, 5 same." in shown
+    assert main(["compare", *reversed(paths), "--threshold", "0.2"]) == 0

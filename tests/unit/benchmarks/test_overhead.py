@@ -4,9 +4,8 @@ import warnings
 
 import pytest
 
-from benchmarks.meter import Meter
 from benchmarks.overhead import EPOCH
-from benchmarks.suite import load_suite
+from benchmarks.suite import Meter, load_suite
 from lightning_turbo.errors import NoEffectWarning
 
 STEPS = 2 * EPOCH + 4
@@ -15,7 +14,7 @@ STEPS = 2 * EPOCH + 4
 @pytest.mark.parametrize("name", ["GradToNone", "Doctor", "ExactAccumulation, uneven batches", "EffectiveBatchSize"])
 def test_no_callback_says_that_it_changes_nothing(name):
     orders = iter([{"order": "round", "lead": 0, "steps": STEPS - 4}, {"order": "end"}])
-    case = load_suite("overhead").cases[name]
+    case = load_suite("overhead").known[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)
         with pytest.MonkeyPatch.context() as patch:

@@ -5,9 +5,8 @@ import gc
 import pytest
 from torch.utils.data import Dataset, SequentialSampler
 
-from benchmarks.peers import torchdata_loader
-from benchmarks.runner import run_suites
-from benchmarks.settings import BenchSettings
+from benchmarks.peers import monai_loader, torchdata_loader
+from benchmarks.runner import Settings, measure
 from lightning_turbo._optional import installed_version
 
 
@@ -30,20 +29,26 @@ def test_a_peer_trains_as_the_plain_loop_does(package, case, other, tolerance, t
     if installed_version(package) is None:
         pytest.skip(f"{package} not installed")
     only = (case, other)
-    settings = BenchSettings(suite="precision", device="cpu", quick=True, rounds=1, only=only, out=tmp_path / "out")
-    (suite,) = run_suites(settings)["suites"]
+    settings = Settings(suite="precision", device="cpu", quick=True, rounds=1, only=only, out=tmp_path / "out")
+    (suite,) = measure(settings, save=len)["suites"]
     rows = {row["case"]: row for row in suite["rows"]}
     assert rows[case]["status"] == "ok", rows[case]["reason"]
     assert rows[case]["numbers"]["loss"] == pytest.approx(rows[other]["numbers"]["loss"], rel=tolerance)
     assert rows[case]["rounds"][0]["samples"] == rows[other]["rounds"][0]["samples"]
 
 
-@pytest.mark.parametrize("method", ["thread", "process"])
-def test_nodes_of_torchdata_give_whole_batches_in_order(method):
-    pytest.importorskip("torchdata.nodes")
-    loader = torchdata_loader(Squares(), SequentialSampler(Squares()), 4, 2, method)
+@pytest.mark.parametrize(("package", "method"), [
+    ("torchdata", "thread"), ("torchdata", "process"), ("monai", "thread"), ("monai", "none"),
+])  # fmt: skip
+def test_loaders_of_others_give_the_batches_in_order(package, method):
+    pytest.importorskip({"torchdata": "torchdata.nodes", "monai": "monai.data"}[package])
+    sampler = SequentialSampler(Squares())
+    if package == "torchdata":
+        loader = torchdata_loader(Squares(), sampler, 4, 2, method)
+    else:
+        loader = monai_loader(Squares(), sampler, 4, 2 if method == "thread" else 0)
     expected = [[n**2 for n in range(start, start + 4)] for start in (0, 4, 8)]
     for _ in range(2):
-        assert [batch.tolist() for batch in loader] == expected
+        assert [batch.tolist() for batch in loader if len(batch) == 4] == expected
     del loader
     gc.collect()  # ends its threads and processes

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from benchmarks.report import aim_verdicts, load_results, markdown, suite_tables, write_report
+from benchmarks.runner import FORMAT
 
 MACHINE = {"processor": "a CPU", "memory_bytes": 2**34, "bfloat16_instructions": False, "versions": {"torch": "2.13"}}
 SETTINGS = {"suite": "toy", "quick": False, "device": "cpu"}
@@ -12,13 +13,13 @@ def row(case, seconds, *, base="slow", status="ok", reason="", against=(), peak=
     rounds = [{"sweep": sweep, "seconds": s, "steps": 1, "samples": 10} for sweep, s in enumerate(seconds)]
     return {
         "case": case, "status": status, "reason": reason, "config": {}, "base": base, "against": list(against),
-        "peer": False, "ours": case == "fast", "rounds": rounds, "numbers": numbers, "peak_bytes": peak,
+        "kind": "ours" if case == "fast" else "torch", "rounds": rounds, "numbers": numbers, "peak_bytes": peak,
     }  # fmt: skip
 
 
 def aim(at_most, **options):
     return {
-        "case": "fast", "against": "slow", "at_most": at_most, "quantity": "seconds", "condition": "", "fact": "",
+        "case": "fast", "against": "slow", "at_most": at_most, "quantity": "seconds", "fact": "",
         **options,
     }  # fmt: skip
 
@@ -33,11 +34,12 @@ def results():
         row("broken", [0.1], status="failed", reason="OSError: no", peak=None),
     ]
     suite = {
-        "suite": "toy", "about": "Toys.", "unit": "step", "quantity": "seconds", "baseline": "slow", "steps": 1,
-        "warmup": 2, "lead": 0, "prepared": {}, "left_out": ["peer"], "rows": rows, "aims": [aim(0.7)],
+        "suite": "toy", "about": "Toys.", "unit": "step", "quantity": "seconds", "steps": 1,
+        "warmup": 2, "lead": 0, "prepared": {"nap seconds": 0.5, "card": "a card"},
+        "left_out": ["peer"], "rows": rows, "aims": [aim(0.7)],
     }  # fmt: skip
     return {
-        "format": 1, "lightning_turbo": "0", "command": ["python", "-m", "benchmarks"], "settings": SETTINGS,
+        "format": FORMAT, "lightning_turbo": "0", "command": ["python", "-m", "benchmarks"], "settings": SETTINGS,
         "machine": MACHINE, "started": "then", "finished": "now", "interrupted": False, "not_run": [],
         "suites": [suite],
     }  # fmt: skip
@@ -100,12 +102,12 @@ def test_markdown_holds_circumstances_and_tables(results):
     for part in (
         "| setting only | `['toy: *', '*fast']` |", "# Benchmark on a CPU", "| torch | 2.13 |", "| memory | 16.0 GiB |",
         "`python -m benchmarks`", "a\\|b not installed", "Left out by the settings: peer.", "![toy](toy.png)",
-        " to warm up. Baseline: slow.\n",
+        " to warm up. Baseline: slow.\n", "| nap seconds | 0.5 |", "| card | a card |",
     ):  # fmt: skip
         assert part in text
-    assert not any(part in text for part in ("interrupted", "| environment |"))
+    assert "interrupted" not in text
     told = markdown({**results, "machine": {**MACHINE, "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}})
-    assert "| environment | `['THP_MEM_ALLOC_ENABLE=1']` |" in told
+    assert "| environment | `{'THP_MEM_ALLOC_ENABLE': '1'}` |" in told
     assert "Not run, because no time was left: tricks." in markdown({**results, "not_run": ["tricks"]})
     assert "**interrupted**" in markdown({**results, "interrupted": True})
     for number in range(6):
@@ -128,10 +130,10 @@ def test_the_folder_holds_json_markdown_and_pictures(results, tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (None, "is not a file: expected a results.json or its folder"),
-    ("{", "is not JSON"),
-    ("[]", "is not a result of this version's benchmarks"),
-    ('{"format": 99, "suites": []}', "is not a result of this version's benchmarks"),
+    (None, "expected a results.json or its folder, got"),
+    ("{", "expected a results.json or its folder, got"),
+    ("[]", "expected results that `python -m benchmarks` wrote, of format"),
+    ('{"format": 99, "suites": []}', "expected results that `python -m benchmarks` wrote, of format"),
 ])  # fmt: skip
 def test_foreign_files_are_refused(tmp_path, content, message):
     path = tmp_path / "results.json"

@@ -1,40 +1,29 @@
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 
-from benchmarks.settings import QUICK_SECONDS, BenchSettings
-from benchmarks.suite import SUITES, Aim, BenchError, Suite, load_suite
+from benchmarks.__main__ import PROGRAMS, main, parse
+from benchmarks.runner import QUICK_SECONDS, Settings, choose_suites
+from benchmarks.suite import SUITES, Aim, BenchError, Case, Suite, load_suite
 
 
 def nothing(meter):
     return {}
 
 
-def test_names_and_baselines_are_unique():
-    suite = Suite("s", "about")
-    suite.add("a", nothing)
-    with pytest.raises(ValueError, match="suite 's' has no baseline; give one of its cases baseline=True"):
-        suite.check()
-    suite.add("base", nothing, baseline=True)
-    with pytest.raises(ValueError, match="suite 's' has a case 'a' already; give each case a name of its own"):
-        suite.add("a", nothing)
-    with pytest.raises(ValueError, match="'b' cannot be the baseline, because 'base' is; keep one of them"):
-        suite.add("b", nothing, baseline=True)
+def make(*names, **options):
+    return Suite(name="s", about="about", cases=[Case(name=name, run=nothing) for name in names], **options)
 
 
-@pytest.mark.parametrize("refer", [
-    lambda suite: suite.add("b", nothing, base="z"), lambda suite: suite.add("b", nothing, against=("z",)),
-    lambda suite: suite.aims.append(Aim("a", "z", 1.0)),
-])  # fmt: skip
-def test_every_name_that_is_referred_to_exists(refer):
-    suite = Suite("s", "about")
-    suite.add("a", nothing, baseline=True)
-    refer(suite)
-    with pytest.raises(ValueError, match=r"refers to 'z'; its cases are a"):
-        suite.check()
-
-
-def test_an_unknown_suite_is_refused():
-    with pytest.raises(BenchError, match=r"unknown suite 'nonsense'; the suites are .*precision.*, and 'all'"):
-        load_suite("nonsense")
+def test_names_are_unique_and_every_name_that_is_referred_to_exists():
+    with pytest.raises(ValueError, match="suite 's': expected a name of its own for each of its 2 cases"):
+        make("a", "a")
+    with pytest.raises(ValueError, match=r"'a' refers to \{'z'\}; its cases are"):
+        make("a", aims=[Aim("a", "z", 1.0)])
+    with pytest.raises(ValueError, match=r"'z' refers to \{'z'\}"):
+        make("a", quick=("z",))
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -42,14 +31,21 @@ def test_every_suite_is_whole(name):
     suite = load_suite(name)
     assert suite.name == name
     assert suite.lead >= 1, "what a case gave back while it was held is taken again before the clock starts"
-    for case in suite.cases.values():
-        assert set(case.devices) <= {"cpu", "cuda"}
-        other = suite.cases[case.base or suite.baseline]
-        assert (other.base or suite.baseline) == other.name, f"{other.name} is a base, and divided by another case"
-        assert set(case.devices) <= set(other.devices), f"{case.name} runs where its base {other.name} does not"
-        assert other.quick or not case.quick, f"--quick runs {case.name} without its base {other.name}"
+    assert sorted(case for group in suite.groups() for case in group) == sorted(suite.known)
+    for case in suite.cases:
+        base = suite.base(case.name)
+        assert suite.base(base) == base, f"{base} is a base, and divided by another case"
+        assert case.kind in ("torch", "ours", "peer")
     # Each start costs seconds of imports, and --quick has two minutes for all suites together.
-    assert 2 <= sum(case.quick and "cpu" in case.devices for case in suite.cases.values()) <= 4
+    assert 2 <= len(suite.quick) <= 4
+    assert {suite.base(case) for case in suite.quick} <= set(suite.quick)
+
+
+def test_what_is_compared_is_measured_together():
+    suite = make("a", "b", "c", "d", aims=[Aim("b", "a", 1.0), Aim("d", "", 1.0, "loss")])
+    assert suite.groups() == [["a", "b", "c", "d"]], "all are divided by the first case"
+    own = [Case(name=name, run=nothing, base=base) for name, base in (("a", "a"), ("b", "b"), ("c", "a"), ("d", "b"))]
+    assert Suite(name="s", about="", cases=own).groups() == [["a", "c"], ["b", "d"]]
 
 
 @pytest.mark.parametrize(("options", "chosen"), [
@@ -57,44 +53,61 @@ def test_every_suite_is_whole(name):
     ({"quick": True}, ["base", "O1, bf16"]),
     ({"only": ("o1*",)}, ["base", "O1, bf16"]),
     ({"only": ("O2*",), "quick": True}, ["other base", "O2, bf16"]),
-    ({"only": ("on a GPU",)}, []),
 ])  # fmt: skip
 def test_settings_choose_cases_and_what_these_are_divided_by(options, chosen):
-    suite = Suite("s", "about")
-    suite.add("base", nothing, baseline=True)
-    suite.add("O1, bf16", nothing)
-    suite.add("other base", nothing, base="other base", quick=False)
-    suite.add("O2, bf16", nothing, base="other base", quick=False)
-    suite.add("on a GPU", nothing, devices=("cuda",))
-    assert BenchSettings(device="cpu", **options).chosen(suite) == chosen
+    bases = {"base": "", "O1, bf16": "", "other base": "other base", "O2, bf16": "other base"}
+    cases = [Case(name=name, run=nothing, base=base) for name, base in bases.items()]
+    suite = Suite(name="s", about="about", cases=cases, quick=("base", "O1, bf16"))
+    assert Settings(device="cpu", **options).chosen(suite) == chosen
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"suite": "fast"}, r"suite='fast': expected one of 'precision', .*, 'all'\."),
-    ({"device": "tpu"}, "device='tpu': expected one of 'auto', 'cpu', 'cuda'."),
-    ({"device": "cuda"}, r"device='cuda', but torch sees no CUDA device: expected 'cpu' here."),
-    ({"threads": 0}, "threads=0: expected a whole number from 1 on, or None. Raise it."),
-    ({"rounds": -1}, "rounds=-1: expected a whole number from 1 on, or None. Raise it."),
-    ({"processes": 0}, r"processes=0: expected a whole number from 1 on\. Raise it."),
-    ({"minutes": 0.0}, "minutes=0.0: expected a number above 0, or None. Raise it."),
-    ({"minutes": float("nan")}, "minutes=nan: expected a number above 0, or None. Raise it."),
-    ({"seed": -1}, r"seed=-1: expected a whole number from 0 to 2\*\*32 - 1"),
+    ({"suite": "fast"}, r"suite='fast': expected one of precision, .*, or 'all'"),
+    ({"device": "tpu"}, "device='tpu': expected 'auto', 'cpu', or 'cuda' where torch sees a GPU"),
+    ({"device": "cuda"}, "device='cuda': expected 'auto', 'cpu', or"),
+    ({"threads": 0}, "threads=0: expected a whole number from 1 on"),
+    ({"rounds": -1}, "rounds=-1: expected a whole number from 1 on"),
+    ({"minutes": float("nan")}, "minutes=nan: expected a number above 0"),
     ({"seed": 2**32}, r"seed=4294967296: expected a whole number from 0 to 2\*\*32 - 1"),
-    ({"out": "file"}, r"is a file: expected a folder. Name another one."),
 ])  # fmt: skip
-def test_impossible_settings_are_refused(options, message, tmp_path, monkeypatch):
+def test_impossible_settings_are_refused(options, message, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (tmp_path / "file").write_text("mine")
-    if "out" in options:
-        options = {"out": tmp_path / "file"}
     with pytest.raises(BenchError, match=message):
-        BenchSettings(**{"device": "cpu", **options})
-    assert BenchSettings(device="auto").device == "cpu"
+        Settings(**{"device": "cpu", **options})
+    assert Settings(device="auto").device == "cpu"
 
 
-@pytest.mark.parametrize(("options", "seconds"), [
-    ({}, float("inf")), ({"minutes": 9}, 540),
-    ({"quick": True, "minutes": 9}, QUICK_SECONDS), ({"quick": True, "minutes": 0.5}, 30),
-])  # fmt: skip
-def test_the_shorter_of_two_limits_holds(options, seconds):
-    assert BenchSettings(device="cpu", **options).seconds == seconds
+def test_a_limit_that_is_asked_for_goes_before_that_of_quick():
+    found = [Settings(quick=quick, minutes=minutes).seconds for quick in (False, True) for minutes in (None, 9)]
+    assert found == [float("inf"), 540, QUICK_SECONDS, 540]
+
+
+def test_all_leaves_out_what_takes_hours():
+    assert "grid" not in [suite.name for suite in choose_suites(Settings(device="cpu"))]
+    with pytest.raises(BenchError, match=r"only=\('O9',\) matches no case; `python -m benchmarks --list` shows"):
+        choose_suites(Settings(device="cpu", only=("O9",)))
+
+
+def commands(text):
+    """The commands of a page: lines of its shell blocks, and code between backticks, which may go over two lines."""
+    shell = r"^```shell\n(.*?)^```"
+    lines = [line for block in re.findall(shell, text, re.S | re.M) for line in block.splitlines()]
+    lines += [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", re.sub(shell, "", text, flags=re.S | re.M))]
+    return [line[line.index("-m benchmarks") :] for line in lines if "-m benchmarks" in line]
+
+
+PAGES = [*Path("docs").glob("**/*.md"), Path("README.md"), Path("CONTRIBUTING.md")]
+COMMANDS = sorted({command for page in PAGES for command in commands(page.read_text())})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_a_page_still_names_something(command, capsys):
+    arguments = shlex.split(command, comments=True)[2:]
+    if arguments[:1] and arguments[0] in PROGRAMS:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--help"])
+        assert ended.value.code == 0
+        return
+    asked = parse(arguments)
+    for pattern in asked.only or ["*"]:
+        assert main([asked.suite, "--list", "--device", "cpu", "--only", pattern]) == 0, capsys.readouterr().err

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.workloads import resnet50
+from benchmarks.work import resnet50
 
 
 def test_resnet_50_needs_no_further_package(monkeypatch):

@@ -1,0 +1,179 @@
+"""What cases share without Lightning: networks, data, and a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from benchmarks.suite import Meter
+
+__all__ = [
+    "DTYPES", "Batch", "Endless", "Losses", "conv_net", "image_batches", "plain_loop", "resnet50", "sgd", "toy_net",
+]  # fmt: skip
+
+Batch = tuple[Tensor, Tensor]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Endless:
+    """The same few batches over and over, so that loading costs nothing and no epoch ends."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.cycle(self.batches)
+
+
+class Losses:
+    """The losses of steps 23 to 30, or of the last eight of fewer steps, kept on their device until the end."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Tensor] = deque(maxlen=8)
+        self._left = 30
+
+    def add(self, loss: Tensor) -> None:
+        """Note the loss of a step."""
+        if self._left:
+            self._left -= 1
+            self._kept.append(loss.detach())
+
+    def mean(self) -> float:
+        """Return the mean of those kept, as a number."""
+        return torch.stack([loss.float() for loss in self._kept]).mean().item()
+
+
+class _Residual(nn.Module):
+    """Layers around a shortcut, which has a convolution of its own where the shape changes."""
+
+    def __init__(self, layers: list[nn.Module], shortcut: list[nn.Module], inplace: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers)
+        self.shortcut = nn.Sequential(*shortcut) if shortcut else nn.Identity()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x), inplace=self.inplace)
+
+
+def _block(inside: int, outside: int, stride: int) -> nn.Module:
+    """Two convolutions with batch norm around a shortcut."""
+    first, second = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
+    layers = [first, second, nn.ReLU(), nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)]
+    same = stride == 1 and inside == outside
+    shortcut = [] if same else [nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)]
+    return _Residual(layers, shortcut, inplace=False)
+
+
+def conv_net(classes: int = 10, width: int = 32) -> nn.Module:
+    """Build a small residual network for images of ``(batch, 3, 32, 32)``, of ``width`` channels at first."""
+    stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    blocks = [_block(width, width, 1), _block(width, 2 * width, 2), _block(2 * width, 4 * width, 2)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
+
+
+def resnet50(dims: int, classes: int) -> nn.Module:
+    """Build a ResNet-50: torchvision's in 2D; in 3D MONAI's without bias, whose first convolution has stride 1.
+
+    Args:
+        dims: 2 for images with three channels, 3 for volumes with one.
+        classes: Number of outputs.
+    """
+    conv, norm, pool, mean, inputs, stride = (
+        (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, 3, 2)
+        if dims == 2
+        else (nn.Conv3d, nn.BatchNorm3d, nn.MaxPool3d, nn.AdaptiveAvgPool3d, 1, 1)
+    )
+
+    def bottleneck(inside: int, width: int, stride: int) -> nn.Module:
+        layers: list[nn.Module] = [conv(inside, width, 1, bias=False), norm(width), nn.ReLU(inplace=True)]
+        layers += [conv(width, width, 3, stride, 1, bias=False), norm(width), nn.ReLU(inplace=True)]
+        layers += [conv(width, 4 * width, 1, bias=False), norm(4 * width)]
+        same = stride == 1 and inside == 4 * width
+        shortcut = [] if same else [conv(inside, 4 * width, 1, stride, bias=False), norm(4 * width)]
+        return _Residual(layers, shortcut, inplace=True)
+
+    layers = [conv(inputs, 64, 7, stride, 3, bias=False), norm(64), nn.ReLU(inplace=True), pool(3, 2, 1)]
+    inside = 64
+    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for number in range(depth):
+            layers.append(bottleneck(inside, width, 2 if number == 0 and width > 64 else 1))
+            inside = 4 * width
+    return nn.Sequential(*layers, mean(1), nn.Flatten(), nn.Linear(inside, classes))
+
+
+def toy_net() -> nn.Module:
+    """Build a network that costs nearly nothing, for batches of ``(batch, 32)``."""
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def image_batches(meter: Meter, shape: tuple[int, ...], classes: int, batch: int, count: int = 4) -> list[Batch]:
+    """Make labelled noise on the meter's device, with a faint pattern for each class that can be learned.
+
+    Args:
+        meter: Gives device and seed.
+        shape: Of one image, channels first.
+        classes: Number of labels.
+        batch: Samples a batch.
+        count: How many batches.
+    """
+    generator = torch.Generator().manual_seed(meter.seed)
+    patterns = torch.randn(classes, *shape, generator=generator)
+    batches = []
+    for _ in range(count):
+        labels = torch.randint(classes, (batch,), generator=generator)
+        images = torch.randn(batch, *shape, generator=generator) + 0.1 * patterns[labels]
+        batches.append((images.to(meter.device), labels.to(meter.device)))
+    return batches
+
+
+def sgd(parameters: Iterable[Tensor], fused: bool = False, learning_rate: float = 0.02) -> Optimizer:
+    """Build the optimizer of nearly all cases: SGD with momentum, fused where asked, else foreach."""
+    return torch.optim.SGD(list(parameters), lr=learning_rate, momentum=0.9, fused=fused or None, foreach=not fused)
+
+
+def plain_loop(
+    meter: Meter,
+    net: nn.Module,
+    batches: Iterable[Batch],
+    optimizer: Optimizer,
+    *,
+    forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    step: Callable[[], object] | None = None,
+) -> dict[str, float]:
+    """Train without any library but torch until the meter says stop.
+
+    Args:
+        meter: Of the case.
+        net: On its device.
+        batches: Images and labels on that device, without end.
+        optimizer: Of the network.
+        forward: Makes the context of the forward pass.
+        backward: Takes the loss.
+        step: Moves the weights and releases the gradients; ``None`` calls ``step`` and ``zero_grad`` of the optimizer.
+
+    Returns:
+        The mean loss of ``Losses``.
+    """
+    losses = Losses()
+    for images, labels in batches:
+        with forward():
+            loss = F.cross_entropy(net(images).float(), labels)
+        backward(loss)
+        if step is None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            step()
+        losses.add(loss)
+        if not meter.step(samples=len(labels)):
+            break
+    return {"loss": losses.mean()}
