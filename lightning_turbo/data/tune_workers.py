@@ -8,39 +8,19 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
-from lightning_turbo._random import generator_state, set_generator_state, set_shared_state, shared_state
+from lightning_turbo._random import DATA, generators_in, same_random_numbers
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.resume import end_workers, generators_of
 
-__all__ = ["WorkerRow", "WorkerTuning", "tune_workers", "why_not_processes"]
+__all__ = ["WorkerTuning", "tune_workers", "why_not_processes"]
 
 LATE = "too late"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerRow:
-    """The measurement of one number of workers.
-
-    Attributes:
-        num_workers: Worker processes.
-        batches: Number of timed batches.
-        seconds: Mean time of a batch, in seconds; infinite if there is none.
-        note: Why there is no time, if there is none.
-    """
-
-    num_workers: int
-    batches: int = 0
-    seconds: float = float("inf")
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +29,11 @@ class WorkerTuning:
 
     Attributes:
         num_workers: Worker processes, 0 or more.
-        rows: Every number that was measured.
+        rows: For every number that was tried the mean time of a batch in seconds, or why there is none.
     """
 
     num_workers: int
-    rows: tuple[WorkerRow, ...] = field(repr=False)
+    rows: dict[int, float | str] = field(repr=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -62,11 +42,10 @@ class WorkerTuning:
 
     def __str__(self) -> str:
         """Return the table of measurements with the choice marked."""
-        lines = ["workers  batches  ms a batch"]
-        for row in self.rows:
-            mark = " <-" if row.num_workers == self.num_workers else ""
-            shown = f"{row.seconds * 1e3:10.3f}" if row.batches else f"{row.note:>10}"
-            lines.append(f"{row.num_workers:7}  {row.batches:7}  {shown}{mark}")
+        lines = ["workers  ms a batch"]
+        for number, found in sorted(self.rows.items()):
+            shown = found if isinstance(found, str) else f"{found * 1e3:.3f}"
+            lines.append(f"{number:7}  {shown:>10}{' <-' if number == self.num_workers else ''}")
         return "\n".join(lines)
 
 
@@ -102,10 +81,9 @@ def tune_workers(
         RuntimeError: If nothing gave a batch; its text says what happened with each number.
 
     Note:
-        Starts and ends worker processes; none is left. The global RNGs, and those of torch that the loader and its
-        samplers hold, are restored; those of a dataset are not. Worker processes that give no batch in time are ended,
-        and the search with them; at ``num_workers=0`` a batch that was begun is waited for. An error of ``step`` is
-        raised.
+        Starts and ends worker processes; none is left. The global RNGs, and those that the loader, its samplers and its
+        dataset hold, are restored. Worker processes that give no batch in time are ended, and the search with them; at
+        ``num_workers=0`` a batch that was begun is waited for. An error of ``step`` is raised.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -115,125 +93,108 @@ def tune_workers(
         0
     """
     check_functions(step=step, show=show)
-    _check(make_loader, seconds, tolerance, max_workers)
-    counts = _list_counts(max_workers)
-    rows: list[WorkerRow] = []
-    before, end = shared_state(), time.monotonic() + 0.9 * seconds  # a tenth is for ending worker processes
-    try:
-        while counts and not (rows and rows[-1].note == LATE):
-            rows.append(_measure(make_loader, step, end, len(counts), counts.pop(0)))
-    finally:
-        set_shared_state(before)
-    tuning = WorkerTuning(num_workers=_choose(rows, tolerance), rows=tuple(sorted(rows, key=lambda r: r.num_workers)))
+    expect(callable(make_loader), "make_loader", make_loader, "a function that returns a DataLoader", TypeError)
+    expect(is_number(seconds) and seconds > 0, "seconds", seconds, "a finite number above zero")
+    expect(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a finite number of 0 or more, as 0.05")
+    whole = max_workers is None or is_whole(max_workers, 0)
+    expect(whole, "max_workers", max_workers, "a whole number of 0 or more, or None")
+    numbers = _list_numbers(count_cores() if max_workers is None else int(max_workers))
+    rows: dict[int, float | str] = {}
+    end = time.monotonic() + 0.9 * seconds  # a tenth is for ending worker processes
+    with same_random_numbers():
+        for position, number in enumerate(numbers):
+            rows[number] = _measure(make_loader, step or _nothing, end, len(numbers) - position, number)
+            if rows[number] == LATE:
+                break
+    tuning = WorkerTuning(num_workers=_choose(rows, tolerance), rows=rows)
     if show is not None:
         show(str(tuning))
     return tuning
 
 
-def _check(make_loader: Any, seconds: Any, tolerance: Any, most: Any) -> None:
-    expect(callable(make_loader), "make_loader", make_loader, "a function that returns a DataLoader", TypeError)
-    expect(is_number(seconds) and seconds > 0, "seconds", seconds, "a finite number above zero")
-    expect(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a finite number of 0 or more, as 0.05")
-    expect(most is None or is_whole(most, 0), "max_workers", most, "a whole number of 0 or more, or None")
-
-
-def _choose(rows: list[WorkerRow], tolerance: float) -> int:
-    """Return the smallest number of workers within ``tolerance`` of the fastest."""
-    fastest = min(row.seconds for row in rows)
-    if fastest == float("inf"):
-        told = "; ".join(f"num_workers={row.num_workers}: {row.note}" for row in rows)
-        raise RuntimeError(f"tune_workers got no batch ({told}). Give it more seconds, or repair the loader.")
-    return min(row.num_workers for row in rows if row.seconds <= fastest * (1 + tolerance))
-
-
-def _list_counts(max_workers: int | None) -> list[int]:
-    """Return 0, 1, 2, 4, ... up to ``max_workers``, in the order in which they are tried."""
-    top = count_cores() if max_workers is None else int(max_workers)
-    counts = [0, *(1 << power for power in range(top.bit_length()))]
+def _list_numbers(top: int) -> list[int]:
+    """Return 0, 1, 2, 4, ... up to ``top``, in the order in which they are tried."""
+    numbers = [0, *(1 << power for power in range(top.bit_length()))]
     # One worker first: its process can be ended if a batch never comes. Where each process imports torch, their start
     # may be what takes too long, and 0 workers come first.
     if top and multiprocessing.get_start_method() == "fork":
-        counts[:2] = 1, 0
-    return counts
+        numbers[:2] = 1, 0
+    return numbers
 
 
-class _NoBatchError(Exception):
-    """A loader gave no batch, for the reason that the text tells."""
+def _choose(rows: dict[int, float | str], tolerance: float) -> int:
+    """Return the smallest number of workers within ``tolerance`` of the fastest."""
+    times = {number: found for number, found in rows.items() if not isinstance(found, str)}
+    if not times:
+        told = "; ".join(f"num_workers={number}: {found}" for number, found in rows.items())
+        raise RuntimeError(f"tune_workers got no batch ({told}). Give it more seconds, or repair the loader.")
+    fastest = min(times.values())
+    return min(number for number, seconds in times.items() if seconds <= fastest * (1 + tolerance))
 
 
-def _measure(make_loader: Any, step: Any, end: float, parts: int, num_workers: int) -> WorkerRow:
-    """Time one number of workers for its share, one of ``parts``, of the time that is left at its first batch."""
+def _measure(make_loader: Any, step: Callable[[Any], Any], end: float, parts: int, num_workers: int) -> float | str:
+    """Return the mean time of a batch in seconds, or why there is none.
+
+    It is measured for one of ``parts`` of the time that is left at the first batch.
+    """
     left = end - time.monotonic()
     if left / parts < 0.01:
-        return WorkerRow(num_workers=num_workers, note="no time")
+        return "no time"
     loader = make_loader(num_workers=num_workers)
     if num_workers:
         loader.timeout = left
-    try:
-        with _same_orders(loader):
-            times = _time_batches(loader, step or _nothing, lambda: max(0.0, end - time.monotonic()) / parts)
-    except _NoBatchError as error:
-        return WorkerRow(num_workers=num_workers, note=str(error))
+    times: list[float] = []
+    until = float("inf")
+    with _same_orders(loader), contextlib.closing(_repeat(loader)) as batches:
+        while not times or time.monotonic() < until:
+            began = time.monotonic()
+            try:
+                batch = next(batches)
+            except Exception as error:  # whatever a dataset raises
+                late = isinstance(error, RuntimeError) and "timed out" in str(error)
+                return LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]
+            loaded = time.monotonic() - began
+            if not times:
+                step(batch)  # memory that was shared at the fork of the workers is copied at the first writing
+                until = time.monotonic() + max(0.0, end - time.monotonic()) / parts
+            began = time.monotonic()
+            step(batch)
+            times.append(loaded + time.monotonic() - began)
     warm_up = num_workers * (loader.prefetch_factor or 0) + 1  # these hold the start of the workers
     times = times[min(warm_up, len(times) // 2) :]
-    return WorkerRow(num_workers=num_workers, batches=len(times), seconds=sum(times) / len(times))
-
-
-@contextlib.contextmanager
-def _same_orders(loader: Any) -> Iterator[None]:
-    """Leave the generators of a loader and its samplers, and the epoch of one that counts its passes, as they were."""
-    sampler = loader.batch_sampler or loader.sampler
-    own, epoch = generators_of(loader.generator, sampler), getattr(sampler, "epoch", None)
-    states = [generator_state(generator) for generator in own]
-    try:
-        yield
-    finally:
-        for generator, state in zip(own, states, strict=True):
-            set_generator_state(generator, state)
-        if hasattr(sampler, "continue_after"):
-            sampler.continue_after([epoch], over=False)
+    return sum(times) / len(times)
 
 
 def _nothing(batch: Any) -> None:
     """Do nothing with a batch."""
 
 
-def _time_batches(loader: Any, step: Callable[[Any], Any], share: Callable[[], float]) -> list[float]:
-    """Return the seconds of each batch with its step."""
-    times: list[float] = []
-    end = float("inf")
-    with contextlib.closing(_repeat(loader)) as batches:
-        while not times or time.monotonic() < end:
-            began = time.monotonic()
-            batch = next(batches)
-            loaded = time.monotonic() - began
-            if not times:
-                step(batch)  # memory that was shared at the fork of the workers is copied at the first writing
-                end = time.monotonic() + share()
-            began = time.monotonic()
-            step(batch)
-            times.append(loaded + time.monotonic() - began)
-    return times
+@contextlib.contextmanager
+def _same_orders(loader: Any) -> Iterator[None]:
+    """Leave the generators that a loader holds, and the epoch of a sampler that counts its passes, as they were."""
+    sampler = loader.batch_sampler or loader.sampler
+    epoch = getattr(sampler, "epoch", None)
+    try:
+        with same_random_numbers([*generators_of(loader.generator, sampler), *generators_in(loader.dataset)]):
+            yield
+    finally:
+        if hasattr(sampler, "continue_after"):
+            sampler.continue_after([epoch], over=False)
 
 
 def _repeat(loader: Any) -> Generator[Any, None, None]:
-    """Yield the batches of one epoch after another."""
+    """Yield the batches of one epoch after another, and end the worker processes."""
     iterator: Any = None
     try:
         while True:
             iterator = iter(loader)
-            yield next(iterator)
+            try:
+                yield next(iterator)
+            except StopIteration:
+                raise ValueError("the loader is empty") from None
             yield from iterator
-    except StopIteration:
-        raise _NoBatchError("the loader is empty") from None
-    except Exception as error:  # whatever a dataset raises
-        late = isinstance(error, RuntimeError) and "timed out" in str(error)
-        raise _NoBatchError(LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]) from error
     finally:
         loader.close() if isinstance(loader, PrefetchLoader) else end_workers(iterator)
-
-
-_PLAIN = (torch.Tensor, np.ndarray, str, bytes, int, float, type, FunctionType, ModuleType)
 
 
 class _Walk(pickle.Pickler):
@@ -246,7 +207,7 @@ class _Walk(pickle.Pickler):
         return len(data)
 
     def persistent_id(self, obj: Any) -> str | None:
-        return "plain" if isinstance(obj, _PLAIN) else None
+        return "plain" if isinstance(obj, DATA) else None
 
 
 def why_not_processes(dataset: Any) -> str:

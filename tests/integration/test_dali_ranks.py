@@ -11,7 +11,7 @@ import torch
 from tests.dali_samples import make_photos
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 COUNT = 27  # no multiple of two ranks
 
 
