@@ -1,14 +1,17 @@
-"""Ranks in processes of their own, as torchrun starts them on one machine.
+"""Ranks in processes of their own: forked from one that has torch and Lightning, or as torchrun starts them.
 
 ``RANK_SCRIPT``, given to torchrun with another script and its words, runs that one and leaves the ranks' group.
 """
 
+import multiprocessing
 import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -20,21 +23,63 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(Path(__file__).parents[1]),
 }
+# The server of forks imports these once for all tests of a process; a program would import them for seconds.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_turbo", __name__])
 
 
 def run_ranks(worker, *words, ranks=2, timeout=170, **variables):
     """Run a script to its end in one process, or in several gloo ranks; a failure shows what it said."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), RANK_SCRIPT]
-    launch = launch if ranks > 1 else []
-    with subprocess.Popen(
-        [sys.executable, *launch, *map(str, (worker, *words))], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env={**os.environ, **ENVIRONMENT, **variables}, start_new_session=True,
-    ) as job:  # fmt: skip
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "a test"}
+    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with tempfile.NamedTemporaryFile() as said:
+        processes = []
+        for rank in range(ranks):
+            own = job | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"} if ranks > 1 else {}
+            environment = {**os.environ, **ENVIRONMENT, **own, **variables}
+            processes.append(start((worker, *words), environment, said.name))
         try:
-            said, _ = job.communicate(timeout=timeout)
+            _wait_for_all(processes, time.monotonic() + timeout)
         finally:
-            end(job)
-    assert job.returncode == 0, f"ended with {job.returncode}: {said[-3000:]}"
+            for process in processes:
+                end(process)
+        codes = [process.exitcode for process in processes]
+        assert not any(codes), f"ended with {codes}: {said.read().decode()[-3000:]}"
+
+
+def start(words, environment, output):
+    """Start a script with its words in a process of its own, whose output is appended to a file; ``end`` ends it."""
+    process = FORKS.Process(target=_program, args=([*map(str, words)], environment, output))
+    process.start()
+    return process
+
+
+def end(process):
+    """Kill a program that is not at its end, and what it has started."""
+    if process.is_alive():
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _program(argv, environment, output):
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(output, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    sys.argv[:] = [RANK_SCRIPT, *argv]
+    main() if "RANK" in environment else _run_script()
+
+
+def _wait_for_all(processes, deadline):
+    """Return when all have ended, one has failed, or time is over."""
+    going = {process.sentinel: process for process in processes}
+    while going and time.monotonic() < deadline:
+        for sentinel in wait(list(going), timeout=1):
+            if going.pop(sentinel).exitcode:
+                return
 
 
 def free_port():
@@ -44,20 +89,13 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def end(job):
-    """End a job that is not at its end: torchrun ends its ranks on SIGTERM."""
-    if job.poll() is None:
-        job.terminate()
-        try:
-            job.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+def _run_script():
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def main():
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    _run_script()
     # A thread of gloo may hold the last tensor still. If it lets go of it when Python has ended, the process aborts.
     # With torch 2.6, destroying the group waits for that thread and holds the GIL that it needs; a barrier does not.
     torch.distributed.barrier()

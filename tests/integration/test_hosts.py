@@ -1,6 +1,7 @@
 """Two hosts with addresses of their own, two ranks each: network namespaces that are joined by a pair of veth."""
 
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ import torch
 
 from tests.integration import hosts_worker
 from tests.integration.hosts_worker import EPOCHS, JOINT, LEVELS, SAMPLES
-from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end
+from tests.ranks import ENVIRONMENT, RANK_SCRIPT
 
 WORKER = Path(__file__).with_name("hosts_worker.py")
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
@@ -71,6 +72,17 @@ def torchrun(folder, *words):
             job.wait(timeout=250)
         said = [(folder / f"output.{host}").read_text()[-3000:] for host in (0, 1)]
         assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
+
+
+def end(job):
+    """End a job that is not at its end: torchrun ends its ranks on SIGTERM."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
 
 
 @pytest.mark.slow

@@ -3,13 +3,12 @@
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -18,7 +17,7 @@ from lightning_turbo import PrefetchLoader
 from tests.integration.killed_worker import STEPS, STEPS_OF_AN_EPOCH
 from tests.integration.noting import Noting, Numbers, fit
 from tests.integration.resuming import assert_same
-from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end
+from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end, start
 
 WORKER = Path(__file__).with_name("killed_worker.py")
 PLACES = ("forward", "write", "backward", "prefetch", "place", "random")
@@ -45,30 +44,23 @@ def run(folder, level, kills="", torchrun=False):
     """
     folder.mkdir()
     restarts = ["--max-restarts", str(len(kills.split(",")))]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts, RANK_SCRIPT]
-    launch = launch if torchrun else []
-    command = [sys.executable, *launch, str(WORKER), *([] if torchrun else ["fork"]), level, str(folder), kills]
+    launch = [torch.distributed.run.__file__, "--standalone", "--nproc-per-node", "2", *restarts, RANK_SCRIPT, WORKER]
+    command = [*(launch if torchrun else (WORKER, "fork")), level, folder, kills]
     loaded, deadline = 0, time.monotonic() + 280
-    with open(folder / "output", "wb") as output:
-        job = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **SETTINGS}, start_new_session=True
-        )
-        try:
-            while job.poll() is None:
-                for path in folder.rglob("*.ckpt"):
-                    try:
-                        torch.load(path, weights_only=True)
-                    except FileNotFoundError:  # removed for a newer one
-                        continue
-                    loaded += 1
-                assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:]
+    job = start(command, {**os.environ, **SETTINGS}, folder / "output")
+    try:
+        while job.is_alive():
+            for path in folder.rglob("*.ckpt"):
                 try:
-                    job.wait(timeout=0.02)
-                except subprocess.TimeoutExpired:
+                    torch.load(path, weights_only=True)
+                except FileNotFoundError:  # removed for a newer one
                     continue
-        finally:
-            end(job)
-    assert job.returncode == 0, (folder / "output").read_text()[-3000:]
+                loaded += 1
+            assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:]
+            job.join(timeout=0.02)
+    finally:
+        end(job)
+    assert job.exitcode == 0, (folder / "output").read_text()[-3000:]
     return loaded
 
 

@@ -1,14 +1,12 @@
 """Slurm announces the end of a job: Lightning saves in the middle of it, and the next job equals one long one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import ENVIRONMENT, end, free_port
+from tests.ranks import ENVIRONMENT, end, free_port, start
 from tests.versions import KNOWS_WEIGHTS_ONLY
 
 LEAN = pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="signals are told on the host with Lightning 2.6")
@@ -24,19 +22,15 @@ def srun(folder, *words):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     variables = {**os.environ, **ENVIRONMENT, **SLURM, **address, **path}
-    with open(folder / "output", "wb") as output:
-        jobs = [
-            subprocess.Popen(
-                [sys.executable, WORKER, folder, *map(str, words)], stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**variables, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-            )
-            for rank in ("0", "1")
-        ]  # fmt: skip
-        try:
-            codes = [job.wait(timeout=150) for job in jobs]
-        finally:
-            for job in jobs:
-                end(job)
+    ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1"))
+    jobs = [start((WORKER, folder, *words), variables | rank, folder / "output") for rank in ranks]
+    try:
+        for job in jobs:
+            job.join(timeout=150)
+        codes = [job.exitcode for job in jobs]
+    finally:
+        for job in jobs:
+            end(job)
     assert codes == [0, 0], (folder / "output").read_text()[-3000:]
 
 
