@@ -56,7 +56,8 @@ class SignalEpochLoop(InPlaceOf, TrainingEpochLoop):
         """Validate where it is due, and act on signals. Follows ``_TrainingEpochLoop.on_advance_end``."""
         super().on_advance_end(data_fetcher)
         trainer: Any = self.trainer
-        if trainer.strategy.signals is None:
+        # A checkpoint holds no gradients, so that a run is left between optimizer steps, not in mid-window.
+        if trainer.strategy.signals is None or self._should_accumulate():
             return
         sigterm, requeue = trainer.strategy.signals.exchange()
         if requeue:

@@ -37,7 +37,7 @@ def srun(folder, *words):
 @pytest.mark.distributed
 @pytest.mark.slow
 @LEAN
-@pytest.mark.parametrize(("batch", "ranks", "saved"), [(5, "01", 17), (5, "1", 17), (9, "0", 21)])
+@pytest.mark.parametrize(("batch", "ranks", "saved"), [(2, "01", 18), (2, "1", 18), (5, "0", 20)])
 def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(batch, ranks, saved, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/asked"\n')
     (tmp_path / "scontrol").chmod(0o755)
