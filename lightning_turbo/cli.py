@@ -86,14 +86,13 @@ def _add_doctor(commands: Commands) -> None:
         help="check this machine, or find out what slows a training script",
         description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
         "fails. With a script: run it with a Doctor in each of its Trainers until one has looked at its steps, and "
-        "write doctor.html and doctor.json; the exit status is that of a script which ends earlier, and 1 if a "
+        "write doctor.txt and doctor.json; the exit status is that of a script which ends earlier, and 1 if a "
         "report could not be written.",
         usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] "
         "[-m] SCRIPT [-- ARGUMENT ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: runs/doctor)")
-    parser.add_argument("--fix", action=_Removed, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("--warmup", type=int, metavar="N", help="steps before the first look (default: 3)")
     parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
     parser.add_argument("--watched", type=int, metavar="N", help="steps to watch from inside (default: 4)")
@@ -106,13 +105,6 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python script that trains with a Trainer")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     parser.set_defaults(run=_doctor, options=tuple(parser._option_string_actions))
-
-
-class _Removed(argparse.Action):
-    """Refuses an option that was removed."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        parser.error("--fix was removed; leave it out, and make the changes that the report lists")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ class Doctor(Callback):
         timed: Steps timed with nothing but clock readings (CUDA events on a GPU), at least 1.
         watched: Steps watched from inside, which slows these steps down: at least 2, because growth shows between two
             steps, or 0 to time only.
-        html: A file for the report as a page with a picture of the mean step; ``None`` writes none.
+        text: A file for the report as it is printed; ``None`` writes none.
         json: A file for the report as JSON; ``None`` writes none.
         stop: Whether to end the program with ``sys.exit(0)`` once the report is complete, before the run's end. With
             several ranks the run goes on, because the other ranks would wait for this one.
@@ -39,19 +39,18 @@ class Doctor(Callback):
         superseded: Whether it left because the Trainer has an earlier doctor.
 
     Raises:
-        TypeError: If a count of steps is not an integer, ``html`` or ``json`` is not a path, ``stop`` is not a bool,
-            or ``fix`` is passed.
+        TypeError: If a count of steps is not an integer, ``text`` or ``json`` is not a path, or ``stop`` is not a
+            bool.
         ValueError: If a count of steps is too small.
 
     Warns:
-        TurboWarning: If the report cannot be written to ``html`` or ``json``.
+        TurboWarning: If the report cannot be written to ``text`` or ``json``.
 
     Note:
         Only the rank with number zero watches. A compiled model, any model in a process that has compiled something
         before, and strategies that split single tensors, are timed but not watched from inside, and the report says so.
         Where another profile function is set (by a debugger; before Python 3.12 by cProfile), calls of Python functions
-        are not watched. Where worker processes load the data, one sample is loaded in two more of them, to see whether
-        it draws random numbers; the training process draws nothing for it.
+        are not watched.
 
     Example:
         >>> from lightning_turbo import Doctor
@@ -65,23 +64,18 @@ class Doctor(Callback):
         warmup: int = 3,
         timed: int = 10,
         watched: int = 4,
-        html: str | os.PathLike[str] | None = None,
+        text: str | os.PathLike[str] | None = None,
         json: str | os.PathLike[str] | None = None,
         stop: bool = False,
-        **removed: Any,
     ) -> None:
         check_binding("Doctor")
-        if removed:
-            name, value = next(iter(removed.items()))
-            gone = " It was removed: make the change that the report names yourself." if name == "fix" else ""
-            raise TypeError(f"Doctor({name}={value!r}): there is no such argument.{gone}")
         check_steps(warmup=warmup, timed=timed, watched=watched)
-        for name, path in (("html", html), ("json", json)):
+        for name, path in (("text", text), ("json", json)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise TypeError(f"Doctor({name}={path!r}): expected the path of the file to write, or None for none.")
         check_switches(stop=stop)
         self.steps = warmup, timed, watched
-        self.html, self.json, self.stop = html, json, stop
+        self.text, self.json, self.stop = text, json, stop
         self.report: Report | None = None
         self.stopped = self.superseded = False
         self._session: Session | None = None
@@ -99,11 +93,6 @@ class Doctor(Callback):
         """Look at the batch."""
         if self._session is not None:
             self._session.look_at(batch)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """See which parameters got a gradient."""
-        if self._session is not None:
-            self._session.used.look(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -151,7 +140,7 @@ class Doctor(Callback):
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(f"\n{as_text(self.report)}\n".encode(encoding, "backslashreplace").decode(encoding))
         try:
-            self.report.save(html=self.html, json=self.json)
+            self.report.save(text=self.text, json=self.json)
         except OSError as error:  # a report is not worth a training run
             rank_zero_warn(f"Doctor could not write its report: {error}.", category=TurboWarning)
         self._leave(trainer)

@@ -3,61 +3,73 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_turbo._lightning import owner_of_training_data
 from lightning_turbo._machine import count_cores
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.doctor.draws import find_draws
-from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, SchedulerFacts, Site
+from lightning_turbo.data.sample_seeds import SeededDataset
+from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Run, SchedulerFacts, Site
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.nn.memory_format import LAST
 
 __all__ = [
     "batch_facts",
-    "cancelled_biases",
     "count_epochs",
     "has_contiguous_convolutions",
     "loader_facts",
     "optimizer_facts",
-    "process_facts",
+    "run_facts",
     "scheduler_facts",
-    "unused_parameters",
 ]
 
 
-def process_facts(device: torch.device) -> dict[str, Any]:
-    """Return what this process and its device are set to, as fields of ``Facts``."""
-    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # torch 2.9; the older one then may refuse
-    return {
-        "device": str(device),
-        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
-        "cores": count_cores(),
-        "tf32": torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32",
-    }
+TRANSFORMS = ("transform", "transforms", "target_transform")
+GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 
 
-def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, probe: bool = False) -> Loader:
+def run_facts(trainer: Any) -> Run:
+    """Return what the machine, the process and the Trainer are set to."""
+    device, newer = trainer.strategy.root_device, getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return Run(
+        device=str(device),
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        cores=count_cores(),
+        # torch 2.9 brought the newer setting; the older one may refuse to tell then.
+        tf32=torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32",
+        precision=str(trainer.precision),
+        strategy=type(trainer.strategy).__name__,
+        world_size=trainer.world_size,
+        automatic=trainer.lightning_module.automatic_optimization,
+        epochs=count_epochs(trainer),
+        batches=trainer.num_training_batches,
+        accumulate=trainer.accumulate_grad_batches,
+        exact_windows=any(type(each).__name__ == "ExactAccumulation" for each in trainer.callbacks),
+    )
+
+
+def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loader:
     """Return the settings of the training loader; nothing is known if there are several or it has not been made.
 
     Args:
         trainer: The Trainer.
         sources: Finds the line that makes the loader.
         fit: The line that began the run, for a loader that was made elsewhere.
-        probe: Whether to load a sample in a worker, to see whether it draws random numbers.
     """
     loader: Any = trainer.train_dataloader
     if loader is None or isinstance(loader, (list, tuple, dict)):
         return Loader()
     names = ("DataLoader", type(loader).__name__)
-    owner = type(trainer.fit_loop._data_source.instance)  # the module or DataModule, or the loader that fit got
+    owner = type(owner_of_training_data(trainer))
     inner = _inner(loader)
     return Loader(
         type=names[1],
@@ -65,7 +77,7 @@ def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, probe:
         sharded=_sharded(inner),
         iterable_dataset=isinstance(getattr(inner, "dataset", None), IterableDataset),
         site=sources.call(owner, "train_dataloader", *names) or fit,
-        **(_standard_facts(loader, probe) if isinstance(loader, DataLoader) else {}),
+        **(_standard_facts(loader) if isinstance(loader, DataLoader) else {}),
     )
 
 
@@ -75,15 +87,34 @@ def _inner(loader: Any) -> Any:
     return next((each for each in held if isinstance(each, DataLoader)), loader)
 
 
-def _standard_facts(loader: DataLoader[Any], probe: bool) -> dict[str, Any]:
+def _standard_facts(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "standard": True,
         "prefetches": isinstance(loader, PrefetchLoader),
         "workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "persistent_workers": loader.persistent_workers,
-        **(find_draws(loader) if probe else {}),
+        "copied_generators": _copied_generators(loader),
     }
+
+
+def _copied_generators(loader: DataLoader[Any]) -> tuple[str, ...]:
+    """Return the generators of a dataset and its transforms that each worker gets in the same state.
+
+    A ``worker_init_fn`` may seed them, and in a dataset with sample seeds the samples do.
+    """
+    dataset = loader.dataset
+    if loader.num_workers < 2 or loader.worker_init_fn is not None or isinstance(dataset, SeededDataset):
+        return ()
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    owners = {f"dataset.{name}": getattr(dataset, name, None) for name in TRANSFORMS}
+    return tuple(
+        f"{path}.{name}"
+        for path, owner in {"dataset": dataset, **owners}.items()
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if isinstance(value, GENERATORS)
+    )
 
 
 def _sharded(loader: Any) -> bool | None:
@@ -117,26 +148,6 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def has_contiguous_convolutions(module: nn.Module) -> bool:
     """Return whether a weight of four or five dimensions is in the default memory format."""
     return any(each.ndim in LAST and each.is_contiguous() for each in module.parameters())
-
-
-def cancelled_biases(module: nn.Module, biases: set[int], sources: Sources) -> tuple[Part, ...]:
-    """Return the layers whose biases are among ``biases``, the ids of those that a batch norm was seen to cancel."""
-    names = [name for name, bias in module.named_parameters() if id(bias) in biases]
-    return tuple(Part(name=name.removesuffix(".bias"), site=sources.layer(module, name)) for name in names)
-
-
-def unused_parameters(trainer: Any, used: set[int], sources: Sources) -> tuple[Part, ...]:
-    """Return the module's parameters that require a gradient and are not among ``used`` (their ids).
-
-    Nothing is said where optimizers hold other tensors than the module's: masters take its gradients away early.
-    """
-    module: nn.Module = trainer.lightning_module
-    groups = chain.from_iterable(each.param_groups for each in trainer.optimizers)
-    optimized = set(map(id, chain.from_iterable(group["params"] for group in groups)))
-    if not optimized <= set(map(id, module.parameters())):
-        return ()
-    unused = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in used]
-    return tuple(Part(name=name, site=sources.layer(module, name)) for name in unused)
 
 
 def optimizer_facts(trainer: Any, sources: Sources) -> tuple[OptimizerFacts, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_turbo.doctor.facts import check_steps
-from lightning_turbo.doctor.script import check_script, run_module, run_script
+from lightning_turbo.doctor.script import check_script, run_program
 from lightning_turbo.errors import TurboError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def examine(
         program: The script; with ``module`` the name of a module or package, as after ``python -m``.
         argv: Its arguments.
         module: Whether ``program`` is the name of a module.
-        out: The folder for ``doctor.html`` and ``doctor.json``; made if absent.
+        out: The folder for ``doctor.txt`` and ``doctor.json``; made if absent.
         keep_going: Whether the program goes on to its own end, as it does with several ranks anyway.
         steps: ``warmup``, ``timed`` and ``watched`` as for ``Doctor``.
 
@@ -52,17 +52,17 @@ def examine(
         from lightning_turbo.doctor.callback import Doctor  # not before the script has chosen its copy of Lightning
 
         name = "doctor" if not made else f"doctor-{len(made) + 1}"
-        html, json = folder / f"{name}.html", folder / f"{name}.json"
-        made.append(Doctor(**steps, html=html, json=json, stop=not keep_going))
+        text, json = folder / f"{name}.txt", folder / f"{name}.json"
+        made.append(Doctor(**steps, text=text, json=json, stop=not keep_going))
         return made[-1:]
 
     check_steps(**steps)
     if not module:
         check_script(Path(program))
     _clear(folder, out)
-    run = run_module(str(program), argv, make_doctors) if module else run_script(Path(program), argv, make_doctors)
+    run = run_program(str(program), argv, make_doctors, module=module)
     sys.stdout.flush()
-    written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "html")]
+    written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "txt")]
     missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
     failure = [f"a report could not be written to {folder}; the warning above says why."] * missing
     nothing = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
@@ -75,7 +75,7 @@ def _end_of(name: str, made: list[Doctor], keep_going: bool) -> list[str]:
     """Say why a program did not run to its own end, or ran there without being asked to."""
     if any(each.stopped for each in made):
         return [f"{name} was ended after the report; --keep-going lets it run to its own end."]
-    if not keep_going and any(each.report is not None and each.report.facts.world_size > 1 for each in made):
+    if not keep_going and any(each.report is not None and each.report.facts.run.world_size > 1 for each in made):
         return [f"{name} ran to its own end, because its other ranks would have waited for the first one."]
     return []
 
@@ -84,7 +84,7 @@ def _clear(folder: Path, name: str | Path) -> None:
     """Make the folder, and remove the reports of an earlier run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in _reports(folder, "html") + _reports(folder, "json"):
+        for old in _reports(folder, "txt") + _reports(folder, "json"):
             old.unlink()
     except OSError as error:
         raise TurboError(

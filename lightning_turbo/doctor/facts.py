@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
-    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "SchedulerFacts",
-    "Site", "check_steps",
+    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "Run",
+    "SchedulerFacts", "Seen", "Site", "check_steps",
 ]  # fmt: skip
 
 WAITING = 0.10
@@ -72,8 +72,7 @@ class Loader:
     sampler: str = ""
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if it cannot be told
     iterable_dataset: bool = False
-    draws: tuple[str, ...] = ()  # generators from which a sample's load draws in a worker process
-    repeated: tuple[str, ...] = ()  # those of them that give every worker the same numbers
+    copied_generators: tuple[str, ...] = ()  # of the dataset, which give every worker the same numbers
     site: Site | None = None
 
 
@@ -99,52 +98,56 @@ class SchedulerFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """Everything that the rules may look at; times in seconds, sizes in bytes."""
+class Run:
+    """What the machine and the Trainer are set to."""
 
     device: str = "cpu"
     capability: tuple[int, int] = (0, 0)  # of the CUDA device
     cores: int = 1
+    tf32: bool = False  # whether matrix products may use TF32
+    precision: str = "32-true"
+    strategy: str = ""  # the class of the Trainer's strategy
     world_size: int = 1
     automatic: bool = True  # whether Lightning runs the optimization
-    strategy: str = ""  # the class of the Trainer's strategy
-    convolutions: bool = False  # whether a weight has four or five dimensions and is not in channels-last format
-
-    timed: int = 0
-    watched: int = 0
-    phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
-    longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
-    gil_held: float = 0.0  # share of the time of loading for which it holds the GIL, 0 to 1
-
-    calls: tuple[Call, ...] = ()
-    retained: tuple[Part, ...] = ()  # attributes that hold tensors with their graph after the step
-    graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
-    recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
-
-    anomaly: bool = False  # whether autograd's anomaly detection is on
-    anomaly_site: Site | None = None  # the line that switches it on
-
-    precision: str = "32-true"
-    tf32: bool = False  # whether matrix products may use TF32
-
-    loader: Loader = Loader()
-    batch: int = 0  # bytes of a batch's tensors
-    wide: tuple[str, ...] = ()  # tensors of the batch in double precision
     epochs: float = math.inf  # that the run may last
     batches: float = math.inf  # of an epoch, infinite if unknown
     accumulate: int = 1
     exact_windows: bool = False  # whether a callback divides a last, shorter window by its own length
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What the watched steps did."""
+
+    watched: int = 0  # how many there were
+    calls: tuple[Call, ...] = ()
+    retained: tuple[Part, ...] = ()  # attributes that hold tensors with their graph after the step
+    anomaly: bool = False  # whether autograd's anomaly detection is on
+    graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
+    recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Everything that the rules may look at; times in seconds, sizes in bytes."""
+
+    run: Run = Run()
+    seen: Seen = Seen()
+    timed: int = 0  # steps
+    phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
+    longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
+    loader: Loader = Loader()
+    batch: int = 0  # bytes of a batch's tensors
+    wide: tuple[str, ...] = ()  # tensors of the batch in double precision
+    convolutions: bool = False  # whether a weight has four or five dimensions and is not in channels-last format
     optimizers: tuple[OptimizerFacts, ...] = ()
     schedulers: tuple[SchedulerFacts, ...] = ()
-    unused: tuple[Part, ...] = ()  # parameters that require a gradient and never got one
-    biases: tuple[Part, ...] = ()  # layers whose bias a batch norm takes away
     notes: tuple[str, ...] = ()  # what could not be watched, and why
 
     @property
     def cuda(self) -> bool:
         """Whether the run is on a CUDA device."""
-        return self.device.startswith("cuda")
+        return self.run.device.startswith("cuda")
 
     @property
     def step(self) -> float:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["argument", "copied_array", "fetch", "generic_name", "is_host", "upload"]
+__all__ = ["Origins", "copied_array", "fetch", "find_tensors", "generic_name", "upload"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -68,15 +69,15 @@ def upload(name: str, args: Args, kwargs: Kwargs) -> str:
     if name in ("__getitem__", "__setitem__"):
         uploads = _has_list(args[1])
     elif name == "new_tensor":
-        uploads = not is_host(kwargs.get("device", "the tensor's"))
+        uploads = not _is_host(kwargs.get("device", "the tensor's"))
     else:
-        uploads = name in _UPLOADS and not (isinstance(args[0], torch.Tensor) or is_host(kwargs.get("device")))
+        uploads = name in _UPLOADS and not (isinstance(args[0], torch.Tensor) or _is_host(kwargs.get("device")))
     return _UPLOADS[name] if uploads else ""
 
 
 def copied_array(name: str, args: Args, kwargs: Kwargs) -> str:
     """Return how the user writes a call that copies a NumPy array on the host; empty of other calls."""
-    copied = name == "tensor" and args and isinstance(args[0], np.ndarray) and is_host(kwargs.get("device"))
+    copied = name == "tensor" and args and isinstance(args[0], np.ndarray) and _is_host(kwargs.get("device"))
     return "torch.tensor(array)" if copied else ""
 
 
@@ -85,12 +86,12 @@ def generic_name(name: str) -> str:
     return "tensor[index]" if name in ("__getitem__", "__setitem__") else f"torch.{name}"
 
 
-def is_host(device: Any) -> bool:
+def _is_host(device: Any) -> bool:
     """Return whether a function with this argument makes a tensor on the host, in a run on a GPU as well."""
     return device is None or device == "cpu"  # a torch.device of the CPU may be the module's, a word is not
 
 
-def argument(position: int, name: str, args: Args, kwargs: Kwargs, default: Any = None) -> Any:
+def _argument(position: int, name: str, args: Args, kwargs: Kwargs, default: Any = None) -> Any:
     """Return an argument that may be given by position or by name."""
     return args[position] if len(args) > position else kwargs.get(name, default)
 
@@ -110,15 +111,66 @@ def _scatters(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _repeats_by_tensor(args: Args, kwargs: Kwargs) -> bool:
-    repeats = argument(1, "repeats", args, kwargs, args[0])
+    repeats = _argument(1, "repeats", args, kwargs, args[0])
     return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
 
 
 _CONDITIONS: dict[str, Callable[[Args, Kwargs], bool]] = {
     "__getitem__": lambda args, kwargs: _has_mask(args[1]),
     "__setitem__": _scatters,
-    "one_hot": lambda args, kwargs: argument(1, "num_classes", args, kwargs, -1) == -1,
+    "one_hot": lambda args, kwargs: _argument(1, "num_classes", args, kwargs, -1) == -1,
     "repeat_interleave": _repeats_by_tensor,
     "to": lambda args, kwargs: args[0].is_cuda,
     "where": lambda args, kwargs: len(args) + len(kwargs) == 1,
 }
+
+
+class Origins:
+    """Follows the tensors of one step of a run on the CPU, which is examined as if it were one on a GPU.
+
+    A tensor that the step makes without a device would be on the host there, and the batch would not.
+    """
+
+    def __init__(self) -> None:
+        self.made = WeakIdKeyDictionary()
+
+    def are_on_host(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether there are tensors and all of them would be on the host in a run on a GPU."""
+        return bool(tensors) and all(each in self.made for each in tensors)
+
+    def follow(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
+    ) -> bool:
+        """Follow a call of torch's function ``name`` from ``tensors`` to the tensor ``result``.
+
+        Returns:
+            Whether the call moves a tensor that was made on the host or fetched to it back to the device.
+        """
+        if tensors and self._moves(name, args, kwargs):
+            moved = tensors[0] in self.made
+            self.made.pop(result, None)
+            return moved
+        if name == "cpu" or self._makes_on_host(kwargs, tensors):
+            self.made[result] = True
+        return False
+
+    def _moves(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        targets = (*args[1:], kwargs.get("device"), kwargs.get("other"))
+        if name == "type_as":
+            return not self.are_on_host(find_tensors(targets, {}))
+        return name == "cuda" or (name == "to" and any(map(_is_target, targets)))
+
+    def _makes_on_host(self, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> bool:
+        return self.are_on_host(tensors) if tensors else _is_host(kwargs.get("device"))
+
+
+def _is_target(value: Any) -> bool:
+    return isinstance(value, (torch.device, str, torch.Tensor)) or type(value) is int
+
+
+def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments, and in lists and tuples among them."""
+    flat: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        flat += value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in flat if isinstance(each, torch.Tensor)]

@@ -1,9 +1,8 @@
-"""The report: for the terminal, as JSON, and as a page."""
+"""The report: in words, for a terminal or a file, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import json as json_format
 import os
 import shutil
 import textwrap
@@ -15,14 +14,16 @@ from typing import Any
 
 from lightning_turbo._files import whole_file
 from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts, Site
-from lightning_turbo.doctor.page import as_html
 from lightning_turbo.doctor.rules.rule import LEVELS, Finding, Place
 from lightning_turbo.doctor.timeline import PHASE_NAMES, Segment
+from lightning_turbo.measure import write_json
 
 __all__ = ["Report", "as_json", "as_text", "place", "verdict"]
 
 LITTLE = 0.03
 """Share of the step up to which waiting for data is as good as none; a choice, not a measurement."""
+WIDTH = 100
+"""Columns of the text in a file."""
 SHOWN = 3
 """Names of layers or parameters that are shown of each line."""
 _TITLES = {"compute": "Compute-bound", "copy": "Bound by copies to the device", "loop": "Bound by the loop"}
@@ -48,12 +49,15 @@ class Report:
         """Return the findings that are graver than ``level``."""
         return [each for each in self.findings if LEVELS.index(each.level) < LEVELS.index(level)]
 
-    def save(self, html: str | os.PathLike[str] | None = None, json: str | os.PathLike[str] | None = None) -> None:
+    def save(self, text: str | os.PathLike[str] | None = None, json: str | os.PathLike[str] | None = None) -> None:
         """Write the report to files; ``None`` writes none."""
-        if html is not None:
-            _write(html, as_html(as_json(self)))
+        if text is not None:
+            path = Path(text)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as part:
+                part.write_text(as_text(self, WIDTH) + "\n", encoding="utf-8")
         if json is not None:
-            _write(json, json_format.dumps(as_json(self), indent=2) + "\n")
+            write_json(as_json(self), Path(json))
 
 
 def verdict(facts: Facts) -> str:
@@ -63,7 +67,8 @@ def verdict(facts: Facts) -> str:
         return "No step was timed."
     waits = f"waits {facts.waiting:.0%} of its {facts.step * 1e3:.2f} ms for data"
     if bound == "data":
-        return f"Your step {waits}" + (": loading ahead helps." if facts.phases["data"] > NOTICEABLE else ".")
+        most = f": loading ahead makes it up to {1 / max(1.0 - facts.waiting, 0.01):.1f} times as fast."
+        return f"Your step {waits}" + (most if facts.phases["data"] > NOTICEABLE else ".")
     parts = ", ".join(PHASE_NAMES[phase] for phase in BOUNDS[bound])
     helps = "not" if facts.waiting < LITTLE else "hardly"
     share = f"{facts.seconds_in(BOUNDS[bound]) / facts.step:.0%} of it is {parts}"
@@ -83,10 +88,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "summary": _summarize(report),
         "short": report.short,
         "notes": list(facts.notes),
-        "device": facts.device,
-        "precision": facts.precision,
+        "device": facts.run.device,
+        "precision": facts.run.precision,
         "timed": facts.timed,
-        "watched": facts.watched,
+        "watched": facts.seen.watched,
         "step_seconds": facts.step,
         "waiting": facts.waiting,
         "phases": [{"phase": key, "name": PHASE_NAMES[key], "seconds": value} for key, value in facts.phases.items()],
@@ -105,7 +110,8 @@ def as_text(report: Report, width: int | None = None) -> str:
     width = max(60, min(width or shutil.get_terminal_size().columns, 120))
     lines = [f"lightning-turbo doctor: {verdict(report.facts)}", f"{_summarize(report)}.", report.short]
     lines += [f"Note: {note}." for note in report.facts.notes]
-    nothing = ["", "Nothing to change was found."] if report.facts.watched else []
+    lines += [f"Next: {each.remedy}" for each in report.above("info")[:1]]
+    nothing = ["", "Nothing to change was found."] if report.facts.seen.watched else []
     findings = chain.from_iterable(_finding_rows(each, width) for each in report.findings)
     parts = (*(textwrap.wrap(line, width) for line in lines), _phase_rows(report.facts, width), findings)
     return "\n".join([*chain.from_iterable(parts), *nothing * (not report.findings)])
@@ -114,7 +120,8 @@ def as_text(report: Report, width: int | None = None) -> str:
 def _summarize(report: Report) -> str:
     counts = [(sum(each.level == level for each in report.findings), level) for level in LEVELS]
     parts = ", ".join(f"{count} {level}{'s' * (count != 1 and level != 'info')}" for count, level in counts)
-    return f"{parts}; {report.facts.timed} steps timed and {report.facts.watched} watched on {report.facts.device}"
+    facts = report.facts
+    return f"{parts}; {facts.timed} steps timed and {facts.seen.watched} watched on {facts.run.device}"
 
 
 def _places(finding: Finding) -> list[str]:
@@ -158,10 +165,3 @@ def _phase_rows(facts: Facts, width: int) -> Iterator[str]:
         share = seconds / (facts.step or 1.0)
         bar = "#" * round((width - 50) * share)
         yield f"  {PHASE_NAMES[phase]:22}{seconds * 1e3:10.3f} ms {share:6.1%}  {bar}".rstrip()
-
-
-def _write(file: str | os.PathLike[str], text: str) -> None:
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part:
-        part.write_text(text, encoding="utf-8")

@@ -22,7 +22,7 @@ from lightning_turbo.errors import TurboError
 if TYPE_CHECKING:  # the script chooses which copy of Lightning it imports
     from lightning_turbo._lightning import Callback
 
-__all__ = ["Ending", "check_script", "make_callbacks", "run_module", "run_script"]
+__all__ = ["Ending", "check_script", "make_callbacks", "run_program"]
 
 INTERRUPTED = 130  # as shells do
 _factories: list[Callable[[], list[Callback]]] = []
@@ -41,22 +41,28 @@ class Ending:
     error: BaseException | None = None
 
 
-def run_script(path: Path, argv: Sequence[str], callbacks: Callable[[], list[Callback]]) -> Ending:
-    """Run a script as ``python path *argv`` would.
+def run_program(
+    program: str, argv: Sequence[str], callbacks: Callable[[], list[Callback]], *, module: bool = False
+) -> Ending:
+    """Run a script as ``python program *argv`` would, or a module or package as ``python -m program *argv``.
 
     Args:
-        path: The script.
+        program: Path of the script, or name of the module.
         argv: Its arguments.
-        callbacks: Called for each Trainer that the script makes; what it returns is added to that Trainer's callbacks.
+        callbacks: Called for each Trainer that it makes; what it returns is added to that Trainer's callbacks.
+        module: Whether ``program`` is a name.
 
     Returns:
-        How the script ended. Its errors and its ``sys.exit`` end it here.
+        How the program ended. Its errors and its ``sys.exit`` end it here.
 
     Raises:
         TurboError: If there is no such file.
     """
-    check_script(path)
-    script = path.absolute()  # its folder goes first on the path, a link's target's, as with Python
+    if module:
+        with _add_callbacks(callbacks), _as_main([program, *argv], str(Path.cwd())):
+            return _end_of(lambda: runpy.run_module(program, run_name="__main__", alter_sys=True), "")
+    check_script(Path(program))
+    script = Path(program).absolute()  # its folder goes first on the path, a link's target's, as with Python
     with _add_callbacks(callbacks), _as_main([str(script), *argv], str(script.resolve().parent)):
         return _end_of(lambda: runpy.run_path(str(script), run_name="__main__"), str(script))
 
@@ -65,12 +71,6 @@ def check_script(path: Path) -> None:
     """Refuse a path that is not a file."""
     if not path.is_file():
         raise TurboError(f"{str(path)!r} is not a file; give the path of a Python script that trains with a Trainer.")
-
-
-def run_module(name: str, argv: Sequence[str], callbacks: Callable[[], list[Callback]]) -> Ending:
-    """Run a module or package as ``python -m name *argv`` would; see ``run_script``."""
-    with _add_callbacks(callbacks), _as_main([name, *argv], str(Path.cwd())):
-        return _end_of(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), "")
 
 
 def make_callbacks() -> list[Callback]:

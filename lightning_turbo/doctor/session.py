@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from lightning_turbo._lightning import Callback, LightningModule
+from lightning_turbo._lightning import Callback
 from lightning_turbo.doctor import collect
-from lightning_turbo.doctor.facts import BOUNDS, Facts, Part, Site
-from lightning_turbo.doctor.gil import GilProbe
+from lightning_turbo.doctor.facts import BOUNDS, Facts, Seen
 from lightning_turbo.doctor.retention import Retention
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.timeline import Recorder, Segment, Timeline, longest_action, sum_phases
@@ -62,22 +61,6 @@ class Plan:
         return 0 <= self.watched < self.to_watch
 
 
-class UsedParameters:
-    """The parameters of a module that had a gradient, or that a callback changed, which may train them by itself."""
-
-    def __init__(self) -> None:
-        self.ids: set[int] = set()
-        self.stepped = False  # whether an optimizer stepped at all
-        self._versions: dict[int, int] = {}
-
-    def look(self, module: LightningModule) -> None:
-        """Note which parameters have a gradient now, or have changed since the first look."""
-        self.stepped = True
-        for each in module.parameters():
-            if each.grad is not None or each._version != self._versions.setdefault(id(each), each._version):
-                self.ids.add(id(each))
-
-
 class Session:
     """One session with a run; it owns all that is measured, so that nothing of it outlives the report.
 
@@ -104,10 +87,8 @@ class Session:
         self.fit = self.sources.site(frame, through=True)
         self.watch = Watch(self.sources, cuda=cuda)
         self.retention = Retention(module, [each for each in own if self.sources.owns(type(each))])
-        self.used = UsedParameters()
-        self.gil = GilProbe()
         self.compiled = [compile_counts()]
-        self.noted: dict[str, Any] = {"notes": self._check_profile_function()}  # fields of ``Facts``
+        self.noted: dict[str, Any] = {"notes": self._check_profile_function()}  # fields of ``Facts`` and ``Seen``
         timeline = Timeline(cuda)
         self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self.watch.pause)
         trainer.profiler = self.recorder
@@ -139,8 +120,6 @@ class Session:
         self.recorder.timeline.recording = self.plan.timing
         if self.plan.done >= self.plan.needed:
             self.on_end()
-        elif self.plan.to_watch and self.plan.done and not self.plan.timing:
-            self.gil.begin()  # not beside a clock, nor for the first batch, for which workers may be forked
 
     def _close_step(self) -> None:
         if self.plan.watched > self.watch.watched:
@@ -149,7 +128,6 @@ class Session:
 
     def _fetched(self) -> None:
         """A batch has been fetched: if its step is to be watched, begin."""
-        self.gil.end()
         if not self.plan.watching:
             return
         if self.plan.watched == 0:
@@ -164,7 +142,6 @@ class Session:
 
     def stop(self) -> None:
         """Stop watching and put the Trainer's profiler back."""
-        self.gil.end()
         self.watch.pause()
         self._close_step()
         self.compiled.append(compile_counts())
@@ -193,47 +170,28 @@ class Session:
         segments = self.recorder.timeline.mean_step()
         before, warm, after = self.compiled[0], self.compiled[-2], self.compiled[-1]
         warmed = len(self.compiled) > 2  # a run that ended in its warmup compiled for the first time
-        # A sample is loaded to learn about its draws only by a doctor that was to watch, and did.
-        complete = 0 < self.plan.to_watch == watch.watched
-        facts = Facts(
-            world_size=trainer.world_size,
-            automatic=module.automatic_optimization,
-            strategy=type(trainer.strategy).__name__,
-            convolutions=collect.has_contiguous_convolutions(module),
-            timed=len(self.recorder.timeline.steps),
+        noted = dict(self.noted)
+        seen = Seen(
             watched=watch.watched,
-            phases=sum_phases(segments),
-            longest_hook=longest_action(segments, BOUNDS["loop"]),
-            gil_held=self.gil.share,
             calls=watch.calls(),
             retained=self.retention.find(sources),
+            anomaly=noted.pop("anomaly", False),
             graph_breaks=after.since(before).breaks,
             recompilations=after.since(warm).recompilations if warmed else {},
-            anomaly_site=self._anomaly_site(),
-            precision=str(trainer.precision),
-            loader=collect.loader_facts(trainer, sources, self.fit, probe=complete),
-            epochs=collect.count_epochs(trainer),
-            batches=trainer.num_training_batches,
-            accumulate=trainer.accumulate_grad_batches,
-            exact_windows=any(type(each).__name__ == "ExactAccumulation" for each in trainer.callbacks),
+        )
+        facts = Facts(
+            run=collect.run_facts(trainer),
+            seen=seen,
+            timed=len(self.recorder.timeline.steps),
+            phases=sum_phases(segments),
+            longest_hook=longest_action(segments, BOUNDS["loop"]),
+            loader=collect.loader_facts(trainer, sources, self.fit),
+            convolutions=collect.has_contiguous_convolutions(module),
             optimizers=collect.optimizer_facts(trainer, sources),
             schedulers=collect.scheduler_facts(trainer, sources),
-            unused=self._unused(),
-            **collect.process_facts(module.device),
-            biases=collect.cancelled_biases(module, watch.biases, sources),
-            **self.noted,
+            **noted,
         )
         return facts, segments
-
-    def _anomaly_site(self) -> Site | None:
-        """Return the line that switches anomaly detection on: a call of torch's, or the Trainer's argument."""
-        on = self.noted.get("anomaly")
-        return self.sources.setting("detect_anomaly", "set_detect_anomaly") if on else None
-
-    def _unused(self) -> tuple[Part, ...]:
-        """Return the parameters without a gradient, of which nothing is known before an optimizer has stepped."""
-        seen = self.used.stepped and self.watch.watched
-        return collect.unused_parameters(self.trainer, self.used.ids, self.sources) if seen else ()
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

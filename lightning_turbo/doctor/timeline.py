@@ -14,7 +14,16 @@ import torch
 
 from lightning_turbo._lightning import Profiler
 
-__all__ = ["PHASES", "PHASE_NAMES", "Recorder", "Segment", "Timeline", "longest_action", "phase_of", "sum_phases"]
+__all__ = [
+    "PHASES",
+    "PHASE_NAMES",
+    "Recorder",
+    "Segment",
+    "Timeline",
+    "longest_action",
+    "phase_of",
+    "sum_phases",
+]
 
 PHASE_NAMES = {
     "data": "waiting for data",
@@ -26,7 +35,6 @@ PHASE_NAMES = {
     "logging": "logging",
 }
 PHASES = tuple(PHASE_NAMES)
-
 NEXT = "train_dataloader_next"
 EPOCH = "run_training_epoch"
 """Encloses all steps, so that it tells nothing."""

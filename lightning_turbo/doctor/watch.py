@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -19,12 +21,21 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.doctor.calls import CallTable
 from lightning_turbo.doctor.facts import Call, Site
-from lightning_turbo.doctor.names import argument, copied_array, fetch, generic_name, upload
-from lightning_turbo.doctor.origins import Origins, find_tensors
+from lightning_turbo.doctor.names import (
+    Origins,
+    copied_array,
+    fetch,
+    find_tensors,
+    generic_name,
+    upload,
+)
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.sync_mode import report_waits
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "report_waits"]
+
+# What torch warns of in its sync debug mode.
+WAIT = "called a synchronizing CUDA operation"
+PROTOTYPE = "Synchronization debug mode is a prototype feature"
 
 
 class Watch:
@@ -45,7 +56,6 @@ class Watch:
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
         self.inside = True  # whether to use the mode; a compiled model would fall back to eager under it
         self.watched = 0
-        self.biases: set[int] = set()  # ids of those that a batch norm takes away
         self.origins = Origins()
         self._mode = _Functions(self)
         self._counts: dict[tuple[str, str, Site, str], list[Any]] = {}
@@ -116,8 +126,6 @@ class Watch:
         if kind:
             within = self.sources.library(frame) if kind == "sync" else ""
             self.note(kind, shown, self.sources.site(frame), seconds, within)
-        if name == "batch_norm" and argument(5, "training", args, kwargs):
-            self.biases |= _bias_before(tensors[0])
         return result
 
     def _judge_on_cuda(
@@ -165,10 +173,41 @@ class _Functions(TorchFunctionMode):
         return self.watch.call(func, args, kwargs or {}, sys._getframe(1))
 
 
-def _bias_before(tensor: torch.Tensor) -> set[int]:
-    """Return the id of the bias of the convolution that put out ``tensor``, as autograd recorded it."""
-    node: Any = tensor.grad_fn
-    if node is None or node.name() != "ConvolutionBackward0":
-        return set()
-    bias = getattr(node.next_functions[2][0], "variable", None)
-    return {id(bias)}
+@contextmanager
+def report_waits(note: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call ``note`` with the frame of each call that waits for the device while the block lasts.
+
+    Torch warns of such calls in the mode ``torch.cuda.set_sync_debug_mode("warn")``. Each warning is taken, however
+    often its line has warned before; others are shown as ever. What Python's other threads wait for delays no step, and
+    is left out; hooks of the backward pass run in threads of torch's own, for which the step waits.
+
+    Afterwards the mode, the filters and the function that shows warnings are those of before. A mode that the user has
+    set stays: ``"error"`` still ends the run, and in ``"warn"`` the warnings are shown, too.
+    """
+    before, thread = torch.cuda.get_sync_debug_mode(), threading.current_thread()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def take(message: Warning | str, *where: Any, **more: Any) -> None:
+            is_wait = WAIT in str(message)
+            others = {each.ident for each in threading.enumerate() if each is not thread}
+            if is_wait and threading.get_ident() not in others:
+                note(_caller(sys._getframe(1)))
+            if before or not is_wait:
+                show(message, *where, **more)
+
+        warnings.filterwarnings("ignore", PROTOTYPE)  # which torch says once a process, when the mode is set
+        warnings.filterwarnings("always", WAIT)
+        warnings.showwarning = take
+        torch.cuda.set_sync_debug_mode(before or "warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """Return the innermost frame outside of Python's module of warnings."""
+    while str(frame.f_globals.get("__name__")) in ("warnings", "_py_warnings") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

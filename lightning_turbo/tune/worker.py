@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lightning_turbo.doctor.script import Ending, run_module, run_script
+from lightning_turbo.doctor.script import Ending, run_program
 from lightning_turbo.measure import Meter, SkippedError, open_channel, serve
 
 if TYPE_CHECKING:
     from lightning_turbo.tune.probe import Probe
 
-__all__ = ["main", "run_program"]
+__all__ = ["main", "measure_program"]
 
 # Modules of torch whose errors say that a network cannot be compiled.
 TRACERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch.fx")
 
 
-def run_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
+def measure_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
     """Run the script or the module that a task names, with a probe in each Trainer; the first ``fit`` is measured."""
     made: list[Probe] = []
 
@@ -32,12 +31,7 @@ def run_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
         made.append(probe.Probe(meter, task["mode"]))
         return [*probe.prepare_trainer(probe.trainer_in_construction(), task["settings"], made[-1]), made[-1]]
 
-    program, arguments = task["program"], task["arguments"]
-    if task["module"]:
-        ending = run_module(program, arguments, callbacks)
-    else:
-        ending = run_script(Path(program), arguments, callbacks)
-    _check(ending, made, meter)
+    _check(run_program(task["program"], task["arguments"], callbacks, module=task["module"]), made, meter)
     used = next(each for each in made if each.facts)
     return {"facts": used.facts, "losses": [loss.item() for loss in used.losses]}
 
@@ -63,7 +57,7 @@ def main() -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(task["seed"])
     meter = Meter(channel.ask, warmup=task["warmup"])
-    serve(channel, meter, lambda: run_program(task, meter))
+    serve(channel, meter, lambda: measure_program(task, meter))
 
 
 if __name__ == "__main__":

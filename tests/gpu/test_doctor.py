@@ -102,7 +102,7 @@ def trained(model, doctor=None, **more):
 def test_waits_are_named():
     doctor = Doctor(**SHORT)
     trained(Sick, doctor)
-    calls = {call.name: call for call in doctor.report.facts.calls}
+    calls = {call.name: call for call in doctor.report.facts.seen.calls}
     for name in (".item()", "tensor[mask]", ".cpu()"):
         assert calls[name].count == 3, f"{name}: what is on the host anyway does not count"
         assert calls[name].seconds > 0
@@ -117,14 +117,14 @@ def test_waits_are_named():
 def test_a_clean_step_has_no_wait():
     doctor = Doctor(**SHORT)
     trained(Model, doctor)
-    assert [call for call in doctor.report.facts.calls if call.kind == "sync"] == []
+    assert [call for call in doctor.report.facts.seen.calls if call.kind == "sync"] == []
     assert "host-sync" not in {finding.rule for finding in doctor.report.findings}
 
 
 def lines_of(doctor, kinds):
     """The lines of this file that were named, and how."""
     source = Path(__file__).read_text().splitlines()
-    calls = [call for call in doctor.report.facts.calls if call.kind in kinds]
+    calls = [call for call in doctor.report.facts.seen.calls if call.kind in kinds]
     return [(source[call.site.line - 1].partition("#")[2].strip(), call.name) for call in calls]
 
 
@@ -136,7 +136,7 @@ def test_what_is_copied_to_the_device_is_named_at_its_line():
     expected = [line.partition("# ")[2] for line in body.splitlines() if "# " in line]
     named = lines_of(doctor, {"moved", "copied"})
     assert sorted(named) == sorted((name, name) for name in expected)
-    assert {call.count for call in doctor.report.facts.calls} == {3}
+    assert {call.count for call in doctor.report.facts.seen.calls} == {3}
     found = {finding.rule: finding.level for finding in doctor.report.findings}
     assert found["made-on-host"] == "warning"
     assert "host-sync" not in found
@@ -145,13 +145,13 @@ def test_what_is_copied_to_the_device_is_named_at_its_line():
 def test_what_waits_for_nothing_is_not_named():
     doctor = Doctor(**SHORT)
     trained(Harmless, doctor)
-    assert doctor.report.facts.calls == ()
+    assert doctor.report.facts.seen.calls == ()
 
 
 def test_a_wait_in_a_hook_of_the_backward_pass_is_named():
     doctor = Doctor(**SHORT)
     trained(Grouped, doctor)
-    (call,) = doctor.report.facts.calls
+    (call,) = doctor.report.facts.seen.calls
     assert (call.kind, call.count, Path(call.site.file).name) == ("sync", 3, Path(__file__).name)
 
 
@@ -189,7 +189,7 @@ def test_a_compiled_model_is_watched_for_waits():
         torch._dynamo.reset()
     assert "the model is compiled" in "".join(doctor.report.facts.notes)
     source = Path(__file__).read_text().splitlines()
-    lines = {source[call.site.line - 1].strip() for call in doctor.report.facts.calls if call.kind == "sync"}
+    lines = {source[call.site.line - 1].strip() for call in doctor.report.facts.seen.calls if call.kind == "sync"}
     assert "self.number = loss.item()" in lines
 
 

@@ -58,14 +58,6 @@ class Gate(nn.Module):
     def forward(self, x):
         return x if x.sum().item() > -1e9 else -x  # <- host-sync
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)
-        self.conv = nn.Conv2d(1, 4, 3)  # <- bias-before-norm
-    def forward(self, x):
-        return self.norm(self.conv(x)).relu()
-
 class Scores(nn.Module):
     def __init__(scores):
         super().__init__()
@@ -89,10 +81,7 @@ class Keep(Callback):
 class Model(Base):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(  # <- bias-before-norm
-            Gate(), Block(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4),
-        )
-        self.spare = nn.Linear(2, 2)  # <- unused-parameters
+        self.net = nn.Sequential(Gate(), nn.Flatten(), nn.Linear(36, 4))
         self.scores = Scores()
     def training_step(self, batch, batch_idx):
         logits = self.net(batch[0])
@@ -136,17 +125,8 @@ TRAINER = {"max_epochs": 2}
 Model = Base
 TRAINER = {
     "accumulate_grad_batches": 4,  # without a line: short-window
-    "detect_anomaly": True,  # <- anomaly-mode
+    "detect_anomaly": True,  # without a line: anomaly-mode
 }
-"""
-
-SICK += """
----
-class Model(Base):
-    def on_train_start(self):  # Lightning puts the mode back before it
-        torch.autograd.set_detect_anomaly(False)
-        # torch.autograd.set_detect_anomaly(True)
-        torch.autograd.set_detect_anomaly(mode=True)  # <- anomaly-mode
 """
 
 CLEAN_STEPS = [

@@ -36,7 +36,7 @@ GIVEN = {
     "precision_plugin": {"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": "O2"}},
 }
 GOT = {"checkpoint_io.__class__": AsyncCheckpointIO, "precision_plugin.opt_level": "O2", **PARTS}
-DOCTOR = {"html": "seen.html", "json": "seen.json"}
+DOCTOR = {"text": "seen.txt", "json": "seen.json"}
 
 SIZES = {"target": 64, "batch_size": 4}
 FORMAT = {"memory_format": "contiguous"}

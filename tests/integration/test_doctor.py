@@ -82,7 +82,7 @@ def test_losses_and_weights_are_the_same_bit_for_bit(name):
     doctor = Doctor(**SHORT)
     assert equal(trained(**RUNS[name]), trained(doctor, **RUNS[name]))
     facts = doctor.report.facts
-    assert (doctor.report.short, facts.timed, facts.watched) == ("", 2, 3)
+    assert (doctor.report.short, facts.timed, facts.seen.watched) == ("", 2, 3)
     sites = [finding.site for finding in doctor.report.findings if finding.rule == "host-sync"]
     lines = "".join(linecache.getline(site.file, site.line) for site in sites)
     assert name == "mode" or "self.losses.append(loss.item())" in lines
@@ -98,7 +98,7 @@ def test_tf32_may_be_set_by_the_newer_interface(set_to, told):
         trained(doctor := Doctor(**SHORT))
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
-    assert doctor.report.facts.tf32 is told
+    assert doctor.report.facts.run.tf32 is told
 
 
 # Runs that are timed and not watched
@@ -169,24 +169,6 @@ def test_cprofile_sees_all_that_it_sees_without_the_doctor():
     assert ("progress-bar-sync" in rules(doctor)) == (sys.version_info >= (3, 12))
 
 
-class Probe(Callback):
-    """Trains a layer of the module by itself, as online evaluation does."""
-
-    def on_fit_start(self, trainer, module):
-        module.probe, module.spare = nn.Linear(36, 4), nn.Linear(36, 4)
-        self.optimizer = torch.optim.SGD(module.probe.parameters(), lr=0.1)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        F.cross_entropy(module.probe(batch[0].flatten(1)), batch[1]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def test_what_a_callback_trains_is_not_unused():
-    trained(doctor := Doctor(**SHORT), Probe())
-    assert [each.name for each in doctor.report.facts.unused] == ["spare.weight", "spare.bias"]
-
-
 def test_recompilations_and_graph_breaks_are_counted():
     def compute_error(x):
         torch._dynamo.graph_break()
@@ -203,8 +185,8 @@ def test_recompilations_and_graph_breaks_are_counted():
     torch._dynamo.reset()
     assert {"recompiles", "graph-breaks"} <= rules(doctor)
     facts = doctor.report.facts
-    assert sum(facts.recompilations.values()) == 3, "one for each new size after the warmup"
-    assert all(__file__ in place for place in [*facts.recompilations, *facts.graph_breaks])
+    assert sum(facts.seen.recompilations.values()) == 3, "one for each new size after the warmup"
+    assert all(__file__ in place for place in [*facts.seen.recompilations, *facts.seen.graph_breaks])
     trained(doctor := Doctor(**SHORT))
     assert not {"recompiles", "graph-breaks"} & rules(doctor), "another run's are not this one's"
 
@@ -239,7 +221,7 @@ class Validated(Noisy):
 def test_validation_and_epochs_in_between_are_no_steps():
     doctor = Doctor(warmup=1, timed=4, watched=4)
     trained(doctor, model=Validated, max_epochs=3, limit_train_batches=5, val_check_interval=2, limit_val_batches=1)
-    assert (doctor.report.short, doctor.report.facts.watched) == ("", 4)
+    assert (doctor.report.short, doctor.report.facts.seen.watched) == ("", 4)
     assert doctor.report.facts.step < 0.2
     lines = [f.site.function for f in doctor.report.findings if f.rule == "host-sync" and f.site]
     assert set(lines) == {"training_step"}
@@ -260,7 +242,7 @@ def test_an_error_in_validation_ends_it():
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "file").write_text("")
-    doctor = Doctor(html=tmp_path / "file" / "report.html", **SHORT)
+    doctor = Doctor(text=tmp_path / "file" / "report.txt", **SHORT)
     with pytest.warns(UserWarning, match="Doctor could not write its report"):
         module = trained(doctor)
     assert len(module.losses) == 12
@@ -288,8 +270,6 @@ def test_any_terminal_gets_the_report(encoding, name, monkeypatch):
     ({"warmup": 0}, ValueError, "warmup: expected 1 steps or more, got 0"),
     ({"watched": 1}, ValueError, "watched: expected 2 steps or more, or 0, got 1"),
     ({"timed": True}, TypeError, "timed: expected a number of steps, got True"),
-    ({"fix": True}, TypeError, r"Doctor\(fix=True\): there is no such argument. It was removed"),
-    ({"patience": 3}, TypeError, r"Doctor\(patience=3\): there is no such argument\.$"),
     ({"json": 3}, TypeError, r"Doctor\(json=3\): expected the path of the file to write, or None"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(given, error, message):

@@ -30,7 +30,7 @@ def _compute_bound(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "compute":
         return
     remedies = []
-    if facts.precision.startswith("32"):
+    if facts.run.precision.startswith("32"):
         where = "" if facts.cuda else ", on a CPU with instructions for bfloat16,"
         remedies.append(f"ApexAMP('O1') or ApexAMP('O2'){where} computes in half precision.")
     if facts.convolutions:
@@ -61,7 +61,7 @@ def _loop_overhead(facts: Facts) -> Iterator[Hit]:
         return
     what = "{share} of the step is hooks, callbacks and logging"
     what += f", the longest of them {facts.longest_hook}" * bool(facts.longest_hook)
-    turbo = TURBO.get(facts.strategy)
+    turbo = TURBO.get(facts.run.strategy)
     lean = f"Trainer(strategy={turbo!r}) calls hooks directly and logs without waiting. " if turbo else ""
     rare = "Do the work of your own hooks and callbacks every so many steps only."
     yield _hit(facts, "loop", what, _level(facts, "loop"), lean + rare)

@@ -9,7 +9,6 @@ from lightning_turbo.doctor.rules.rule import Hit, rule
 
 __all__: list[str] = []
 
-HELD = 0.5  # share of the time of loading from which a thread that loads would delay the step; a choice
 LARGE = 8 * 2**20  # bytes of a batch above which its copy takes a visible time
 
 
@@ -23,7 +22,9 @@ FASTER = "PackedDataset serves data that fits one file, DALI images."
 @rule(
     "waits-for-data",
     "background-prefetch",
-    f"Load ahead: PrefetchLoader for a background thread or several. {FASTER}",
+    "Load ahead: PrefetchLoader for a background thread or several, where loading reads files or computes in NumPy or "
+    "torch; DataLoader(num_workers=1, persistent_workers=True) where it computes in Python, which holds the GIL. "
+    f"{FASTER}",
 )
 def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "data":
@@ -33,12 +34,6 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
         remedy = (
             "The wait is too short for a thread or a process. PackedDataset, or a dataset with __getitems__, loads a "
             "batch by one call; larger batches need fewer calls."
-        )
-    elif facts.gil_held > HELD:
-        what += f", and loading holds the GIL for {facts.gil_held:.0%} of its time"
-        remedy = (
-            "Load in another process: DataLoader(num_workers=1, persistent_workers=True). A thread would take turns "
-            f"with the step. {FASTER}"
         )
     elif facts.loader.prefetches:
         remedy = f"The background thread is too slow: raise threads, or num_workers. {FASTER}"
@@ -54,10 +49,10 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
 )
 def _workers(facts: Facts) -> Iterator[Hit]:
     workers, slow = facts.loader.workers, _is_slow(facts)
-    what, cost = f"num_workers={workers} on {facts.cores} cores", "part of what the step waits for data"
-    if workers > facts.cores:
+    what, cost = f"num_workers={workers} on {facts.run.cores} cores", "part of what the step waits for data"
+    if workers > facts.run.cores:
         yield Hit(what, facts.loader.site, "memory and switches for each worker", "warning" if slow else "info")
-    elif slow and facts.loader.standard and 2 * workers < facts.cores:
+    elif slow and facts.loader.standard and 2 * workers < facts.run.cores:
         yield Hit(
             what + ": batches are loaded between the steps" * (workers == 0 and not facts.loader.prefetches),
             facts.loader.site,
@@ -81,10 +76,10 @@ def _pin_memory(facts: Facts) -> Iterator[Hit]:
 )
 def _persistent_workers(facts: Facts) -> Iterator[Hit]:
     loader = facts.loader
-    if loader.workers and facts.epochs != 1 and not loader.persistent_workers:
+    if loader.workers and facts.run.epochs != 1 and not loader.persistent_workers:
         what = f"persistent_workers=False: each epoch starts {loader.workers} new workers"
         cost = "the start of the processes and the import of the program, once an epoch"
-        yield Hit(what, loader.site, cost, "warning" if facts.batches < 50 else "info")
+        yield Hit(what, loader.site, cost, "warning" if facts.run.batches < 50 else "info")
 
 
 @rule(
@@ -94,7 +89,7 @@ def _persistent_workers(facts: Facts) -> Iterator[Hit]:
     "DistributedSampler, or set a DistributedSampler yourself.",
 )
 def _lost_sampler(facts: Facts) -> Iterator[Hit]:
-    loader, ranks = facts.loader, facts.world_size
+    loader, ranks = facts.loader, facts.run.world_size
     if ranks > 1 and loader.sharded is False and not loader.iterable_dataset:
         what = f"{loader.type} with sampler {loader.sampler} does not split the data over {ranks} ranks"
         yield Hit(what, loader.site, f"{ranks - 1} of {ranks} ranks do no new work", "error")
@@ -108,27 +103,14 @@ def _wide_batch(facts: Facts) -> Iterator[Hit]:
 
 
 @rule(
-    "worker-draws",
-    "sample-seeds",
-    "PrefetchLoader(sample_seeds=SEED), PrefetchDataModule(sample_seeds=SEED), or seed_samples for any DataLoader.",
-)
-def _worker_draws(facts: Facts) -> Iterator[Hit]:
-    loader = facts.loader
-    if loader.draws:
-        what = (
-            f"the dataset draws random numbers ({', '.join(loader.draws)}) in worker processes: the same script with "
-            "another num_workers is another run"
-        )
-        yield Hit(what, loader.site, "no time; results that depend on num_workers", "info")
-
-
-@rule(
     "repeated-draws",
     "sample-seeds",
-    "Draw from the generators of torch, NumPy or Python, which differ between workers, or seed this one in "
-    "worker_init_fn. sample_seeds= seeds it too.",
+    "PrefetchLoader(sample_seeds=SEED) or seed_samples; or draw from the generators of torch, NumPy or Python, which "
+    "differ between workers; or seed this one in worker_init_fn.",
 )
 def _repeated_draws(facts: Facts) -> Iterator[Hit]:
-    for name in facts.loader.repeated:
-        what = f"each worker draws the same numbers from its copy of {name}"
+    for name in facts.loader.copied_generators:
+        what = (
+            f"each of {facts.loader.workers} workers has a copy of {name} in the same state, and draws the same numbers"
+        )
         yield Hit(what, facts.loader.site, "no time; augmentation that repeats itself", "info")

@@ -18,35 +18,15 @@ LIGHTNING = "what-lightning-does-already"
     "Keep loss.detach(), which has no graph, or let self.log(..., on_epoch=True) average it.",
 )
 def _retained_graph(facts: Facts) -> Iterator[Hit]:
-    for kept in facts.retained:
+    for kept in facts.seen.retained:
         what = f"{kept.name} keeps tensors with their graph after the step{', more with every step' * kept.growing}"
         cost = "the memory of a graph for each step" if kept.growing else "the memory of one graph"
         yield Hit(what, kept.site, cost, "warning" if kept.growing else "info", kept.name, str(kept.growing))
 
 
-@rule(
-    "bias-before-norm",
-    "no-bias-before-norm",
-    "Build the layers with bias=False, or call lightning_turbo.drop_bias_before_norm.",
-)
-def _bias_before_norm(facts: Facts) -> Iterator[Hit]:
-    cost = "one addition, one sum in backward and one optimizer entry a layer for nothing (estimated)"
-    for layer in facts.biases:
-        what = f"{layer.name} has a bias, which the batch norm behind it cancels"
-        yield Hit(what, layer.site, cost, "info", layer.name, cause="bias")
-
-
-@rule("unused-parameters", LIGHTNING, "Use it, remove it, or freeze it with requires_grad_(False).")
-def _unused_parameters(facts: Facts) -> Iterator[Hit]:
-    cost = "under DDP a search through the graph each step; else its memory"
-    level = "warning" if facts.world_size > 1 else "info"
-    for each in facts.unused:
-        yield Hit(f"{each.name} never got a gradient", each.site, cost, level, each.name, cause="unused")
-
-
 @rule("graph-breaks", LIGHTNING, "Move what breaks the graph out of the compiled function.")
 def _graph_breaks(facts: Facts) -> Iterator[Hit]:
-    for reason, count in facts.graph_breaks.items():
+    for reason, count in facts.seen.graph_breaks.items():
         what = f"torch.compile broke the graph, {count} times: {reason}"
         yield Hit(what, None, "a return to Python at each break", "info")
 
@@ -57,8 +37,8 @@ def _graph_breaks(facts: Facts) -> Iterator[Hit]:
     "Pad inputs to a few shapes (drop_last=True for the last batch), or use torch.compile(dynamic=True).",
 )
 def _recompiles(facts: Facts) -> Iterator[Hit]:
-    if facts.recompilations:
-        count, (why, *_) = sum(facts.recompilations.values()), facts.recompilations
+    if facts.seen.recompilations:
+        count, (why, *_) = sum(facts.seen.recompilations.values()), facts.seen.recompilations
         what = f"torch.compile compiled {count} times again after the warmup, such as {why}"
         yield Hit(what, None, "seconds for each (estimated)")
 
@@ -71,6 +51,6 @@ def _recompiles(facts: Facts) -> Iterator[Hit]:
 )
 def _anomaly_mode(facts: Facts) -> Iterator[Hit]:
     cost = "each operation records a stack trace and each gradient is checked for NaN, with a host sync"
-    if facts.anomaly:
-        yield Hit("autograd's anomaly detection is on", facts.anomaly_site, cost)
+    if facts.seen.anomaly:
+        yield Hit("autograd's anomaly detection is on", None, cost)
     yield from hits_of_calls(facts, "anomaly", "{name} is entered in the step", cost, "warning")

@@ -1,11 +1,11 @@
-"""Rules on optimizers, accumulation and learning-rate schedules."""
+"""Rules on number formats, the loss scale, optimizers, accumulation and schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from lightning_turbo.doctor.facts import Facts
-from lightning_turbo.doctor.rules.rule import Hit, rule
+from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
@@ -26,10 +26,10 @@ def _loop_optimizer(facts: Facts) -> Iterator[Hit]:
 
 @rule("short-window", "exact-accumulation", "Use ExactAccumulation, or drop the last batches.")
 def _short_window(facts: Facts) -> Iterator[Hit]:
-    rest = facts.batches % facts.accumulate
-    if rest > 0 and not facts.exact_windows:  # of infinitely many batches nothing is left, but NaN
-        what = f"the last {rest} of {facts.batches} batches are divided by {facts.accumulate}"
-        cost = f"the epoch's last step is {rest}/{facts.accumulate} of what it should be"
+    rest = facts.run.batches % facts.run.accumulate
+    if rest > 0 and not facts.run.exact_windows:  # of infinitely many batches nothing is left, but NaN
+        what = f"the last {rest} of {facts.run.batches} batches are divided by {facts.run.accumulate}"
+        cost = f"the epoch's last step is {rest}/{facts.run.accumulate} of what it should be"
         yield Hit(what, None, cost)
 
 
@@ -39,7 +39,34 @@ def _short_window(facts: Facts) -> Iterator[Hit]:
     "Return {'scheduler': ..., 'interval': 'step'} from configure_optimizers; cyclic_lr does it for CyclicLR.",
 )
 def _stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
-    for each in facts.schedulers * facts.automatic:
-        if each.interval == "epoch" and each.length > facts.epochs:
-            what = f"{each.name} is stepped once an epoch: {each.length} steps to {each.aim}, in {facts.epochs} epochs"
+    for each in facts.schedulers * facts.run.automatic:
+        if each.interval == "epoch" and each.length > facts.run.epochs:
+            what = (
+                f"{each.name} is stepped once an epoch: {each.length} steps to {each.aim}, in {facts.run.epochs} epochs"
+            )
             yield Hit(what, each.site, "the schedule is not the one you wrote")
+
+
+@rule(
+    "float32",
+    "apex-amp",
+    "Use ApexAMP or Trainer(precision='bf16-mixed' or '16-mixed'), or at least "
+    "torch.set_float32_matmul_precision('high').",
+)
+def _float32(facts: Facts) -> Iterator[Hit]:
+    major, minor = facts.run.capability
+    fast = facts.run.tf32 and major >= 8
+    if major >= 7 and facts.run.precision.startswith("32") and not fast:
+        what = f"float32 (precision={facts.run.precision!r}) on a GPU with tensor cores (capability {major}.{minor})"
+        cost = "1.5 to 3 times the time for models made of large matrix products (estimated)"
+        yield Hit(what, None, cost)
+
+
+@rule(
+    "clip-before-unscale",
+    "apex-amp",
+    "Call scaler.unscale_(optimizer) before clipping, or leave clipping to Trainer(gradient_clip_val=...).",
+)
+def _clip_before_unscale(facts: Facts) -> Iterator[Hit]:
+    what = "{name} clips gradients that still carry the loss scale"
+    return hits_of_calls(facts, "clip", what, "wrong results", "error")

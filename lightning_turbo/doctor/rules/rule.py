@@ -124,8 +124,8 @@ def hits_of_calls(
         level: The level, whatever the rate.
         remedies: What to do, by the library that does it.
     """
-    steps = max(facts.watched, 1)
-    for call in (each for each in facts.calls if each.kind == kind):
+    steps = max(facts.seen.watched, 1)
+    for call in (each for each in facts.seen.calls if each.kind == kind):
         yield Hit(
             what.format(name=call.name, rate=_rate(call, steps), within=f" within {call.within}" * bool(call.within)),
             call.site,

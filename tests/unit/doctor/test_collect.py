@@ -1,14 +1,17 @@
 """What is read off the Trainer: whether ranks share the data, and how long the run is."""
 
 import math
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo import DALILoader, PrefetchLoader
+from lightning_turbo.data.sample_seeds import seed_samples
 from lightning_turbo.doctor import collect
 from lightning_turbo.doctor.source import Sources, kind_of
 
@@ -98,3 +101,27 @@ def test_the_end_of_a_run_in_epochs(max_epochs, max_steps, batches, epochs):
         max_epochs=max_epochs, max_steps=max_steps, accumulate_grad_batches=2, num_training_batches=batches
     )
     assert collect.count_epochs(trainer) == epochs
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return 8
+
+
+NOISE = Data(transform=SimpleNamespace(R=np.random.RandomState(0)))
+OWN = Data(rng=np.random.default_rng(0), g=torch.Generator(), p=random.Random(0), name="x")
+
+
+@pytest.mark.parametrize(("dataset", "settings", "copied"), [
+    (OWN, {}, ("dataset.rng", "dataset.g", "dataset.p")),
+    (Subset(NOISE, [3, 4]), {}, ("dataset.transform.R",)),
+    (OWN, {"num_workers": 1}, ()),
+    (OWN, {"worker_init_fn": print}, ()),
+    (DATA, {}, ()),
+])  # fmt: skip
+def test_generators_that_workers_copy_are_told(dataset, settings, copied):
+    assert facts(DataLoader(dataset, **{"num_workers": 2, **settings})).copied_generators == copied
+    assert facts(seed_samples(DataLoader(OWN, num_workers=2), 1)).copied_generators == ()

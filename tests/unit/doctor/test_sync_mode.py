@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.sync_mode import PROTOTYPE, WAIT, report_waits
-from lightning_turbo.doctor.watch import Watch
+from lightning_turbo.doctor.watch import PROTOTYPE, WAIT, Watch, report_waits
 
 
 @pytest.fixture
