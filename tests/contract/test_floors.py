@@ -27,6 +27,10 @@ FLOORS = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 21_000  # a ceiling with room, so that nobody squeezes a line
 WORST_COMPLEXITY = 12  # of each function and method
+MOST_ATTRIBUTES = 12  # of each class, kept between calls
+# Where attributes are put in under a name that no editor finds: of unpickling, and of a class whose other attributes are
+# those of the dataset inside.
+PUT_IN_BY_UPDATE = {("data/packed.py", "PackedDataset"), ("data/sample_seeds.py", "SeededDataset")}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -121,3 +125,37 @@ def test_neither_packages_nor_modules_import_one_another_in_circles():
             assert "lightning_turbo" not in others, f"{name} imports the root, which is on the third floor"
     for graph in (modules, packages):
         TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def classes():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield path.relative_to(ROOT).as_posix(), node
+
+
+def attributes(cls):
+    """The names that a class gives to attributes of ``self``, in whatever method."""
+    return {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+def test_a_class_keeps_few_attributes_which_are_assigned_by_name():
+    many = {(path, cls.name): len(attributes(cls)) for path, cls in classes() if len(attributes(cls)) > MOST_ATTRIBUTES}
+    assert not many
+    updates = ("vars(self).update", "self.__dict__.update")
+    hidden = {
+        (path, cls.name)
+        for path, cls in classes()
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in updates
+    }
+    assert hidden == PUT_IN_BY_UPDATE
+
+
+def test_what_counts_attributes_finds_them():
+    source = "class A:\n def f(self):\n  self.a, (self.b, x.c) = 1, (2, 3)\n  self.d: int = self.e\n  self.g += 1"
+    assert attributes(ast.parse(source)) == {"a", "b", "d", "g"}

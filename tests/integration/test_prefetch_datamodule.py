@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import pickle
 import sqlite3
 import threading
@@ -460,10 +461,50 @@ class Shares(Numbers):
         return super().__getitem__(index)
 
 
-def test_loaders_of_one_datamodule_load_in_turns_whatever_they_share():
+@pytest.mark.parametrize("settings", [{}, {"overfit_batches": 8}], ids=["as given", "made again by Lightning"])
+def test_loaders_of_one_datamodule_load_in_turns_whatever_they_share(settings):
     datamodule = gives(DataLoader(Shares(32), batch_size=2))
     datamodule.val_dataloader = lambda: DataLoader(Shares(32), batch_size=2)
-    fit(datamodule, val_check_interval=4, max_epochs=1)
+    fit(datamodule, val_check_interval=4, max_epochs=1, **settings)
+
+
+class Forever:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        while True:
+            yield from self.batches
+
+
+class Endless(DataLoader):
+    """Keeps one endless iterator for all epochs, whose worker processes end with the loader."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
+        self.endless = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.batches)
+
+    def __iter__(self):
+        return itertools.islice(self.endless, len(self))
+
+    def __del__(self):
+        if hasattr(self.endless, "_shutdown_workers"):
+            self.endless._shutdown_workers()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_one_endless_iterator(workers):
+    def run(base):
+        loader, module = Endless(Numbers(), 4, num_workers=workers), Noting()
+        quiet_trainer(max_epochs=3).fit(module, gives(loader, base))
+        loader.__del__()
+        return module.seen
+
+    assert run(PrefetchDataModule) == run(LightningDataModule)
 
 
 def test_a_loader_with_prefetching_of_its_own_is_used_as_it_is():

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader
 from lightning_turbo.data.loader import prefetching
-from tests.integration.noting import EACH_STRATEGY, Save, gives
+from tests.integration.noting import EACH_STRATEGY, Save, fit, gives
 from tests.trainers import quiet_trainer
 from tests.unit.data.samples import Stream
 from tests.versions import BEGINS_ONCE, unpickling
@@ -333,3 +333,24 @@ def test_a_step_that_takes_its_batches_itself_goes_on_after_them(tmp_path):
         saves = [] if ckpt else [Save(path, 3, "on_train_batch_end")]
         seen.append(run(lambda: loader(16, 1), PrefetchDataModule, ckpt, *saves, model=Takes, max_epochs=1))
     assert seen[1] == seen[0][6:]
+
+
+class Augmented(IterableDataset):
+    """A stream that draws from the generator of the process, from which the model draws too."""
+
+    def __iter__(self):
+        return ((torch.randn(4) + number, number) for number in range(12))
+
+
+class AugmentedOfALength(Augmented):
+    def __len__(self):
+        return 12
+
+
+@pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning")
+@pytest.mark.parametrize("batches", [1, 3, 6, 8])
+@pytest.mark.parametrize("stream", [Augmented, AugmentedOfALength])
+def test_a_stream_that_draws_goes_on_with_the_same_samples_and_numbers(stream, batches, tmp_path):
+    whole = fit(gives(DataLoader(stream(), 2)), Save(tmp_path / "a.ckpt", batches))
+    rest = fit(gives(DataLoader(stream(), 2)), seed=1, ckpt_path=tmp_path / "a.ckpt")
+    assert (rest.seen, rest.losses) == (whole.seen[batches:], whole.losses[batches:])
