@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 import warnings
@@ -52,6 +53,15 @@ class _Run:
         self.limit: Callable[[], float] | None = None
         self.owned: Any = None  # the loader that this one was made of, whose owner may have kept it
         self.seen: dict[str, Any] = {}  # its attributes, as they were taken over
+
+
+class _Kind(enum.Enum):
+    """What a loader is, for good, and with it how an epoch goes on."""
+
+    OWN_STATE = enum.auto()  # a class behind keeps a state, which is given as it is
+    STREAM = enum.auto()  # there is no order of indices: batches that were used are run through
+    RUN_THROUGH = enum.auto()  # the order is recorded, but an __iter__ of its own makes the batches of it
+    INDICES = enum.auto()  # batches follow from the indices one to one: those that were used are skipped
 
 
 class PrefetchLoader(DataLoader[T]):
@@ -129,13 +139,15 @@ class PrefetchLoader(DataLoader[T]):
         self.sample_seeds: int | None = None
         self._profile = LoadProfile()
         self._run = _Run()
-        # The kind of loader, for good. One that keeps a state itself gives that. Over a dataset with indices the order
-        # is recorded. Where batches follow from the indices one to one, those that were used are skipped among the
-        # indices; else they are run through.
+        self._kind = self._find_kind()
+
+    def _find_kind(self) -> _Kind:
         behind: Any = super()
-        self._keeps_state = hasattr(behind, "state_dict")
-        self._has_order = not (self._keeps_state or isinstance(self.dataset, IterableDataset))
-        self._skips_indices = self._has_order and behind.__iter__.__func__ is DataLoader.__iter__
+        if hasattr(behind, "state_dict"):
+            return _Kind.OWN_STATE
+        if isinstance(self.dataset, IterableDataset):
+            return _Kind.STREAM
+        return _Kind.INDICES if behind.__iter__.__func__ is DataLoader.__iter__ else _Kind.RUN_THROUGH
 
     @classmethod
     def of(
@@ -196,7 +208,7 @@ class PrefetchLoader(DataLoader[T]):
     def _index_sampler(self) -> Any:
         """The sampler whose indices are loaded, wrapped so that it can continue where a state was taken."""
         sampler = super()._index_sampler
-        if "_has_order" not in self.__dict__ or not self._has_order:
+        if self.__dict__.get("_kind") in (None, _Kind.OWN_STATE, _Kind.STREAM):  # None within DataLoader.__init__
             return sampler
         run = self._run
         if run.order is None or run.order.sampler is not sampler:
@@ -208,7 +220,7 @@ class PrefetchLoader(DataLoader[T]):
         self._take_over()
         run = self._run
         run.loaded = self._state_to_load()
-        epoch = self._begin_own() if self._keeps_state else self._begin_counted(run.loaded or START)
+        epoch = self._begin_own() if self._kind is _Kind.OWN_STATE else self._begin_counted(run.loaded or START)
         run.live, run.thread, run.position = weakref.ref(epoch), epoch.thread, epoch.position
         return epoch
 
@@ -230,9 +242,10 @@ class PrefetchLoader(DataLoader[T]):
         position = Position(done, state.get("next_rng") if began else None, self._generators_of_dataset())
         # torch draws a seed for its processes here, which an epoch that is continued has drawn already.
         with same_random_numbers() if began else contextlib.nullcontext():
-            source = self._begin_order(state, position) if self._has_order else self._begin_stream(began, position)
+            is_stream = self._kind is _Kind.STREAM
+            source = self._begin_stream(began, position) if is_stream else self._begin_order(state, position)
             with contextlib.nullcontext() if self.num_workers else TURNS:
-                for _ in range(0 if self._skips_indices else done):
+                for _ in range(0 if self._kind is _Kind.INDICES else done):
                     next(source, None)
         if self._profile.uses_rng is not False:
             position.go_on(state.get("held", ()))
@@ -245,7 +258,7 @@ class PrefetchLoader(DataLoader[T]):
 
     def _begin_order(self, state: dict[str, Any], position: Position) -> Any:
         order: Any = self._index_sampler
-        order.begin(state, position.consumed if self._skips_indices else 0, position)
+        order.begin(state, position.consumed if self._kind is _Kind.INDICES else 0, position)
         return self._make_source()
 
     def _begin_stream(self, began: dict[str, Any] | None, position: Position) -> Any:
@@ -321,7 +334,7 @@ class PrefetchLoader(DataLoader[T]):
             return "the generators that are seeded for each sample belong to the process, and all of its threads"
         if isinstance(self.dataset, IterableDataset):
             return f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
-        if not self._skips_indices:
+        if self._kind is not _Kind.INDICES:
             return f"{type(self).__name__} does not load by torch's own iterator"
         if not self._auto_collation:
             return "batch_size=None makes no batches, whose samples could be shared out among threads"
@@ -350,12 +363,12 @@ class PrefetchLoader(DataLoader[T]):
         run, position, loaded = self._run, self._run.position, self._state_to_load()
         if loaded is not None:
             return dict(loaded)
-        if self._keeps_state:
+        if self._kind is _Kind.OWN_STATE:
             return cast(Any, super()).state_dict() if position is None else position.state
         if position is None:
             return dict(START)
         with same_random_numbers():  # from which a sampler may draw to tell its length
-            length = run.order.length if run.order is not None and self._skips_indices else None
+            length = run.order.length if run.order is not None and self._kind is _Kind.INDICES else None
             state = describe(position, length_of(self) if length is None else length)
         self._warn_of_generators(state["whole"])
         state["held"] = [generator_state(each) for each in position.held]
@@ -395,7 +408,7 @@ class PrefetchLoader(DataLoader[T]):
                 processes return batches as they are ready (``in_order=False``).
         """
         counts = {"consumed", "order"} <= state_dict.keys()
-        if counts == self._keeps_state:
+        if counts == (self._kind is _Kind.OWN_STATE):
             raise ValueError(wrong_kind(self, state_dict))
         if counts:
             warn_of_gaps(self, state_dict)

@@ -28,8 +28,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 21_000  # a ceiling with room, so that nobody squeezes a line
 WORST_COMPLEXITY = 12  # of each function and method
 MOST_ATTRIBUTES = 12  # of each class, kept between calls
-# Where attributes are put in under a name that no editor finds: of unpickling, and of a class whose other attributes are
-# those of the dataset inside.
+# Where attributes are put in that no editor finds: as a file is unpickled, and where all other attributes are those of
+# the dataset inside.
 PUT_IN_BY_UPDATE = {("data/packed.py", "PackedDataset"), ("data/sample_seeds.py", "SeededDataset")}
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -339,7 +339,7 @@ class Augmented(IterableDataset):
     """A stream that draws from the generator of the process, from which the model draws too."""
 
     def __iter__(self):
-        return ((torch.randn(4) + number, number) for number in range(12))
+        return ((torch.randn(4), number) for number in range(12))
 
 
 class AugmentedOfALength(Augmented):
@@ -347,7 +347,9 @@ class AugmentedOfALength(Augmented):
         return 12
 
 
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("batches", [1, 3, 6, 8])
 @pytest.mark.parametrize("stream", [Augmented, AugmentedOfALength])
 def test_a_stream_that_draws_goes_on_with_the_same_samples_and_numbers(stream, batches, tmp_path):
