@@ -1,8 +1,8 @@
 """The only module that imports Lightning: it chooses between ``lightning.pytorch`` and ``pytorch_lightning``.
 
 They are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
-Lightning's classes from this one, so that they come from the copy that the program uses. Only this module,
-``strategies.lean_loop`` and ``strategies.signals`` use private parts of Lightning or depend on its version.
+Lightning's classes from this one, so that they come from the copy that the program uses. Only this module, ``_trainer``,
+``strategies.lean_loop``, ``strategies.signals`` and ``callbacks.exact_resume`` use private parts of Lightning.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_turbo._checks import inherits
-from lightning_turbo.errors import LightningMismatchError, TurboWarning
+from lightning_turbo.errors import LightningMismatchError
 
 # ruff: noqa: F401
 # The list of Lightning's names, for type checkers.
@@ -53,23 +50,10 @@ if TYPE_CHECKING:
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
-    "batch_limit",
     "bind_lightning",
     "bound_name",
-    "callbacks_named",
     "check_binding",
-    "check_lean",
-    "combined_loader",
-    "hooks_before_transfer",
-    "is_fitting",
-    "is_followed",
-    "loaded_checkpoint",
-    "owner_of_training_data",
-    "refuse_as_callback",
     "register_strategies",
-    "replace_strategy",
-    "takes_batch_index",
-    "warn_of_open_window",
     "when_lightning_is_imported",
 ]
 
@@ -245,121 +229,6 @@ def when_lightning_is_imported(callback: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(callback))
 
 
-def batch_limit(trainer: Any, loader: Any) -> float:
-    """Return how many batches a Trainer takes from one of its loaders in an epoch at most.
-
-    Infinity where it does not say: before its loop has counted its loaders, and while it does not run.
-    """
-    if trainer.state.status.value != "running":
-        return math.inf
-    loops = (
-        [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
-        if is_fitting(trainer)
-        else [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    )
-    for combined in (loop._combined_loader for loop in loops):
-        if combined is not None and combined.limits is not None:
-            for each, limit in zip(combined.flattened, combined.limits, strict=True):
-                if each is loader:
-                    return limit
-    return math.inf
-
-
-def combined_loader(trainer: Any) -> Any:
-    """Return the CombinedLoader of a Trainer's training loaders."""
-    return trainer.fit_loop._combined_loader
-
-
-def owner_of_training_data(trainer: Any) -> Any:
-    """Return what has ``train_dataloader``: the module or the datamodule, or the loader that ``fit`` got."""
-    return trainer.fit_loop._data_source.instance
-
-
-def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Return the checkpoint that a Trainer is about to restore, empty if there is none.
-
-    Lightning gives a plugin only the state under its own class's name; others' states are read here.
-    """
-    return trainer._checkpoint_connector._loaded_checkpoint
-
-
-def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Warn if a checkpoint was saved in the middle of an accumulation window, whose gradients no checkpoint holds.
-
-    Args:
-        trainer: The Trainer that continues from it.
-        checkpoint: What it loaded.
-    """
-    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    done = loop.get("current", {}).get("processed", 0) % trainer.accumulate_grad_batches
-    if done and not loop.get("is_last_batch"):
-        __getattr__("rank_zero_warn")(
-            f"The checkpoint was saved after {done} of {trainer.accumulate_grad_batches} batches of an accumulation "
-            "window, and holds no gradients of them: the window begins again with the batches that are left. Save at "
-            "the end of a window, as every_n_train_steps of ModelCheckpoint does.",
-            category=TurboWarning,
-        )
-
-
-def hooks_before_transfer(module: Any, datamodule: Any) -> list[str]:
-    """Return the hooks, overridden in a module or a datamodule, that see a batch before its copy to the device."""
-    owners = [(module, __getattr__("LightningModule")), (datamodule, __getattr__("LightningDataModule"))]
-    return [
-        f"{type(owner).__name__}.{name}"
-        for owner, base in owners
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device")
-        if owner is not None and not inherits(owner, base, (name,))
-    ]
-
-
-def is_fitting(trainer: Any) -> bool:
-    """Whether a Trainer is in ``fit``, not in validate, test or predict."""
-    return trainer.state.fn is not None and trainer.state.fn.value == "fit"
-
-
-def is_followed() -> bool:
-    """Whether Lightning is one whose training loop the lean step follows line by line: 2.6."""
-    return importlib.import_module(bound_name()).__version__.startswith("2.6.")
-
-
-def check_lean(option: str) -> None:
-    """Refuse an option that needs the training loop of Lightning 2.6.
-
-    Args:
-        option: As the user wrote it, for the message.
-
-    Raises:
-        LightningMismatchError: If Lightning is not 2.6.
-    """
-    if not is_followed():
-        version = importlib.import_module(bound_name()).__version__
-        raise LightningMismatchError(
-            f"{option}: expected Lightning 2.6, whose training loop it follows line by line, got {version}. Leave the "
-            "option out."
-        )
-
-
-def callbacks_named(*names: str) -> tuple[type, ...]:
-    """Return Lightning's callbacks of these names, as far as this version has them."""
-    callbacks = importlib.import_module(f"{bound_name()}.callbacks")
-    return tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
-
-
-def refuse_as_callback(instead: str) -> property:
-    """Return a property ``state_key``, which a Trainer asks of each callback, that says where an object belongs."""
-
-    def state_key(self: Any) -> str:
-        raise TypeError(f"callbacks: expected callbacks, got {type(self).__name__}. Pass it as Trainer({instead}).")
-
-    return property(state_key)
-
-
-def takes_batch_index(training_step: Any) -> bool:
-    """Whether Lightning passes the index of the batch to this ``training_step``."""
-    signatures = importlib.import_module(f"{bound_name()}.utilities.signature_utils")
-    return signatures.is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
-
-
 def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
     """Register names for ``Trainer(strategy=...)``; a second call changes nothing.
 
@@ -369,8 +238,3 @@ def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
     registry = __getattr__("StrategyRegistry")
     for name, make in strategies.items():
         registry.register(name, make, description="lightning_turbo", override=True)
-
-
-def replace_strategy(trainer: Any, strategy: Any) -> None:
-    """Give a Trainer in construction another strategy, as ``Trainer(strategy=...)`` would have."""
-    trainer._accelerator_connector.strategy = strategy

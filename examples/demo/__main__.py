@@ -28,8 +28,7 @@ from lightning_turbo.measure import Bar, draw_bars
 FLOOR = 0.95  # validation accuracy that every level has to reach on digits
 VOLUME_EPOCHS = 6
 TRIED = "prefetch,workers-1,workers-2,lean,O1,O2"  # what two minutes are enough for; tune itself knows more
-COLOURS = {"digits": "#1f8fdb", "volumes": "#00a37a"}
-COLOURS |= {"O0": "#8b949e", "O1": "#1f8fdb", "O2": "#00a37a", "O3": "#e0702a"}
+COLOURS = {"O0": "#8b949e", "O1": "#1f8fdb", "O2": "#00a37a", "O3": "#e0702a"}
 
 
 class Record(Callback):
@@ -70,7 +69,6 @@ def train(data: DemoData, epochs: int, device: str, settings: dict[str, Any]) ->
     seconds = statistics.median(record.seconds[1:] or record.seconds)  # the first epoch is a warm-up
     return {
         "accuracy": record.accuracies[-1],
-        "seconds": record.seconds[1:] or record.seconds,
         "seconds_per_epoch": seconds,
         "samples_per_second": len(data.train) / seconds,
         "losses": [loss.item() for loss in record.losses],
@@ -118,19 +116,17 @@ def save(results: dict[str, Any], out: Path) -> None:
     (out / "results.json").write_text(json.dumps(results, indent=1))
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the seconds of an epoch and the losses of the levels."""
-    both = {"digits": results["levels"], "volumes": (results["volumes"] or {"rows": {}})["rows"]}
+def draw(levels: dict[str, Any], path: Path) -> None:
+    """Draw the accuracies and the losses of the levels; speed, which differs from run to run, is printed alone."""
     bars = [
-        Bar(name=f"{kind}, {name}", value=seconds, low=min(row["seconds"]), high=max(row["seconds"]), kind=kind,
-            text=f"{seconds:.2f} s, accuracy {row['accuracy']:.1%}")
-        for kind, rows in both.items() for name, row in rows.items() if (seconds := row["seconds_per_epoch"])
-    ]  # fmt: skip
-    losses = {level: torch.tensor(row["losses"]) for level, row in both["digits"].items()}
+        Bar(name=level, value=accuracy, low=accuracy, high=accuracy, kind=level, text=f"{accuracy:.1%}")
+        for level, row in levels.items()
+        if (accuracy := row["accuracy"])
+    ]
+    losses = {level: torch.tensor(row["losses"]) for level, row in levels.items()}
     curves = {level: values.unfold(0, min(15, len(values)), 1).mean(1) for level, values in losses.items()}
-    title = results["volumes"]["headline"] if results["volumes"] else "Levels on digits"
-    label = "seconds for an epoch; below, the training loss on digits, mean of 15 steps"
-    draw_bars(bars, path, title=title, label=label, colours=COLOURS, curves=curves)
+    label = "validation accuracy on digits; below, the training loss, mean of 15 steps"
+    draw_bars(bars, path, title="One network at each level", label=label, colours=COLOURS, curves=curves)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     train_levels(options, results)
     if options.minutes:
         train_volumes(options, results)
-    draw(results, options.out / "demo.png")
+    draw(results["levels"], options.out / "demo.png")
     print(f"wrote {options.out / 'results.json'} and {options.out / 'demo.png'}")
     low = {level: row["accuracy"] for level, row in results["levels"].items() if row["accuracy"] < FLOOR}
     for level, accuracy in low.items():

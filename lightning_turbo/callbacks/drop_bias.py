@@ -6,7 +6,8 @@ from itertools import takewhile
 from typing import Any
 
 from lightning_turbo._checks import expect
-from lightning_turbo._lightning import Callback, LightningModule, callbacks_named, check_binding, rank_zero_info
+from lightning_turbo._lightning import Callback, LightningModule, check_binding, rank_zero_info
+from lightning_turbo._trainer import callbacks_named
 from lightning_turbo.nn.bias import BiasReport, drop_bias_before_norm
 
 __all__ = ["DropBiasBeforeNorm"]

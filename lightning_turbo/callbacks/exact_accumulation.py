@@ -19,8 +19,8 @@ from lightning_turbo._lightning import (
     Trainer,
     check_binding,
     rank_zero_warn,
-    warn_of_open_window,
 )
+from lightning_turbo._trainer import warn_of_open_window
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.optim.accumulation import AccumulationWindow, checked_weight, scale_gradients
 
@@ -68,7 +68,7 @@ class ExactAccumulation(Callback):
         self.weight = weight
         self._window = AccumulationWindow()
         self._batch_weight: float | Tensor | None = None
-        self._unit: float | None = None
+        self._reference_weight: float | None = None
         self._checked = False
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -95,7 +95,7 @@ class ExactAccumulation(Callback):
                 "once. Remove the callback or take another optimizer."
             )
         self._checked = False
-        self._window = AccumulationWindow(self._unit or 1.0)
+        self._window = AccumulationWindow(self._reference_weight or 1.0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a new window where Lightning does, and weigh the batch."""
@@ -106,9 +106,9 @@ class ExactAccumulation(Callback):
             self._window.reset()
         if self.weight is not None:
             self._batch_weight = checked_weight(self.weight(batch))
-            if self._unit is None:
-                self._unit = trainer.strategy.broadcast(_unit(self._batch_weight))
-                self._window.unit = self._unit
+            if self._reference_weight is None:
+                self._reference_weight = trainer.strategy.broadcast(_usual_weight(self._batch_weight))
+                self._window.reference_weight = self._reference_weight
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the batch into the window."""
@@ -128,7 +128,7 @@ class ExactAccumulation(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size of an ordinary weight."""
-        return {"unit": self._unit}
+        return {"reference_weight": self._reference_weight}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the size of an ordinary weight.
@@ -136,7 +136,7 @@ class ExactAccumulation(Callback):
         Args:
             state_dict: What ``state_dict`` returned.
         """
-        self._unit = state_dict["unit"]
+        self._reference_weight = state_dict["reference_weight"]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say so if the checkpoint was saved in mid-window."""
@@ -167,7 +167,7 @@ def _sum_over_ranks(strategy: Any, total: float | Tensor) -> Tensor:
     return strategy.reduce(total.to(device, wide), reduce_op="sum")
 
 
-def _unit(weight: float | Tensor) -> float:
+def _usual_weight(weight: float | Tensor) -> float:
     """Return the size of an ordinary weight, from the first one."""
     value = float(weight)
     return value if math.isfinite(value) and value > 0 else 1.0

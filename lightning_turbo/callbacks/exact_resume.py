@@ -14,11 +14,11 @@ from lightning_turbo._lightning import (
     LightningModule,
     Trainer,
     check_binding,
-    is_fitting,
     rank_zero_info,
     set_sampler_epoch,
 )
 from lightning_turbo._random import set_shared_state, shared_state
+from lightning_turbo._trainer import is_fitting
 from lightning_turbo.data.resume import correct_states
 
 __all__ = ["ExactResume", "attach_exact_resume"]

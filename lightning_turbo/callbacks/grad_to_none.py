@@ -13,11 +13,11 @@ from lightning_turbo._lightning import (
     LightningModule,
     MisconfigurationException,
     Trainer,
-    callbacks_named,
     check_binding,
     is_overridden,
     rank_zero_warn,
 )
+from lightning_turbo._trainer import callbacks_named
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["GradToNone", "no_effect_reason", "zero_grad_after_steps"]

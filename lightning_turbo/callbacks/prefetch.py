@@ -14,12 +14,11 @@ from lightning_turbo._checks import check_count, check_functions, check_switches
 from lightning_turbo._lightning import (
     Callback,
     MisconfigurationException,
-    batch_limit,
     check_binding,
-    hooks_before_transfer,
     rank_zero_warn,
 )
 from lightning_turbo._replaced import ReplacedMethod
+from lightning_turbo._trainer import batch_limit, hooks_before_transfer
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DeviceTransfer

@@ -64,14 +64,15 @@ class AccumulationWindow:
     """Count what goes into one window of gradient accumulation, and tell how to correct its gradients.
 
     Each loss is divided by ``N`` before backward, as loops do. A window of ``n`` batches then has to be multiplied by
-    ``N / n``; with weights ``w``, each loss is multiplied by ``w / unit`` on its way back, and the window by
-    ``N * unit / sum(w)``, so that the result is the mean over all samples or tokens.
+    ``N / n``. With weights ``w``, each loss is multiplied by ``w / reference_weight`` on its way back, and the window
+    by ``N * reference_weight / sum(w)``, so that the result is the mean over all samples or tokens.
 
     Args:
-        unit: Size of an ordinary weight. It keeps the scaled losses in range; batches of this weight are not touched.
+        reference_weight: Size of an ordinary weight. It keeps the scaled losses in range; batches of this weight are
+            not touched.
 
     Raises:
-        ValueError: If ``unit`` is not a finite number above zero.
+        ValueError: If ``reference_weight`` is not a finite number above zero.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(()))
@@ -85,9 +86,10 @@ class AccumulationWindow:
         4.0
     """
 
-    def __init__(self, unit: float = 1.0) -> None:
-        expect(is_number(unit) and unit > 0, "unit", unit, "a finite number above 0, the size of an ordinary weight")
-        self.unit = float(unit)
+    def __init__(self, reference_weight: float = 1.0) -> None:
+        valid, what = is_number(reference_weight) and reference_weight > 0, "a finite number above 0"
+        expect(valid, "reference_weight", reference_weight, f"{what}, the size of an ordinary weight")
+        self.reference_weight = float(reference_weight)
         self.reset()
 
     def reset(self) -> None:
@@ -112,7 +114,7 @@ class AccumulationWindow:
         if weight is not None:
             weight = checked_weight(weight)
             self.total = weight if self.total is None else self.total + weight
-            _scale_backward(loss, weight / self.unit)
+            _scale_backward(loss, weight / self.reference_weight)
 
     def factor(self, divisor: int, total: float | Tensor | None = None, ranks: int = 1) -> float | Tensor:
         """Return what the window's gradients have to be multiplied by.
@@ -134,7 +136,7 @@ class AccumulationWindow:
         total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
-        whole = divisor * ranks * self.unit
+        whole = divisor * ranks * self.reference_weight
         if isinstance(total, Tensor):
             return torch.where(total == 0, 0.0, whole / total)
         return whole / total if total > 0 else 0.0

@@ -17,10 +17,8 @@ from lightning_turbo._lightning import (
     MisconfigurationException,
     Precision,
     check_binding,
-    loaded_checkpoint,
-    refuse_as_callback,
-    warn_of_open_window,
 )
+from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback, warn_of_open_window
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.casts import LevelCasts
 from lightning_turbo.amp.convert import find_scaler_state

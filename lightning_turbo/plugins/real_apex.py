@@ -14,9 +14,8 @@ from lightning_turbo._lightning import (
     MisconfigurationException,
     Precision,
     check_binding,
-    loaded_checkpoint,
-    refuse_as_callback,
 )
+from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback
 from lightning_turbo.amp.convert import find_scaler_state
 from lightning_turbo.errors import MissingExtraError
 

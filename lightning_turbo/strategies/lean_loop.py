@@ -34,8 +34,8 @@ from lightning_turbo._lightning import (
     Strategy,
     TrainingEpochLoop,
     move_data_to_device,
-    takes_batch_index,
 )
+from lightning_turbo._trainer import takes_batch_index
 from lightning_turbo.strategies.signals import InPlaceOf, SignalConnectorOfRanks, SignalEpochLoop
 
 __all__ = ["LeanStrategy", "find_custom_loops", "install_lean", "is_unprofiled"]

@@ -24,13 +24,15 @@ from lightning_turbo._lightning import (
     Strategy,
     WrappingCheckpointIO,
     check_binding,
-    check_lean,
-    hooks_before_transfer,
-    is_fitting,
-    is_followed,
     rank_zero_info,
     rank_zero_warn,
+)
+from lightning_turbo._trainer import (
+    hooks_before_transfer,
+    is_fitting,
     refuse_as_callback,
+    require_lean_loop,
+    supports_lean_loop,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.callbacks.grad_to_none import no_effect_reason, zero_grad_after_steps
@@ -80,9 +82,9 @@ class TurboParts(Strategy):
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
         if lean_step:
-            check_lean("lean_step=True")
+            require_lean_loop("lean_step=True")
         if lean_logging:
-            check_lean("lean_logging=True")
+            require_lean_loop("lean_logging=True")
         super().__init__(*args, **kwargs)
         self.device_prefetch = device_prefetch
         self.memory_format: Any = memory_format
@@ -161,7 +163,7 @@ class TurboParts(Strategy):
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
         step, logging = self.lean_step is not False, self.lean_logging is not False
         signals = trainer.world_size > 1
-        if not is_followed():
+        if not supports_lean_loop():
             if step or logging or signals:
                 _log(
                     "Lightning's own training loop runs: lean_step, lean_logging and signals told on the host need "

@@ -24,11 +24,9 @@ from lightning_turbo._lightning import (
     MixedPrecision,
     Precision,
     Trainer,
-    combined_loader,
-    is_followed,
-    replace_strategy,
 )
 from lightning_turbo._replaced import ReplacedMethod
+from lightning_turbo._trainer import combined_loader, replace_strategy, supports_lean_loop
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.measure import Meter, huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
@@ -120,7 +118,7 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
         "own precision": type(trainer.precision_plugin) is Precision,
         "automatic": module.automatic_optimization,
         "optimizer": any(can_fuse(optimizer) for optimizer in trainer.optimizers),
-        "Lightning 2.6": is_followed(),
+        "Lightning 2.6": supports_lean_loop(),
         "compiler": device == "cuda" or shutil.which(os.environ.get("CXX", "c++")),
         "huge pages": huge_pages() == "madvise",
         "cuda": device == "cuda",

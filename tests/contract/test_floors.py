@@ -16,7 +16,7 @@ ROOT = Path(lightning_turbo.__file__).parent
 FLOORS = (
     (
         *("errors", "_checks", "_distributed", "_files", "_lightning", "_machine"),
-        *("_optional", "_pytree", "_random", "_replaced"),
+        *("_optional", "_pytree", "_random", "_replaced", "_trainer"),
     ),
     ("amp", "data", "measure", "nn", "optim"),
     (
@@ -61,7 +61,7 @@ def test_imports_go_downward(path):
             below = FLOOR_OF[other] < FLOOR_OF[own]
             beside = FLOOR_OF[other] == FLOOR_OF[own] != 1  # techniques do not know of one another
             assert below or beside, f"{own} (floor {FLOOR_OF[own]}) imports {module}"
-            if other == "_lightning":
+            if other in ("_lightning", "_trainer"):
                 assert FLOOR_OF[own] != 1, f"{own} (floor 1) knows of Lightning"
         elif top in ("lightning", "pytorch_lightning", "lightning_fabric"):
             assert own in ("_lightning", "doctor"), f"{path}: take {module} through _lightning"

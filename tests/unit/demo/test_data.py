@@ -6,21 +6,8 @@ import torch
 from nilearn import datasets
 
 from examples.demo import data as demo_data
-from examples.demo.data import load_digits, load_mni
+from examples.demo.data import load_mni
 from examples.demo.volumes import write_volumes
-
-
-def test_digits_are_split_by_the_seed():
-    data = load_digits(seed=3)
-    assert (len(data.train), len(data.val), data.classes) == (1347, 450, 10)
-    images = torch.cat([data.train.tensors[0], data.val.tensors[0]])
-    assert images.shape == (1797, 1, 8, 8)
-    assert images.dtype == torch.float32
-    torch.testing.assert_close(data.train.tensors[0].mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
-    torch.testing.assert_close(data.train.tensors[0].std(), torch.tensor(1.0))
-    same, other = (load_digits(seed).val.tensors[1] for seed in (3, 0))
-    assert torch.equal(data.val.tensors[1], same)
-    assert not torch.equal(same, other)
 
 
 def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():

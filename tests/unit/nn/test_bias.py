@@ -62,7 +62,7 @@ BATCH, INSTANCE = (
 SETTINGS = [
     (nn.Conv1d, BATCH, {}), (nn.Conv2d, BATCH, {"momentum": None}), (nn.Conv3d, BATCH, {"affine": False}),
     (nn.ConvTranspose2d, BATCH, {"track_running_stats": False}), (nn.Conv2d, INSTANCE, {}),
-    (nn.Conv3d, INSTANCE, {"affine": True}), (nn.Conv1d, INSTANCE, {"track_running_stats": True}),
+    (nn.Conv1d, INSTANCE, {"affine": True, "track_running_stats": True}),
 ]  # fmt: skip
 
 
@@ -124,7 +124,6 @@ DIRECTLY = "no convolution with a bias is directly followed by a batch or instan
 
 @pytest.mark.parametrize(("net", "reason"), [
     (ConvNorm(lambda m, x: m.norm(m.conv(x)) + m.conv(x).mean()), "used more than once"),
-    (ConvNorm(lambda m, x: m.norm(m.norm(m.conv(x)))), "used more than once"),
     (ConvNorm(change=lambda m: m.add_module("again", m.conv)), "used more than once"),
     (ConvNorm(lambda m, x: m.body(m.norm(m.conv(x))), lambda m: m.add_module("body", Opaque(m.conv))), "once"),
     (ConvNorm(lambda m, x: (lambda y: m.norm(y) + y)(m.conv(x))), "its output is also used elsewhere"),
@@ -132,10 +131,8 @@ DIRECTLY = "no convolution with a bias is directly followed by a batch or instan
     (ConvNorm(lambda m, x: m.other(m.norm(m.conv(x))), tie), "its bias is also used elsewhere"),
     (sequence(lambda net: net[1].eval()), "in evaluation mode, where it cancels nothing"),
     (sequence(lambda net: net[0].register_forward_hook(lambda *_: None)), "a hook, or another forward"),
-    (sequence(lambda net: net[1].register_forward_pre_hook(lambda *_: None)), "a hook, or another forward"),
     (sequence(lambda net: setattr(net[0], "forward", net[0].forward)), "a hook, or another forward"),
     (sequence(lambda net: net.insert(1, nn.Identity())), DIRECTLY),
-    (sequence(lambda net: setattr(net[0], "bias", None)), DIRECTLY),
     (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), DIRECTLY),
     (nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)), DIRECTLY),
     (nn.Sequential(Opaque(), nn.ReLU()), "0 cannot be traced: pass its submodules, not compiled"),

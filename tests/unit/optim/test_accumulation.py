@@ -19,7 +19,7 @@ def test_what_needs_no_factor_is_left_bit_for_bit():
     assert window.factor(4) == AccumulationWindow().factor(4) == 1.0
     for weight, touched in ((37, False), (36, True)):
         loss = torch.ones((), requires_grad=True) * 1
-        AccumulationWindow(unit=37.0).add(loss, weight)
+        AccumulationWindow(reference_weight=37.0).add(loss, weight)
         assert bool(loss._backward_hooks) is touched
     for zero in (0, torch.tensor(0.0)):
         window = AccumulationWindow()
@@ -76,7 +76,7 @@ def test_one_call_serves_the_gradients_of_a_dtype_and_no_number_is_copied_to_the
 
 def test_the_loss_keeps_its_dtype_on_the_way_back():
     weight = nn.Parameter(torch.ones((), dtype=torch.float16))
-    window = AccumulationWindow(unit=4096.0)
+    window = AccumulationWindow(reference_weight=4096.0)
     loss = weight * 2
     window.add(loss, torch.tensor(5000))
     (loss * 1024).backward()
@@ -100,8 +100,7 @@ def test_sparse_gradients_are_scaled_too(dtype, factor):
     ("add", (0.5,), r"loss: expected the tensor .* got 0\.5"),
     ("factor", (4, math.inf), "total: expected .* got inf"),
     ("factor", (0,), "divisor: expected an integer of 1 or more, got 0"),
-    ("factor", (4, None, math.inf), "ranks: expected an integer of 1 or more, got inf"),
-    ("__init__", (0.0,), "unit: expected a finite number above 0, .* got 0.0"),
+    ("__init__", (0.0,), "reference_weight: expected a finite number above 0, .* got 0.0"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(function, arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):

@@ -13,7 +13,6 @@ def test_the_factor_follows_the_rule(rule, factor):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (("cubic", 1, 1), "rule: expected 'linear' or 'sqrt', got 'cubic'"),
-    ((None, 1, 1), "rule: expected 'linear' or 'sqrt', got None"),
     (("linear", 0, 1), "^batch_size: expected an integer of 1 or more, got 0"),
     (("linear", 1, 1.5), "^base_batch_size: expected an integer of 1 or more, got 1.5"),
 ])  # fmt: skip
