@@ -1,8 +1,8 @@
 """The only module that imports Lightning: it chooses between ``lightning.pytorch`` and ``pytorch_lightning``.
 
 They are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
-Lightning's classes from this one, so that they come from the copy that the program uses. Only this module, ``_trainer``,
-``strategies.lean_loop``, ``strategies.signals`` and ``callbacks.exact_resume`` use private parts of Lightning.
+Lightning's classes from this one, so that they come from the copy that the program uses. Only this module,
+``_trainer``, ``strategies.lean_loop``, ``strategies.signals`` and ``callbacks.exact_resume`` use private parts of it.
 """
 
 from __future__ import annotations
