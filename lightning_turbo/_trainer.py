@@ -17,6 +17,7 @@ __all__ = [
     "hooks_before_transfer",
     "is_fitting",
     "loaded_checkpoint",
+    "owner_of_training_data",
     "refuse_as_callback",
     "replace_strategy",
     "require_lean_loop",
@@ -54,6 +55,11 @@ def batch_limit(trainer: Any, loader: Any) -> float:
 def combined_loader(trainer: Any) -> Any:
     """Return the CombinedLoader of a Trainer's training loaders."""
     return trainer.fit_loop._combined_loader
+
+
+def owner_of_training_data(trainer: Any) -> Any:
+    """Return what has ``train_dataloader``: the module or the datamodule, or the loader that ``fit`` got."""
+    return trainer.fit_loop._data_source.instance
 
 
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:

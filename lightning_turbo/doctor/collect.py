@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_turbo._lightning import owner_of_training_data
 from lightning_turbo._machine import count_cores
+from lightning_turbo._trainer import owner_of_training_data
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.sample_seeds import SeededDataset
 from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Run, SchedulerFacts, Site
