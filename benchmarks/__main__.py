@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from benchmarks.figures import print_table
 from benchmarks.report import load_results, suite_tables, write_report
 from benchmarks.runner import Settings, choose_suites, measure
 from benchmarks.suite import SUITES, BenchError
 from lightning_turbo._optional import require
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import print_lines, print_table, write_json
+from lightning_turbo.measure import print_lines, write_json
 
 __all__ = ["main", "run"]
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import Summary, print_table
 from benchmarks.report import figure, load_results, ratio
 from benchmarks.runner import differences
 from benchmarks.suite import BenchError
-from lightning_turbo.measure import Summary, print_lines, print_table
+from lightning_turbo.measure import print_lines
 
 __all__ = ["compare_results", "main"]
 

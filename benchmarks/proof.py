@@ -17,7 +17,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_turbo.measure import Interrupt, Progress, print_lines, print_table
+from benchmarks.figures import print_table
+from lightning_turbo.measure import Interrupt, Progress, print_lines
 from lightning_turbo.tune.candidates import Candidate, list_candidates, select, why_not
 from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings

@@ -8,21 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
+from benchmarks.figures import Summary, interval, step_seconds, summarise
 from benchmarks.runner import FORMAT
 from benchmarks.suite import BenchError
-from lightning_turbo import measure
 from lightning_turbo._files import whole_file
-from lightning_turbo.measure import (
-    Bar,
-    Summary,
-    draw_bars,
-    interval,
-    markdown_table,
-    step_seconds,
-    summarise,
-    three_digits,
-    write_json,
-)
+from lightning_turbo.measure import Bar, draw_bars, markdown_table, three_digits, write_json
 
 __all__ = ["aim_verdicts", "figure", "load_results", "markdown", "ratio", "suite_tables", "write_report"]
 
@@ -52,7 +43,7 @@ def ratio(row: Row, other: Row, quantity: str = "seconds") -> Summary | None:
     It is ``None`` if there is nothing to divide, or the lower value is zero.
     """
     if quantity == "seconds":
-        return measure.ratio(row, other)
+        return figures.ratio(row, other)
     above, below = figure(row, quantity), figure(other, quantity)
     return None if above is None or below is None or not below.median else summarise([above.median / below.median])
 

@@ -1,25 +1,15 @@
 """Measuring in fresh processes that take turns: what the benchmarks and ``lightning-turbo tune`` share."""
 
 from lightning_turbo._machine import count_cores
-from lightning_turbo.measure.interrupt import Interrupt, InterruptedRunError
 from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machine, huge_pages
-from lightning_turbo.measure.memory import current_bytes, peak_bytes
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
 from lightning_turbo.measure.process import Process, ProcessError
 from lightning_turbo.measure.progress import Progress, Work
-from lightning_turbo.measure.report import markdown_table, print_lines, print_table, three_digits, write_json
-from lightning_turbo.measure.statistics import (
-    Summary,
-    interval,
-    interval_of,
-    log_quotients,
-    ratio,
-    step_seconds,
-    summarise,
-)
-from lightning_turbo.measure.turns import LATE, Turns, new_row
-from lightning_turbo.measure.worker import Channel, SkippedError, open_channel, serve
+from lightning_turbo.measure.report import markdown_table, print_lines, three_digits, write_json
+from lightning_turbo.measure.statistics import interval_of, log_quotients, seconds_by_sweep
+from lightning_turbo.measure.turns import LATE, Interrupt, InterruptedRunError, Turns, new_row
+from lightning_turbo.measure.worker import Channel, SkippedError, current_bytes, open_channel, peak_bytes, serve
 
 __all__ = [
     "LATE",
@@ -32,7 +22,6 @@ __all__ = [
     "ProcessError",
     "Progress",
     "SkippedError",
-    "Summary",
     "Turns",
     "Work",
     "computes_in_bfloat16",
@@ -41,7 +30,6 @@ __all__ = [
     "describe_machine",
     "draw_bars",
     "huge_pages",
-    "interval",
     "interval_of",
     "log_quotients",
     "markdown_table",
@@ -49,11 +37,8 @@ __all__ = [
     "open_channel",
     "peak_bytes",
     "print_lines",
-    "print_table",
-    "ratio",
+    "seconds_by_sweep",
     "serve",
-    "step_seconds",
-    "summarise",
     "three_digits",
     "why_no_picture",
     "write_json",

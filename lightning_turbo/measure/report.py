@@ -1,4 +1,4 @@
-"""Results as files and tables: JSON, Markdown, and the terminal."""
+"""Results as JSON and Markdown, and lines for the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from lightning_turbo._files import whole_file
 
-__all__ = ["markdown_table", "print_lines", "print_table", "three_digits", "write_json"]
+__all__ = ["markdown_table", "print_lines", "three_digits", "write_json"]
 
 
 def three_digits(value: float) -> str:
@@ -46,27 +46,3 @@ def print_lines(*lines: str, stream: TextIO | None = None) -> None:
     target = sys.stdout if stream is None else stream
     target.write("".join(f"{line}\n" for line in lines))
     target.flush()
-
-
-def print_table(
-    title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], stream: TextIO | None = None
-) -> None:
-    """Print a table in plain text; the first column and one called ``note`` are text, the others numbers.
-
-    Args:
-        title: Shown above the table.
-        columns: Their names.
-        lines: The cells of each line.
-        stream: Where to write; ``None`` takes standard output.
-    """
-    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
-    to_the_left = [number == 0 or column == "note" for number, column in enumerate(columns)]
-    rule = ["-" * width for width in widths]
-    rows = [
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(cells, widths, to_the_left, strict=True)
-        ).rstrip()
-        for cells in (columns, rule, *lines)
-    ]
-    print_lines("", title, *rows, "", stream=stream)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-from lightning_turbo.measure.interrupt import Interrupt, InterruptedRunError
 from lightning_turbo.measure.process import Process, ProcessError
 from lightning_turbo.measure.progress import Progress
 
-__all__ = ["LATE", "UNENDED", "Turns", "new_row"]
+__all__ = ["LATE", "UNENDED", "Interrupt", "InterruptedRunError", "Turns", "new_row"]
 
 # Seconds after which a process counts as hung.
 START_TIMEOUT = 300.0
@@ -21,6 +24,51 @@ END_TIMEOUT_INTERRUPTED = 20.0
 
 UNENDED = "interrupted"  # the status of a row until its process ends otherwise
 LATE = "no time was left for it"
+
+
+class InterruptedRunError(Exception):
+    """Ctrl-C was pressed, SIGTERM was sent, or the time is up."""
+
+
+class Interrupt:
+    """Turns Ctrl-C and SIGTERM into a flag that is looked at between events; the second of them stops at once.
+
+    Args:
+        seconds: How long the measuring may take from now.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.pressed = False
+        self.deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time is up; below 0 after it."""
+        return self.deadline - time.monotonic()
+
+    def check(self) -> None:
+        """Leave the measuring if it was interrupted or the time is up.
+
+        Raises:
+            InterruptedRunError: If so.
+        """
+        if self.pressed or self.left < 0:
+            raise InterruptedRunError
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+    @contextmanager
+    def caught(self) -> Iterator[Interrupt]:
+        """Catch both signals within the block; the handlers that were there before come back after it."""
+        before = {number: signal.signal(number, self._press) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def new_row() -> dict[str, Any]:

@@ -13,14 +13,17 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from lightning_turbo.errors import MissingExtraError
-from lightning_turbo.measure.memory import peak_bytes
 from lightning_turbo.measure.meter import Meter
 
-__all__ = ["Channel", "SkippedError", "open_channel", "serve"]
+__all__ = ["Channel", "SkippedError", "current_bytes", "open_channel", "peak_bytes", "serve"]
 
+STATUS = Path("/proc/self/status")
 LINE = 200  # characters of an error that a table shows; the log has the rest
 
 
@@ -99,3 +102,29 @@ def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) 
         traceback.print_exc()
         first = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         channel.tell({"event": "failed", "reason": textwrap.shorten(first, LINE, placeholder=" ...")})
+
+
+def _status(field: str) -> int | None:
+    """One size of /proc/self/status in bytes, or ``None`` where the system has no such file."""
+    if not STATUS.exists():
+        return None
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def current_bytes(device: torch.device) -> int | None:
+    """Return the bytes in use now: allocated by torch on CUDA, resident on the CPU; ``None`` without ``/proc``."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the largest number of bytes in use so far.
+
+    ``VmHWM`` is read on the CPU; ``ru_maxrss`` would start at the peak of the parent process.
+
+    Returns:
+        Bytes, or ``None`` on a CPU whose system has no ``/proc``.
+    """
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")

@@ -55,7 +55,7 @@ class Comparison:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval of the ratio, from two pairs of processes on."""
-        return interval_of(self.logs, fewest=2)
+        return interval_of(self.logs)
 
     @property
     def gains(self) -> bool:

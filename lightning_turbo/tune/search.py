@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import InterruptedRunError, step_seconds
+from lightning_turbo.measure import InterruptedRunError, seconds_by_sweep
 from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Facts, why_not
 from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison, compare_losses
 
@@ -316,5 +317,4 @@ def _can_beat(trial: Trial, best: Trial | None) -> bool:
 
 def _seconds(row: Mapping[str, Any]) -> float:
     """The median seconds of a step; 0 where nothing was measured."""
-    summary = step_seconds(row)
-    return 0.0 if summary is None else summary.median
+    return statistics.median(seconds_by_sweep(row).values() or [0.0])

@@ -1,13 +1,12 @@
-"""How far a run is, and its tables, in plain text: on a terminal and elsewhere."""
+"""How far a run is, in plain text: on a terminal and elsewhere."""
 
 import io
 import math
 import os
-import re
 
 import pytest
 
-from lightning_turbo.measure import Progress, Work, print_lines, print_table, progress
+from lightning_turbo.measure import Progress, Work, progress
 
 
 class Screen(io.StringIO):
@@ -60,20 +59,3 @@ def test_elsewhere_there_are_plain_lines_now_and_then_without_control_codes(cloc
         shown.say("it is said")
     lines = stream.getvalue().splitlines()
     assert lines == ["20 s passed, about 280 s left", "40 s passed, about 260 s left", "it is said"]
-
-
-def test_a_table_has_its_columns_below_one_another(capsys):
-    print_table("alone", ["setting", "time / default", "note"], [["fused", "0.8", "a [note]"], ["O1", "12.345", ""]])
-    assert capsys.readouterr().out.splitlines() == [
-        "",
-        "alone",
-        "setting  time / default  note",
-        "-------  --------------  --------",
-        "fused               0.8  a [note]",
-        "O1               12.345",
-        "",
-    ]
-    stream = io.StringIO()
-    print_table("nothing", ["setting", "ratio"], [], stream)
-    print_lines("a", "b", stream=stream)
-    assert re.findall(r"\S+", stream.getvalue()) == ["nothing", "setting", "ratio", "-------", "-----", "a", "b"]

@@ -11,7 +11,6 @@ from lightning_turbo.measure import (
     Progress,
     Turns,
     Work,
-    interrupt,
     new_row,
     progress,
     turns,
@@ -24,7 +23,7 @@ ORDER = {"steps": 1, "lead": 0}
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    for module in (turns, interrupt, progress):
+    for module in (turns, progress):
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(turns.os, "cpu_count", lambda: 16)
     return now

@@ -1,0 +1,82 @@
+"""Medians, spreads and ratios over the rows that ``Turns`` fills, and tables of them in the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_turbo.measure import interval_of, log_quotients, print_lines, seconds_by_sweep
+
+__all__ = ["Summary", "interval", "print_table", "ratio", "step_seconds", "summarise"]
+
+FEWEST_PROCESSES = 6  # from which on an interval is shown and decides
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The middle of some values and their spread."""
+
+    median: float
+    low: float  # the lower quartile
+    high: float  # the upper quartile
+    count: int  # of the values
+
+
+def summarise(values: Sequence[float]) -> Summary | None:
+    """Return median and quartiles, or ``None`` of no values.
+
+    Args:
+        values: Any numbers; of a single one, the quartiles are that number.
+    """
+    if not values:
+        return None
+    if len(values) == 1:
+        return Summary(values[0], values[0], values[0], 1)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(median, low, high, len(values))
+
+
+def step_seconds(row: Mapping[str, Any]) -> Summary | None:
+    """Return the seconds of a step, over the rounds of a row as ``Turns`` fills it."""
+    return summarise(list(seconds_by_sweep(row).values()))
+
+
+def ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> Summary | None:
+    """Return the time of one row divided by that of another: below 1 is faster.
+
+    Each round is divided by the other's round of the same sweep, so that a drift of the machine cancels; the summary
+    is that of the quotients.
+
+    It is ``None`` if no round of both belongs to the same sweep.
+    """
+    upper, lower = seconds_by_sweep(row), seconds_by_sweep(other)
+    return summarise([upper[sweep] / lower[sweep] for sweep in upper if lower.get(sweep)])
+
+
+def interval(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the ratio of two rows' times, or ``None`` of fewer than six processes."""
+    logs = log_quotients(row, other)
+    return interval_of(logs) if len(logs) >= FEWEST_PROCESSES else None
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table in plain text; the first column and one called ``note`` are text, the others numbers.
+
+    Args:
+        title: Shown above the table.
+        columns: Their names.
+        lines: The cells of each line.
+    """
+    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+    to_the_left = [number == 0 or column == "note" for number, column in enumerate(columns)]
+    rule = ["-" * width for width in widths]
+    rows = [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(cells, widths, to_the_left, strict=True)
+        ).rstrip()
+        for cells in (columns, rule, *lines)
+    ]
+    print_lines("", title, *rows, "")
