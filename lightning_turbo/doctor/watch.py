@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_turbo.doctor.calls import CallTable
 from lightning_turbo.doctor.facts import Call, Site
 from lightning_turbo.doctor.names import (
-    Origins,
     copied_array,
     fetch,
     find_tensors,
@@ -56,7 +55,6 @@ class Watch:
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
         self.inside = True  # whether to use the mode; a compiled model would fall back to eager under it
         self.watched = 0
-        self.origins = Origins()
         self._mode = _Functions(self)
         self._counts: dict[tuple[str, str, Site, str], list[Any]] = {}
         self._started: ExitStack | None = None
@@ -88,7 +86,6 @@ class Watch:
     def end_step(self) -> None:
         """Count the step that was watched as finished."""
         self.watched += 1
-        self.origins = Origins()
         if self.table is not None:
             self.table.scaled = False
 
@@ -121,7 +118,7 @@ class Watch:
         finally:
             self._calling = 0
         seconds = time.perf_counter() - start
-        judge = self._judge_on_cuda if self.cuda else self._judge_as_on_cuda
+        judge = self._judge_on_cuda if self.cuda else self._judge_by_name
         kind, shown = judge(name, args, kwargs, tensors, result)
         if kind:
             within = self.sources.library(frame) if kind == "sync" else ""
@@ -140,21 +137,16 @@ class Watch:
             return "moved", uploaded or f".{name}(...)"
         return "sync", fetch(name, args, kwargs) or generic_name(name)
 
-    def _judge_as_on_cuda(
+    def _judge_by_name(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
-        """Return the same in a run on the CPU, as if its module and batches were on a GPU."""
-        on_host = self.origins.are_on_host(tensors)
-        moved = isinstance(result, torch.Tensor) and self.origins.follow(name, args, kwargs, tensors, result)
-        if moved:
-            return "moved", f".{name}(...)"
+        """Return the same in a run on the CPU, where nothing waits: what the call would do in a run on a GPU."""
         if copied := copied_array(name, args, kwargs):
             return "copied", copied
-        if not on_host and (fetched := fetch(name, args, kwargs)):
+        if fetched := fetch(name, args, kwargs):
             return "sync", fetched
-        if not on_host and (uploaded := upload(name, args, kwargs)):
-            return "moved", uploaded
-        return "", ""
+        uploaded = upload(name, args, kwargs)
+        return ("moved", uploaded) if uploaded else ("", "")
 
     def _note_wait(self, frame: FrameType) -> None:
         """Torch warns of a wait: ``call`` names it, unless it is in a hook of the backward pass or in none."""

@@ -66,8 +66,6 @@ class Fast(PrefetchDataModule):
 
 
 RUNS = {
-    "float32": {},
-    "bf16-mixed": {"precision": "bf16-mixed"},
     "accumulation": {"accumulate_grad_batches": 2},
     "two optimizers": {"model": TwoOptimizers},
     "stream": {"model": Streamed},
@@ -281,7 +279,7 @@ def test_wrong_arguments_are_refused(given, error, message):
 
 
 HERE = os.path.join(os.path.dirname(lightning_turbo.__file__), "doctor") + os.sep
-HEAVY = {"Session", "Watch", "CallTable", "Sources", "Origins", "_Functions"}
+HEAVY = {"Session", "Watch", "CallTable", "Sources", "_Functions"}
 
 
 class Looks(Callback):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_turbo.doctor.facts import Facts
-from lightning_turbo.doctor.rules.rule import LAYER, LEVELS, Hit, hits_of_calls, rule
+from lightning_turbo.doctor.rules.rule import LAYER, Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
@@ -24,11 +24,10 @@ REMEDIES = {
 }
 
 
-def _price(facts: Facts, hits: Iterator[Hit], level: str = "info") -> Iterator[Hit]:
-    """On a CPU nothing waits and nothing is copied: the hits stay, without a cost and at most at ``level``."""
+def _price(facts: Facts, hits: Iterator[Hit]) -> Iterator[Hit]:
+    """On a CPU nothing waits and nothing is copied: the hits stay as info, without a cost."""
     for hit in hits:
-        mildest = max(hit.level, level, key=LEVELS.index)
-        yield hit if facts.cuda else replace(hit, level=mildest, cost=FREE, seconds=0.0)
+        yield hit if facts.cuda else replace(hit, level="info", cost=FREE, seconds=0.0)
 
 
 @rule(
@@ -39,8 +38,7 @@ def _price(facts: Facts, hits: Iterator[Hit], level: str = "info") -> Iterator[H
 )
 def _host_sync(facts: Facts) -> Iterator[Hit]:
     does = "makes the host wait for the device" if facts.cuda else "fetches a value to the host"
-    hits = hits_of_calls(facts, "sync", f"{{name}}{{within}} {does}, {{rate}}", remedies=REMEDIES)
-    return _price(facts, hits, level="warning")
+    return _price(facts, hits_of_calls(facts, "sync", f"{{name}}{{within}} {does}, {{rate}}", remedies=REMEDIES))
 
 
 @rule(

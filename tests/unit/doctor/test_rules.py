@@ -46,9 +46,10 @@ def cyclic(**more):
 # Rule -> cases of (facts, the level it has to have, or None for silence).
 CASES = {
     "host-sync": [
-        (replace(CPU, calls=calls("sync")), "warning"),
-        (replace(CPU, calls=calls("sync", count=1, steps=1)), "info"),
-        (replace(CPU, calls=calls("sync", within="a layer of torch")), "info"),
+        (replace(CUDA, calls=calls("sync")), "warning"),
+        (replace(CPU, calls=calls("sync")), "info"),
+        (replace(CUDA, calls=calls("sync", count=1, steps=1)), "info"),
+        (replace(CUDA, calls=calls("sync", within="a layer of torch")), "info"),
         (replace(CUDA, calls=calls("sync", within="torchmetrics")), "warning"),
         (CPU, None),
     ],
