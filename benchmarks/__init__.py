@@ -3,7 +3,7 @@
 ``python -m benchmarks NAME`` measures one suite; ``python -m benchmarks --help`` shows the names.
 
 - ``suite``: cases, aims and suites, which are tables of plain values, and the meter that a case is given.
-- ``precision``, ``overhead``, ``memory``, ``loaders``, ``prefetch``, ``tricks``: the tables.
+- ``precision``, ``overhead``, ``memory``, ``loaders``, ``prefetch``, ``tricks``, ``gpu``: the tables.
 - ``work``, ``peers``: the networks, data and loops that cases share; other libraries' loops and loaders.
 - ``runner``, ``worker``: the one runner, whose processes take turns, and the inside of such a process.
 - ``report``, ``compare``: the one report, and two of them side by side.

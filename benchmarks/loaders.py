@@ -20,13 +20,13 @@ from benchmarks.suite import Aim, Case, Meter, Suite
 from lightning_turbo.data import PackedDataset, PrefetchLoader, seed_samples
 from lightning_turbo.data.dali import DALILoader, ImageFolder
 
-__all__ = ["SUITE"]
+__all__ = ["BATCH", "SUITE", "Pillow", "forever", "make_loader", "make_photos"]
 
 BATCH = 32
 MEAN, STD = (np.array(v, dtype=np.float32) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 
 
-def _photos(meter: Meter, folder: Path) -> Path:
+def make_photos(meter: Meter, folder: Path) -> Path:
     """Real photographs: tiles of scikit-image's textures, 500 x 375 pixels, as JPEG, in three classes."""
     from PIL import Image
     from skimage import data
@@ -56,7 +56,7 @@ def _volumes(meter: Meter, folder: Path) -> tuple[list[str], list[int]]:
     return files, [n % 2 for n in range(len(files))]
 
 
-class _Pillow(Dataset[tuple[Any, int]]):
+class Pillow(Dataset[tuple[Any, int]]):
     """The transform of ``ImageFolder(train=True)``, written with Pillow and numpy; ``raw`` leaves the pixels uint8."""
 
     def __init__(self, root: Path, size: int, raw: bool = False) -> None:
@@ -105,7 +105,8 @@ class _Numpy(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy((volume - volume.mean()) / (volume.std() + 1e-6))[None], self.labels[index]
 
 
-def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+def forever(loader: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch."""
     while True:
         yield from loader
 
@@ -122,7 +123,7 @@ def _size(meter: Meter) -> int:
     return 128 if meter.quick else 224
 
 
-def _loader(dataset: Dataset[Any], workers: int, by: str, device: torch.device) -> Iterable[Any]:
+def make_loader(dataset: Dataset[Any], workers: int, by: str, device: torch.device) -> Iterable[Any]:
     """A loader of torch, ``"ours"``, or another library, in which one epoch follows the other as if they were one.
 
     Torchdata starts new workers for each epoch, and six batches are one here.
@@ -142,14 +143,14 @@ def _loader(dataset: Dataset[Any], workers: int, by: str, device: torch.device) 
 def photos(meter: Meter, *, workers: int, by: str = "torch") -> dict[str, float]:
     """Photographs by Pillow and numpy."""
     with tempfile.TemporaryDirectory() as folder:
-        dataset = _Pillow(_photos(meter, Path(folder)), _size(meter), raw=by == "timm")
-        return _drain(meter, _loader(dataset, workers, by, meter.device))
+        dataset = Pillow(make_photos(meter, Path(folder)), _size(meter), raw=by == "timm")
+        return _drain(meter, make_loader(dataset, workers, by, meter.device))
 
 
 def volumes(meter: Meter, *, workers: int, by: str = "torch") -> dict[str, float]:
     """Volumes by ``np.load``."""
     with tempfile.TemporaryDirectory() as folder:
-        return _drain(meter, _loader(_Numpy(*_volumes(meter, Path(folder))), workers, by, meter.device))
+        return _drain(meter, make_loader(_Numpy(*_volumes(meter, Path(folder))), workers, by, meter.device))
 
 
 def packed(meter: Meter) -> dict[str, float]:
@@ -167,7 +168,7 @@ def packed(meter: Meter) -> dict[str, float]:
         np.save(whole, np.stack([np.load(file) for file in files]))
         data = PackedDataset({"volumes": whole, "labels": np.array(labels)}, transform=normalise)
         loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, collate_fn=PackedDataset.collate)
-        return _drain(meter, _forever(loader))
+        return _drain(meter, forever(loader))
 
 
 def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, float]:
@@ -178,7 +179,7 @@ def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, floa
     dali: Any = importlib.import_module("nvidia.dali")
     fn, types, size = dali.fn, dali.types, _size(meter)
     with tempfile.TemporaryDirectory() as folder:
-        root = str(_photos(meter, Path(folder)))
+        root = str(make_photos(meter, Path(folder)))
 
         @pipeline_def
         def graph() -> Any:
@@ -199,7 +200,7 @@ def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, floa
         if iterator:
             settings: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.DROP, "auto_reset": True}
             batches = DALIGenericIterator([pipeline], ["image", "label"], reader_name="files", **settings)
-            return _drain(meter, ((batch["image"], batch["label"]) for (batch,) in _forever(batches)))
+            return _drain(meter, ((batch["image"], batch["label"]) for (batch,) in forever(batches)))
         pipeline.schedule_run()
         while True:
             batch = [torch.from_dlpack(output.as_tensor()) for output in pipeline.share_outputs()]
@@ -212,7 +213,7 @@ def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, floa
 def _load(meter: Meter, pipeline: Any, **settings: Any) -> dict[str, float]:
     """Batches of a DALILoader."""
     loader = DALILoader(pipeline, BATCH, num_threads=2, drop_last=True, seed=meter.seed, **settings)
-    result = _drain(meter, _forever(loader))
+    result = _drain(meter, forever(loader))
     loader.close()
     return result
 
@@ -221,7 +222,7 @@ def dali_photos(meter: Meter, *, uint8: bool) -> dict[str, float]:
     """Photographs by a DALILoader over an ImageFolder."""
     with tempfile.TemporaryDirectory() as folder:
         kind = "uint8" if uint8 else "float32"
-        return _load(meter, ImageFolder(_photos(meter, Path(folder)), train=True, size=_size(meter), dtype=kind))
+        return _load(meter, ImageFolder(make_photos(meter, Path(folder)), train=True, size=_size(meter), dtype=kind))
 
 
 def dali_volumes(meter: Meter) -> dict[str, float]:

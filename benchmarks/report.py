@@ -182,7 +182,8 @@ def markdown(results: Row, pictures: Sequence[str] = ()) -> str:
         if suite["suite"] in pictures:
             lines += [f"![{suite['suite']}]({suite['suite']}.png)", ""]
         rounds = max((len(row["rounds"]) for row in suite["rows"]), default=0)
-        steps = f"{rounds} rounds of {suite['steps']} x {suite['unit']}, after {suite['warmup']} to warm up."
+        size = f"{suite['round_seconds']} s" if suite["round_seconds"] else f"{suite['steps']} x {suite['unit']}"
+        steps = f"{rounds} rounds of {size}, after {suite['warmup']} x {suite['unit']} to warm up."
         lines += [suite["about"], "", f"{steps} {_baselines(suite['rows'])}"]
         for table in suite_tables(suite, machine):
             lines += ["", *markdown_table(*table)]

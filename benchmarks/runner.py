@@ -170,7 +170,7 @@ class SuiteRun:
         aims = [aim for aim in suite.aims if {aim.case, aim.against or aim.case} <= set(self.rows)]
         return {
             "suite": suite.name,
-            **{name: getattr(suite, name) for name in ("about", "unit", "quantity", "warmup", "lead")},
+            **{name: getattr(suite, name) for name in ("about", "unit", "quantity", "warmup", "lead", "round_seconds")},
             "steps": self.steps,
             "prepared": self.prepared,
             "left_out": [name for name in suite.known if name not in self.rows],
@@ -264,7 +264,7 @@ class SuiteRun:
         self.progress.expect([Work(size, size * self.sweeps, seconds), Work(rest, rest * self.sweeps, math.inf)])
         self.turns.run(
             group,
-            {"lead": self.suite.lead, "steps": self.steps},
+            {"lead": self.suite.lead, "steps": self.steps, "seconds": self.suite.round_seconds},
             rounds=self.sweeps,
             number=number,
             fewest=math.ceil(FEWEST_SWEEPS / settings.processes),

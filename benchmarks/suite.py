@@ -31,8 +31,9 @@ SUITES: dict[str, str] = {
     "prefetch": "benchmarks.prefetch:SUITE",
     "tricks": "benchmarks.tricks:SUITE",
     "grid": "benchmarks.prefetch:GRID",
+    "gpu": "benchmarks.gpu:SUITE",
 }
-APART = ("grid",)  # what `all` leaves out
+APART = ("grid", "gpu")  # what `all` leaves out
 
 
 class BenchError(TurboError, ValueError):
@@ -118,6 +119,7 @@ class Suite:
         warmup: Steps before the first round, not measured.
         lead: Steps at the head of each round, not measured, in which queues and caches settle after the case was held.
             At least 1 on a GPU, whose memory a case gives back while it is held.
+        round_seconds: Of a round, whose steps are then as many as fit by the time of its lead; 0 for ``steps``.
         seconds: After which no further sweep of rounds begins, unless the number of rounds is asked for.
         quantity: What ratios and the picture are about: ``"seconds"``, ``"peak_bytes"`` or a number of the cases.
         unit: What a step is, in the report.
@@ -138,6 +140,7 @@ class Suite:
     rounds: int = 15
     warmup: int = 5
     lead: int = 1
+    round_seconds: float = 0.0
     seconds: float = 240.0
     quantity: str = "seconds"
     unit: str = "step"

@@ -30,6 +30,8 @@ class Meter:
         self._left = 1
         self._warmup = warmup - 1
         self._phase = "start"
+        self._lead = 0
+        self._seconds = 0.0  # of a round, where its steps are as many as fit, by the time of the lead
         self._steps = 0
         self._samples = 0
         self._start = 0.0
@@ -58,6 +60,10 @@ class Meter:
         if self.over:
             return False
         if self._phase == "lead":
+            if self._seconds:
+                self.synchronise()
+                took = (time.perf_counter() - self._start) / self._lead
+                self._steps = max(1, round(self._seconds / took))
             self._open("round", self._steps)
             return True
         self.synchronise()
@@ -71,7 +77,8 @@ class Meter:
         if order["order"] == "end":
             self.over = True
             return False
-        self._steps, lead = order["steps"], max(order["lead"], self._warmup)
+        self._steps, self._seconds = order["steps"], order.get("seconds", 0.0)
+        self._lead = lead = max(order["lead"], self._warmup)
         self._warmup = 0
         self._open(*(("lead", lead) if lead > 0 else ("round", self._steps)))
         return True

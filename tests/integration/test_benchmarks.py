@@ -180,7 +180,10 @@ def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SUITES)
 def test_every_case_runs_in_its_smallest_form(name, tmp_path):
-    only = ("free step, even io load x1, ?*",) if name == "grid" else ("*",)
+    only = {
+        "grid": ("free step, even io load x1, ?*",),
+        "gpu": ("toy*", "*batch 128: O[0-3], bf16", "*UNet*: O1, bf16", "trans*: *compiled", "feed*", "*doctor*"),
+    }.get(name, ("*",))
     out = tmp_path / "out"
     settings = Settings(suite=name, device="cpu", threads=1, rounds=1, quick=True, minutes=18, only=only, out=out)
     (measured,) = measure(settings, save=len)["suites"]

@@ -35,7 +35,7 @@ def results():
     ]
     suite = {
         "suite": "toy", "about": "Toys.", "unit": "step", "quantity": "seconds", "steps": 1,
-        "warmup": 2, "lead": 0, "prepared": {"nap seconds": 0.5, "card": "a card"},
+        "warmup": 2, "lead": 0, "round_seconds": 0.0, "prepared": {"nap seconds": 0.5, "card": "a card"},
         "left_out": ["peer"], "rows": rows, "aims": [aim(0.7)],
     }  # fmt: skip
     return {

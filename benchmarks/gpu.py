@@ -1,0 +1,471 @@
+"""The suite ``gpu``: all that is to be known of one GPU, in order of value, so that a run that ends early is of use.
+
+``python -m benchmarks gpu --minutes 27`` fills half an hour, and goes on with ``--resume``. On a CPU every network and
+batch is tiny, and the numbers say nothing but that the cases run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import overhead
+from benchmarks.loaders import Pillow, forever, make_loader, make_photos
+from benchmarks.memory import memory
+from benchmarks.precision import autocast, half_inputs, plain_o2
+from benchmarks.suite import Case, Meter, SkippedError, Suite
+from benchmarks.work import Endless, plain_loop, resnet50, sgd
+
+__all__ = ["SUITE", "Watch", "count_kernels"]
+
+ROOT = Path(__file__).parents[1]
+LOOKED_AT = 3  # steps under the profiler
+
+
+def count_kernels(spans: Iterable[tuple[float, float]], steps: int) -> dict[str, float]:
+    """Return how many kernels a step has, and the share of the time in which at least one of them runs.
+
+    Args:
+        spans: Begin and end of each kernel, in any unit.
+        steps: In which they ran.
+    """
+    ordered = sorted(spans)
+    if not ordered:
+        return {}
+    busy, reached = 0.0, ordered[0][0]
+    for begin, end in ordered:
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return {"kernels_a_step": len(ordered) / steps, "busy_share": busy / (reached - ordered[0][0])}
+
+
+class Watch:
+    """A meter that lets its case go on for some steps after the timing, and looks into them.
+
+    The case calls ``step`` as ever, which ends the looking when it returns ``False``. ``numbers`` then holds the memory
+    that was reserved, how often a step waits for the device because a value is fetched, and its kernels; on a CPU,
+    where there is neither, the operators that call no other.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._steps = 0
+        self._rest = self._look()
+        self.numbers: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._meter, name)
+
+    def step(self, samples: int = 0) -> bool:
+        """Say that a step is done, and learn whether to do another."""
+        self._steps += 1
+        if not self._meter.over and self._meter.step(samples):
+            return True
+        return next(self._rest, False)
+
+    def _look(self) -> Iterator[bool]:
+        cuda = self._meter.device.type == "cuda"
+        if cuda:
+            self.numbers["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        while self._steps < 30:  # so that all cases have the loss of these steps
+            yield True
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                yield True
+            torch.cuda.set_sync_debug_mode("default")
+            self.numbers["fetched_a_step"] = sum("synchronizing CUDA operation" in str(each.message) for each in seen)
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+            for _ in range(LOOKED_AT):
+                yield True
+            self._meter.synchronise()
+        self.numbers |= _kernels(found.events(), cuda)
+
+
+def _kernels(events: Any, cuda: bool) -> dict[str, float]:
+    """What the profiler saw of the kernels; on a CPU, of the operators."""
+    if not cuda:
+        leaves = [each for each in events if each.name.startswith("aten::") and not each.cpu_children]
+        return {"operators_a_step": len(leaves) / LOOKED_AT}
+    kernels = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    return count_kernels([(each.time_range.start, each.time_range.end) for each in kernels], LOOKED_AT)
+
+
+def watched(meter: Meter, *, what: str, **config: Any) -> dict[str, float]:
+    """Run one of ``RUNS``, and look into a few steps after it was timed."""
+    float16 = "'16-mixed'" in str(config) or "fp16" in str(config)
+    if meter.device.type == "cpu" and (float16 or config.get("graph")):
+        raise SkippedError("needs a GPU")
+    watch = Watch(meter)
+    numbers = RUNS[what](cast(Meter, watch), **config)
+    return {**numbers, **watch.numbers}
+
+
+class _UNet(nn.Module):
+    """A 3D UNet of three levels, which labels each voxel with one of two classes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+        def block(inside: int, outside: int, stride: int) -> nn.Module:
+            first = nn.Conv3d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm3d(outside), nn.ReLU()
+            return nn.Sequential(
+                *first, nn.Conv3d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm3d(outside), nn.ReLU()
+            )
+
+        self.down = nn.ModuleList([block(1, width, 1), block(width, 2 * width, 2), block(2 * width, 4 * width, 2)])
+        self.up = nn.ModuleList([block(6 * width, 2 * width, 1), block(3 * width, width, 1)])
+        self.head = nn.Conv3d(width, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits, ``(batch, 2, *size)``."""
+        kept = []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+        for block, skip in zip(self.up, reversed(kept[:-1]), strict=True):
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1))
+        return self.head(x)
+
+
+class _Transformer(nn.Module):
+    """A transformer that predicts a token at each place."""
+
+    def __init__(self, depth: int, width: int, tokens: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.embed = nn.Embedding(tokens, width)
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits, ``(batch, tokens, places)``."""
+        return self.head(self.layers(self.embed(x))).transpose(1, 2)
+
+
+def _task(meter: Meter, task: str, tuned: bool = True) -> tuple[nn.Module, Endless]:
+    """Network and batches of a task, made on the device; ``tuned`` puts both into the format that suits the device."""
+    kind, batch, size = TASKS[task]
+    if small := meter.quick or meter.device.type == "cpu":
+        batch, size = 2, SMALL.get(kind, 16)
+    torch.backends.cudnn.benchmark = tuned
+    generator = torch.Generator(meter.device).manual_seed(meter.seed)
+    here: dict[str, Any] = {"device": meter.device, "generator": generator}
+    if kind == "transformer":
+        net, tokens = (_Transformer(1, 64, 64), 64) if small else (_Transformer(12, 768, 8192), 8192)
+        return net.to(meter.device), Endless(_texts((batch, size), tokens, here))
+    if kind == "UNet":
+        images = [torch.randn(batch, 1, size, size, size, **here) for _ in range(2)]
+        batches = [(x, (x[:, 0] > 0).long()) for x in images]
+        return _formatted(meter, _UNet(4 if small else 32), batches, tuned)
+    shape = (batch, 3, size, size) if kind == "ResNet-50" else (batch, 1, size, size, size)
+    batches = [(torch.randn(*shape, **here), torch.randint(10, (batch,), **here)) for _ in range(2)]
+    return _formatted(meter, resnet50(len(shape) - 2, 10), batches, tuned)
+
+
+def _texts(shape: tuple[int, int], tokens: int, here: dict[str, Any]) -> list[Any]:
+    texts = [torch.randint(tokens, shape, **here) for _ in range(2)]
+    return [(text, text.roll(1, 1)) for text in texts]
+
+
+def _formatted(meter: Meter, net: Any, batches: list[Any], tuned: bool) -> tuple[nn.Module, Endless]:
+    last = torch.channels_last if batches[0][0].ndim == 4 else torch.channels_last_3d
+    memory_format = last if tuned else torch.contiguous_format
+    batches = [(images.contiguous(memory_format=memory_format), labels) for images, labels in batches]
+    return net.to(meter.device, memory_format=memory_format), Endless(batches)
+
+
+def plain(
+    meter: Meter,
+    *,
+    task: str,
+    dtype: str = "",
+    mode: str = "",
+    graph: bool = False,
+    half: bool = False,
+    o2: bool = False,
+) -> dict[str, float]:
+    """A loop as well as it can be written by hand: the bound of what runs under Lightning."""
+    net, loader = _task(meter, task)
+    if o2:
+        return plain_o2(meter, net, loader)
+    if half:
+        half_inputs(net.to(torch.bfloat16))
+    optimizer = sgd(net.parameters(), fused=True)
+    if mode:
+        net = cast(nn.Module, torch.compile(net, mode=mode))
+    if graph:
+        return _graphed(meter, net, loader, optimizer)
+    return autocast(meter, net, loader, optimizer, dtype) if dtype else plain_loop(meter, net, loader, optimizer)
+
+
+def _graphed(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any) -> dict[str, float]:
+    """The whole step under autocast, captured once as a CUDA graph, and replayed on batches that are copied in."""
+    images, labels = (each.clone() for each in loader.batches[0])
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = F.cross_entropy(net(images).float(), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    for batch in loader:
+        images.copy_(batch[0])
+        labels.copy_(batch[1])
+        graph.replay()
+        if not meter.step(samples=len(labels)):
+            break
+    return {"loss": loss.item()}
+
+
+def lightning(meter: Meter, *, task: str, tuned: bool = True, **options: Any) -> dict[str, float]:
+    """The same training under a Trainer; the options are those of ``train``."""
+    from benchmarks.training import Classifier, train
+
+    net, loader = _task(meter, task, tuned)
+    module = Classifier(net, partial(sgd, fused=tuned))
+    return train(meter, module, loader, samples=len(loader.batches[0][1]), benchmark=tuned, **options)
+
+
+def fed(meter: Meter, *, feed: str) -> dict[str, float]:
+    """ResNet-50 in bfloat16, channels-last, fed from ``feed``: the device, the host's memory, or photographs."""
+    net: Any = resnet50(2, 3).to(meter.device)
+    net = net.to(memory_format=torch.channels_last)
+    with tempfile.TemporaryDirectory() as folder:
+        loader: Any = _feed(meter, Path(folder), feed)
+        there: dict[str, Any] = {"device": meter.device, "non_blocking": True}
+        batches = (
+            (images.to(memory_format=torch.channels_last, **there), labels.to(**there))
+            for images, labels in forever(loader)
+        )
+        forward = partial(torch.autocast, meter.device.type, torch.bfloat16)
+        result = plain_loop(meter, net, batches, sgd(net.parameters(), fused=True), forward=forward)
+        if hasattr(loader, "close"):
+            loader.close()
+        return result
+
+
+def _feed(meter: Meter, folder: Path, feed: str) -> Iterable[Any]:
+    from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
+    from lightning_turbo.data.dali import DALILoader, ImageFolder
+
+    batch, size = (2, 32) if meter.quick or meter.device.type == "cpu" else (128, 224)
+    labels = torch.arange(8 * batch) % 3
+    if feed == "synthetic":
+        return [(torch.randn(batch, 3, size, size, device=meter.device), labels[:batch].to(meter.device))]
+    if feed in ("memory", "prefetched"):  # so that only collating and copying are left to do
+        held = TensorDataset(torch.randn(8 * batch, 3, size, size), labels)
+        if feed == "memory":
+            return DataLoader(held, batch, pin_memory=meter.device.type == "cuda")
+        return DevicePrefetcher(PrefetchLoader(held, batch), meter.device)
+    root = make_photos(meter, folder)
+    if feed == "dali":
+        recipe = ImageFolder(root, train=True, size=size, channels_last=True)
+        return DALILoader(recipe, batch, device=meter.device, drop_last=True, seed=meter.seed)
+    return make_loader(Pillow(root, size, raw=feed == "timm"), 2, feed, meter.device)
+
+
+def program(meter: Meter, *, name: str) -> dict[str, Any]:
+    """Run the tests that need a GPU, or ``tune`` or ``doctor`` on an example, and return what it found."""
+    with tempfile.TemporaryDirectory() as folder:
+        minutes = "0.3" if meter.quick else "3"
+        words = {
+            "tests": ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *["--collect-only"] * meter.quick],
+            "tune": ["lightning_turbo", "tune", "--minutes", minutes, "--out", folder, "examples/tune/toy.py"],
+            "doctor": ["lightning_turbo", "doctor", "--out", folder, "examples/tune/toy.py"],
+        }[name]
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=280)
+        numbers: dict[str, Any] = {"program_seconds": time.perf_counter() - began, "exit_status": done.returncode}
+        sys.stderr.write(done.stdout + done.stderr)
+        for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|finding)", done.stdout):
+            numbers[what] = int(count)
+        if (found := Path(folder, "tune.json")).is_file():
+            chosen = json.loads(found.read_text())["chosen"]
+            numbers |= {"chosen": ", ".join(chosen["settings"]) or "nothing", "chosen_time_ratio": chosen["ratio"]}
+    while meter.step():
+        pass
+    return numbers
+
+
+def prepare(meter: Meter) -> dict[str, Any]:
+    """Return the facts of the card: what it is, how it is set, and the ceilings of copying and of multiplying."""
+    device, cuda = meter.device, meter.device.type == "cuda"
+    facts: dict[str, Any] = {
+        "TF32 of matmul": str(torch.backends.cuda.matmul.allow_tf32),
+        "TF32 of cuDNN": str(torch.backends.cudnn.allow_tf32),
+    }
+    if cuda:
+        fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+        asked = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        values = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+        facts |= dict(zip(fields.split(","), values, strict=True))
+
+    def seconds(work: Callable[[], object]) -> float:
+        for _ in range(3):
+            work()
+        meter.synchronise()
+        began = time.perf_counter()
+        for _ in range(10):
+            work()
+        meter.synchronise()
+        return (time.perf_counter() - began) / 10
+
+    size = 8192 if cuda and not meter.quick else 256
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        facts[f"matmul {name}, TFLOP/s"] = 2e-12 * size**3 / seconds(partial(torch.mm, matrix, matrix))
+    host = torch.empty(size, size, pin_memory=cuda)
+    there, other = host.to(device), host.to(device)
+    facts["copy host to device, GB/s"] = 4e-9 * size**2 / seconds(partial(there.copy_, host, non_blocking=True))
+    facts["copy on the device, GB/s"] = 4e-9 * size**2 / seconds(partial(there.copy_, other))
+    if cuda:
+        torch.cuda.empty_cache()
+    return facts
+
+
+RUNS: dict[str, Any] = {
+    "plain": plain, "lightning": lightning, "fed": fed,
+    "toy plain": overhead.plain, "toy lightning": overhead.lightning,
+}  # fmt: skip
+# Kind of network, batch size, and size of an image or of a text.
+TASKS = {
+    "ResNet-50, batch 128": ("ResNet-50", 128, 224),
+    "transformer 12 x 768": ("transformer", 16, 512),
+    "3D ResNet-50, 64 x 28^3": ("3D ResNet-50", 64, 28),
+    "3D UNet, 4 x 96^3": ("UNet", 4, 96),
+    "ResNet-50, batch 16": ("ResNet-50", 16, 224),
+    "ResNet-50, batch 256": ("ResNet-50", 256, 224),
+}
+SMALL = {"ResNet-50": 32, "transformer": 8}
+FLOAT, AUTO, FP16 = "PyTorch float32", "PyTorch autocast bf16", "PyTorch autocast fp16"
+COMPILED, REDUCED, BY_HAND = f"{AUTO}, compiled", f"{AUTO}, reduce-overhead", "PyTorch O2 by hand, bf16"
+MIXED, HALF = "Lightning bf16-mixed", "PyTorch bf16 throughout"
+
+
+def _amp(level: str, dtype: str | None = "bf16", **turbo: Any) -> dict[str, Any]:
+    return {"amp": {"opt_level": level, "dtype": dtype}, **({"turbo": turbo} if turbo else {})}
+
+
+# Name, arguments, the bound in the same configuration, and whether every task has it or ResNet-50 at batch 128 alone.
+Rows = list[tuple[str, dict[str, Any], str, bool]]
+BOUNDS: Rows = [
+    (FLOAT, {}, FLOAT, True),
+    (AUTO, {"dtype": "bf16"}, AUTO, True),
+    (COMPILED, {"dtype": "bf16", "mode": "default"}, COMPILED, True),
+    (BY_HAND, {"o2": True}, BY_HAND, True),
+    (HALF, {"half": True}, HALF, False),
+    (FP16, {"dtype": "fp16"}, FP16, False),
+    (REDUCED, {"dtype": "bf16", "mode": "reduce-overhead"}, REDUCED, False),
+    (f"{AUTO}, the whole step a graph", {"graph": True}, AUTO, False),
+]
+TRAINED: Rows = [
+    ("Lightning 32-true, as it comes", {"tuned": False}, FLOAT, False),
+    ("Lightning 32-true", {}, FLOAT, True),
+    (MIXED, {"precision": "bf16-mixed"}, AUTO, True),
+    ("O0", _amp("O0", None), FLOAT, False),
+    ("O1, bf16", _amp("O1"), AUTO, True),
+    ("O2, bf16", _amp("O2"), BY_HAND, True),
+    ("O3, bf16", _amp("O3"), HALF, False),
+    ("O1, bf16, strategy turbo", _amp("O1", lean_step=True, lean_logging=True), AUTO, True),
+    ("O1, bf16, compiled", _amp("O1", compile="network"), COMPILED, True),
+    ("O1, bf16, reduce-overhead", _amp("O1", compile={"mode": "reduce-overhead"}), REDUCED, False),
+    ("Lightning 16-mixed", {"precision": "16-mixed"}, FP16, False),
+    ("O1, fp16", _amp("O1", "fp16"), FP16, False),
+    ("O2, fp16", _amp("O2", "fp16"), FP16, False),
+]
+
+
+def _training(task: str) -> list[Case]:
+    """The cases of one network; those of ours are divided by Lightning's mixed precision too."""
+    return [
+        Case(
+            name=f"{task}: {name}", run=watched, config={"what": what, "task": task, **config},
+            base=f"{task}: {base}", against=(f"{task}: {MIXED}" if name[0] == "O" else f"{task}: {FLOAT}",),
+            kind="ours" if name[0] == "O" else "torch",
+        )
+        for what, rows in (("plain", BOUNDS), ("lightning", TRAINED))
+        for name, config, base, everywhere in rows
+        if everywhere or task == next(iter(TASKS))
+    ]  # fmt: skip
+
+
+SYNTHETIC, TOY, EVEN = "feed: images on the device", "toy step: plain loop", "memory: Lightning 32-true"
+LEAN = {"lean_step": True, "lean_logging": True}
+# Name, arguments, kind.
+FEEDS = [
+    (SYNTHETIC, {"feed": "synthetic"}, "torch"),
+    ("feed: DataLoader, images in memory", {"feed": "memory"}, "torch"),
+    ("feed: DevicePrefetcher, images in memory", {"feed": "prefetched"}, "ours"),
+    ("feed: DataLoader, photographs", {"feed": "torch"}, "torch"),
+    ("feed: DALILoader, photographs", {"feed": "dali"}, "ours"),
+    ("feed: timm's PrefetchLoader, photographs", {"feed": "timm"}, "peer"),
+]
+TOYS: list[tuple[str, dict[str, Any], str]] = [
+    (TOY, {}, "torch"),
+    ("toy step: Lightning", {}, "torch"),
+    ("toy step: ApexAMP O1", {"amp": {"opt_level": "O1", "dtype": "bf16"}}, "ours"),
+    ("toy step: strategy turbo, lean", {"turbo": LEAN}, "ours"),
+]
+LEVELS: list[tuple[str, dict[str, Any], str]] = [
+    (EVEN, {}, "torch"),
+    ("memory: GradToNone", {"release": True}, "ours"),
+    ("memory: O2", {"amp": {"opt_level": "O2", "dtype": "bf16"}}, "ours"),
+]
+PROGRAMS = {"tests": "the tests that need a GPU", "tune": "tune on the toy example", "doctor": "doctor on it"}
+FIRST, *OTHERS = TASKS
+SUITE = Suite(
+    name="gpu",
+    about="One GPU: what Lightning and this package add to a loop written by hand, in the same configuration.",
+    cases=[
+        *_training(FIRST),
+        *(Case(name=n, run=watched, config={"what": "fed", **c}, base=SYNTHETIC, kind=k) for n, c, k in FEEDS),
+        *(case for task in OTHERS[:2] for case in _training(task)),
+        *(
+            Case(name=name, run=watched, base=TOY, kind=kind,
+                 config={"what": "toy plain" if name == TOY else "toy lightning", **config})
+            for name, config, kind in TOYS
+        ),
+        *(Case(name=f"program: {text}", run=program, config={"name": name}, base=f"program: {text}", kind="ours")
+          for name, text in PROGRAMS.items()),
+        *(case for task in OTHERS[2:] for case in _training(task)),
+        *(Case(name=n, run=memory, config={"kind": "even", **c}, base=EVEN, kind=k) for n, c, k in LEVELS),
+    ],
+    quick=(TOY, "toy step: strategy turbo, lean"),
+    steps=1,
+    rounds=9,
+    warmup=10,
+    lead=3,
+    round_seconds=0.5,
+    seconds=7200,
+    prepare=prepare,
+)  # fmt: skip
