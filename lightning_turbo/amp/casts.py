@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from lightning_turbo.amp.autocast import FunctionCasts
 from lightning_turbo.amp.grad_scaler import params_of
-from lightning_turbo.amp.half_forward import HalfForward, HalfWeights, cast_state, find_kept, round_weights
+from lightning_turbo.amp.half_forward import (
+    HalfForward,
+    HalfWeights,
+    cast_state,
+    find_kept,
+    has_sparse_gradients,
+    round_weights,
+)
 from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 
@@ -98,6 +105,8 @@ class LevelCasts:
         output_dtype = level.cast_model_outputs or torch.float32
         self.half_forward = forward = HalfForward(level.cast_model_type, output_dtype, bool(level.keep_batchnorm_fp32))
         forward.keep(find_kept(roots, self.keep_fp32_modules))
+        if self.keeps_masters:
+            forward.keep(part for root in roots for part in root.modules() if has_sparse_gradients(part))
         forward.register_hooks(roots, steps=steps)
         if not self.keeps_masters:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_turbo._checks import expect
 from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp.levels import HALF_DTYPES
-from lightning_turbo.errors import AmpUsageError
+from lightning_turbo.errors import AmpUsageError, TurboWarning
 
 __all__ = [
     "HalfForward",
@@ -33,11 +35,12 @@ __all__ = [
     "cast_floats",
     "cast_state",
     "find_kept",
+    "has_sparse_gradients",
     "refuse_half",
     "round_weights",
 ]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_untraced: Any = torch.compiler.disable  # whose signature does not know methods
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 _HINT = (
@@ -52,7 +55,7 @@ class _Position(NamedTuple):
     module: nn.Module
     holder: dict[str, Any]
     name: str
-    kind: Literal["weight", "sparse weight", "recurrent weight", "list", "buffer", "running buffer", "statistics"]
+    kind: Literal["weight", "buffer", "list"]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -101,13 +104,12 @@ class _Plan:
     It holds the dicts of the modules, not the module that is called.
     """
 
-    def __init__(self, root: nn.Module, positions: list[_Position]) -> None:
-        modules = [*root.modules()]
-        self.positions = positions
+    def __init__(self) -> None:
+        self.positions: list[_Position] = []
         self.is_outermost = False  # whether the module was called on its own in a forward pass
-        self._children = [module._modules for module in modules]
-        self._tensors = [holder for module in modules for holder in (module._parameters, module._buffers)]
-        self._seen = self._look()
+        self._children: list[dict[str, Any]] = []
+        self._tensors: list[dict[str, Any]] = []
+        self._seen: Any = None
 
     def _look(self) -> tuple[list[Any], list[str]]:
         return [*chain.from_iterable(map(dict.values, self._children))], [*chain.from_iterable(self._tensors)]
@@ -115,6 +117,16 @@ class _Plan:
     def holds(self) -> bool:
         """Tell whether the modules, and the names of their tensors, are those that were found."""
         return self._look() == self._seen
+
+    def note(self, root: nn.Module, positions: list[_Position]) -> None:
+        modules = [*root.modules()]
+        self.positions = positions
+        self._children = [module._modules for module in modules]
+        self._tensors = [holder for module in modules for holder in (module._parameters, module._buffers)]
+        self._seen = self._look()
+
+    def expire(self) -> None:
+        self._seen = None
 
 
 class _Call:
@@ -134,33 +146,35 @@ class _Call:
 
     def begin(self, positions: Iterable[_Position], copies: _Copies) -> None:
         self._autocast.__enter__()
+        keep = torch.is_grad_enabled()
         for position in positions:
-            wide = position.holder.get(position.name)
-            half = copies.of(wide, position.kind)
+            _, holder, name, kind = position
+            wide = holder.get(name)
+            half = copies.list_of(wide) if kind == "list" else copies.of(wide, keep=keep)
             if half is not wide:
-                position.holder[position.name] = half
+                holder[name] = half
+            if half is not wide or kind == "list":
                 self._swaps.append((position, wide, half))
-            elif isinstance(wide, list):
-                self._swaps.append((position, wide, None))
 
-    def end(self, copies: _Copies) -> list[_Position]:
-        """End the call; returns the positions of the buffers that it wrote to."""
+    def end(self, copies: _Copies) -> list[nn.Module]:
+        """End the call; returns the modules to whose buffers it wrote."""
         swaps, self._swaps, written = self._swaps, [], []
         for position, wide, half in reversed(swaps):
-            (_, holder, name, kind), now = position, position.holder.get(position.name)
-            changed = now is half and _may_have_changed(kind, half)
+            (module, holder, name, kind), now = position, position.holder.get(position.name)
             if kind == "list":
                 copies.keep_list(wide, now)
                 holder[name] = wide
-            elif now is half:
+                continue
+            changed = now is half and _was_written(position, half)
+            if now is half:
                 holder[name] = wide
                 if changed:
                     _take_changes(wide, half)
             elif _is_new_buffer(now, half):
                 holder[name] = now.detach().to(wide.dtype)
                 changed = True
-            if changed and kind in ("buffer", "running buffer"):
-                written.append(position)
+            if changed and kind == "buffer" and not _is_batch_norm(module):
+                written.append(module)
         self._autocast.__exit__(None, None, None)
         return written
 
@@ -177,72 +191,46 @@ class _Copies:
     def clear(self) -> None:
         self._kept.clear()
 
-    def of(self, wide: Any, kind: str) -> Any:
-        """Return what takes the position of a tensor or list: itself if there is nothing to cast."""
-        if kind == "list":  # whose network compares it with the weights, and makes another one if they changed
-            return self._kept.get(id(wide), (wide, None, wide))[2]
+    def of(self, wide: Any, *, keep: bool) -> Any:
+        """Return what takes the position of a tensor: itself if there is nothing to cast."""
         if not _needs_cast(wide, self.dtype):
             return wide
         # What torch.func puts in place of a weight is cast with its graph, and not kept: it is of this call alone.
         # Without gradients none is kept: what writes to ``weight.data`` between two evaluations, as the swap for
         # averaged weights, leaves the version as it is.
-        if not isinstance(wide, nn.Parameter) or not torch.is_grad_enabled():
-            return self._cast(wide, kind)
+        if not keep or not isinstance(wide, nn.Parameter):
+            return self._cast(wide)
         # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
         state = (0 if wide.is_inference() else wide._version, wide.data_ptr(), wide.requires_grad)
         _, made_of, half = self._kept.get(id(wide), (None, None, None))
         if half is None or made_of != state:
-            half = self._cast(wide, kind)
+            half = self._cast(wide)
             self._kept[id(wide)] = wide, state, half
         return half
+
+    def _cast(self, wide: Tensor) -> Tensor:
+        return wide.to(self.dtype)  # in one line, because jit.trace compares where operations come from
+
+    def list_of(self, wide: Any) -> Any:
+        """Return the list that a recurrent network made of half weights; it makes another one if they changed."""
+        return self._kept.get(id(wide), (wide, None, wide))[2]
 
     def keep_list(self, wide: Any, half: Any) -> None:
         if half is not wide and torch.is_grad_enabled():
             self._kept[id(wide)] = wide, None, half
 
-    def _cast(self, wide: Tensor, kind: str) -> Tensor:
-        return cast("Tensor", _SparseCast.apply(wide, self.dtype)) if kind == "sparse weight" else wide.to(self.dtype)
-
-
-class _SparseCast(torch.autograd.Function):
-    """A cast whose gradient may be sparse, which that of ``Tensor.to`` may not."""
-
-    @staticmethod
-    def forward(weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return weight.to(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].to(ctx.dtype), None
-
-
-def _untraced(method: _F) -> _F:
-    """Let torch.compile break its graph at a method, and compile what runs before and after it."""
-    disabled: Any = torch.compiler.disable(method)
-
-    @functools.wraps(method)
-    def call(*args: Any) -> Any:
-        return disabled(*args) if torch.compiler.is_compiling() else method(*args)
-
-    return cast("_F", call)
-
 
 class HalfForward:
-    """Casts where data enters and leaves guarded modules, and puts half copies of weights in while they run.
+    """Casts where data enters and leaves networks, and puts half copies of weights in while they run.
 
-    Only the outermost call puts copies in and casts outputs back. A guarded module that is called inside of it casts
-    its inputs alone, so that a tensor that was promoted to float32 between two modules comes back to half.
+    Only the outermost call puts copies in and casts outputs back. A module that is called inside of it casts its
+    inputs alone, so that a tensor that was promoted to float32 between two modules comes back to half.
 
     Outside of calls every parameter is the float32 one, in the backward pass too. Where activation checkpointing calls
     a module again in a backward pass, copies are in for that call.
 
-    A buffer that a call writes to, as a count or a moving average, stays float32 from the next call on, so that small
-    changes add up: with its module, if that has no others below it; else the calls run under autocast from then on,
-    which brings float32 and half together.
+    A module that writes to a buffer in a call, as to a count or a moving average, computes in float32 from the next
+    call on, so that small changes add up.
 
     Args:
         dtype: The half dtype.
@@ -260,9 +248,8 @@ class HalfForward:
         self.has_half_weights = False
         self._call: _Call | None = None  # the outermost one under way
         self._copies = _Copies(dtype)
-        self._plans: dict[nn.Module, _Plan] = {}
-        self._written: dict[tuple[int, str], _Position] = {}  # buffers that stay float32
-        self._undo = contextlib.ExitStack()
+        self._plans: dict[nn.Module, _Plan] = {}  # of modules that were an outermost call
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._step_owner: tuple[nn.Module, Any] | None = None
         self._step_device: str | None = None
 
@@ -282,50 +269,55 @@ class HalfForward:
         """
         roots = list(roots)
         self._step_owner = (roots[0], roots[0].forward) if steps else None
-        parts = (part for root in roots for part in self._cast_below(root) if _has_weights(part))
+        parts = (part for root in roots for part in self.cast_modules(root) if _has_weights(part))
         for module in dict.fromkeys((*roots, *parts)):
             # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
-            before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-            after = module.register_forward_hook(self._leave, always_call=True)
-            self._attach(module, before, after)
+            # The hook behind the call is registered where a call is the outermost: most modules never need it.
+            self._attach(module, module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules, with all below them, compute in float32 wherever they are called."""
         for module in modules:
+            for part in module.modules():
+                self._detach(part)
             island = _Float32Island(self)
             before = module.register_forward_pre_hook(island.enter, with_kwargs=True)
             self._attach(module, before, module.register_forward_hook(island.leave))
 
-    def _attach(self, module: nn.Module, *handles: Any) -> None:
-        for handle in handles:
-            self._undo.callback(handle.remove)
+    def _attach(self, module: nn.Module, *handles: RemovableHandle) -> None:
+        self._handles.setdefault(module, []).extend(handles)
         # torch.jit.script compiles hooks, and cannot compile these: it asks the module for what it shall script.
         vars(module)["__prepare_scriptable__"] = functools.partial(_to_script, module)
-        self._undo.callback(vars(module).pop, "__prepare_scriptable__", None)
+
+    def _detach(self, module: nn.Module) -> None:
+        self._plans.pop(module, None)
+        for handle in self._handles.pop(module, ()):
+            handle.remove()
+        vars(module).pop("__prepare_scriptable__", None)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         self.reset()
         self.clear_cache()
-        self._undo.close()
-        self._plans.clear()
-        self._written.clear()
+        for module in [*self._handles]:
+            self._detach(module)
         self._step_owner = self._step_device = None
 
     def reset(self) -> None:
         """End the outermost call."""
         call, self._call = self._call, None
-        if call is not None:
-            written = call.end(self._copies)
-            if written:
-                self._leave_float32(written)
-
-    def _leave_float32(self, written: list[_Position]) -> None:
-        modules = dict.fromkeys(position.module for position in written)
-        self.keep(module for module in modules if not module._modules)
-        for position in written:
-            self._written[id(position.holder), position.name] = position
-        self._plans.clear()
+        written = [] if call is None else call.end(self._copies)
+        for module in dict.fromkeys(written):
+            if module._modules:
+                warnings.warn(
+                    f"{type(module).__name__} writes to a buffer of its own in a call, so it computes in float32 from "
+                    "now on, with all below it. Move the buffer to a module of its own, without others below it.",
+                    TurboWarning,
+                    stacklevel=2,
+                )
+            self.keep([module])
+            for plan in self._plans.values():
+                plan.expire()
 
     def clear_cache(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
@@ -338,7 +330,7 @@ class HalfForward:
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
         """Around a step: ends a call that a ``KeyboardInterrupt`` has broken off; the hooks do all else."""
-        with self._autocast(self._step_device, enabled=True):
+        with self._autocast(enabled=True):
             try:
                 yield
             except RuntimeError as error:
@@ -348,18 +340,20 @@ class HalfForward:
             finally:
                 self.reset()
 
+    def _autocast(self, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        if self._step_device is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._step_device, self.dtype, enabled=enabled, cache_enabled=False)
+
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules from ``root`` downwards whose own tensors are cast."""
-        below = self._cast_below(root)
-        return [module for module in below if not _is_batch_norm(module)] if self.keep_batchnorm_fp32 else below
-
-    def _cast_below(self, root: nn.Module) -> list[nn.Module]:
         modules, waiting = [], [root]
         while waiting:
             module = waiting.pop()
             if not (module._forward_pre_hooks and _is_kept(module)):
                 waiting += [child for child in module._modules.values() if child is not None]
-                modules.append(module)
+                if not (self.keep_batchnorm_fp32 and _is_batch_norm(module)):
+                    modules.append(module)
         return modules
 
     # The hooks
@@ -396,49 +390,34 @@ class HalfForward:
         if "_is_replica" in vars(module):
             raise AmpUsageError("O2 and O3: expected one process a device, got DataParallel. Train with DDP.")
         plan = self._plans.get(module)
-        if plan is None or not plan.holds():
-            plan = self._plans[module] = _Plan(module, self._positions_below(module))
+        if plan is None:
+            plan = self._plans[module] = _Plan()
+            self._attach(module, module.register_forward_hook(self._leave, prepend=True, always_call=True))
+        if not plan.holds():
+            plan.note(module, self._positions_below(module))
         # A module that a backward pass calls again gives what it gave before: half, if it was called inside of another.
         is_repeated = torch._C._current_graph_task_id() != -1
         plan.is_outermost = plan.is_outermost or not is_repeated
-        self._call = _Call(module, plan.is_outermost, self._autocast_of_call())
+        self._call = _Call(module, plan.is_outermost, self._autocast(enabled=False))
         self._call.begin(plan.positions, self._copies)
 
     @_untraced
     def _end(self) -> None:
         self.reset()
 
-    def _autocast_of_call(self) -> contextlib.AbstractContextManager[Any]:
-        mixed = [position for position in self._written.values() if position.module._modules]
-        device_type = mixed[0].holder[mixed[0].name].device.type if mixed else self._step_device
-        return self._autocast(device_type, enabled=bool(mixed))
-
-    def _autocast(self, device_type: str | None, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        if device_type is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device_type, self.dtype, enabled=enabled, cache_enabled=False)
-
     def _positions_below(self, root: nn.Module) -> list[_Position]:
         positions: list[_Position] = []
         for module in self.cast_modules(root):
-            weight = "weight"
             if isinstance(module, nn.RNNBase):
-                weight = "recurrent weight"
-                # It sees that its weights are others, and lists them again. The half lists are put in after the
-                # weights, and back before them.
-                positions += [
-                    _Position(module, vars(module), name, "list") for name in ("_flat_weights", "_flat_weight_refs")
-                ]
-            elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                weight = "sparse weight"
-            buffer = "running buffer" if isinstance(module, _NormBase) else "buffer"
-            buffer = "statistics" if _is_batch_norm(module) else buffer
-            for holder, kind in ((module._parameters, weight), (module._buffers, buffer)):
-                positions += [
-                    _Position(module, holder, name, cast("Any", kind))
-                    for name, tensor in holder.items()
-                    if _needs_cast(tensor, self.dtype) and (id(holder), name) not in self._written
-                ]
+                # It sees that its weights are others, and lists them again.
+                lists = ("_flat_weights", "_flat_weight_refs")
+                positions += [_Position(module, vars(module), name, "list") for name in lists]
+            for name, tensor in module._parameters.items():
+                if _needs_cast(tensor, self.dtype):
+                    positions.append(_Position(module, module._parameters, name, "weight"))
+            for name, tensor in module._buffers.items():
+                if _needs_cast(tensor, self.dtype):
+                    positions.append(_Position(module, module._buffers, name, "buffer"))
         return positions
 
 
@@ -455,32 +434,29 @@ class _Float32Island:
         return cast_floats(output, self._forward.dtype) if self._forward._call is not None else None
 
 
-def _to_script(root: nn.Module) -> nn.Module:
-    """Return a module that shares all with ``root`` but the hooks of this file, and has its half tensors in float32."""
-    twins: dict[Any, Any] = {None: None}
+def _to_script(module: nn.Module) -> nn.Module:
+    """Return what shares all with ``module`` but the hooks of this file, with half tensors in float32.
 
-    def widen(tensor: Tensor | None) -> Tensor | None:
-        if tensor is not None and tensor.dtype in HALF_DTYPES and tensor not in twins:
-            wide = tensor.detach().float()
-            twins[tensor] = nn.Parameter(wide) if isinstance(tensor, nn.Parameter) else wide
-        return twins.get(tensor, tensor)
+    torch.jit.script asks each module below for its own, and puts it into ``_modules``.
+    """
+    twin = module.__new__(type(module))
+    own = vars(twin)
+    own.update(vars(module), _modules=dict(module._modules))
+    own.pop("__prepare_scriptable__")
+    for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+        own[hooks] = type(own[hooks])((key, hook) for key, hook in own[hooks].items() if not _is_ours(hook))
+    for holder in ("_parameters", "_buffers"):
+        own[holder] = {name: _widened(tensor) for name, tensor in own[holder].items()}
+    if isinstance(twin, nn.RNNBase):
+        twin._init_flat_weights()
+    return twin
 
-    def twin_of(module: nn.Module | None) -> nn.Module | None:
-        if module in twins:
-            return twins[module]
-        twin = twins[module] = module.__new__(type(module))
-        own = vars(twin)
-        own.update(vars(module))
-        own.pop("__prepare_scriptable__", None)
-        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-            own[hooks] = type(own[hooks])((key, hook) for key, hook in own[hooks].items() if not _is_ours(hook))
-        for holder, change in (("_parameters", widen), ("_buffers", widen), ("_modules", twin_of)):
-            own[holder] = {name: change(value) for name, value in own[holder].items()}
-        if isinstance(twin, nn.RNNBase):
-            twin._init_flat_weights()
-        return twin
 
-    return cast("nn.Module", twin_of(root))
+def _widened(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.dtype not in HALF_DTYPES:
+        return tensor
+    wide = tensor.detach().float()
+    return nn.Parameter(wide) if isinstance(tensor, nn.Parameter) else wide
 
 
 def _is_ours(hook: Any) -> bool:
@@ -577,15 +553,20 @@ def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def has_sparse_gradients(module: nn.Module) -> bool:
+    """Tell whether the weight gets sparse gradients, which a cast cannot pass on."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
 def _is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.affine
 
 
-def _may_have_changed(kind: str, half: Any) -> bool:
-    # Batch norm's kernel does not count its changes as such, and flattening for cuDNN counts as one.
-    if kind in ("list", "recurrent weight") or half.is_inference():
+def _was_written(position: _Position, half: Tensor) -> bool:
+    # Flattening for cuDNN counts as a change, and batch norm's kernel does not count its changes.
+    if half.is_inference() or (position.kind == "weight" and isinstance(position.module, nn.RNNBase)):
         return False
-    return kind in ("running buffer", "statistics") or half._version > 0
+    return half._version > 0 or (position.kind == "buffer" and isinstance(position.module, _NormBase))
 
 
 def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:
