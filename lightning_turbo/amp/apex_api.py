@@ -178,7 +178,6 @@ def initialize(
     exact_masters: bool = True,
     keep_fp32_modules: Sequence[str | type[nn.Module]] = (),
     cast_lists: str | None = None,
-    cast_cache: bool = False,
 ) -> Any:
     """Prepare models and optimizers for O0, O1, O2 or O3, in place.
 
@@ -207,8 +206,6 @@ def initialize(
         keep_fp32_modules: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or classes.
             These compute in float32, with all that is below them.
         cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
-        cast_cache: Beyond apex: whether O1 casts a weight once for all its uses in a pass, as apex does. A cast that
-            is kept is stale after a change of the weight under ``no_grad``.
 
     Returns:
         The same objects: models alone if no optimizers were given, else the pair.
@@ -249,7 +246,6 @@ def initialize(
         dtype=dtype,
         keep_fp32_modules=keep_fp32_modules,
         cast_lists=cast_lists or "apex",
-        cast_cache=cast_cache,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,

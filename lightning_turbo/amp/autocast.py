@@ -35,20 +35,6 @@ def _float_dtypes(value: Any, counts: Callable[[Tensor], bool] = torch.is_floati
     return list(found)
 
 
-@functools.cache
-def cache_survives_no_grad() -> bool:
-    """Whether autocast tells a cast made under ``no_grad`` from one to differentiate.
-
-    Older versions of torch do not: a weight that was first used under ``no_grad`` then gets no gradient. Their
-    cache is left off.
-    """
-    weight = torch.ones(1, 1, requires_grad=True)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        with torch.no_grad():
-            torch.mm(weight, weight)
-        return torch.mm(weight, weight).requires_grad
-
-
 class FunctionCasts:
     """The casts of O1 around functions: autocast, and on top of it apex's lists.
 
@@ -57,33 +43,31 @@ class FunctionCasts:
         dtype: The half dtype.
         lists: ``"torch"`` for autocast alone, which costs nothing per call; ``"apex"`` to obey apex's lists where
             autocast does not (layer_norm and gelu on a CPU, gelu on CUDA, banned functions, ...), which costs a
-            few microseconds for every call of a torch function. ``None`` takes apex's with float16 and torch's with
-            bfloat16, which apex never had.
-        cache: Whether autocast keeps a weight's cast for the next function, until the region ends or the cache is
-            cleared, as apex does; a weight that is changed in between is then used as it was.
+            few microseconds for every call of a torch function.
 
     Raises:
         AmpUsageError: If ``lists`` is neither.
+
+    Note:
+        A weight is cast at each use: autocast's cache would keep what it was before a change.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype, lists: str | None = None, *, cache: bool = False) -> None:
-        lists = lists or ("apex" if dtype is torch.float16 else "torch")
+    def __init__(self, device_type: str, dtype: torch.dtype, lists: str) -> None:
         known = "'apex' (apex's lists of functions) or 'torch' (those of torch.autocast)"
         expect(lists in ("apex", "torch"), "cast_lists", lists, known, AmpUsageError)
         self.device_type = device_type
         self.dtype = dtype
         self._lists = lists
-        self._cache = cache and cache_survives_no_grad()
         self._mode = _ApexLists(device_type, dtype, dict(_actions())) if lists == "apex" else None
         self._entered: contextlib.ExitStack | None = None
 
     def __reduce__(self) -> Any:
         # Not every function of torch's can be pickled. What is registered is so again when training begins.
-        return functools.partial(FunctionCasts, cache=self._cache), (self.device_type, self.dtype, self._lists)
+        return FunctionCasts, (self.device_type, self.dtype, self._lists)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that casts on this thread."""
-        casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self._cache)
+        casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
         return casts if self._mode is None else _both(casts, self._mode)
 
     def backward_context(self) -> contextlib.AbstractContextManager[Any]:

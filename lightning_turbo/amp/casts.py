@@ -38,7 +38,6 @@ class LevelCasts:
             elsewhere.
         keep_fp32_modules: Modules that compute in float32, by name or class.
         cast_lists: As in ``FunctionCasts``.
-        cast_cache: As in ``FunctionCasts``.
         **overrides: apex's overrides of the level, see ``resolve``.
 
     Raises:
@@ -52,8 +51,7 @@ class LevelCasts:
         device_type: str,
         dtype: torch.dtype | None = None,
         keep_fp32_modules: Sequence[str | type[nn.Module]] = (),
-        cast_lists: str | None = None,
-        cast_cache: bool = False,
+        cast_lists: str = "torch",
         **overrides: Any,
     ) -> None:
         asked = overrides.get("cast_model_type")
@@ -69,7 +67,7 @@ class LevelCasts:
                 "out; at O1 run the function under torch.autocast(..., enabled=False)."
             )
         self.input_dtype: torch.dtype | None = None  # to which a Trainer's batches are brought
-        casts = FunctionCasts(device_type, self.dtype, cast_lists, cache=cast_cache)
+        casts = FunctionCasts(device_type, self.dtype, cast_lists)
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.half_forward: HalfForward | None = None
         self.half_weights: HalfWeights | None = None

@@ -7,22 +7,21 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_turbo import ApexAMP, amp
+from lightning_turbo import ApexAMP, ApexGradScaler, amp
 from lightning_turbo.errors import TurboWarning
 from tests.integration.regression import Regression, apart, fit, flat, layers
 from tests.trainers import quiet_trainer
 
-HALVES = [("O2", torch.bfloat16), ("O2", torch.float16), ("O3", torch.bfloat16)]
 
-
-def initialized(net, level="O2", dtype=torch.bfloat16, **settings):
+def initialized(net, level="O2"):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return amp.initialize(net, optimizer, opt_level=level, dtype=dtype, verbosity=0, loss_scale=1.0, **settings)
+    return amp.initialize(net, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +62,7 @@ def test_weights_of_torch_func_are_cast_with_their_graph(what, level):
 # What user code finds in a backward pass
 
 
-@pytest.mark.parametrize(("level", "dtype"), HALVES[:2])
-def test_hooks_and_overrides_find_the_parameters_in_a_backward_pass(level, dtype):
+def test_hooks_and_overrides_find_the_parameters_in_a_backward_pass():
     seen = []
 
     class Looking(Regression):
@@ -85,12 +83,12 @@ def test_hooks_and_overrides_find_the_parameters_in_a_backward_pass(level, dtype
 
     module = Looking()
     module.net[2].register_full_backward_hook(module.look)
-    assert torch.equal(flat(fit(module, ApexAMP(level, dtype=dtype, loss_scale=128.0))), flat(Looking()))
+    assert torch.equal(flat(fit(module, ApexAMP("O2", loss_scale=128.0))), flat(Looking()))
     assert len(seen) == 3 * 4 * 3
     assert all(each == {(nn.Parameter, torch.float32)} for each in seen)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
 def test_gradients_are_clipped_inside_of_scale_loss(level):
     net, optimizer = initialized(layers(), level)
     with amp.scale_loss(net(torch.ones(2, 4)).square().sum() * 100, optimizer) as scaled:
@@ -148,34 +146,7 @@ def test_what_runs_again_gives_what_it_gave(level, way, reentrant):
     assert set(module.net.dtypes) == {(torch.bfloat16, torch.bfloat16)}
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("way", ["module", "function"])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_plain_loop_runs_parts_again(level, way, reentrant):
-    def gradient(net):
-        return torch.cat([p.grad.float().flatten() for p in net.parameters()])
-
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
-    wanted = Blocks(way, reentrant)
-    net, optimizer = initialized(copy.deepcopy(wanted), level)
-    wanted(x).square().mean().backward()
-    with amp.scale_loss(net(x).square().mean(), optimizer) as scaled:
-        scaled.backward()
-    assert set(net.dtypes) == {(torch.bfloat16, torch.bfloat16)}
-    assert len(net.dtypes) == 2
-    assert (gradient(net) - gradient(wanted)).norm() < 0.05 * gradient(wanted).norm()
-
-
 # What is exported in mid-run
-
-
-class Exporting(Callback):
-    def __init__(self, export):
-        self.export, self.made = export, []
-
-    def on_train_epoch_end(self, trainer, module):
-        x = torch.ones(2, 4)
-        self.made.append((self.export(module, x), module.net(x)))
 
 
 EXPORTS = {
@@ -187,10 +158,20 @@ EXPORTS = {
 }
 
 
+class Exporting(Callback):
+    def __init__(self):
+        self.made = {}
+
+    def on_train_epoch_end(self, trainer, module):
+        x = torch.ones(2, 4)
+        with torch.no_grad():
+            wanted = module.net(x)
+        self.made = {name: (export(module, x), wanted) for name, export in EXPORTS.items()}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("name", EXPORTS)
-def test_a_network_is_exported_in_mid_run(name, level):
+def test_a_network_is_exported_in_mid_run(level):
     class Forwarding(Regression):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.net(x)
@@ -198,14 +179,12 @@ def test_a_network_is_exported_in_mid_run(name, level):
         def loss(self, batch):
             return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
 
-    callback = Exporting(EXPORTS[name])
-    module = fit(Forwarding(), ApexAMP(level), callbacks=[callback])
-    assert len(callback.made) == 3
-    for made, wanted in callback.made:
+    callback = Exporting()
+    module = fit(Forwarding(), ApexAMP(level), max_epochs=2, callbacks=[callback])
+    for made, wanted in callback.made.values():
         assert made.dtype is torch.float32
         torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
-    wanted = fit(Forwarding(), ApexAMP(level))
-    assert torch.equal(flat(module), flat(wanted))
+    assert torch.equal(flat(module), flat(fit(Forwarding(), ApexAMP(level), max_epochs=2)))
     assert "__prepare_scriptable__" not in vars(module.net)
 
 
@@ -232,11 +211,10 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_in_buffers_stay_exact(replaces, alone, dtype):
+def test_sums_in_buffers_stay_exact(replaces, alone):
     net = nn.Sequential(Counting(replaces), nn.Linear(4, 2)) if alone else Counting(replaces, nn.Linear(4, 2))
     part = net[0] if alone else net
-    initialized(net, dtype=dtype)
+    initialized(net)
     with contextlib.nullcontext() if alone else pytest.warns(TurboWarning, match="Counting writes to a buffer"):
         net(torch.full((2, 4), 2.0))
     for _ in range(299):
@@ -269,14 +247,14 @@ def test_running_statistics_stay_float32(make):
 # Sparse gradients
 
 
-@pytest.mark.parametrize(("level", "dtype"), HALVES)
+@pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_stay_sparse(kind, level, dtype):
+def test_sparse_gradients_stay_sparse(kind, level):
     ids = torch.tensor([[1, 2, 2], [3, 1, 0]])
     wanted = kind(8, 4, sparse=True)
     net = nn.Sequential(copy.deepcopy(wanted), nn.Flatten())
     wanted(ids).square().sum().backward()
-    net, optimizer = initialized(net, level, dtype)
+    net, optimizer = initialized(net, level)
     with amp.scale_loss(net(ids).square().sum(), optimizer) as scaled:
         scaled.backward()
     gradient = net[0].weight.grad
@@ -339,7 +317,7 @@ def test_a_step_uses_weights_outside_of_calls(way, level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("keep", [["net.last"], ["net.first"], ["net.first", "net.last"], [nn.Embedding]])
+@pytest.mark.parametrize("keep", [["net.last"], ["net.first", "net.last"], [nn.Embedding]])
 def test_a_module_is_kept_that_shares_its_weight(keep, level):
     class Language(nn.Module):
         def __init__(self):
@@ -365,7 +343,7 @@ def test_a_module_is_kept_that_shares_its_weight(keep, level):
     assert apart(module, fit(Model()), Model()) < 0.06
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_class_weights_of_a_loss_within_a_network(level, inside):
     class Task(nn.Module):
@@ -442,15 +420,18 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(**how):
+def operations(*plugins):
     module = Counted()
-    quiet_trainer(max_epochs=1, **how).fit(module)
+    quiet_trainer(max_epochs=1, plugins=[*plugins]).fit(module)
     return module.operations[-1]
 
 
 def test_a_step_takes_no_more_operations_than_stock():
-    stock = operations(precision="bf16-mixed")
+    stock = operations(MixedPrecision("bf16-mixed", "cpu"))
     assert stock > 300
+    scaled = operations(MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", 1024.0)))
     for level in ("O1", "O2"):
-        assert operations(plugins=[ApexAMP(level)]) <= stock
-        assert operations(plugins=[ApexAMP(level, dtype=torch.float16, loss_scale=1.0)]) <= stock
+        assert operations(ApexAMP(level)) <= stock
+        assert operations(ApexAMP(level, dtype=torch.float16, loss_scale=1.0)) <= stock
+        scaler = ApexGradScaler(max_scale=1024.0)
+        assert operations(ApexAMP(level, dtype=torch.float16, scaler=scaler)) <= scaled + 2

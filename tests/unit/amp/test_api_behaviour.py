@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_turbo import amp
-from lightning_turbo.amp.autocast import cache_survives_no_grad
 from tests.unit.amp import loops
 from tests.unit.amp.loops import INF, LEVELS, net, sgd
 
@@ -35,7 +34,7 @@ DIFFERENT = {
     "lazy_O2": ([["float32"] * 6, ["float32"] * 6], OWN_MASTER),
     "O1_cache_identity": (
         ["float16", False, False],
-        "a kept cast would be stale after load_state_dict or a change under no_grad; cast_cache=True keeps it",
+        "a kept cast would be stale after load_state_dict or a change under no_grad",
     ),
     "double_optimizer_param_O2": (TypeError, "refused by initialize already, not at the first backward"),
     "bfloat16_model_O2": (RuntimeError, "parameters are the masters, which half precision serves badly: refused"),
@@ -531,7 +530,7 @@ def register_half():
 
 
 @fact
-def O1_cache_identity(**kwargs):
+def O1_cache_identity():
     seen = []
 
     class Layer(nn.Module):
@@ -545,7 +544,7 @@ def O1_cache_identity(**kwargs):
             return out
 
     # Autocast casts below Python, so the cast is seen in the graph: both calls share one cast of the weight.
-    layer, optimizer = ready("O1", Layer(), **kwargs)
+    layer, optimizer = ready("O1", Layer())
     loss = (layer(torch.ones(1, 2)) + layer(torch.ones(1, 2))).sum()
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
@@ -586,8 +585,3 @@ def test_a_fact_of_apex_holds(name):
 def test_every_fact_is_checked():
     assert set(CHECKS) == set(FACTS)
     assert set(DIFFERENT) <= set(CHECKS)
-
-
-def test_casts_are_kept_as_in_apex_on_request():
-    # With an old torch never: it would take the gradient from a weight used under no_grad.
-    assert O1_cache_identity(cast_cache=True) == ["float16", cache_survives_no_grad(), False]
