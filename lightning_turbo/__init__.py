@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
     from lightning_turbo.data.normalize import Normalize as Normalize
     from lightning_turbo.data.packed import PackedDataset as PackedDataset
+    from lightning_turbo.data.patches import PatchDataset as PatchDataset
     from lightning_turbo.data.sample_seeds import seed_samples as seed_samples
     from lightning_turbo.data.seeded_sampler import SeededSampler as SeededSampler
     from lightning_turbo.data.tune_workers import tune_workers as tune_workers
@@ -61,6 +62,7 @@ PUBLIC = {
         "PrefetchLoader": "data.loader",
         "DevicePrefetcher": "data.device",
         "PackedDataset": "data.packed",
+        "PatchDataset": "data.patches",
         "Normalize": "data.normalize",
         "tune_workers": "data.tune_workers",
         "seed_samples": "data.sample_seeds",

@@ -9,8 +9,9 @@ from lightning_turbo.data.normalize import Normalize
 from lightning_turbo.data.pack_files import pack_folder
 from lightning_turbo.data.packed import PackedDataset
 from lightning_turbo.data.packing import pack
+from lightning_turbo.data.patches import PatchDataset
 from lightning_turbo.data.prefetcher import PrefetchIterator
-from lightning_turbo.data.sample_seeds import seed_samples
+from lightning_turbo.data.sample_seeds import seed_sample, seed_samples
 from lightning_turbo.data.seeded_sampler import SeededSampler
 from lightning_turbo.data.tune_workers import tune_workers
 
@@ -20,11 +21,13 @@ __all__ = [
     "DeviceTransfer",
     "Normalize",
     "PackedDataset",
+    "PatchDataset",
     "PrefetchIterator",
     "PrefetchLoader",
     "SeededSampler",
     "pack",
     "pack_folder",
+    "seed_sample",
     "seed_samples",
     "tune_workers",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import numbers
 import operator
 import random
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lightning_turbo._checks import expect
 from lightning_turbo._random import GENERATORS, parts_in, same_random_numbers
 
-__all__ = ["EpochBatchSampler", "EpochSampler", "SeededCollate", "SeededDataset", "seed_samples", "seeds_of"]
+__all__ = [
+    "EpochBatchSampler",
+    "EpochSampler",
+    "SeededCollate",
+    "SeededDataset",
+    "seed_sample",
+    "seed_samples",
+    "seeds_of",
+]
 
 LARGEST = 2**32  # NumPy's generator and seed_everything take seeds below it
 
@@ -43,6 +53,29 @@ def seeds_of(seed: int, epoch: int, index: int, kind: str = "sample") -> tuple[i
     digest = hashlib.blake2b(f"{kind} {seed} {epoch} {index}".encode(), digest_size=20).digest()
     for_torch, for_python, for_numpy = struct.unpack("<QQI", digest)
     return for_torch, for_python, for_numpy
+
+
+_batch = threading.local()  # what seeds the samples of the batch that a thread loads
+
+
+@contextlib.contextmanager
+def _seeding_samples(seeder: Callable[[int], None]) -> Iterator[None]:
+    _batch.seeder = seeder
+    try:
+        yield
+    finally:
+        del _batch.seeder
+
+
+def seed_sample(index: int) -> None:
+    """Seed the generators for one sample of a batch, in a dataset's ``__getitems__``.
+
+    Where sample seeds are on, the numbers drawn after it follow from the seed, the epoch and ``index``, as those of a
+    dataset that loads sample by sample; elsewhere it does nothing.
+    """
+    seeder = getattr(_batch, "seeder", None)
+    if seeder is not None:
+        seeder(index)
 
 
 def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
@@ -76,7 +109,8 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
     Note:
         A dataset with ``__getitems__`` loads a batch in one call: its numbers follow from the index of the first
-        sample, and so from the batches too. CUDA's generators are not seeded.
+        sample, and so from the batches too, unless it calls ``seed_sample(index)`` before it draws for a sample, as
+        ``PatchDataset`` does. CUDA's generators are not seeded.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -214,7 +248,8 @@ class SeededDataset(Dataset[Any]):
         with _put_back():
             if loads_batches(dataset):
                 self._seeder("sample", _check_key(key).epoch, _first_index(key))
-                return key, dataset.__getitems__(list(key))
+                with _seeding_samples(functools.partial(self._seeder, "sample", key.epoch)):
+                    return key, dataset.__getitems__(list(key))
             for index in _check_key(key):
                 self._seeder("sample", key.epoch, operator.index(index))
                 samples.append(dataset[index])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_turbo import ApexAMP, DevicePrefetcher, PackedDataset, PrefetchDataModule
-from lightning_turbo.data import pack, pack_folder
+from lightning_turbo import ApexAMP, DevicePrefetcher, PackedDataset, PatchDataset, PrefetchDataModule
+from lightning_turbo.data import pack, pack_folder, seed_samples
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -166,3 +166,35 @@ def test_a_packed_dataset_of_monai_keeps_the_affine(tmp_path):
     assert sample[0].tolist() == [[[2, 2, 2]] * 2]
     assert torch.equal(sample[1], affine)
     assert list(PackedDataset(tmp_path / "out")[2]) == ["image"]
+
+
+def test_transforms_of_monai_and_torchio_take_patches(tmp_path):
+    shapes = [(12, 10, 9), (9, 14, 8)]
+    samples = [{"image": np.random.default_rng(n).normal(size=shapes[n]).astype("float32")} for n in range(2)]
+    for sample in samples:
+        sample["label"] = (sample["image"] > 1).astype("uint8")
+    pack(samples, tmp_path / "out", foreground="label")
+    both = ("image", "label")
+    steps = transforms.Compose([
+        transforms.NormalizeIntensityd("image"),
+        transforms.RandFlipd(both, prob=0.5, spatial_axis=0),
+        transforms.RandAffined(both, prob=1, rotate_range=0.2, mode=("bilinear", "nearest"), padding_mode="border"),
+        transforms.RandGaussianNoised("image", prob=0.5),
+    ])  # fmt: skip
+    data = PatchDataset(tmp_path / "out", (8, 8, 8), per_scan=4, foreground=0.5, transform=steps)
+
+    def batches(**options):
+        loader = torch.utils.data.DataLoader(data, 4, collate_fn=monai_data.list_data_collate, **options)
+        return [torch.cat([batch["image"], batch["label"]]).as_tensor() for batch in seed_samples(loader, 3)]
+
+    alone = batches()
+    assert [batch.shape for batch in alone] == [(8, 1, 8, 8, 8)] * 2
+    assert all(map(torch.equal, alone, batches(num_workers=2)))
+
+    torchio = pytest.importorskip("torchio")
+    turned = torchio.Compose([torchio.RandomFlip(axes=(0, 1, 2)), torchio.RandomNoise(include=["image"])])
+    data.transform = lambda sample: turned(torchio.Subject(
+        image=torchio.ScalarImage(tensor=sample["image"]), label=torchio.LabelMap(tensor=sample["label"])
+    ))  # fmt: skip
+    subject = data[0]
+    assert subject["image"].data.shape == subject["label"].data.shape == (1, 8, 8, 8)
