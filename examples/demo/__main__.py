@@ -118,11 +118,8 @@ def save(results: dict[str, Any], out: Path) -> None:
 
 def draw(levels: dict[str, Any], path: Path) -> None:
     """Draw the accuracies and the losses of the levels; speed, which differs from run to run, is printed alone."""
-    bars = [
-        Bar(name=level, value=accuracy, low=accuracy, high=accuracy, kind=level, text=f"{accuracy:.1%}")
-        for level, row in levels.items()
-        if (accuracy := row["accuracy"])
-    ]
+    reached = {level: row["accuracy"] for level, row in levels.items()}
+    bars = [Bar(name=level, value=x, low=x, high=x, kind=level, text=f"{x:.1%}") for level, x in reached.items()]
     losses = {level: torch.tensor(row["losses"]) for level, row in levels.items()}
     curves = {level: values.unfold(0, min(15, len(values)), 1).mean(1) for level, values in losses.items()}
     label = "validation accuracy on digits; below, the training loss, mean of 15 steps"
