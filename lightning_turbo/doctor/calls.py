@@ -51,15 +51,13 @@ class CallTable:
 
     def _note_call(self, frame: FrameType, kind: str, name: str) -> None:
         given = frame.f_locals
-        counts = {
-            "log": kind == "log" and given["prog_bar"] and given["on_step"] is not False,
-            "clip": self.scaled,
-            "scale": False,
-            "unscale": False,
-        }
-        self.scaled = {"scale": True, "unscale": False}.get(kind, self.scaled)
-        if counts.get(kind, True):
-            self._note(kind, name or str(given["name"]), frame.f_back)
+        if kind in ("scale", "unscale"):
+            self.scaled = kind == "scale"
+        elif kind == "log":
+            if given["prog_bar"] and given["on_step"] is not False:
+                self._note(kind, str(given["name"]), frame.f_back)
+        elif kind != "clip" or self.scaled:
+            self._note(kind, name, frame.f_back)
 
     def _note(self, kind: str, name: str, caller: FrameType | None) -> None:
         # What torch does for itself, such as its compiler collecting garbage, is no habit of the user's.

@@ -88,28 +88,28 @@ class Session:
         self.watch = Watch(self.sources, cuda=cuda)
         self.retention = Retention(module, [each for each in own if self.sources.owns(type(each))])
         self.compiled = [compile_counts()]
-        self.noted: dict[str, Any] = {"notes": self._check_profile_function()}  # fields of ``Facts`` and ``Seen``
+        told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
+        # Fields of ``Facts`` and ``Seen``.
+        self.noted: dict[str, Any] = {"notes": () if self.watch.table is not None else (told,)}
         timeline = Timeline(cuda)
         self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self.watch.pause)
         trainer.profiler = self.recorder
 
-    def _check_profile_function(self) -> tuple[str, ...]:
-        told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
-        return () if self.watch.table is not None else (told,)
-
     def _check_inside(self) -> bool:
         """Return whether nothing in the run would behave otherwise under a function mode; if not, note why."""
         strategy, modules = type(self.trainer.strategy), list(self.trainer.lightning_module.modules())
-        reasons = {
-            "the model is compiled": any(map(_is_compiled, modules)),
-            "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it": _has_compiled(),
-            f"{strategy.__name__} may split tensors over devices": not {base.__name__ for base in strategy.__mro__}
-            & _PLAIN,
-            "attention layers in eval mode have a fast path that watching would close": any(map(_is_fast, modules)),
-        }
-        found = [f"{reason}: the run was timed, and not watched from inside" for reason in reasons if reasons[reason]]
-        self.noted["notes"] = (*self._check_profile_function(), *found[:1])
-        return not found
+        if any(map(_is_compiled, modules)):
+            reason = "the model is compiled"
+        elif _has_compiled():
+            reason = "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it"
+        elif not {base.__name__ for base in strategy.__mro__} & _PLAIN:
+            reason = f"{strategy.__name__} may split tensors over devices"
+        elif any(map(_is_fast, modules)):
+            reason = "attention layers in eval mode have a fast path that watching would close"
+        else:
+            return True
+        self.noted["notes"] = (*self.noted["notes"], f"{reason}: the run was timed, and not watched from inside")
+        return False
 
     def _between(self) -> None:
         """Between two steps: close one, and see what the next one is for."""

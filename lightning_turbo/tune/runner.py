@@ -47,15 +47,12 @@ class TuneSettings:
     def __post_init__(self) -> None:
         if not self.module:
             check_script(Path(self.program))
-        checks = {
-            f"minutes={self.minutes!r}: expected a number above 0.": 0 < self.minutes < math.inf,
-            # as numpy takes them
-            f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.": 0 <= self.seed < 2**32,
-            f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'.": self.device in ("auto", "cpu", "cuda"),
-        }
-        for text, fine in checks.items():
-            if not fine:
-                raise TurboError(text)
+        if not 0 < self.minutes < math.inf:
+            raise TurboError(f"minutes={self.minutes!r}: expected a number above 0.")
+        if not 0 <= self.seed < 2**32:  # as numpy takes them
+            raise TurboError(f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise TurboError(f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'.")
 
     @property
     def command(self) -> list[str]:

@@ -20,6 +20,7 @@ ELIMINATION = 4  # processes of each comparison with one setting left out
 FINAL = 6  # processes of each side of the last comparison
 FEWEST = 4  # of them, where the time is short
 
+LATE = "the time that was left was needed to confirm a gain"
 SEVERITY = ("", "same bits", "rounding", "other maths")
 
 Rows = Mapping[Case, Mapping[str, Any]]
@@ -94,7 +95,9 @@ class Search:
         """
         try:
             self.measure_headroom()
-            self.screen()
+            self.screen(self._reserve)
+            if not self.winners():  # nothing is to be confirmed yet, so that the time for it is free
+                self.screen(lambda: self.runner.cost)
             self.confirm(self.eliminate(self.winners()))
         except InterruptedRunError:
             self.interrupted = True
@@ -121,9 +124,13 @@ class Search:
             reason = why_not(trial.candidate, self.facts)
             trial.why = f"not tried because {reason}" if reason else ""
 
-    def screen(self) -> None:
-        """Compare candidates with the script as it is: each once, then the undecided ones, the best first."""
-        while chunk := self._undecided()[: min(self._group, self._affordable(self._reserve()) - 1)]:
+    def screen(self, reserve: Callable[[], float]) -> None:
+        """Compare candidates with the script as it is: each once, then the undecided ones, the best first.
+
+        Args:
+            reserve: Returns the seconds that are kept for what comes after.
+        """
+        while chunk := self._undecided()[: max(0, min(self._group, self._affordable(reserve()) - 1))]:
             rows = self._measure([DEFAULT, *(trial.case for trial in chunk)])
             for trial in chunk:
                 trial.alone.add(rows[trial.case], rows[DEFAULT])
@@ -231,7 +238,7 @@ class Search:
             return f"no gain: {trial.alone}"
         if self.interrupted:
             return f"not tried because {self._why_ended()}"
-        return "not tried because the time that was left was needed to confirm a gain"
+        return f"not tried because {LATE if self.final.logs else 'the time was over'}"
 
     def _why_ended(self) -> str:
         return "the search was ended" if self.runner.left > 0 else "the time was over"

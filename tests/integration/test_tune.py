@@ -20,7 +20,7 @@ from lightning_turbo.cli import main
 from lightning_turbo.measure import Channel, Meter, SkippedError, computes_in_bfloat16, serve
 from lightning_turbo.tune.candidates import combine, list_candidates
 from lightning_turbo.tune.report import script_text, yaml_text
-from lightning_turbo.tune.worker import run_program
+from lightning_turbo.tune.worker import measure_program
 from tests.trainers import FLAGS
 from tests.versions import KNOWS_WEIGHTS_ONLY, TURBO_CANDIDATE
 
@@ -89,7 +89,7 @@ def run(program, *names, mode="step", steps=20, warmup=4, module=False, argument
     meter = Meter(lambda event: asked.append(event) or next(orders), warmup=warmup)
     settings = dataclasses.asdict(combine(TABLE[name] for name in names))
     task = {"program": str(program), "module": module, "arguments": list(arguments), "mode": mode}
-    return run_program({**task, "settings": settings}, meter), asked
+    return measure_program({**task, "settings": settings}, meter), asked
 
 
 @pytest.mark.parametrize("mode", ["step", "one batch", "loader"])
@@ -143,7 +143,7 @@ def test_a_failure_is_told_in_one_line_once(script, text, event, reason, capfd):
     told, program = io.StringIO(), script(text)
     task = {"program": str(program), "module": False, "arguments": [], "mode": "step", "settings": {}}
     meter = Meter(dict)
-    serve(Channel(io.StringIO(), told), meter, lambda: run_program(task, meter))
+    serve(Channel(io.StringIO(), told), meter, lambda: measure_program(task, meter))
     said = json.loads(told.getvalue())
     assert said["event"] == event
     assert re.fullmatch(reason, said["reason"])

@@ -148,17 +148,20 @@ def test_the_budget_is_used_and_holds(seconds, step, noise):
     machine = Machine({"lean": 0.7, "fused": 0.8, "prefetch": 0.9}, step=step, noise=noise, seconds=seconds)
     made = search(machine)
     assert machine.left > -0.1 * seconds
-    assert not made.interrupted
+    assert not made.interrupted or seconds < 180
     assert made.chosen.names[-2:] == ("lean", "fused") or seconds < 600
     assert all(trial.why.startswith(ENDS) for trial in made.trials.values())
-    late = [trial for trial in made.trials.values() if "needed to confirm" in trial.why]
+    late = [trial for trial in made.trials.values() if "because the time" in trial.why]
     ended = [trial for trial in made.trials.values() if trial.why.startswith("no gain: ")]
     assert not (late and seconds > 600)
     if late or not all(trial.alone.decided for trial in ended):
         # What is left is less than one more group and the last comparison take, with their margin.
         assert machine.left < machine.cost * (5 + 0.4 * 12) + 0.5 * min(seconds, 120.0)
     if late:
-        assert made.chosen.names or f"{len(late)} of {len(made.trials)} settings were not tried" in made.verdict
+        if not made.final.logs:
+            assert machine.left < 3 * machine.cost, "nothing was to be confirmed"
+        untold = f"{len(late)} of {len(made.trials)} settings were not tried" in made.verdict
+        assert made.chosen.names or untold or (made.interrupted and "the time was over" in made.verdict)
 
 
 def test_undecided_settings_get_further_processes_the_best_first():
