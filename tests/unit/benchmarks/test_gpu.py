@@ -1,11 +1,12 @@
 """What the suite for a GPU counts, on a CPU and on made-up kernels."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu import TASKS, Watch, count_kernels, watched
+from benchmarks.gpu import TASKS, Watch, count_kernels, kernels_of, watched
 from benchmarks.suite import Meter, SkippedError, load_suite
 
 
@@ -27,6 +28,15 @@ def test_kernels_and_the_time_in_which_one_runs():
     # Two overlap, one lies within another, and nothing runs from 6 to 8.
     found = count_kernels([(8, 10), (0, 4), (3, 6), (1, 2)], steps=2)
     assert found == {"kernels_a_step": 2, "busy_share": pytest.approx(8 / 10)}
+
+
+def test_annotations_and_what_runs_on_the_host_are_not_kernels():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [
+        SimpleNamespace(device_type=kind, is_user_annotation=note, time_range=SimpleNamespace(start=0, end=end))
+        for kind, note, end in ((cuda, False, 3), (cuda, True, 9), (cpu, False, 9), (cuda, False, 2), (cuda, False, 1))
+    ]
+    assert kernels_of(events, cuda=True) == {"kernels_a_step": 1, "busy_share": 1}
 
 
 def test_the_steps_that_are_looked_into_come_after_the_timing():
