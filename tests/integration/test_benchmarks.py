@@ -78,14 +78,18 @@ def read(folder):
     return results, {row["case"]: row for suite in results["suites"] for row in suite["rows"]}
 
 
-@pytest.mark.parametrize("names", [("one", "absent", "raises"), pytest.param(("*",), marks=pytest.mark.slow)])
-def test_one_bad_case_stops_nothing_else(toy, names, capsys):
-    assert run(Settings(**toy, only=names, processes=2)) == 1
+@pytest.mark.parametrize(("names", "processes", "sweeps"), [
+    (("one", "absent", "raises"), 1, [(0, 0), (1, 0), (2, 0)]),
+    pytest.param(("*",), 2, [(0, 0), (1, 0), (2, 1), (3, 1)], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_one_bad_case_stops_nothing_else(toy, names, processes, sweeps, capsys):
+    assert run(Settings(**toy, only=names, processes=processes)) == 1
     results, rows = read(toy["out"])
     assert rows["one"]["status"] == "ok", rows["one"]["reason"]
-    rounds = [(part["sweep"], part["process"], part["steps"]) for part in rows["one"]["rounds"]]
-    assert rounds == [(0, 0, 3), (1, 0, 3), (2, 1, 3), (3, 1, 3)]
-    assert rows["one"]["numbers"] == {"naps": 2 + 3 + (1 + 3) - 1, "loss": None}, "of the last process"
+    assert [(part["sweep"], part["process"]) for part in rows["one"]["rounds"]] == sweeps
+    assert {part["steps"] for part in rows["one"]["rounds"]} == {3}
+    naps = 2 + 3 + (1 + 3) * (len(sweeps) // processes - 1) - 1
+    assert rows["one"]["numbers"] == {"naps": naps, "loss": None}, "of the last process"
     assert all(part["seconds"] >= 0.03 for part in rows["one"]["rounds"])
     assert rows["one"]["peak_bytes"] > 2**20
     assert results["suites"][0]["prepared"] == {"nap": 0.01}
