@@ -229,8 +229,9 @@ class HalfForward:
     Outside of calls every parameter is the float32 one, in the backward pass too. Where activation checkpointing calls
     a module again in a backward pass, copies are in for that call.
 
-    A module that writes to a buffer in a call, as to a count or a moving average, computes in float32 from the next
-    call on, so that small changes add up.
+    A module without others below it that writes to a buffer in a call, as to a count or a moving average, computes in
+    float32 from the next call on, so that small changes add up. One with others below it, which would all become
+    float32, is named in a warning.
 
     Args:
         dtype: The half dtype.
@@ -309,12 +310,15 @@ class HalfForward:
         written = [] if call is None else call.end(self._copies)
         for module in dict.fromkeys(written):
             if module._modules:
+                name = type(module).__name__
                 warnings.warn(
-                    f"{type(module).__name__} writes to a buffer of its own in a call, so it computes in float32 from "
-                    "now on, with all below it. Move the buffer to a module of its own, without others below it.",
+                    f"{name} writes to a buffer of its own in a call, in half precision: a queue of features loses "
+                    "nothing by it, a count stops and an average stands still. Move such sums to a module without "
+                    f"others below it, or let all of it compute in float32: keep_fp32_modules=[{name}].",
                     TurboWarning,
                     stacklevel=2,
                 )
+                continue
             self.keep([module])
             for plan in self._plans.values():
                 plan.expire()

@@ -1,6 +1,5 @@
 """Who sees the half copies of O2 and O3, and who does not: torch.func, hooks, exports, sums, losses, shared weights."""
 
-import contextlib
 import copy
 
 import lightning.pytorch as pl
@@ -19,9 +18,10 @@ from tests.integration.regression import Regression, apart, fit, flat, layers
 from tests.trainers import quiet_trainer
 
 
-def initialized(net, level="O2"):
+def initialized(net, level="O2", **settings):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return amp.initialize(net, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=1.0)
+    settings |= {"dtype": torch.bfloat16, "verbosity": 0, "loss_scale": 1.0}
+    return amp.initialize(net, optimizer, opt_level=level, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -214,10 +214,8 @@ class Counting(nn.Module):
 def test_sums_in_buffers_stay_exact(replaces, alone):
     net = nn.Sequential(Counting(replaces), nn.Linear(4, 2)) if alone else Counting(replaces, nn.Linear(4, 2))
     part = net[0] if alone else net
-    initialized(net)
-    with contextlib.nullcontext() if alone else pytest.warns(TurboWarning, match="Counting writes to a buffer"):
-        net(torch.full((2, 4), 2.0))
-    for _ in range(299):
+    initialized(net, **({} if alone else {"keep_fp32_modules": [Counting]}))
+    for _ in range(300):
         assert net(torch.full((2, 4), 2.0)).dtype is torch.float32
     assert part.count == 300
     assert part.average.dtype is torch.float32
@@ -225,6 +223,18 @@ def test_sums_in_buffers_stay_exact(replaces, alone):
     amp.shutdown()
     assert not net._forward_hooks
     assert not part._forward_pre_hooks
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_module_with_others_below_it_that_writes_to_a_buffer_is_named(replaces):
+    net = Counting(replaces, nn.Linear(4, 2))
+    initialized(net)
+    for _ in range(2):
+        with pytest.warns(TurboWarning, match=r"Counting writes to a buffer.*keep_fp32_modules=\[Counting\]"):
+            net(torch.full((2, 4), 2.0))
+    assert net.count == 2
+    assert net.average.dtype is net.below.weight.dtype is torch.float32
+    amp.shutdown()
 
 
 @pytest.mark.parametrize("make", [
