@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_turbo.data.cache import cache_transforms
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.device import DevicePrefetcher, DeviceTransfer
 from lightning_turbo.data.loader import PrefetchLoader
@@ -25,6 +26,7 @@ __all__ = [
     "PrefetchIterator",
     "PrefetchLoader",
     "SeededSampler",
+    "cache_transforms",
     "pack",
     "pack_folder",
     "seed_sample",

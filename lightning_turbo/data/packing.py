@@ -100,6 +100,8 @@ class Packing:
         skip_broken: bool = False,
         overwrite: bool = False,
         progress: Progress | None = None,
+        *,
+        exist_ok: bool = False,
     ) -> None:
         check_switches(skip_broken=skip_broken, overwrite=overwrite)
         check_functions(progress=progress)
@@ -111,12 +113,14 @@ class Packing:
             require("blosc2", "compress")
         self.target, self.compress, self.workers = target, compress, num_workers
         self.skip_broken, self.overwrite, self.progress = skip_broken, overwrite, progress
+        self.exist_ok = exist_ok
         self._check_target()
 
     def _check_target(self) -> None:
+        """Refuse a folder that exists, unless it may be replaced, or is welcome as it is."""
         what = "a folder that does not exist, or with overwrite=True (--overwrite) one that holds only a packed dataset"
         replaceable = not self.target.exists() or (self.overwrite and _is_packed(self.target))
-        expect(replaceable, "out", str(self.target), what, FileExistsError)
+        expect(replaceable or self.exist_ok, "out", str(self.target), what, FileExistsError)
 
     def write(
         self,
@@ -143,7 +147,10 @@ class Packing:
         key = digest_of(key or rows, len(dataset), self.compress, contents["foreground"])
         encoder.compress = self.compress
         with _unfinished_folder(self.target, key) as (folder, journal):
-            self._check_target()  # another process may have finished it meanwhile
+            if self.target.exists() and not self.overwrite:  # another process finished it meanwhile
+                shutil.rmtree(folder)
+                self._check_target()
+                return json.loads((self.target / CONTENTS).read_text())
             with contextlib.closing(RowWriter(folder, journal)) as writer:
                 self._append_all(writer, encoder)
             self._report(writer)

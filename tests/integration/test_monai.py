@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_turbo import ApexAMP, DevicePrefetcher, PackedDataset, PatchDataset, PrefetchDataModule
-from lightning_turbo.data import pack, pack_folder, seed_samples
+from lightning_turbo.data import cache_transforms, pack, pack_folder, seed_samples
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -198,3 +198,20 @@ def test_transforms_of_monai_and_torchio_take_patches(tmp_path):
     ))  # fmt: skip
     subject = data[0]
     assert subject["image"].data.shape == subject["label"].data.shape == (1, 8, 8, 8)
+
+
+def test_the_address_of_monais_pipeline_is_the_same_for_new_objects(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    nibabel.save(nibabel.Nifti1Image(np.ones((4, 5, 6), np.int16), np.diag([1, 2, 3, 1])), tmp_path / "a.nii.gz")
+
+    def cached(*more):
+        steps = [transforms.LoadImaged("x", ensure_channel_first=True), transforms.Spacingd("x", (2, 2, 2)), *more]
+        dataset = monai_data.Dataset([{"x": str(tmp_path / "a.nii.gz")}], transforms.Compose(steps))
+        return cache_transforms(dataset, tmp_path / "cache")
+
+    first = cached()
+    assert cached() == first
+    assert PackedDataset(first)[0]["x"].shape == (1, 2, 5, 8)
+    assert cached(transforms.ScaleIntensityd("x")) != first
+    with pytest.raises(ValueError, match="dataset: expected a dataset without random numbers"):
+        cached(transforms.RandFlipd("x", prob=0.5))
