@@ -73,12 +73,12 @@ class RowWriter:
         journal.truncate(journal.tell() - sum(map(len, lines[len(whole) :])))
         self.broken: list[str] = [json.loads(line) for line in whole if line != "\n"]
         self.done, self.count = len(whole), len(whole) - len(self.broken)
-        for path in folder.glob("*.index"):
+        for path in folder.glob("*.rows"):
             self._open(path.stem)
 
     def _open(self, name: str) -> None:
         """Open the files of a field at the end of what the journal counts."""
-        data, index = (self._closing.enter_context(self._path(name, suffix).open("ab")) for suffix in ("npy", "index"))
+        data, index = (self._closing.enter_context(self._path(name, suffix).open("ab")) for suffix in ("npy", "rows"))
         index.truncate(self.count * COLUMNS * 8)
         records = self._records(name)
         data.truncate(HEADER + int(records[-1, :2].sum() if len(records) else 0))
@@ -89,7 +89,7 @@ class RowWriter:
         return self.folder / f"{name}.{suffix}"
 
     def _records(self, name: str) -> np.ndarray:
-        return np.fromfile(self._path(name, "index"), dtype="<i8").reshape(-1, COLUMNS)
+        return np.fromfile(self._path(name, "rows"), dtype="<i8").reshape(-1, COLUMNS)
 
     def append(self, row: Mapping[str, Encoded] | str) -> None:
         """Write a sample of the same fields as the first one, or what is wrong with it."""
@@ -109,16 +109,19 @@ class RowWriter:
         self.done += 1
 
     def finish(self) -> None:
-        """Write the headers. Rows that are alike become a plain array, which needs no index."""
+        """Write the headers. Rows that are alike become a plain array, which needs no index.
+
+        A field is finished when the list of its rows is gone. An interruption before leaves it to the next writer.
+        """
         for name in self._files:
-            records, path = self._records(name), self._path(name, "index")
+            records = self._records(name)
             kind, shape = _kind_and_shape(records[0])
             plain = kind != TEXT and not kind.startswith(COMPRESSED) and bool((records[:, 1:] == records[0, 1:]).all())
-            _write_header(self._path(name, "npy"), *((kind, (self.count, *shape)) if plain else ("|u1", _end(records))))
-            path.unlink()
             if not plain:
-                with path.open("wb") as file:
+                with self._path(name, "index").open("wb") as file:
                     np.save(file, records)
+            _write_header(self._path(name, "npy"), *((kind, (self.count, *shape)) if plain else ("|u1", _end(records))))
+            self._path(name, "rows").unlink()
         self.close()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """pack: the samples of any dataset, whole or not at all, and what is left when it is interrupted."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_what_was_interrupted_goes_on(tmp_path, compress, torn):
     assert not (tmp_path / "out").exists()
     partial = tmp_path / "out.partial"
     if torn:  # as if the process had been killed while it wrote
-        for name in ("x.npy", "x.index", "n.npy", "journal"):
+        for name in ("x.npy", "x.rows", "n.npy", "journal"):
             with (partial / name).open("ab") as file:
                 file.write(b"half")
     dataset, seen = Samples(make), []
@@ -105,6 +106,28 @@ def test_what_was_interrupted_goes_on(tmp_path, compress, torn):
     packed = PackedDataset(tmp_path / "out")
     assert all(np.array_equal(packed[n]["x"], make(n)["x"]) for n in range(5))
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("field", [1, 2, 3])
+def test_an_interruption_at_the_end_goes_on_too(tmp_path, monkeypatch, field):
+    def make(n):
+        return {"x": scan(n), "n": n, "name": "a" * n}
+
+    def interrupt(descriptor):
+        calls.append(descriptor)
+        if len(calls) == field:
+            raise KeyboardInterrupt
+
+    pack(Samples(make), tmp_path / "whole")
+    calls = []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pack(Samples(make), tmp_path / "out")
+    dataset = Samples(make)
+    pack(dataset, tmp_path / "out")
+    assert dataset.asked == [0]
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("other", [Samples(lambda n: scan(n) + 1), Samples(scan, 4)])
