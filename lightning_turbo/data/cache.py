@@ -135,7 +135,7 @@ class _Digest:
             value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._tell("array", kind, shape, hashlib.sha256(value.tobytes()).hexdigest())
 
-    def _add_all(self, kind: str, parts: Any) -> None:
+    def _add_all(self, kind: Any, parts: Any) -> None:
         self._tell(kind, len(parts))
         for part in parts:
             self.add(part)
