@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo import amp as amp
     from lightning_turbo._lightning import bind_lightning as bind_lightning
     from lightning_turbo.amp.grad_scaler import ApexGradScaler as ApexGradScaler
+    from lightning_turbo.callbacks.augment import Augment as Augment
     from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm as DropBiasBeforeNorm
     from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize as EffectiveBatchSize
     from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation as ExactAccumulation
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.callbacks.lr_range import lr_range as lr_range
     from lightning_turbo.callbacks.memory_format import MemoryFormat as MemoryFormat
     from lightning_turbo.callbacks.prefetch import Prefetch as Prefetch
+    from lightning_turbo.data import augment as augment
     from lightning_turbo.data.dali.loader import DALILoader as DALILoader
     from lightning_turbo.data.device import DevicePrefetcher as DevicePrefetcher
     from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
@@ -64,6 +66,8 @@ PUBLIC = {
         "PackedDataset": "data.packed",
         "PatchDataset": "data.patches",
         "Normalize": "data.normalize",
+        "Augment": "callbacks.augment",
+        "augment": "data.augment",
         "tune_workers": "data.tune_workers",
         "seed_samples": "data.sample_seeds",
         "SeededSampler": "data.seeded_sampler",
@@ -105,7 +109,7 @@ def __getattr__(name: str) -> Any:
 
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest(name, __all__)}")
     module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    value = getattr(module, name, module)  # amp is a module itself
+    value = getattr(module, name, module)  # amp and augment are modules themselves
     globals()[name] = value
     return value
 

@@ -116,7 +116,8 @@ def test_type_checkers_are_shown_the_names_of_the_table():
     found = {alias.asname: (node.module, alias.name) for node in shown.body for alias in node.names}
     homes = {name: home for names in lightning_turbo.PUBLIC.values() for name, home in names.items()}
     wanted = {name: (f"lightning_turbo.{home}", name) for name, home in homes.items()}
-    assert found == {**wanted, "amp": ("lightning_turbo", "amp")}
+    modules = {"amp": ("lightning_turbo", "amp"), "augment": ("lightning_turbo.data", "augment")}
+    assert found == {**wanted, **modules}
 
 
 def test_an_unknown_name_is_an_attribute_error():

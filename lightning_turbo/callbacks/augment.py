@@ -1,0 +1,90 @@
+"""``Augment``: the batches of a Trainer, augmented on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_turbo._checks import check_switches, expect
+from lightning_turbo._lightning import Callback, check_binding, rank_zero_warn
+from lightning_turbo._replaced import ReplacedMethod
+from lightning_turbo.data.augment import BatchAugmentation, Indexed
+from lightning_turbo.errors import NoEffectWarning
+
+__all__ = ["Augment"]
+
+
+class Augment(Callback):
+    """Augment each training batch on the device, right before ``training_step``.
+
+    It comes after the move to the device and after ``on_after_batch_transfer``, where the strategy returns the batch.
+    Hooks from ``transfer_batch_to_device`` on, and steps, see batches without their indices. The epoch is that of the
+    Trainer, so a resumed run augments as one that never stopped.
+
+    Args:
+        augmentation: What is done; its ``image``, ``mask`` and ``label`` name parts of the batch.
+        training_only: ``False`` augments the batches of validation, test and prediction too.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+
+    Warns:
+        NoEffectWarning: At the end of ``fit``, if no batch came this way, as where ``training_step`` takes a
+            ``dataloader_iter``.
+
+    Example:
+        >>> from lightning_turbo import Augment, augment
+        >>> steps = [augment.RandomFlip(), augment.RandomGamma()]
+        >>> callback = Augment(augment.BatchAugmentation(steps, seed=0, image="image", mask="mask"))
+    """
+
+    def __init__(self, augmentation: BatchAugmentation, *, training_only: bool = True) -> None:
+        check_binding("Augment")
+        what = "a BatchAugmentation"
+        expect(isinstance(augmentation, BatchAugmentation), "augmentation", augmentation, what, TypeError)
+        check_switches(training_only=training_only)
+        self.augmentation, self.training_only = augmentation, training_only
+        self._replaced: ReplacedMethod | None = None
+        self._was_called = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Have the strategy, which moves the batches to the device, augment them there."""
+        self._end()
+        self._was_called = False
+
+        def to_device(move: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._augment(trainer, move, batch, *args, **kwargs)
+
+        self._replaced = ReplacedMethod(trainer.strategy, "batch_to_device", to_device)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the strategy as it was."""
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the strategy as it was."""
+        self._end()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Tell if there was nothing to augment."""
+        if trainer.global_step and not self._was_called:
+            rank_zero_warn(
+                "Augment has no effect: no batch of this run was moved by the strategy. Call the BatchAugmentation in "
+                "training_step.",
+                category=NoEffectWarning,
+            )
+
+    def _end(self) -> None:
+        if self._replaced is not None:
+            self._replaced.put_back()
+            self._replaced = None
+
+    def _augment(self, trainer: Any, move: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        is_indexed = isinstance(batch, Indexed)
+        index, data = batch if is_indexed else (None, batch)
+        data = move(data, *args, **kwargs)
+        if self.training_only and not trainer.training:
+            return data
+        self._was_called = True
+        self.augmentation.set_epoch(trainer.current_epoch)
+        return self.augmentation(data, index)

@@ -1,0 +1,244 @@
+"""Transforms of intensities. They change images alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_turbo.data.augment.draws import Draws
+from lightning_turbo.data.augment.transform import (
+    Parts,
+    Transform,
+    along_axes,
+    check_range,
+    on_rows,
+    per_sample,
+)
+
+__all__ = [
+    "NormalizeIntensity", "RandomBrightness", "RandomContrast", "RandomGamma", "RandomGaussianBlur",
+    "RandomGaussianNoise", "RandomLowResolution",
+]  # fmt: skip
+
+
+class _Intensity(Transform):
+    """The common part: one number a sample is drawn from a range, and an image is changed by it.
+
+    Args:
+        p: The probability with which a sample is changed.
+        name: Name of the range, for messages.
+        ends: The range.
+        least: The lowest number that it may hold.
+    """
+
+    def __init__(self, p: float, name: str, ends: Sequence[float], least: float = 0.0) -> None:
+        super().__init__(p)
+        self.range = check_range(self, name, ends, least)
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change the images."""
+        rows = draws.rows(self.p)
+        values = draws.uniform(*self.range)[rows]
+        parts.images = [on_rows(image, rows, lambda x: self.change(x, per_sample(values, x))) for image in parts.images]
+
+    def change(self, image: Tensor, value: Tensor) -> Tensor:
+        """Return images changed by one number each.
+
+        Args:
+            image: float32 of shape ``(n, channels, *space)``.
+            value: The numbers, ``(n, 1, ..., 1)``.
+        """
+        raise NotImplementedError
+
+
+class RandomGamma(_Intensity):
+    """Raise the intensities, stretched to between 0 and 1, to a power: ``((x - min) / range) ** gamma * range + min``.
+
+    Lowest value and range are those of each sample and channel.
+
+    Args:
+        gamma: Range of the power, 0 or more; above 1 darkens.
+        p: The probability with which a sample is changed, from 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: ``GammaTransform`` of batchgeneratorsv2, MONAI's ``RandAdjustContrast``.
+    """
+
+    def __init__(self, gamma: Sequence[float] = (0.7, 1.5), *, p: float = 0.3) -> None:
+        super().__init__(p, "gamma", gamma)
+
+    def change(self, image: Tensor, value: Tensor) -> Tensor:
+        """Return the images to the power of ``value``."""
+        low, high = _bounds(image)
+        span = high - low
+        return ((image - low) / (span + 1e-7)).pow_(value).mul_(span).add_(low)
+
+
+class RandomContrast(_Intensity):
+    """Move the intensities away from their mean, or towards it; none leaves the range of its sample and channel.
+
+    Args:
+        factor: Range of the factor, 0 or more.
+        p: The probability with which a sample is changed, from 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: ``ContrastTransform`` of batchgeneratorsv2, MONAI's ``RandScaleIntensityFixedMean``.
+    """
+
+    def __init__(self, factor: Sequence[float] = (0.75, 1.25), *, p: float = 0.15) -> None:
+        super().__init__(p, "factor", factor)
+
+    def change(self, image: Tensor, value: Tensor) -> Tensor:
+        """Return the images with ``value`` times their contrast."""
+        mean = image.mean(_space(image), keepdim=True)
+        low, high = _bounds(image)
+        return ((image - mean) * value + mean).clamp_(low, high)
+
+
+class RandomBrightness(_Intensity):
+    """Multiply the intensities.
+
+    Args:
+        factor: Range of the factor, 0 or more.
+        p: The probability with which a sample is changed, from 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: ``MultiplicativeBrightnessTransform`` of batchgeneratorsv2, MONAI's ``RandScaleIntensity``.
+    """
+
+    def __init__(self, factor: Sequence[float] = (0.75, 1.25), *, p: float = 0.15) -> None:
+        super().__init__(p, "factor", factor)
+
+    def change(self, image: Tensor, value: Tensor) -> Tensor:
+        """Return ``value`` times the images."""
+        return image * value
+
+
+class RandomGaussianNoise(_Intensity):
+    """Add independent normal noise to every voxel.
+
+    Args:
+        std: Range of the standard deviation, in units of the image, 0 or more.
+        p: The probability with which a sample is changed, from 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: MONAI's ``RandGaussianNoise``; the numbers are SplitMix64's, by Box and Muller.
+    """
+
+    def __init__(self, std: Sequence[float] = (0.0, 0.1), *, p: float = 0.1) -> None:
+        super().__init__(p, "std", std)
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change the images."""
+        rows = draws.rows(self.p)
+        std = draws.uniform(*self.range)[rows]
+        parts.images = [
+            on_rows(
+                image, rows, lambda x: draws.normal(rows, x.shape[1:], x.device).mul_(per_sample(std, x)).add_(x)
+            )
+            for image in parts.images
+        ]  # fmt: skip
+
+
+class RandomGaussianBlur(_Intensity):
+    """Blur by a Gaussian, integrated over each voxel. Weights that fall outside of the image are left out.
+
+    Args:
+        sigma: Range of the standard deviation, in voxels, 0 or more.
+        p: The probability with which a sample is changed, from 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: MONAI's ``RandGaussianSmooth``.
+    """
+
+    def __init__(self, sigma: Sequence[float] = (0.5, 1.0), *, p: float = 0.2) -> None:
+        super().__init__(p, "sigma", sigma)
+
+    def change(self, image: Tensor, value: Tensor) -> Tensor:
+        """Return the images blurred with standard deviation ``value``."""
+        scale = value.clamp(min=1e-3).view(-1, 1, 1) * 2**0.5
+
+        def weights(size: int) -> Tensor:
+            at = torch.arange(size, device=image.device, dtype=image.dtype)
+            far = at[:, None] - at
+            whole = torch.erf((far + 0.5) / scale) - torch.erf((far - 0.5) / scale)
+            return whole / whole.sum(2, keepdim=True)
+
+        return along_axes(image, weights)
+
+
+class RandomLowResolution(_Intensity):
+    """Sample with fewer voxels, by nearest neighbour, and enlarge to the old size again, linearly.
+
+    Args:
+        zoom: Range of the fraction of voxels that is kept along each axis, above 0 and up to 1.
+        p: The probability with which a sample is changed, from 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: ``SimulateLowResolutionTransform`` of batchgeneratorsv2, MONAI's ``RandSimulateLowResolution``.
+    """
+
+    def __init__(self, zoom: Sequence[float] = (0.5, 1.0), *, p: float = 0.25) -> None:
+        super().__init__(p, "zoom", zoom, least=1e-3)
+        if self.range[1] > 1:
+            raise ValueError(f"RandomLowResolution: zoom: expected fractions up to 1, got {zoom!r}.")
+
+    def change(self, image: Tensor, value: Tensor) -> Tensor:
+        """Return the images as from ``value`` times as many voxels along each axis."""
+
+        def weights(size: int) -> Tensor:
+            kept = (value.view(-1, 1) * size).round().clamp(min=1)
+            at = ((torch.arange(size, device=image.device) + 0.5) * (kept / size) - 0.5).clamp(min=0)
+            first = at.floor()
+            matrix = image.new_zeros(len(kept), size, size)
+            # The voxels between which a voxel lies in the small image, and where these were in the large one.
+            for low, weight in ((first, first + 1 - at), ((first + 1).minimum(kept - 1), at - first)):
+                source = (low * (size / kept)).floor().clamp(max=size - 1).long()
+                matrix.scatter_add_(2, source[:, :, None], weight[:, :, None])
+            return matrix
+
+        return along_axes(image, weights)
+
+
+class NormalizeIntensity(Transform):
+    """Subtract the mean of each sample and channel and divide by its standard deviation, where that is not 0.
+
+    Source: MONAI's ``NormalizeIntensity(channel_wise=True)``. For constants there is ``Normalize``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change the images."""
+        parts.images = [self.change(image) for image in parts.images]
+
+    @staticmethod
+    def change(image: Tensor) -> Tensor:
+        """Return the images normalised."""
+        std, mean = torch.std_mean(image, _space(image), correction=0, keepdim=True)
+        return (image - mean) / torch.where(std == 0, 1, std)
+
+
+def _space(image: Tensor) -> list[int]:
+    return list(range(2, image.dim()))
+
+
+def _bounds(image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of each sample and channel."""
+    axes = _space(image)
+    return image.amin(axes, keepdim=True), image.amax(axes, keepdim=True)

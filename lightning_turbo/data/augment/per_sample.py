@@ -1,0 +1,115 @@
+"""``PerSample``: transforms of other packages, one sample after another, with the seeds of the samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_turbo._checks import expect
+from lightning_turbo._random import same_random_numbers
+from lightning_turbo.data.augment.draws import Draws
+from lightning_turbo.data.augment.transform import Parts, Transform
+from lightning_turbo.data.sample_seeds import Seeder
+
+__all__ = ["PerSample"]
+
+PACKAGES = ("kornia", "monai", "torchvision")
+
+
+class PerSample(Transform):
+    """Call a transform of MONAI, torchvision (v2) or kornia on one sample after another, each with its own seeds.
+
+    These packages draw from the global RNGs, or from generators that they hold: for each sample, both are seeded from
+    ``(seed, epoch, index, position of the transform)``, and the global RNGs are put back afterwards. Where a package
+    draws one number for a whole batch it still draws one a sample here. It is slower than a transform of this package.
+
+    Args:
+        transform: Of MONAI, one with keys, which gets ``{"image": ..., "mask": ...}``, with ``image1``, ``mask1``, ...
+            for further ones, or where there are no masks one of arrays, which gets the image; of ``torchvision.
+            transforms.v2``, which gets a ``tv_tensors.Image`` and a ``Mask`` in 2D; of kornia, an
+            ``AugmentationSequential``, which gets images and masks, or where there are no masks another module.
+
+    Raises:
+        TypeError: If ``transform`` is of another package: where that draws from is not known, so it cannot be seeded.
+        ValueError: At the first batch, if there are masks and the transform takes images alone.
+    """
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__(1.0)
+        package = next((name for kind in type(transform).__mro__ if (name := _package(kind)) in PACKAGES), "")
+        what = "a transform of MONAI, torchvision.transforms.v2 or kornia, which can be seeded by sample"
+        expect(callable(transform) and package, "transform", transform, what, TypeError)
+        self.transform, self.package = transform, package
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change images and masks."""
+        seed, epoch, indices = draws.samples
+        images, masks, done = len(parts.images), len(parts.masks), []
+        if masks and not self._takes_masks():
+            raise ValueError(
+                f"PerSample: expected a transform that changes masks with the image, got {self.transform!r} and "
+                f"{masks} mask(s). Take MONAI's with keys, torchvision's v2, or kornia's AugmentationSequential."
+            )
+        seeder = Seeder(self.transform, seed)
+        device = parts.images[0].device
+        with same_random_numbers(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for row, index in enumerate(indices):
+                seeder(f"augment {draws.position}", epoch, index)
+                if device.type == "cuda":
+                    torch.cuda.manual_seed(torch.default_generator.initial_seed())
+                done.append(self._change([each[row] for each in parts.images], [each[row] for each in parts.masks]))
+        columns = [torch.stack(column) for column in zip(*done, strict=True)]
+        parts.images, parts.masks = columns[:images], columns[images : images + masks]
+
+    def _takes_masks(self) -> bool:
+        """Whether the transform is one that changes masks with images."""
+        if self.package == "torchvision":
+            return True
+        if self.package == "kornia":
+            return type(self.transform).__name__ == "AugmentationSequential"
+        return _has_keys(self.transform)
+
+    def _change(self, images: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
+        """Return the images and then the masks of one sample, changed."""
+        if self.package == "monai":
+            return self._by_monai(images, masks)
+        if self.package == "torchvision":
+            from torchvision import tv_tensors  # pyright: ignore[reportMissingImports]
+
+            result: Any = self.transform(*map(tv_tensors.Image, images), *map(tv_tensors.Mask, masks))
+            result = result if isinstance(result, (tuple, list)) else [result]
+            return [each.as_subclass(Tensor) for each in result]
+        whole = [each[None] for each in images] + [each[None].float() for each in masks]
+        keys = ["input"] * len(images) + ["mask"] * len(masks)
+        result: Any = self.transform(*whole, data_keys=keys) if self._takes_masks() else map(self.transform, whole)
+        result = [result] if isinstance(result, Tensor) else result
+        return [each[0].to(old.dtype) for each, old in zip(result, images + masks, strict=True)]
+
+    def _by_monai(self, images: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
+        if not _has_keys(self.transform):
+            expect(len(images) == 1, "PerSample: images", len(images), "one for a transform of arrays")
+            return [_plain(self.transform(images[0]))]
+        names = [
+            f"{kind}{number or ''}"
+            for kind, each in (("image", images), ("mask", masks))
+            for number in range(len(each))
+        ]
+        result: Any = self.transform(dict(zip(names, images + masks, strict=True)))
+        return [_plain(result[name]).to(old.dtype) for name, old in zip(names, images + masks, strict=True)]
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _has_keys(transform: Any) -> bool:
+    """Whether a transform of MONAI, or the first one of a ``Compose``, takes a dictionary."""
+    inside = getattr(transform, "transforms", None)
+    return _has_keys(inside[0]) if inside else hasattr(transform, "keys")
+
+
+def _plain(value: Any) -> Tensor:
+    """Return a tensor without the data that MONAI adds to it."""
+    return value.as_tensor() if hasattr(value, "as_tensor") else torch.as_tensor(value)

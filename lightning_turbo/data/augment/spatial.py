@@ -1,0 +1,248 @@
+"""Transforms of space: images by linear interpolation, masks by nearest neighbour, from the same coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_turbo._checks import check_choice, expect, is_list, is_whole
+from lightning_turbo.data.augment.draws import Draws
+from lightning_turbo.data.augment.transform import Parts, Range, Transform, along_axes, check_range, on_rows
+
+__all__ = ["RandomAffine", "RandomCrop", "RandomElastic", "RandomFlip"]
+
+PADDINGS = ("zeros", "border", "reflection")
+
+
+class _Resampled(Transform):
+    """The common part of transforms that say where each voxel of the result comes from."""
+
+    def __init__(self, p: float, padding_mode: str) -> None:
+        super().__init__(p)
+        check_choice(f"{type(self).__name__}: padding_mode", padding_mode, PADDINGS)
+        self.padding_mode = padding_mode
+
+    def resample(self, parts: Parts, rows: Tensor, grid: Tensor) -> None:
+        """Sample images and masks at ``grid``, of shape ``(len(rows), *space, axes)`` as for ``grid_sample``."""
+
+        def sample(batch: Tensor, mode: str) -> Tensor:
+            return F.grid_sample(batch, grid, mode=mode, padding_mode=self.padding_mode, align_corners=False)
+
+        parts.images = [on_rows(image, rows, lambda x: sample(x, "bilinear")) for image in parts.images]
+        parts.masks = [on_rows(mask, rows, lambda x: sample(x.float(), "nearest").to(x.dtype)) for mask in parts.masks]
+
+
+class RandomAffine(_Resampled):
+    """Rotate, scale, shear and move images about their centre, all in one interpolation.
+
+    Args:
+        degrees: Range of the angles in degrees; in 3D there are three, about the axes of space in turn.
+        scale: Range of the factor by which the content grows, above 0.
+        shear: Range of the angles in degrees by which each axis leans towards each other one.
+        translate: Range of the way along each axis, as a fraction of its size.
+        p: The probability with which a sample is changed, from 0 to 1.
+        padding_mode: What lies outside of the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
+
+    Raises:
+        ValueError: If a range is not two finite numbers in order, ``scale`` is not above 0, or ``p`` is out of range.
+
+    Note:
+        A single number ``x`` is the range from ``-x`` to ``x``, but for ``scale``. Angles are in voxels: where voxels
+        are not cubes, so are the shapes that turn.
+
+    Source: The matrices of MONAI's ``RandAffine``; names and signs of torchvision's ``RandomAffine``.
+    """
+
+    def __init__(
+        self,
+        degrees: Range = 15.0,
+        scale: Sequence[float] = (0.85, 1.15),
+        shear: Range = 0.0,
+        translate: Range = 0.0,
+        *,
+        p: float = 1.0,
+        padding_mode: str = "zeros",
+    ) -> None:
+        super().__init__(p, padding_mode)
+        self.degrees = check_range(self, "degrees", degrees)
+        self.scale = check_range(self, "scale", scale, least=1e-3)
+        self.shear = check_range(self, "shear", shear)
+        self.translate = check_range(self, "translate", translate)
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change images and masks."""
+        axes, rows = len(parts.space), draws.rows(self.p)
+        matrix = self.matrix(
+            torch.deg2rad(draws.uniform(*self.degrees, 1 if axes == 2 else 3)),
+            draws.uniform(*self.scale),
+            torch.deg2rad(draws.uniform(*self.shear, axes * (axes - 1))).tan(),
+            draws.uniform(*self.translate, axes) * torch.tensor(parts.space),
+        )
+        if len(rows):
+            self.resample(parts, rows, self.grid(matrix[rows], parts.space, parts.images[0].device))
+
+    @staticmethod
+    def matrix(angles: Tensor, scale: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
+        """Return where a voxel of the result comes from, in voxels from the centre: ``(n, axes, axes + 1)``.
+
+        Args:
+            angles: In radians, ``(n, 1)`` in 2D and ``(n, 3)`` in 3D.
+            scale: ``(n,)``.
+            shear: ``(n, axes * (axes - 1))``, what stands beside the diagonal, row by row.
+            shift: The way of the content in voxels, ``(n, axes)``.
+        """
+        axes = shift.shape[1]
+        matrix = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
+        for angle, (one, other) in zip(angles.T, [(0, 1)] if axes == 2 else [(1, 2), (2, 0), (0, 1)], strict=True):
+            turn = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
+            turn[:, one, one] = turn[:, other, other] = angle.cos()
+            turn[:, one, other], turn[:, other, one] = -angle.sin(), angle.sin()
+            matrix = matrix @ turn
+        lean = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
+        lean[:, ~torch.eye(axes, dtype=torch.bool)] = shear
+        matrix = matrix @ lean / scale[:, None, None]
+        return torch.cat([matrix, -matrix @ shift[:, :, None]], 2)
+
+    @staticmethod
+    def grid(matrix: Tensor, space: Sequence[int], device: torch.device) -> Tensor:
+        """Return the coordinates for ``grid_sample``, in float32, of a matrix in voxels."""
+        size = torch.tensor(space, dtype=matrix.dtype)
+        # grid_sample counts from -1 to 1 over an axis, and names the last axis first.
+        columns = torch.cat([matrix[:, :, :-1] * size, 2 * matrix[:, :, -1:]], 2) / size[:, None]
+        theta = torch.cat([columns[:, :, :-1].flip(1, 2), columns[:, :, -1:].flip(1)], 2)
+        theta = theta.to(device, torch.float32, non_blocking=True)
+        return F.affine_grid(theta, [len(matrix), 1, *space], align_corners=False)
+
+
+class RandomElastic(_Resampled):
+    """Displace each voxel by a smooth random field: a cubic B-spline over a coarse grid of control points.
+
+    Args:
+        displacement: Range of the largest displacement of a control point along an axis, in voxels, 0 or more; a
+            number for each sample is drawn from it. No voxel moves further. Above half of the distance between control
+            points, ``size / (control_points - 3)``, the image may fold.
+        control_points: How many there are along each axis, 4 or more.
+        p: The probability with which a sample is changed, from 0 to 1.
+        padding_mode: What lies outside of the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: TorchIO's ``RandomElasticDeformation``.
+    """
+
+    def __init__(
+        self,
+        displacement: Sequence[float] = (0.0, 6.0),
+        control_points: int = 7,
+        *,
+        p: float = 0.5,
+        padding_mode: str = "zeros",
+    ) -> None:
+        super().__init__(p, padding_mode)
+        self.displacement = check_range(self, "displacement", displacement, least=0)
+        expect(is_whole(control_points, 4), "RandomElastic: control_points", control_points, "an integer of 4 or more")
+        self.control_points = control_points
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change images and masks."""
+        axes, rows = len(parts.space), draws.rows(self.p)
+        points = draws.uniform(-1, 1, axes, *[self.control_points] * axes)
+        points *= draws.uniform(*self.displacement).view(-1, *[1] * (axes + 1))
+        if len(rows):
+            points = points[rows].to(parts.images[0].device, torch.float32, non_blocking=True)
+            self.resample(parts, rows, self.grid(points, parts.space))
+
+    @staticmethod
+    def grid(points: Tensor, space: Sequence[int]) -> Tensor:
+        """Return the coordinates for ``grid_sample`` from displacements of control points in voxels.
+
+        Args:
+            points: ``(n, axes, *control points)``.
+            space: The size of the image.
+        """
+        sizes = iter(space)
+        field = along_axes(points, lambda count: _spline(next(sizes), count, points.device)[None])
+        factor = torch.tensor([2 / size for size in space], device=points.device).view(-1, *[1] * len(space))
+        still = torch.eye(len(space), len(space) + 1, device=points.device)[None]
+        identity = F.affine_grid(still, [1, 1, *space], align_corners=False)
+        return identity + (field * factor).movedim(1, -1).flip(-1)
+
+
+def _spline(size: int, count: int, device: torch.device) -> Tensor:
+    """Return the weights of ``count`` control points of a uniform cubic B-spline at ``size`` voxels."""
+    at = (torch.arange(size, device=device) + 0.5) * ((count - 3) / size)
+    far = (at[:, None] + 1 - torch.arange(count, device=device)).abs()
+    near = 2 / 3 - far**2 + far**3 / 2
+    return torch.where(far < 1, near, (2 - far).clamp(min=0) ** 3 / 6)
+
+
+class RandomFlip(Transform):
+    """Mirror images along axes of space, each with its own draw.
+
+    Args:
+        axes: Axes of space, counted without batch and channels; ``None`` for all. ``-1`` is left to right.
+        p: The probability with which a sample is mirrored along an axis, from 0 to 1.
+
+    Raises:
+        ValueError: If ``axes`` is not a sequence of different integers, or ``p`` is out of range; at the first batch,
+            if an axis is not one of the image.
+    """
+
+    def __init__(self, axes: Sequence[int] | None = None, *, p: float = 0.5) -> None:
+        super().__init__(p)
+        what = "a sequence of different integers from -3 to 2, or None"
+        valid = axes is None or (is_list(axes) and len(set(axes)) == len(axes) > 0)
+        expect(valid and all(is_whole(axis, -3) and axis < 3 for axis in axes or ()), "RandomFlip: axes", axes, what)
+        self.axes = None if axes is None else tuple(axes)
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change images and masks."""
+        count = len(parts.space)
+        for axis in range(count) if self.axes is None else self.axes:
+            expect(-count <= axis < count, "RandomFlip: axes", self.axes, f"axes of the space {tuple(parts.space)}")
+            rows, dim = draws.rows(self.p), axis % count + 2
+            parts.images = [on_rows(image, rows, lambda x, dim=dim: x.flip(dim)) for image in parts.images]
+            parts.masks = [on_rows(mask, rows, lambda x, dim=dim: x.flip(dim)) for mask in parts.masks]
+
+
+class RandomCrop(Transform):
+    """Cut a patch of one size out of each image, at a place of its own.
+
+    Args:
+        size: The size of the patch along each axis of space, in voxels.
+
+    Raises:
+        ValueError: If ``size`` is not a sequence of 2 or 3 positive integers; at the first batch, if the images have
+            another number of axes or are smaller.
+    """
+
+    def __init__(self, size: Sequence[int]) -> None:
+        super().__init__(1.0)
+        valid = is_list(size) and len(size) in (2, 3) and all(is_whole(length, 1) for length in size)
+        expect(valid, "RandomCrop: size", size, "2 or 3 positive integers")
+        self.size = tuple(size)
+
+    def __call__(self, parts: Parts, draws: Draws) -> None:
+        """Change images and masks."""
+        space, axes = parts.space, len(self.size)
+        fits = len(space) == axes and all(own <= whole for own, whole in zip(self.size, space, strict=True))
+        expect(fits, "RandomCrop: size", self.size, f"a size within the images' {tuple(space)}")
+        room = torch.tensor([whole - own + 1 for own, whole in zip(self.size, space, strict=True)])
+        begin = (draws.uniform(0, 1, axes) * room).floor().long()
+        parts.images = [self.cut(image, begin) for image in parts.images]
+        parts.masks = [self.cut(mask, begin) for mask in parts.masks]
+
+    def cut(self, batch: Tensor, begin: Tensor) -> Tensor:
+        """Return the patches that begin at ``begin``, of shape ``(n, axes)``."""
+        begin, axes = begin.to(batch.device, non_blocking=True), len(self.size)
+        samples = torch.arange(len(batch), device=batch.device).view(-1, *[1] * axes)
+        at = []
+        for axis, length in enumerate(self.size):
+            shape = [-1 if each == axis else 1 for each in range(axes)]
+            steps = torch.arange(length, device=batch.device).view(1, *shape)
+            at.append(begin[:, axis].view(-1, *[1] * axes) + steps)
+        return batch[(samples, slice(None), *at)].movedim(-1, 1).contiguous()
