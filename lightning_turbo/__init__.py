@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo import amp as amp
     from lightning_turbo._lightning import bind_lightning as bind_lightning
     from lightning_turbo.amp.grad_scaler import ApexGradScaler as ApexGradScaler
-    from lightning_turbo.callbacks.augment import Augment as Augment
+    from lightning_turbo.callbacks.augment import AugmentBatches as AugmentBatches
     from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm as DropBiasBeforeNorm
     from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize as EffectiveBatchSize
     from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation as ExactAccumulation
@@ -66,7 +66,7 @@ PUBLIC = {
         "PackedDataset": "data.packed",
         "PatchDataset": "data.patches",
         "Normalize": "data.normalize",
-        "Augment": "callbacks.augment",
+        "AugmentBatches": "callbacks.augment",
         "augment": "data.augment",
         "tune_workers": "data.tune_workers",
         "seed_samples": "data.sample_seeds",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_turbo.callbacks.augment import Augment
+from lightning_turbo.callbacks.augment import AugmentBatches
 from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm
 from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize
 from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation
@@ -13,7 +13,7 @@ from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.callbacks.prefetch import Prefetch
 
 __all__ = [
-    "Augment",
+    "AugmentBatches",
     "DropBiasBeforeNorm",
     "EffectiveBatchSize",
     "ExactAccumulation",

@@ -1,4 +1,4 @@
-"""``Augment``: the batches of a Trainer, augmented on its device."""
+"""``AugmentBatches``: the batches of a Trainer, augmented on its device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.data.augment import BatchAugmentation, Indexed
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["Augment"]
+__all__ = ["AugmentBatches"]
 
 
-class Augment(Callback):
-    """Augment each training batch on the device, right before ``training_step``.
+class AugmentBatches(Callback):
+    """AugmentBatches each training batch on the device, right before ``training_step``.
 
     It comes after the move to the device and after ``on_after_batch_transfer``, where the strategy returns the batch.
     Hooks from ``transfer_batch_to_device`` on, and steps, see batches without their indices. The epoch is that of the
@@ -33,13 +33,13 @@ class Augment(Callback):
             ``dataloader_iter``.
 
     Example:
-        >>> from lightning_turbo import Augment, augment
+        >>> from lightning_turbo import AugmentBatches, augment
         >>> steps = [augment.RandomFlip(), augment.RandomGamma()]
-        >>> callback = Augment(augment.BatchAugmentation(steps, seed=0, image="image", mask="mask"))
+        >>> callback = AugmentBatches(augment.BatchAugmentation(steps, seed=0, image="image", mask="mask"))
     """
 
     def __init__(self, augmentation: BatchAugmentation, *, training_only: bool = True) -> None:
-        check_binding("Augment")
+        check_binding("AugmentBatches")
         what = "a BatchAugmentation"
         expect(isinstance(augmentation, BatchAugmentation), "augmentation", augmentation, what, TypeError)
         check_switches(training_only=training_only)
@@ -69,8 +69,8 @@ class Augment(Callback):
         """Tell if there was nothing to augment."""
         if trainer.global_step and not self._was_called:
             rank_zero_warn(
-                "Augment has no effect: no batch of this run was moved by the strategy. Call the BatchAugmentation in "
-                "training_step.",
+                "AugmentBatches has no effect: no batch of this run was moved by the strategy. Call the "
+                "BatchAugmentation in training_step.",
                 category=NoEffectWarning,
             )
 

@@ -22,7 +22,7 @@ Name = str | int
 
 
 class BatchAugmentation:
-    """Augment the images of a batch, and masks with them, at once, on the device on which they are.
+    """AugmentBatches the images of a batch, and masks with them, at once, on the device on which they are.
 
     Every random number is a function of ``(seed, epoch, index of the sample, position of the transform)``. So a sample
     gets the same parameters in any batch, of any size, with any number of worker processes and ranks, on any device,
@@ -30,7 +30,7 @@ class BatchAugmentation:
 
     A batch is a mapping, a tuple, a list or a dataclass. It is not changed: the result is one like it, with other
     images, masks and labels. Images are computed in float32 whatever dtype they come in, and outside of autocast and
-    autograd. In a Trainer, the callback ``Augment`` calls it.
+    autograd. In a Trainer, the callback ``AugmentBatches`` calls it.
 
     Args:
         transforms: Transforms of ``lightning_turbo.augment``, applied in order.
@@ -41,7 +41,7 @@ class BatchAugmentation:
             They are sampled by nearest neighbour, and hold any numbers up to ``2**24``.
         label: Name or position of the label for ``MixUp`` and ``CutMix``.
         dtype: Floating-point dtype of the images of the result, for example ``torch.float16`` for O2 and O3; ``None``
-            keeps theirs.
+            keeps that of the first.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -103,22 +103,23 @@ class BatchAugmentation:
                 f"expected the batch of an IndexedDataset, or index=, got a {type(batch).__name__} and index=None. "
                 "Load from DataLoader(IndexedDataset(dataset), ...)."
             )
-        images = [self._check_image(name, _part(batch, name)) for name in self.images]
-        masks = [_check_mask(name, _part(batch, name), images[0]) for name in self.masks]
-        _check_shapes(self.images, images, index)
-        label = None if self.label is None else _part(batch, self.label)
-        with torch.autocast(images[0].device.type, enabled=False):
-            parts = Parts([image.float() for image in images], masks, label)
-            for transform, draws in zip(
-                self.transforms, draws_of(self.seed, self.epoch, index, len(self.transforms)), strict=True
-            ):
-                transform(parts, draws)
+        parts, dtype = self._read(batch, index), self.dtype or _part(batch, self.images[0]).dtype
+        with torch.autocast(parts.images[0].device.type, enabled=False):
+            draws = draws_of(self.seed, self.epoch, index, len(self.transforms))
+            for transform, own in zip(self.transforms, draws, strict=True):
+                transform(parts, own)
         changed: dict[Any, Any] = {} if self.label is None else {self.label: parts.label}
-        for name, image, old in zip(self.images, parts.images, images, strict=True):
-            changed[name] = image.to(self.dtype or old.dtype)
+        changed.update({name: image.to(dtype) for name, image in zip(self.images, parts.images, strict=True)})
         for name, mask in zip(self.masks, parts.masks, strict=True):
             changed[name] = mask if _part(batch, name).dim() == mask.dim() else mask[:, 0]
         return _with_parts(batch, changed)
+
+    def _read(self, batch: Any, index: Sequence[int]) -> Parts:
+        """Return what transforms change, once its shapes are known to fit."""
+        images = [self._check_image(name, _part(batch, name)) for name in self.images]
+        _check_shapes(self.images, images, index)
+        masks = [_check_mask(name, _part(batch, name), images[0]) for name in self.masks]
+        return Parts([each.float() for each in images], masks, None if self.label is None else _part(batch, self.label))
 
     def _check_image(self, name: Name, image: Any) -> Tensor:
         """Return an image that has the shape and dtype of one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -76,8 +77,7 @@ class PerSample(Transform):
         if self.package == "monai":
             return self._by_monai(images, masks)
         if self.package == "torchvision":
-            from torchvision import tv_tensors  # pyright: ignore[reportMissingImports]
-
+            tv_tensors = importlib.import_module("torchvision.tv_tensors")  # there, since its transform is
             result: Any = self.transform(*map(tv_tensors.Image, images), *map(tv_tensors.Mask, masks))
             result = result if isinstance(result, (tuple, list)) else [result]
             return [each.as_subclass(Tensor) for each in result]

@@ -1,0 +1,142 @@
+"""``AugmentBatches`` in a Trainer: the same images with any loader and strategy and after a restart; training alone."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_turbo import AugmentBatches, Prefetch, PrefetchDataModule, TurboStrategy, augment
+from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.errors import NoEffectWarning
+from tests.integration.noting import Save, gives
+from tests.trainers import quiet_trainer
+from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_turbo.errors.TurboWarning")
+
+IMAGES = torch.rand(12, 1, 6, 8, generator=torch.Generator().manual_seed(0))
+DATA = augment.IndexedDataset(TensorDataset(IMAGES, torch.arange(12)))
+
+
+class Noting(LightningModule):
+    """Notes the images that its steps and its hook get."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(48, 1)
+        self.seen, self.validated, self.hooked = {}, [], []
+
+    def training_step(self, batch, batch_idx):
+        for number, image in zip(batch[1].tolist(), batch[0], strict=True):
+            self.seen[self.current_epoch, number] = image
+        return self.net(batch[0].flatten(1)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hooked(Noting):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.hooked.append(batch)
+        return batch
+
+
+class Validated(Hooked):
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch[0])
+
+
+def callback(**settings):
+    steps = [augment.RandomAffine(), augment.RandomFlip(), augment.RandomGaussianNoise(p=1.0)]
+    return AugmentBatches(augment.BatchAugmentation(steps, seed=3), **settings)
+
+
+def fit(model, data, *callbacks, ckpt_path=None, **settings):
+    trainer = quiet_trainer(**{"max_epochs": 2, "callbacks": [callback(), *callbacks], **settings})
+    trainer.fit(model, data, ckpt_path=ckpt_path, **unpickling(bool(ckpt_path)))
+    assert "batch_to_device" not in vars(trainer.strategy)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return fit(Noting(), DataLoader(DATA, batch_size=4)).seen
+
+
+def assert_same(seen, expected):
+    assert seen.keys() == expected.keys()
+    assert all(torch.equal(image, expected[key]) for key, image in seen.items())
+
+
+def test_samples_are_augmented_by_epoch(expected):
+    assert len(expected) == 24
+    assert not any(torch.equal(image, IMAGES[number]) for (_, number), image in expected.items())
+    assert not any(torch.equal(expected[0, number], expected[1, number]) for number in range(12))
+
+
+LEAN = {"lean_step": KNOWS_WEIGHTS_ONLY, "lean_logging": KNOWS_WEIGHTS_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "callbacks", "settings"),
+    [
+        (Noting, lambda: DataLoader(DATA, batch_size=4, num_workers=1), [], {}),
+        (Noting, lambda: PrefetchLoader(DATA, batch_size=4, shuffle=True), [], {"strategy": "turbo"}),
+        (Hooked, lambda: DataLoader(DATA, batch_size=4, num_workers=2), [lambda: Prefetch(sample_seeds=1)], {}),
+        (Noting, lambda: gives(DataLoader(DATA, batch_size=4), PrefetchDataModule), [], {"strategy": "turbo"}),
+    ],
+    ids=["workers", "turbo", "prefetch", "datamodule"],
+)
+def test_every_loader_and_strategy_gives_the_same_images(expected, model, data, callbacks, settings):
+    assert_same(fit(model(), data(), *(make() for make in callbacks), **settings).seen, expected)
+
+
+def test_the_lean_step_augments_too(expected):
+    assert_same(fit(Noting(), DataLoader(DATA, batch_size=4), strategy=TurboStrategy(**LEAN)).seen, expected)
+
+
+def test_a_resumed_run_augments_as_one_that_never_stopped(expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = lambda: DataLoader(DATA, batch_size=4)  # noqa: E731
+    fit(Noting(), data(), Prefetch(), Save("mid.ckpt", 2, "on_train_batch_end"))
+    seen = fit(Noting(), data(), Prefetch(), ckpt_path="mid.ckpt").seen
+    assert len(seen) == 16
+    assert_same(seen, {key: expected[key] for key in seen})
+
+
+def test_validation_is_augmented_only_where_asked(expected):
+    loaders = {"train_dataloaders": DataLoader(DATA, batch_size=4), "val_dataloaders": DataLoader(DATA, batch_size=4)}
+    for settings, changed in (({}, False), ({"training_only": False}, True)):
+        model = Validated()
+        trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[callback(**settings)])
+        trainer.fit(model, **loaders)
+        assert torch.equal(torch.cat(model.validated), IMAGES) != changed
+        assert_same(model.seen, {key: image for key, image in expected.items() if key[0] == 0})
+        # The module's hook gets plain batches, which are not augmented yet.
+        assert torch.equal(torch.cat([batch[0] for batch in model.hooked]), torch.cat([IMAGES, IMAGES]))
+
+
+def test_batches_without_indices_are_refused_and_nothing_is_left():
+    trainer = quiet_trainer(max_epochs=1, callbacks=[callback()])
+    with pytest.raises(ValueError, match="IndexedDataset"):
+        trainer.fit(Noting(), DataLoader(DATA.dataset, batch_size=4))
+    assert "batch_to_device" not in vars(trainer.strategy)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_step_that_moves_batches_itself_is_warned_of():
+    class Itself(Noting):
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return self.net(batch.data[0].flatten(1)).square().mean()
+
+    with pytest.warns(NoEffectWarning, match="AugmentBatches has no effect"):
+        fit(Itself(), DataLoader(DATA, batch_size=4), max_epochs=1)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="expected a BatchAugmentation"):
+        AugmentBatches([augment.RandomFlip()])
+    with pytest.raises(TypeError, match="training_only"):
+        callback(training_only=1)
