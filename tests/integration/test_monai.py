@@ -211,7 +211,13 @@ def test_the_address_of_monais_pipeline_is_the_same_for_new_objects(tmp_path):
 
     first = cached()
     assert cached() == first
-    assert PackedDataset(first)[0]["x"].shape == (1, 2, 5, 8)
+    sample = PackedDataset(first, keys=("x", "x.affine"))[0]
+    assert sample[0].shape == (1, 2, 5, 8)
+    # What a network says of it goes back onto the voxels of the file.
+    there = transforms.LoadImage(ensure_channel_first=True)(tmp_path / "a.nii.gz")
+    back = transforms.ResampleToMatch()(monai_data.MetaTensor(sample[0].float(), affine=sample[1]), there)
+    assert back.shape == there.shape
+    assert torch.allclose(back[:, 1:-1, 1:-1, 1:-1], there[:, 1:-1, 1:-1, 1:-1].float())
     assert cached(transforms.ScaleIntensityd("x")) != first
     with pytest.raises(ValueError, match="dataset: expected a dataset without random numbers"):
         cached(transforms.RandFlipd("x", prob=0.5))

@@ -1,5 +1,6 @@
 """PackedDataset against plain NumPy."""
 
+import json
 import pickle
 from collections import namedtuple
 
@@ -10,7 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from lightning_turbo._pytree import move_batch
-from lightning_turbo.data import PackedDataset, PrefetchLoader, pack_folder
+from lightning_turbo.data import PackedDataset, PatchDataset, PrefetchLoader, pack_folder
 
 
 @pytest.fixture
@@ -145,3 +146,13 @@ def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, col
     got = torch.cat([batch["x"] for batch in batches]).numpy()
     assert np.array_equal(got, arrays["train_images"].swapaxes(1, 2) / np.float32(2))
     assert batches[0]["n"].tolist() == [2] * 6
+
+
+def test_a_folder_of_an_earlier_version_is_read(tmp_path):
+    np.save(tmp_path / "volumes.npy", np.arange(12).reshape(3, 2, 2))
+    np.save(tmp_path / "affine.npy", np.stack([np.eye(4)] * 3))
+    contents = {"arrays": ["volumes"], "classes": ["a"], "samples": 3, "skipped": 0}
+    (tmp_path / "packed.json").write_text(json.dumps(contents))
+    data = PackedDataset(tmp_path)
+    assert (data.classes, data[2].tolist()) == (["a"], [[8, 9], [10, 11]])
+    assert len(PatchDataset(tmp_path, (1, 2), per_scan=2)) == 6
