@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, default_collate
 from lightning_turbo._checks import check_functions, expect
 from lightning_turbo.data.packing import CONTENTS
 from lightning_turbo.data.rows import Rows, open_rows, read_row
+from lightning_turbo.data.sample_seeds import seed_sample
 
 __all__ = ["PackedDataset", "WholeBatch", "build", "names_in", "open_fields", "split_batch"]
 
@@ -39,7 +40,8 @@ class PackedDataset(Dataset[Any]):
             the batch size is 1. It may return a tensor, or a sequence or mapping of tensors, with one row per sample.
             Rows must have one shape.
         sample_transform: Called on each sample after ``transform``, for transforms such as MONAI's dictionary
-            transforms. ``PackedDataset.collate`` then collates the samples as ``default_collate`` does.
+            transforms. ``PackedDataset.collate`` then collates the samples as ``default_collate`` does. With sample
+            seeds, its random numbers belong to the sample.
 
     Attributes:
         classes: Class names of a packed folder, in the order of their labels, else empty.
@@ -88,14 +90,17 @@ class PackedDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``, read at once if rows have one shape."""
         if not self._alike:
-            samples: list[Any] = [self._read(index) for index in indices]
-            return samples if self.sample_transform is None else [self.sample_transform(each) for each in samples]
+            return [self._finish(index, self._read(index)) for index in indices]
         batch = self.batch(indices)
         samples = WholeBatch(split_batch(batch))
         if self.sample_transform is not None:
-            return [self.sample_transform(sample) for sample in samples]
+            return [self._finish(index, sample) for index, sample in zip(indices, samples, strict=True)]
         samples.batch = batch
         return samples
+
+    def _finish(self, index: int, sample: Any) -> Any:
+        seed_sample(index)
+        return sample if self.sample_transform is None else self.sample_transform(sample)
 
     def _read(self, index: int) -> Any:
         parts = {name: read_row(array, index) for name, array in self.arrays.items()}

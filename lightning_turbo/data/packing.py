@@ -141,11 +141,8 @@ class Packing:
             beside: Fields that are no part of a sample unless they are asked for.
         """
         encoder = _Encoder(dataset, contents["foreground"], catch)
-        good = (sample for sample in map(encoder.__getitem__, range(len(dataset))) if not isinstance(sample, str))
-        encoder.template, first = next(good, (None, {}))
-        rows = [(name, row.kind, row.shape, hashlib.sha256(row.data).hexdigest()) for name, row in first.items()]
-        key = digest_of(key or rows, len(dataset), self.compress, contents["foreground"])
-        encoder.compress = self.compress
+        first = encoder.begin(self.compress)
+        key = digest_of(key or first, len(dataset), self.compress, contents["foreground"])
         with _unfinished_folder(self.target, key) as (folder, journal):
             if self.target.exists() and not self.overwrite:  # another process finished it meanwhile
                 shutil.rmtree(folder)
@@ -223,6 +220,15 @@ class _Encoder(Dataset[Any]):
             if not self.catch:
                 raise
             return f"{name_of(index)}: {error}"
+
+    def begin(self, compress: bool | Sequence[int]) -> str:
+        """Take the structure from the first sample that can be loaded, and return a digest of its rows."""
+        good = (sample for sample in map(self.__getitem__, range(len(self))) if not isinstance(sample, str))
+        self.template, rows = next(good, (None, {}))
+        self.compress = compress  # whose bytes may be others for the same sample
+        return digest_of(
+            *((name, row.kind, row.shape, hashlib.sha256(row.data).digest()) for name, row in rows.items())
+        )
 
     def check(self, loaded: tuple[Any, dict[str, Encoded]], index: int) -> dict[str, Encoded]:
         """Return the rows of a sample that has the structure of the first one."""

@@ -97,6 +97,7 @@ class PatchDataset(Dataset[Any]):
         self.scans = [range(total)[scan] for scan in (range(total) if scans is None else scans)]
         expect(self.scans, "scans", scans, "at least one row")
         self._opened.check(self.scans, None if pad is not None else self.patch)
+        self._opened.check_pad(pad)
         if self.foreground:
             self._opened.check_foreground(self.scans, self.foreground)
 
@@ -233,6 +234,15 @@ class _Volumes:
                 expect(self._channels(name, scan) == channels, title, shape, f"{channels} channels as the first scan")
             fits = least is None or all(map(operator.le, least, lengths))
             expect(fits, f"patch for {file}", least, f"a size within {lengths}, or pad= with a number")
+
+    def check_pad(self, pad: float | None) -> None:
+        """Refuse a number that a field cannot hold."""
+        for name in self.cut:
+            dtype = self.arrays[name].dtype
+            if pad is not None and name != self.label:
+                with np.errstate(invalid="ignore"):
+                    held = np.asarray(pad).astype(dtype).item()
+                expect(np.isclose(held, pad), "pad", pad, f"a number that {name} of {dtype} can hold")
 
     def check_foreground(self, scans: Sequence[int], shares: Mapping[int, float]) -> None:
         """Refuse classes of which no scan has a place."""

@@ -177,6 +177,8 @@ def test_files_are_named(tmp_path):
         ({"foreground": {0: 0.5}}, ValueError, "foreground: expected a share from 0 to 1"),
         ({"foreground": {1: 0.6, 2: 0.6}}, ValueError, "foreground: expected a share from 0 to 1"),
         ({"pad": "min"}, TypeError, "pad: expected a finite number"),
+        ({"pad": 0.5}, ValueError, "pad: expected a number that image of int32 can hold, got 0.5"),
+        ({"pad": -1e12}, ValueError, "pad: expected a number that image of int32 can hold"),
         ({"scans": []}, ValueError, "scans: expected at least one row"),
         ({"scans": [4]}, IndexError, "range"),
         ({"keys": ["mask"]}, KeyError, "keys: expected some of"),
@@ -245,6 +247,15 @@ def test_seeded_patches_are_the_same_everywhere(plain, transform):
     stored = pickle.dumps(data)  # for worker processes that are not forked
     assert len(stored) < 2000
     assert loaded(pickle.loads(stored)) == expected
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_random_transforms_of_packed_samples_belong_to_the_sample(plain, alike):
+    data = PackedDataset(plain, keys=("n",) if alike else None, sample_transform=lambda sample: torch.rand(2))
+    batches = [torch.cat(list(seed_samples(DataLoader(data, size), 5))) for size in (1, 3, 4)]
+    assert torch.equal(batches[0], batches[1])
+    assert torch.equal(batches[0], batches[2])
+    assert len(batches[0].unique()) == 8
 
 
 def test_every_rank_has_as_many_patches(plain):
