@@ -94,45 +94,56 @@ def bare(tmp_path_factory):
         link(distribution, site)
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": str(folder)}
 
-    def run(*arguments, status=0):
-        work = folder / "work"
-        work.mkdir(exist_ok=True)
+    work = folder / "work"
+    work.mkdir()
+
+    def run(*arguments):
         command = arguments if arguments[0] == "-c" else ("-m", "lightning_turbo", *arguments)
         done = subprocess.run(
             [python, *command], cwd=work, env=environment, capture_output=True, text=True, timeout=170
         )
-        assert done.returncode == status, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    run.folder = folder / "work"
+    run.folder = work
     return run
 
 
-def extra_in(done):
-    """The extra that a refused command names, in one line of advice."""
-    assert done.stderr.count("\n") == 1, done.stderr
-    return re.search(r"Install it with: pip install 'lightning-turbo\[(\w+)\]'", done.stderr)[1]
-
-
-def test_the_environment_is_bare_and_the_package_is_the_wheel(bare):
+def test_every_module_is_importable_and_a_command_names_the_extra_that_it_lacks(bare):
+    """In one process, because each one imports torch and Lightning; ``pack`` lacks what reads pictures and scans."""
+    for name in ("photos/a/1.png", "scans/a/1.nii"):
+        (bare.folder / name).parent.mkdir(parents=True)
+        (bare.folder / name).touch()
     code = """
-        import importlib.util, json, lightning_turbo
-        from lightning_turbo._optional import EXTRAS, installed
-        print(json.dumps([lightning_turbo.__file__, [name for name in EXTRAS if installed(name)]]))
-    """
-    where, optional = json.loads(bare("-c", "\n".join(map(str.strip, code.splitlines()))).stdout)
-    assert "site-packages" in where
-    assert optional == []
+import contextlib, importlib, io, json, pkgutil, runpy, sys
+import lightning_turbo
+from lightning_turbo._optional import EXTRAS, installed
 
+names = [each.name for each in pkgutil.walk_packages(lightning_turbo.__path__, "lightning_turbo.")]
+modules = [importlib.import_module(name) for name in names if name != "lightning_turbo.__main__"]
 
-def test_every_module_is_importable_without_an_optional_package(bare):
-    code = """
-        import importlib, pkgutil, lightning_turbo
-        names = [each.name for each in pkgutil.walk_packages(lightning_turbo.__path__, "lightning_turbo.")]
-        names = [name for name in names if name != "lightning_turbo.__main__"]
-        print(len([importlib.import_module(name) for name in names]))
-    """
-    assert int(bare("-c", "\n".join(map(str.strip, code.splitlines()))).stdout) > 100
+def pack(folder):
+    sys.argv = ["lightning-turbo", "pack", folder, "packed"]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            runpy.run_module("lightning_turbo", run_name="__main__")
+        except SystemExit as end:
+            return end.code, said.getvalue()
+
+print(json.dumps({
+    "where": lightning_turbo.__file__, "optional": [name for name in EXTRAS if installed(name)],
+    "modules": len(modules), "packs": [pack("photos"), pack("scans")],
+}))
+"""
+    found = json.loads(bare("-c", code).stdout)
+    assert "site-packages" in found["where"]
+    assert found["optional"] == []
+    assert found["modules"] > 100
+    for status, said in found["packs"]:
+        assert status == 2
+        assert said.count("\n") == 1, said
+        assert "Install it with: pip install 'lightning-turbo[pack]'" in said
+    assert not (bare.folder / "packed").exists()
 
 
 def test_what_is_imported_inside_functions_is_required_or_optional_by_name():
@@ -142,15 +153,6 @@ def test_what_is_imported_inside_functions_is_required_or_optional_by_name():
     known = core | other_name | {name.partition(".")[0] for name in EXTRAS} | set(sys.stdlib_module_names)
     found = {module.partition(".")[0] for path in (ROOT / "lightning_turbo").rglob("*.py") for module in imports(path)}
     assert found - known == {"lightning_turbo"}
-
-
-def test_pack_names_an_extra_for_files_that_torch_cannot_read(bare):
-    for name in ("photos/a/1.png", "scans/a/1.nii"):
-        (bare.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (bare.folder / name).touch()
-    assert extra_in(bare("pack", "photos", "packed", status=2)) == "pack"
-    assert extra_in(bare("pack", "scans", "packed", status=2)) == "pack"
-    assert not (bare.folder / "packed").exists()
 
 
 @pytest.mark.slow  # the short form: what the functions import, above

@@ -1,11 +1,11 @@
 """Imports go downward only, and packages of one floor never import one another."""
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from radon.complexity import cc_visit
 from radon.visitors import Class
 
@@ -33,9 +33,14 @@ PUT_IN_BY_UPDATE = {("data/sample_seeds.py", "SeededDataset")}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+@functools.cache
+def nodes(path):
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports(path):
     """Every module that a file imports, at its top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -49,38 +54,32 @@ def home(path):
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_downward(path):
-    own = home(path)
-    for module in imports(path):
-        top, _, rest = module.partition(".")
-        if top == "lightning_turbo":
-            other = rest.split(".")[0]
-            if other not in FLOOR_OF or other == own:
-                continue
-            below = FLOOR_OF[other] < FLOOR_OF[own]
-            beside = FLOOR_OF[other] == FLOOR_OF[own] != 1  # techniques do not know of one another
-            assert below or beside, f"{own} (floor {FLOOR_OF[own]}) imports {module}"
-            if other in ("_lightning", "_trainer"):
-                assert FLOOR_OF[own] != 1, f"{own} (floor 1) knows of Lightning"
-        elif top in ("lightning", "pytorch_lightning", "lightning_fabric"):
-            assert own in ("_lightning", "doctor"), f"{path}: take {module} through _lightning"
+def test_imports_go_downward():
+    for path in FILES:
+        own = home(path)
+        for module in imports(path):
+            top, _, rest = module.partition(".")
+            if top == "lightning_turbo":
+                other = rest.split(".")[0]
+                if other not in FLOOR_OF or other == own:
+                    continue
+                below = FLOOR_OF[other] < FLOOR_OF[own]
+                beside = FLOOR_OF[other] == FLOOR_OF[own] != 1  # techniques do not know of one another
+                assert below or beside, f"{path} (floor {FLOOR_OF[own]}) imports {module}"
+                if other in ("_lightning", "_trainer"):
+                    assert FLOOR_OF[own] != 1, f"{path} (floor 1) knows of Lightning"
+            elif top in ("lightning", "pytorch_lightning", "lightning_fabric"):
+                assert own in ("_lightning", "doctor"), f"{path}: take {module} through _lightning"
 
 
-def part_of(path):
-    return home(path) if (ROOT / home(path)).is_dir() else "base"
-
-
-@pytest.mark.parametrize("part", sorted({part_of(path) for path in FILES}))
-def test_functions_are_simple(part):
-    blocks = [
-        (block.complexity, f"{path.relative_to(ROOT)}:{block.lineno} {block.name}")
+def test_functions_are_simple():
+    worst = {
+        f"{path.relative_to(ROOT)}:{block.lineno} {block.name}": block.complexity
         for path in FILES
-        if part_of(path) == part
         for block in cc_visit(path.read_text())
-        if not isinstance(block, Class)
-    ]
-    assert max(blocks, default=(0, ""))[0] <= WORST_COMPLEXITY, max(blocks)
+        if not isinstance(block, Class) and block.complexity > WORST_COMPLEXITY
+    }
+    assert worst == {}
 
 
 def test_the_package_stays_under_its_ceiling():
@@ -100,7 +99,7 @@ def test_every_folder_has_a_floor():
 
 def modules_below(path, known):
     """The modules of this package that a file imports; of ``from package import module``, the module alone."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -128,7 +127,7 @@ def test_neither_packages_nor_modules_import_one_another_in_circles():
 
 def classes():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 yield path.relative_to(ROOT).as_posix(), node
 
@@ -143,8 +142,8 @@ def attributes(cls):
 
 
 def test_a_class_keeps_few_attributes_which_are_assigned_by_name():
-    many = {(path, cls.name): len(attributes(cls)) for path, cls in classes() if len(attributes(cls)) > MOST_ATTRIBUTES}
-    assert not many
+    many = {(path, cls.name): len(attributes(cls)) for path, cls in classes()}
+    assert {cls: count for cls, count in many.items() if count > MOST_ATTRIBUTES} == {}
     updates = ("vars(self).update", "self.__dict__.update")
     hidden = {
         (path, cls.name)
