@@ -45,7 +45,11 @@ def write_scans(folder, number, shape):
 def packed(folder, files, patch, per_scan, *, compress=False):
     out = folder / f"packed-{bool(compress)}"
     if not out.exists():
+        start = time.perf_counter()
         pack_folder(folder / "scans", out, labels=folder / "masks", compress=compress)
+        size = sum(path.stat().st_size for path in out.iterdir()) / 2**20
+        kind = "compressed" if compress else "plain"
+        print(f"{len(files)} scans packed in {time.perf_counter() - start:.1f} s: {size:.0f} MiB, {kind}")
     return PatchDataset(out, patch, per_scan=per_scan, foreground=0.5, keys=KEYS), PatchDataset.collate
 
 
@@ -78,6 +82,16 @@ def queue(folder, files, patch, per_scan, workers):
     sampler = torchio.LabelSampler(patch, "label")
     return torchio.Queue(subjects, max_length=per_scan * 4, samples_per_volume=per_scan, sampler=sampler,
                          num_workers=workers, start_background=False)  # fmt: skip
+
+
+def time_of_a_patch(data):
+    """The median time in seconds to read one patch in this process."""
+    times = []
+    for index in [n % len(data) for n in range(200)]:
+        start = time.perf_counter()
+        data[index]
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def patches_a_second(loader, count):
@@ -162,13 +176,8 @@ def main():
             size = 1 if whole else per_scan
             loaders[key] = DataLoader(data, size, shuffle=True, num_workers=options.workers, collate_fn=collate,
                                       persistent_workers=options.workers > 0)  # fmt: skip
-            if key == "PatchDataset":
-                times = []
-                for index in [n % len(data) for n in range(200)]:
-                    start = time.perf_counter()
-                    data[index]
-                    times.append(time.perf_counter() - start)
-                print(f"one patch of image and label: {statistics.median(times) * 1e3:.2f} ms")
+            if "PatchDataset" in key:
+                print(f"{key}: {time_of_a_patch(data) * 1e3:.2f} ms for a patch of image and label")
         if importlib.util.find_spec("torchio"):
             loaders["TorchIO Queue"] = DataLoader(queue(folder, files, patch, per_scan, options.workers), per_scan)
         rates = {key: [] for key in loaders}

@@ -304,7 +304,8 @@ def _load_volume(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
         volume = np.moveaxis(volume, 3, 0) if volume.ndim == 4 else volume
         affine = np.array(file.affine, dtype=np.float64)
     bad = 0 if volume.dtype.kind not in "fc" else volume.size - np.count_nonzero(np.isfinite(volume))
-    expect(not bad, "values", f"{bad} that are NaN or infinite", "finite numbers; replace the others first")
+    what = "finite numbers; replace the others first"
+    expect(not bad, f"values of {path.name!r}", f"{bad} that are NaN or infinite", what)
     return volume, affine
 
 

@@ -353,7 +353,9 @@ def test_gz_files_are_read_whole(nifti, tmp_path, monkeypatch, module):
 def test_voxels_that_are_not_finite_are_named(tmp_path):
     (tmp_path / "in").mkdir()
     np.save(tmp_path / "in" / "a.npy", np.array([[1, np.nan, np.inf]], dtype=np.float32))
-    with pytest.raises(ValueError, match=r"a.npy'.*values: expected finite numbers.*got '2 that are NaN or infinite'"):
+    with pytest.raises(
+        ValueError, match=r"a.npy': values of 'a.npy': expected finite numbers.*got '2 that are NaN or infinite'"
+    ):
         pack_folder(tmp_path / "in", tmp_path / "out")
 
 
