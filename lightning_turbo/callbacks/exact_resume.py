@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import random
 import sys
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
@@ -17,9 +20,11 @@ from lightning_turbo._lightning import (
     rank_zero_info,
     set_sampler_epoch,
 )
-from lightning_turbo._random import set_shared_state, shared_state
+from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
 from lightning_turbo._trainer import is_fitting
-from lightning_turbo.data.resume import correct_states
+from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.resume import correct_states, count_from
+from lightning_turbo.data.sample_seeds import seeds_of
 
 __all__ = ["ExactResume", "attach_exact_resume"]
 
@@ -31,7 +36,9 @@ class _Restored(NamedTuple):
 
     over: bool  # the last batch of the epoch was used, as in a checkpoint from on_train_epoch_end
     begins: bool  # the epoch is counted but has not begun, as in a checkpoint from on_train_epoch_start
+    used: int | None  # batches of the epoch that were used; None if a step may take several
     loaders: list[Any]  # states of the training loaders
+    ranks: int  # how many the run had, 0 if the checkpoint does not tell
     random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
 
 
@@ -81,7 +88,7 @@ class ExactResume(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of every rank."""
-        own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device)}
+        own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device), "ranks": rank_and_size()[1]}
         own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
         checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
 
@@ -93,7 +100,7 @@ class ExactResume(Callback):
         fit: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
         if self._training or not _is_starting(trainer) or "epoch_loop.batch_progress" not in fit:
             return
-        random = _take_states_of_rank(trainer, checkpoint)
+        ranks, random = _take_states_of_rank(checkpoint)
         loaders = fit["state_dict"].pop("combined_loader", [])
         over, begins, used = _read_position(trainer, fit)
         correct_states(loaders, over=over, used=used)
@@ -101,7 +108,7 @@ class ExactResume(Callback):
         over = over and not _resume_validation(fit)
         if over or begins:
             _complete_epoch(fit)
-        self._restored = _Restored(over, begins, loaders, random)
+        self._restored = _Restored(over, begins, used, loaders, ranks, random)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
@@ -111,14 +118,18 @@ class ExactResume(Callback):
             return
         _correct_counters(trainer, restored)
         _correct_reloading(trainer, restored.over)
+        said: list[str] = []
         # In every epoch but the first, Lightning calls iter() itself: the order is drawn from the restored generators.
         if restored.over and trainer.current_epoch > 0:
             if not trainer.fit_loop._should_reload_train_dl:
                 _restore_loaders_of_whole_epoch(trainer.fit_loop, restored.loaders)
         else:
-            _restore_loaders_in_epoch(trainer.fit_loop, restored.loaders)
+            said += _restore_loaders_in_epoch(trainer, restored)
         if restored.random is not None:
             _set_random_states(trainer.strategy.root_device, restored.random)
+            said += _tell_of_random_states(restored.ranks)
+        if said:
+            rank_zero_info(f"turbo: {' '.join(said)}")
 
 
 def attach_exact_resume(trainer: Any) -> None:
@@ -201,12 +212,80 @@ def _correct_reloading(trainer: Any, over: bool) -> None:
 # Loaders
 
 
-def _restore_loaders_in_epoch(loop: Any, states: list[Any]) -> None:
-    if states:
-        loop._combined_loader._load_state_dicts(states)
+def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
+    """Have loaders go on within their epoch, and return what is to be said of other ranks and batch sizes."""
+    loop, said = trainer.fit_loop, []
+    if restored.loaders:
+        loop._combined_loader._load_state_dicts(restored.loaders)
+        if not restored.begins:
+            said = _count_on(trainer, restored)
     for loader in loop._combined_loader.flattened:
         set_sampler_epoch(loader, loop.epoch_progress.current.processed)
     iter(loop._data_fetcher)
+    return said
+
+
+def _count_on(trainer: Any, restored: _Restored) -> list[str]:
+    """Count the batches of the epoch as those of other ranks or batch sizes, where loaders go on with such.
+
+    The epoch has as many as it would have had with these from its beginning, and its last ones are left.
+    """
+    combined = trainer.fit_loop._combined_loader
+    stateful = [each for each in combined.flattened if hasattr(each, "load_state_dict")]
+    pairs = [
+        (loader, old, loader.state_dict())
+        for loader, old in zip(stateful, restored.loaders, strict=True)
+        if isinstance(loader, PrefetchLoader)
+    ]
+    changed = [(old, new) for _, old, new in pairs if _is_adapted(old, new)]
+    if not changed:
+        return []
+    in_step = max(old["consumed"] for _, old, _ in pairs)
+    used = in_step if restored.used is None else restored.used
+    number = _count_batches(combined, [(loader, new) for loader, _, new in pairs])
+    for loader, old, new in pairs:
+        # Loaders that are as far as the run count the same number of batches.
+        if old["consumed"] == in_step and _is_adapted(old, new):
+            loader.load_state_dict(count_from(new, number))
+    _shift_batches(trainer.fit_loop.epoch_loop, number - used)
+    left = trainer.num_training_batches - number
+    epoch = trainer.fit_loop.epoch_progress.current.processed
+    return [_tell_of_samples(epoch, used, left, trainer.num_training_batches, *pair) for pair in changed]
+
+
+def _is_adapted(old: Any, new: Any) -> bool:
+    """Whether a loader counts otherwise than the state that was loaded into it."""
+    parts = [state.get("samples") for state in (old, new)]
+    return None not in parts and parts[0]["at"] != parts[1]["at"]
+
+
+def _count_batches(combined: Any, loaders: list[tuple[Any, dict[str, Any]]]) -> int:
+    """Return after how many batches of its epoch a run goes on, by what is left of its loaders."""
+    counts = []
+    for loader, state in loaders:
+        (limit,) = [limit for each, limit in zip(combined.flattened, combined.limits, strict=True) if each is loader]
+        counts.append((limit, state["consumed"]))
+    if combined._mode != "min_size":
+        return max(counts)[1]
+    return min(limit for limit, _ in counts) - min(limit - consumed for limit, consumed in counts)
+
+
+def _shift_batches(loop: Any, by: int) -> None:
+    """Add to the number of batches of an epoch. The number of steps stays, which Lightning completes by the former."""
+    stepped = not loop._should_accumulate()
+    current = loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + by)
+    loop._batches_that_stepped += stepped - (not loop._should_accumulate())
+
+
+def _tell_of_samples(epoch: int, used: int, left: int, number: int, old: dict[str, Any], new: dict[str, Any]) -> str:
+    before, now = old["samples"], new["samples"]
+    return (
+        f"Epoch {epoch} goes on at sample {now['at']['samples']} of {now['order']['length']}: {used} batches of "
+        f"{before['ranks']} x {before['batch_size']} samples were used, {left} of {number} batches of {now['ranks']} x "
+        f"{now['batch_size']} are left."
+    )
 
 
 def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
@@ -228,19 +307,21 @@ def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
-def _take_states_of_rank(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Replace rank 0's loader states in a checkpoint by this rank's, and return this rank's random states."""
+def _take_states_of_rank(checkpoint: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Replace rank 0's loader states in a checkpoint by this rank's; return the number of ranks and random states.
+
+    A rank that the run did not have goes on with the loaders of rank 0, and with random states of its own.
+    """
     ranks = checkpoint.get(KEY, [])
-    rank, size = rank_and_size()
-    if len(ranks) not in (0, size):
-        rank_zero_info(
-            f"turbo: random states are not restored: expected world size {size}, got {len(ranks)} in the file."
-        )
-    if len(ranks) != size:
-        return None
+    rank, _ = rank_and_size()
+    if not ranks:
+        return 0, None
+    size = ranks[0].get("ranks", len(ranks))
+    if rank >= len(ranks):
+        return size, _derive_random_states(ranks[0]["random"], rank)
     if "combined_loader" in _loop_state(checkpoint):
         _loop_state(checkpoint)["combined_loader"] = ranks[rank]["loaders"][0]
-    return ranks[rank]["random"]
+    return size, ranks[rank]["random"]
 
 
 # Random generators
@@ -255,3 +336,25 @@ def _set_random_states(device: torch.device, state: dict[str, Any]) -> None:
     set_shared_state(state)
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "cuda" and "seed" in state:  # of a rank that the checkpoint does not know
+        torch.cuda.manual_seed(state["seed"])
+
+
+def _derive_random_states(first: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return states that follow from those of rank 0 and the number of a rank."""
+    digest = hashlib.blake2b(first["torch"].numpy().tobytes(), digest_size=4).digest()
+    for_torch, for_python, for_numpy = seeds_of(int.from_bytes(digest, "little"), 0, rank, "rank")
+    with same_random_numbers():
+        torch.default_generator.manual_seed(for_torch)
+        random.seed(for_python)
+        np.random.seed(for_numpy)
+        return {**shared_state(), "seed": for_torch}
+
+
+def _tell_of_random_states(ranks: int) -> list[str]:
+    size = rank_and_size()[1]
+    if ranks > size:
+        return [f"The random states of the last {ranks - size} of {ranks} ranks are dropped."]
+    if ranks < size:
+        return [f"The random states of the last {size - ranks} of {size} ranks follow from those of rank 0."]
+    return []

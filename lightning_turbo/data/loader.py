@@ -23,6 +23,7 @@ from lightning_turbo.data.resume import (
     START,
     Position,
     ResumableOrder,
+    batches_before,
     describe,
     end_workers,
     length_of,
@@ -245,7 +246,7 @@ class PrefetchLoader(DataLoader[T]):
             is_stream = self._kind is _Kind.STREAM
             source = self._begin_stream(began, position) if is_stream else self._begin_order(state, position)
             with contextlib.nullcontext() if self.num_workers else TURNS:
-                for _ in range(0 if self._kind is _Kind.INDICES else done):
+                for _ in range(0 if self._kind is _Kind.INDICES else done - batches_before(state)):
                     next(source, None)
         if self._profile.uses_rng is not False:
             position.go_on(state.get("held", ()))
@@ -258,7 +259,8 @@ class PrefetchLoader(DataLoader[T]):
 
     def _begin_order(self, state: dict[str, Any], position: Position) -> Any:
         order: Any = self._index_sampler
-        order.begin(state, position.consumed if self._kind is _Kind.INDICES else 0, position)
+        skip = position.consumed - batches_before(state) if self._kind is _Kind.INDICES else 0
+        order.begin(state, skip, position)
         return self._make_source()
 
     def _begin_stream(self, began: dict[str, Any] | None, position: Position) -> Any:
@@ -377,7 +379,8 @@ class PrefetchLoader(DataLoader[T]):
             return {**START, **state, "order": order, "before": position.last_rng}
         run.order.counters.warn(state["whole"])
         own = {"own": run.order.own_states(at_end=state["whole"]), "left": run.order.own_states()}
-        return {**state, **own, "order": run.order.epoch_rng, "before": position.last_rng}
+        samples = run.order.samples()
+        return {**state, **own, "order": run.order.epoch_rng, "samples": samples, "before": position.last_rng}
 
     def _warn_of_generators(self, over: bool) -> None:
         """Warn of generators that the dataset holds in each worker process; those of new processes begin again."""
@@ -410,6 +413,8 @@ class PrefetchLoader(DataLoader[T]):
         counts = {"consumed", "order"} <= state_dict.keys()
         if counts == (self._kind is _Kind.OWN_STATE):
             raise ValueError(wrong_kind(self, state_dict))
+        if counts and self._kind is not _Kind.STREAM:
+            state_dict = cast(Any, self._index_sampler).adapt(state_dict)
         if counts:
             warn_of_gaps(self, state_dict)
         self.close()

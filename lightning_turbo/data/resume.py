@@ -29,11 +29,12 @@ from lightning_turbo._random import (
     set_shared_state,
     shared_state,
 )
+from lightning_turbo.data.global_order import Dealing, draw_order, refuse
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "START", "Counters", "Position", "ResumableOrder", "correct_states", "describe", "end_workers", "generators_of",
-    "length_of", "warn_of_gaps", "wrong_kind",
+    "START", "Counters", "Position", "ResumableOrder", "batches_before", "correct_states", "count_from", "describe",
+    "end_workers", "generators_of", "length_of", "warn_of_gaps", "wrong_kind",
 ]  # fmt: skip
 
 # The state of a loader that has returned nothing yet.
@@ -119,6 +120,7 @@ class _Start(NamedTuple):
     """How the next order begins."""
 
     skip: int = 0  # entries to leave out
+    samples: dict[str, Any] | None = None  # of an epoch whose order is dealt out in another way from a sample on
     epoch_rng: dict[str, Any] | None = None  # of the epoch that it is the rest of
     seeded: list[Any] | None = None  # states of the own generators, set after torch drew its seed from them
 
@@ -156,6 +158,76 @@ class ResumableOrder:
         self._is_drawing = False
         self._start = _Start()
         self._position = Position()
+        self._rest: dict[str, Any] | None = None  # the ``samples`` of an epoch that began with other ranks or batches
+
+    def samples(self) -> dict[str, Any] | None:
+        """Return what order the latest epoch deals out, and how, so that other ranks and batch sizes can go on with it.
+
+        Returns:
+            ``order``, what ``draw_order`` takes; ``ranks`` and ``batch_size``, by which batches are counted in samples;
+            ``at``, where this way of dealing began: after so many samples of the order and batches of the epoch, or
+            ``None`` for the whole epoch. ``None`` for a sampler of which no such order is known.
+        """
+        dealing = Dealing.of(self.sampler)
+        if dealing is None or self.epoch_rng is None:
+            return None
+        here = {"ranks": dealing.ranks, "batch_size": dealing.batch_size}
+        if self._rest is not None:
+            return {**here, "order": self._rest["order"], "at": self._rest["at"]}
+        epochs = self.epoch_rng["epochs"]
+        # The last is that of the sampler inside, if it has one. Seeds of samples follow from it.
+        order = dealing.describe(epochs[-1] if epochs else 0, self._drawn_from(dealing))
+        return {**here, "order": order, "at": None}
+
+    def _drawn_from(self, dealing: Dealing) -> dict[str, Any] | None:
+        """Return the state of the generator that the order was drawn from, before it was."""
+        first, generator = (self.epoch_rng or {}).get("first"), getattr(dealing.sampler, "generator", None)
+        if first is None:
+            return None
+        for own, state in zip(self.own, first["own"], strict=True):
+            if own is generator:
+                return {"own": True, "state": state}
+        return {"own": False, "state": first["shared"]["torch"]}
+
+    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of a loader with other ranks or batches as one of this loader: the same samples were used.
+
+        Args:
+            state: What ``PrefetchLoader.state_dict`` returned. One of the same ranks and batches is returned itself.
+
+        Raises:
+            ValueError: If it is of the middle of an epoch of another dataset, sampler or seed.
+        """
+        samples, dealing = state.get("samples"), Dealing.of(self.sampler)
+        if samples is None or state.get("whole"):
+            return state
+        order = samples["order"]
+        if dealing is None:
+            refuse("sampler", order["sampler"], type(getattr(self.sampler, "sampler", self.sampler)).__name__)
+        dealing.check(order)
+        as_before = order["sampler"] == type(dealing.sampler).__name__ and samples["ranks"] == dealing.ranks
+        if as_before and (samples["batch_size"] == dealing.batch_size or not state["consumed"]):
+            return state
+        used = self._used_samples(state, samples)
+        if not used:
+            return dict(START)
+        number = dealing.count_batches() - dealing.count_batches(used)
+        here = {"ranks": dealing.ranks, "batch_size": dealing.batch_size}
+        own = state["own"] if len(state["own"]) == len(self.own) else self._own_states()
+        return {
+            **state, "consumed": number, "ended": False, "length": dealing.count_batches(), "own": own, "left": own,
+            "before": None, "next_rng": None,
+            "order": {**state["order"], "epochs": [order["epoch"]] * len(self._counting)},
+            "samples": {**here, "order": order, "at": {"samples": used, "batches": number}},
+        }  # fmt: skip
+
+    @staticmethod
+    def _used_samples(state: dict[str, Any], samples: dict[str, Any]) -> int:
+        """Return how many samples of the order were used by all ranks together."""
+        at = samples["at"] or {"samples": 0, "batches": 0}
+        used = at["samples"] + (state["consumed"] - at["batches"]) * samples["batch_size"] * samples["ranks"]
+        length = samples["order"]["length"]
+        return length if state["ended"] else min(used, length)
 
     def begin(self, state: dict[str, Any], skip: int, position: Position) -> None:
         """Make the next epoch the one that a loader's ``state`` is of, or the one after it where it is whole.
@@ -168,11 +240,17 @@ class ResumableOrder:
         order, own = state["order"], state.get("own") or None
         if hasattr(self.sampler, "continue_after"):
             self._count_epochs(state)
-        self.epoch_rng, self.length, self._position, self._start = None, None, position, _Start()
-        if order is not None and not state.get("whole"):
+        self.epoch_rng, self.length, self._position, self._start, self._rest = None, None, position, _Start(), None
+        samples = state.get("samples")
+        if samples is not None and samples["at"] is not None and not state.get("whole"):
+            self._rest = samples
+            self._start = _Start(skip, samples, order)
+            if own is not None:
+                self._set_own(own)
+        elif order is not None and not state.get("whole"):
             self._check_number("samplers that count epochs", order["epochs"], self._counting)
             self._check_number("random generators", order["iter"]["own"], self.own)
-            self._start = _Start(skip, order)
+            self._start = _Start(skip, epoch_rng=order)
         elif own is not None:
             self._check_number("random generators", own, self.own)
             self._set_own(own)
@@ -196,6 +274,9 @@ class ResumableOrder:
     def __iter__(self) -> Iterator[Any]:
         order = self._start.epoch_rng
         self.counters.begin()
+        if self._start.samples is not None:
+            self.epoch_rng = order
+            return self._draw_rest(self._start)
         here = shared_state()
         if order is not None:
             for sampler, epoch in zip(self._counting, order["epochs"], strict=True):
@@ -228,6 +309,21 @@ class ResumableOrder:
             set_shared_state(here)
         yield from drawn[start.skip :]
         yield from entries
+
+    def _draw_rest(self, start: _Start) -> Iterator[Any]:
+        """Yield the rest of an order that began with other ranks or batches, of which the sampler inside is not asked.
+
+        Its epoch counts as one that it was asked for.
+        """
+        self._start, samples, dealing = _Start(), start.samples, Dealing.of(self.sampler)
+        assert samples is not None
+        assert dealing is not None
+        order, at = samples["order"], samples["at"]
+        entries = list(dealing.rest(draw_order(order), at["samples"], order["epoch"], at["batches"]))
+        self.length = at["batches"] + len(entries)
+        if hasattr(self.sampler, "continue_after"):
+            self.sampler.continue_after([order["epoch"]], over=True)
+        yield from entries[start.skip :]
 
     def _recorded(self, entries: Iterator[Any]) -> Iterator[Any]:
         """Yield entries, with the states of the own generators after each of them, and after the end."""
@@ -374,6 +470,18 @@ def describe(position: Position, length: int | None) -> dict[str, Any]:
     return {"consumed": position.consumed, "whole": whole, "ended": position.ended, "length": length}
 
 
+def batches_before(state: dict[str, Any]) -> int:
+    """Return how many batches of an epoch a state counts that its order does not begin with."""
+    at = (state.get("samples") or {}).get("at")
+    return 0 if at is None or state.get("whole") else at["batches"]
+
+
+def count_from(state: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a state that ``ResumableOrder.adapt`` made, with so many batches as used of the epoch."""
+    samples = state["samples"]
+    return {**state, "consumed": number, "samples": {**samples, "at": {**samples["at"], "batches": number}}}
+
+
 def correct_states(states: Iterable[Any], over: bool, used: int | None = None) -> None:
     """Write into states of loaders what was used in the epoch that they were taken in, and whether it was over.
 
@@ -415,7 +523,7 @@ def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
     why = []
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         why.append("in_order=False returns batches as they are ready. Leave in_order=False out to go on exactly.")
-    if before is not None and before != now:
+    if before is not None and before != now and not state.get("samples"):
         why.append(
             f"The loader had {before} batches then and has {'no length' if now is None else now} now. Go on with the "
             "same dataset, batch_size and number of ranks, or from a checkpoint of a whole epoch."

@@ -169,6 +169,7 @@ class _Epochs:
 
     sampler: Any
     epoch = 0
+    first = 0  # the number of the first batch, which is above 0 in the rest of an epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, also that of the sampler inside, where it has one."""
@@ -184,7 +185,7 @@ class _Epochs:
         sampler_epoch = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
         epoch = self.epoch if sampler_epoch is None else sampler_epoch
         self.epoch = epoch + 1
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches, self.first):
             try:
                 key = BatchKey(batch, epoch, number)
                 for item in key:
