@@ -63,8 +63,8 @@ class ExactResume(Callback):
     - forgets when ``reload_dataloaders_every_n_epochs`` last reloaded.
 
     Note:
-        Exact with the same number of ranks, and with loaders that know their position: ``PrefetchLoader``, torchdata's
-        ``StatefulDataLoader``, at the end of an epoch any loader. A hook ``on_train_start`` that draws random numbers
+        Exact with loaders that know their position: ``PrefetchLoader``, torchdata's ``StatefulDataLoader``, at the end
+        of an epoch any loader. A ``PrefetchLoader`` goes on at its sample with other ranks and batch sizes too. A hook ``on_train_start`` that draws random numbers
         changes those that follow. Saving is a collective call if there are several ranks.
 
     Example:
@@ -225,49 +225,62 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
     return said
 
 
+class _Loaded(NamedTuple):
+    """A loader that counts its batches, the state that was loaded into it, and what it made of that."""
+
+    loader: Any
+    limit: float  # batches that the Trainer takes of it in an epoch
+    old: dict[str, Any]
+    new: dict[str, Any]
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the loader goes on with other ranks or batches, and counts otherwise than the state."""
+        before, now = self.old.get("samples"), self.new.get("samples")
+        return before is not None and now is not None and before["at"] != now["at"]
+
+
+def _loaded(combined: Any, states: list[Any]) -> list[_Loaded]:
+    limits = zip(combined.flattened, combined.limits, strict=True)
+    stateful = [(each, limit) for each, limit in limits if hasattr(each, "load_state_dict")]
+    return [
+        _Loaded(loader, limit, old, loader.state_dict())
+        for (loader, limit), old in zip(stateful, states, strict=True)
+        if isinstance(loader, PrefetchLoader) and "consumed" in old
+    ]
+
+
 def _count_on(trainer: Any, restored: _Restored) -> list[str]:
     """Count the batches of the epoch as those of other ranks or batch sizes, where loaders go on with such.
 
     The epoch has as many as it would have had with these from its beginning, and its last ones are left.
     """
-    combined = trainer.fit_loop._combined_loader
-    stateful = [each for each in combined.flattened if hasattr(each, "load_state_dict")]
-    pairs = [
-        (loader, old, loader.state_dict())
-        for loader, old in zip(stateful, restored.loaders, strict=True)
-        if isinstance(loader, PrefetchLoader)
-    ]
-    changed = [(old, new) for _, old, new in pairs if _is_adapted(old, new)]
-    if not changed:
+    loop, length = trainer.fit_loop, trainer.num_training_batches
+    loaded = _loaded(loop._combined_loader, restored.loaders)
+    adapted = [each for each in loaded if each.is_adapted]
+    if not adapted:
         return []
-    in_step = max(old["consumed"] for _, old, _ in pairs)
+    in_step = max(each.old["consumed"] for each in loaded)
     used = in_step if restored.used is None else restored.used
-    number = _count_batches(combined, [(loader, new) for loader, _, new in pairs])
-    for loader, old, new in pairs:
+    # No less than none: a limit counts batches, and less of them may be more samples than before.
+    left = max(0, length - _count_batches(loaded, loop._combined_loader._mode))
+    for loader, _, old, new in adapted:
         # Loaders that are as far as the run count the same number of batches.
-        if old["consumed"] == in_step and _is_adapted(old, new):
-            loader.load_state_dict(count_from(new, number))
-    _shift_batches(trainer.fit_loop.epoch_loop, number - used)
-    left = trainer.num_training_batches - number
-    epoch = trainer.fit_loop.epoch_progress.current.processed
-    return [_tell_of_samples(epoch, used, left, trainer.num_training_batches, *pair) for pair in changed]
+        if old["consumed"] == in_step or not left:
+            loader.load_state_dict(count_from(new, length - left, ended=not left))
+    _shift_batches(loop.epoch_loop, length - left - used)
+    if not left:  # Lightning does it after the last batch of an epoch, and this one has no more
+        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    epoch = loop.epoch_progress.current.processed
+    return [_tell_of_samples(epoch, used, left, length, each.old, each.new) for each in adapted]
 
 
-def _is_adapted(old: Any, new: Any) -> bool:
-    """Whether a loader counts otherwise than the state that was loaded into it."""
-    parts = [state.get("samples") for state in (old, new)]
-    return None not in parts and parts[0]["at"] != parts[1]["at"]
-
-
-def _count_batches(combined: Any, loaders: list[tuple[Any, dict[str, Any]]]) -> int:
+def _count_batches(loaded: list[_Loaded], mode: str) -> int:
     """Return after how many batches of its epoch a run goes on, by what is left of its loaders."""
-    counts = []
-    for loader, state in loaders:
-        (limit,) = [limit for each, limit in zip(combined.flattened, combined.limits, strict=True) if each is loader]
-        counts.append((limit, state["consumed"]))
-    if combined._mode != "min_size":
+    counts = [(each.limit, each.new["consumed"]) for each in loaded]
+    if mode != "min_size":
         return max(counts)[1]
-    return min(limit for limit, _ in counts) - min(limit - consumed for limit, consumed in counts)
+    return int(min(limit for limit, _ in counts) - min(limit - consumed for limit, consumed in counts))
 
 
 def _shift_batches(loop: Any, by: int) -> None:

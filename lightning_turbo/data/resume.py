@@ -476,10 +476,11 @@ def batches_before(state: dict[str, Any]) -> int:
     return 0 if at is None or state.get("whole") else at["batches"]
 
 
-def count_from(state: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a state that ``ResumableOrder.adapt`` made, with so many batches as used of the epoch."""
+def count_from(state: dict[str, Any], number: int, ended: bool) -> dict[str, Any]:
+    """Return a state that ``ResumableOrder.adapt`` made, with so many batches as used; if it ended, none is left."""
     samples = state["samples"]
-    return {**state, "consumed": number, "samples": {**samples, "at": {**samples["at"], "batches": number}}}
+    at = samples["order"]["length"] if ended else samples["at"]["samples"]
+    return {**state, "consumed": number, "samples": {**samples, "at": {"samples": at, "batches": number}}}
 
 
 def correct_states(states: Iterable[Any], over: bool, used: int | None = None) -> None:

@@ -118,19 +118,18 @@ def test_a_checkpoint_that_is_saved_after_a_run_resumes_too(tmp_path):
     assert rest.losses == whole.losses[12:]
 
 
-def test_another_number_of_ranks_leaves_the_random_states_alone(tmp_path, monkeypatch):
+def test_the_random_states_of_ranks_that_are_gone_are_dropped(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.callbacks.exact_resume.rank_zero_info", said.append)
     path = tmp_path / "two.ckpt"
     fit("plain loader, turbo", max_epochs=1, limit_val_batches=0)[0].save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
-    torch.save({**saved, KEY: saved[KEY] * 2}, path)
-    drawn = []
-    for seed in (1, 2):
-        fit("plain loader, turbo", ckpt=path, seed=seed, max_epochs=1, limit_val_batches=0)
-        drawn.append(torch.rand(()))
-    assert said == ["turbo: random states are not restored: expected world size 1, got 2 in the file."] * 2
-    assert drawn[0] != drawn[1]
+    (first,) = saved[KEY]
+    second = {**first, "random": {**first["random"], "torch": torch.Generator().manual_seed(5).get_state()}}
+    torch.save({**saved, KEY: [{**each, "ranks": 2} for each in (first, second)]}, path)
+    losses = [fit("plain loader, turbo", ckpt=path, seed=seed, limit_val_batches=0)[1].losses for seed in (1, 2)]
+    assert said == ["turbo: The random states of the last 1 of 2 ranks are dropped."] * 2
+    assert losses[0] == losses[1] == fit("plain loader, turbo", limit_val_batches=0)[1].losses[BATCHES:]
 
 
 def test_one_callback_is_enough():

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_turbo import PrefetchLoader, SeededSampler
 from tests.integration.anywhere_worker import BATCHES, EPOCHS, SEED, Augmented, case_of
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:Loadin
 
 
 def expected(case):
-    """The rows of each epoch in one process without a stop, those of the first ``SeededSampler`` order first."""
+    """The rows of each epoch in one process without a stop, in the order of a ``SeededSampler``."""
     data = Augmented(case.length)
     loader = PrefetchLoader(data, 1, sampler=SeededSampler(data, SEED), sample_seeds=SEED)
     for epoch in range(EPOCHS):
@@ -41,20 +40,26 @@ def rows_of(folder, case):
 
 def check(folder, names):
     for life, ranks in enumerate(RANKS):
-        run_ranks(WORKER, folder, life, *names, ranks=ranks, timeout=400)
+        run_ranks(WORKER, folder, life, *names, ranks=ranks, timeout=800)
     for case in map(case_of, names):
         rows, steps = rows_of(folder, case)
         assert steps == list(range(len(steps))), case
         for epoch, whole in enumerate(expected(case)):
             seen = torch.stack(rows[epoch])
-            in_order = seen if case.seeded else seen[seen[:, 0].argsort()]
-            assert len(seen) > case.length - max(BATCHES) * max(RANKS) if case.drop_last else len(seen) == case.length
+            # With drop_last, what made no batch in the last life of the epoch is left out.
+            assert case.length - case.drop_last * max(RANKS) * max(BATCHES) <= len(seen) <= case.length, case
+            assert seen[:, 0].unique().numel() == len(seen), case
             if case.seeded:
                 assert torch.equal(seen, whole[: len(seen)]), case
-            else:
-                assert torch.equal(in_order, whole[whole[:, 0].argsort()][torch.isin(whole[:, 0].sort()[0], seen[:, 0])])
-            assert seen[:, 0].unique().numel() == len(seen), case
+            else:  # another order, the same augmentation
+                assert torch.equal(seen, whole[whole[:, 0].argsort()][seen[:, 0].long()]), case
 
 
 def test_each_sample_is_seen_once_with_other_ranks_workers_and_batch_sizes(tmp_path):
-    check(tmp_path, ["1", "2", "3"])
+    check(tmp_path, ["1", "4", "7"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_each_sample_is_seen_once_in_thirty_runs_that_are_stopped_at_random(tmp_path):
+    check(tmp_path, [str(number) for number in range(30)])
