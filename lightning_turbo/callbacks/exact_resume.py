@@ -64,7 +64,8 @@ class ExactResume(Callback):
 
     Note:
         Exact with loaders that know their position: ``PrefetchLoader``, torchdata's ``StatefulDataLoader``, at the end
-        of an epoch any loader. A ``PrefetchLoader`` goes on at its sample with other ranks and batch sizes too. A hook ``on_train_start`` that draws random numbers
+        of an epoch any loader. A ``PrefetchLoader`` goes on at its sample with other ranks and batch sizes too; the
+        numbers of batches that are left follow, and are said. A hook ``on_train_start`` that draws random numbers
         changes those that follow. Saving is a collective call if there are several ranks.
 
     Example:
