@@ -59,6 +59,7 @@ class Position:
             alone.
         ended: Whether the end was reached.
         state: What the source said of itself after the last batch that was returned, for loaders with such a state.
+        samples: What ``ResumableOrder.samples`` said where the epoch began with other ranks or batches.
         first_rng: The global RNGs before the first batch of the epoch; ``None`` if nobody noted them.
         last_rng: The same before the latest batch, where loading may draw from them.
         next_rng: How they are to be for the next batch, which a Trainer had loaded ahead when the state was taken.
@@ -69,6 +70,7 @@ class Position:
         self.consumed = self.begun = consumed
         self.ended = False
         self.state: Any = None
+        self.samples: dict[str, Any] | None = None
         self.first_rng: Any = None
         self.last_rng: Any = None
         self.next_rng, self.held = next_rng, held
@@ -158,7 +160,6 @@ class ResumableOrder:
         self._is_drawing = False
         self._start = _Start()
         self._position = Position()
-        self._rest: dict[str, Any] | None = None  # the ``samples`` of an epoch that began with other ranks or batches
 
     def samples(self) -> dict[str, Any] | None:
         """Return what order the latest epoch deals out, and how, so that other ranks and batch sizes can go on with it.
@@ -172,8 +173,9 @@ class ResumableOrder:
         if dealing is None or self.epoch_rng is None:
             return None
         here = {"ranks": dealing.ranks, "batch_size": dealing.batch_size}
-        if self._rest is not None:
-            return {**here, "order": self._rest["order"], "at": self._rest["at"]}
+        began = self._position.samples
+        if began is not None:
+            return {**here, "order": began["order"], "at": began["at"]}
         epochs = self.epoch_rng["epochs"]
         # The last is that of the sampler inside, if it has one. Seeds of samples follow from it.
         order = dealing.describe(epochs[-1] if epochs else 0, self._drawn_from(dealing))
@@ -240,10 +242,10 @@ class ResumableOrder:
         order, own = state["order"], state.get("own") or None
         if hasattr(self.sampler, "continue_after"):
             self._count_epochs(state)
-        self.epoch_rng, self.length, self._position, self._start, self._rest = None, None, position, _Start(), None
+        self.epoch_rng, self.length, self._position, self._start = None, None, position, _Start()
         samples = state.get("samples")
         if samples is not None and samples["at"] is not None and not state.get("whole"):
-            self._rest = samples
+            position.samples = samples
             self._start = _Start(skip, samples, order)
             if own is not None:
                 self._set_own(own)
