@@ -28,6 +28,7 @@ SUITES: dict[str, str] = {
     "compiled": "benchmarks.overhead:COMPILED",
     "memory": "benchmarks.memory:SUITE",
     "loaders": "benchmarks.loaders:SUITE",
+    "augment": "benchmarks.augment:SUITE",
     "prefetch": "benchmarks.prefetch:SUITE",
     "tricks": "benchmarks.tricks:SUITE",
     "grid": "benchmarks.prefetch:GRID",

@@ -114,7 +114,14 @@ class RandomAffine(_Resampled):
         columns = torch.cat([matrix[:, :, :-1] * size, 2 * matrix[:, :, -1:]], 2) / size[:, None]
         theta = torch.cat([columns[:, :, :-1].flip(1, 2), columns[:, :, -1:].flip(1)], 2)
         theta = theta.to(device, torch.float32, non_blocking=True)
-        return F.affine_grid(theta, [len(matrix), 1, *space], align_corners=False)
+        # As F.affine_grid, in sums that broadcast: several times as fast on a CPU as its product of matrices.
+        one = [1] * len(space)
+        grid = theta[:, :, -1].view(-1, *one, len(space))
+        for axis, length in enumerate(space):
+            at = (2 * torch.arange(length, device=device) + 1) / length - 1
+            shape = [length if each == axis else 1 for each in range(len(space))]
+            grid = grid + at.view(*shape, 1) * theta[:, :, len(space) - 1 - axis].view(-1, *one, len(space))
+        return grid
 
 
 class RandomElastic(_Resampled):
