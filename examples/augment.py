@@ -83,7 +83,7 @@ def train(epochs):
 SHOWN = {
     "before": [],
     "RandomAffine": [augment.RandomAffine(25, (0.7, 1.3), shear=10)],
-    "RandomFlip": [augment.RandomFlip([0, 2], p=1.0)],
+    "RandomFlip": [augment.RandomFlip([1], p=1.0)],
     "RandomElastic": [augment.RandomElastic((8, 8), p=1.0)],
     "RandomCrop": [augment.RandomCrop((60, 90, 60))],
     "RandomGamma": [augment.RandomGamma((2.0, 2.0), p=1.0)],
@@ -92,7 +92,7 @@ SHOWN = {
     "RandomGaussianNoise": [augment.RandomGaussianNoise((0.15, 0.15), p=1.0)],
     "RandomGaussianBlur": [augment.RandomGaussianBlur((2.0, 2.0), p=1.0)],
     "RandomLowResolution": [augment.RandomLowResolution((0.25, 0.25), p=1.0)],
-    "MixUp": [augment.MixUp(2)],
+    "MixUp": [augment.MixUp(2, alpha=8)],
     "CutMix": [augment.CutMix(2)],
     "NormalizeIntensity": [augment.NormalizeIntensity()],
 }
@@ -122,7 +122,7 @@ def draw(path):
         label = f"\nlabel {done['label'][0].tolist()[0]:.2f}, {done['label'][0].tolist()[1]:.2f}" if mixes else ""
         axis.set_title(name + label, fontsize=10)
         axis.set_axis_off()
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=64)
 
 
 def main():

@@ -31,6 +31,7 @@ class Technique:
 
 
 TECHNIQUES = [
+    Technique("augment", False, callbacks=lambda: [lt.AugmentBatches(_augmentation())]),
     Technique("checkpoint_io", True, plugins=lambda: [lt.AtomicCheckpointIO()]),
     Technique("cyclic_lr", False, scheduler=lambda opt: lt.cyclic_lr(opt, 0.01, 0.1, step_size_up=3)),
     Technique("doctor", True, callbacks=lambda: [lt.Doctor(warmup=1, timed=1, watched=2)]),
@@ -50,6 +51,12 @@ TECHNIQUES = [
     Technique("turbo", True, strategy=lambda devices: "turbo" if devices == 1 else "turbo_ddp"),
 ]  # fmt: skip
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+
+
+def _augmentation():
+    """Little enough that the network still learns."""
+    steps = [lt.augment.RandomAffine(5, (0.95, 1.05)), lt.augment.RandomGaussianNoise((0, 0.05), p=0.5)]
+    return lt.augment.BatchAugmentation(steps, seed=0)
 
 
 def _lean(devices):
@@ -81,11 +88,11 @@ def make_model(pl, scheduler=None, optimizer=None):
     return Net()
 
 
-def make_data(prefetch):
+def make_data(prefetch, indexed=False):
     """Five batches of eight, so that windows of two leave one over; as loader or as prefetching datamodule."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(40, 1, 6, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator)
-    data = TensorDataset(x, y)
+    data = lt.augment.IndexedDataset(TensorDataset(x, y)) if indexed else TensorDataset(x, y)
     if prefetch is None:
         return {"train_dataloaders": DataLoader(data, batch_size=8)}
 
@@ -112,5 +119,6 @@ def run(pl, level, techniques, *, epochs=2, dtype=torch.bfloat16, **kwargs):
     trainer = quiet_trainer(
         devices=devices, strategy=strategy, max_epochs=epochs, plugins=plugins, callbacks=callbacks, **settings
     )
-    trainer.fit(model, **make_data(dict(ChainMap(*prefetch)) if prefetch else None), **fit)
+    indexed = any(t.name == "augment" for t in techniques)
+    trainer.fit(model, **make_data(dict(ChainMap(*prefetch)) if prefetch else None, indexed), **fit)
     return trainer, model
