@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -10,6 +9,7 @@ import random
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,14 +36,20 @@ __all__ = [
 NAMES = ("torch", "random", "numpy.random")
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 # What holds no generator, or leads away from the dataset.
-DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.FunctionType, types.ModuleType)
+DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.ModuleType)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # Among about how many objects generators are looked for, and in containers of how many items at most.
 MOST_OBJECTS, MOST_PARTS = 10_000, 256
 
-# Packages whose own lines are not looked at: to seed torch once takes thousands of them.
-QUIET = {*sys.stdlib_module_names, "torch", "numpy"}
+# Packages whose own lines are not looked at: to seed torch once takes thousands of them, and an interrupt comes most
+# likely at a line that is looked at, which is not to be one where this package lets go of a lock.
+QUIET = {*sys.stdlib_module_names, "torch", "numpy", "lightning_turbo"}
 
+# Held while a state of torch's is read, and by a fork: a child is not to begin with it held and without a collector. A
+# fork takes locks in the reverse order of their registration, so those of loaders before this one, as loads do.
 _reading = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
 
 
 def shared_state(held: Sequence[Any] = ()) -> dict[str, Any]:
@@ -68,20 +74,12 @@ def torch_state() -> torch.Tensor:
         return torch.get_rng_state()
 
 
-@functools.cache
-def _guard_forks() -> None:
-    """Let no worker process begin with the lock held and without a collector."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
-
-
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Keep the garbage collector from running while states of torch's generators are read.
 
     It may let another thread go on, which would then wait for the generator and hold the interpreter's lock, for ever.
     """
-    _guard_forks()
     with _reading:
         collects = gc.isenabled()
         gc.disable()
@@ -147,11 +145,10 @@ def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[st
 def same_random_numbers(held: Sequence[Any] = ()) -> Iterator[None]:
     """Leave the global RNGs, and ``held`` ones, as they were, whatever is drawn from them inside."""
     state = shared_state(held)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            set_shared_state(state, held)
+    try:
+        yield
+    finally:
+        set_shared_state(state, held)
 
 
 @contextmanager
@@ -222,7 +219,7 @@ def generators_in(owner: Any) -> list[Any]:
 
 
 def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -> list[Any]:
-    """Return the parts of an object and theirs, nearest first: attributes, and items of short containers.
+    """Return the parts of an object and theirs, nearest first: what it refers to, but for the items of long containers.
 
     Data are left out, and containers of many items: a list of a million files is not looked at. What is a generator, or
     whole by ``is_whole``, is not looked into.
@@ -252,6 +249,11 @@ def same_states(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _parts_of(each: Any) -> list[Any]:
-    if isinstance(each, (dict, list, tuple)):
-        return list(each.values() if isinstance(each, dict) else each) if len(each) <= MOST_PARTS else []
-    return list(getattr(each, "__dict__", {}).values())
+    if isinstance(each, CONTAINERS) and len(each) > MOST_PARTS:
+        return []
+    if isinstance(each, types.FunctionType):  # its other parts lead to all that its module knows
+        return [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]
+    # Attributes first, however the interpreter keeps them: states are told apart by their order. Behind them what is in
+    # slots, in a partial(), at a bound method.
+    attributes = getattr(each, "__dict__", {})
+    return [*attributes.values(), *(part for part in gc.get_referents(each) if part is not attributes)]

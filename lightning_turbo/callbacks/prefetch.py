@@ -131,6 +131,7 @@ class Prefetch(Callback):
         self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
         self._found_workers: dict[Any, int] = {}
         self._replaced: ReplacedMethod | None = None
+        self._given: list[tuple[weakref.ref[Any], Any]] = []  # loaders of the user's, and the transfers that they had
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy, which Lightning asks about each loader, return one that prefetches."""
@@ -152,6 +153,10 @@ class Prefetch(Callback):
         if self._replaced is not None:
             self._replaced.put_back()
             self._replaced = None
+        for loader, transfer in self._given:
+            if (alive := loader()) is not None:
+                alive.transfer = transfer
+        self._given.clear()
 
     def _process(self, trainer: Any, transfer: Any, process: Callable[[Any], Any], loader: Any) -> Any:
         return process(self._wrap(trainer, transfer, loader))
@@ -170,10 +175,13 @@ class Prefetch(Callback):
         workers = self._count_workers(trainer, loader)
         if workers is not None:
             loader = with_workers(loader, workers, persistent=self.persistent_workers)
+        before = getattr(loader, "transfer", None)
         wrapped = wrap_loader(
             loader, trainer, prefetch_batches=self.prefetch_batches, threads=self.threads, transfer=transfer
         )
-        if wrapped is not owned:
+        if wrapped is owned:
+            self._given.append((weakref.ref(wrapped), before))
+        else:
             wrapped.follow(owned)
         return wrapped
 

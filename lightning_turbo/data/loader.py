@@ -219,15 +219,17 @@ class PrefetchLoader(DataLoader[T]):
     def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._close_iterator("it was followed by another iter() of its loader")
         self._take_over()
+        self._settle_threads()
         run = self._run
         run.loaded = self._state_to_load()
-        epoch = self._begin_own() if self._kind is _Kind.OWN_STATE else self._begin_counted(run.loaded or START)
+        # To make an iterator is dataset code too: a stream opens its files there, a sampler asks for a length.
+        with contextlib.nullcontext() if self.num_workers or self.threads > 1 else TURNS:
+            epoch = self._begin_own() if self._kind is _Kind.OWN_STATE else self._begin_counted(run.loaded or START)
         run.live, run.thread, run.position = weakref.ref(epoch), epoch.thread, epoch.position
         return epoch
 
     def _begin_own(self) -> PrefetchIterator:
         """Begin an epoch of a class that keeps its own state, which is noted after each batch."""
-        self._can_use_threads()
         behind: Any = super()
         if self._run.loaded is not None:
             behind.load_state_dict(self._run.loaded)
@@ -245,9 +247,8 @@ class PrefetchLoader(DataLoader[T]):
         with same_random_numbers() if began else contextlib.nullcontext():
             is_stream = self._kind is _Kind.STREAM
             source = self._begin_stream(began, position) if is_stream else self._begin_order(state, position)
-            with contextlib.nullcontext() if self.num_workers else TURNS:
-                for _ in range(0 if self._kind is _Kind.INDICES else done - batches_before(state)):
-                    next(source, None)
+            for _ in range(0 if self._kind is _Kind.INDICES else done - batches_before(state)):
+                next(source, None)
         if self._profile.uses_rng is not False:
             position.go_on(state.get("held", ()))
         return self._make_iterator(source, position)
@@ -276,7 +277,7 @@ class PrefetchLoader(DataLoader[T]):
 
     def _make_source(self) -> Any:
         """Return torch's iterator over the batches, or that of the class behind this one."""
-        if not self._can_use_threads():
+        if self.threads == 1:
             source = cast(Any, super()).__iter__()
             return source if isinstance(source, _BaseDataLoaderIter) else self._taking_over(source)
         # torch finds the dataset by this name, and lets nobody set it after __init__.
@@ -316,11 +317,9 @@ class PrefetchLoader(DataLoader[T]):
         """
         self._run.limit = limit
 
-    def _can_use_threads(self) -> bool:
-        """Whether several threads load samples; tells once why they cannot where they were asked for."""
-        if self.threads == 1:
-            return False
-        why = self._why_one_thread()
+    def _settle_threads(self) -> None:
+        """Leave one thread where several cannot load the samples, and tell once why."""
+        why = "" if self.threads == 1 else self._why_one_thread()
         if why:
             warnings.warn(
                 f"threads={self.threads} has no effect here: {why}. One thread works ahead. Leave it out, or use a "
@@ -329,7 +328,6 @@ class PrefetchLoader(DataLoader[T]):
                 stacklevel=3,
             )
             self.threads = 1
-        return not why
 
     def _why_one_thread(self) -> str:
         if isinstance(self.dataset, SeededDataset):

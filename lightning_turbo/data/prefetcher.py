@@ -91,9 +91,12 @@ class LoadingLock:
         _here.loads += 1
 
     def __exit__(self, *error: object) -> None:
-        _here.loads -= 1
-        with contextlib.suppress(RuntimeError):  # of a thread that waited in vain, and does not hold it
-            self._lock.release()
+        try:
+            self._lock.release()  # before all else, which an interrupt may keep from happening
+        except RuntimeError:  # of a thread that waited in vain, and does not hold it
+            pass
+        finally:
+            _here.loads -= 1
 
     def renew(self) -> None:
         """Begin afresh in a forked child, where the threads of the parent do not exist."""
@@ -147,10 +150,10 @@ class LoadProfile:
 
     def decide(self, drew: list[str], workers: bool) -> None:
         """Decide whether a thread may load: for good, unless another thread may have drawn while this one loaded."""
-        told, self.uses_rng = self.is_doubtful, bool(drew)
+        was_told, self.uses_rng = self.is_doubtful, bool(drew)
         # A program draws in its main thread as a rule. A loader that another thread iterates is not to blame for that.
         self.is_doubtful = bool(drew) and threading.current_thread() is not threading.main_thread()
-        if not drew or told:
+        if not drew or was_told:
             return
         what = "Drawing the indices of a batch" if workers else "Loading a batch"
         advice = (
@@ -188,7 +191,6 @@ class _PrefetchThread:
         on_close: Callable[[], None] | None,
     ) -> None:
         self.source: Any = source
-        self.has_workers = hasattr(source, "_try_get_data")  # torch's own iterator, of those over worker processes
         # While worker processes load, no dataset code runs in this process.
         self.lock: Any = contextlib.nullcontext() if self.has_workers else lock
         self.limit, self.snapshot, self.on_close = limit, snapshot, on_close
@@ -197,10 +199,16 @@ class _PrefetchThread:
         self.process = os.getpid()
         self.background: Any = None  # the BackgroundGenerator, a thread
         self.stop = threading.Event()
-        self.room = threading.Semaphore(depth + 1)
+        self.depth = depth
+        self.room = threading.Semaphore(0)  # for batches that the thread may still load
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the source is torch's own iterator, of those over worker processes."""
+        return hasattr(self.source, "_try_get_data")
 
     def load(self, take: Callable[[], Any]) -> list[Any]:
-        """Load one batch in the calling thread; never raises."""
+        """Load one batch, in whichever thread calls this; its errors are part of the item."""
         self.taken += 1
         try:
             with self.lock:
@@ -254,9 +262,15 @@ class _PrefetchThread:
         return str(error).startswith("DataLoader timed out after") and not self.stop.is_set()
 
     def start(self) -> None:
-        """Start the thread, in the modes of the calling one."""
+        """Start the thread, in the modes of the calling one.
+
+        It has no room before it is known here. Otherwise an interrupt, which comes while the start is waited for, would
+        leave one behind that takes batches and that nobody ends.
+        """
+        self.room = threading.Semaphore(0)
         self.background = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
         self.background.name = f"lightning_turbo-prefetch-{id(self.background):x}"
+        self.room.release(self.depth + 1)
 
     def _items(self, modes: ThreadState) -> Iterator[list[Any]]:
         modes.enter()
@@ -271,9 +285,9 @@ class _PrefetchThread:
                 self.room.acquire()
                 if self.stop.is_set():
                     return
-                box = self.load(take)
-                last = box[1] is not None
-                yield box
+                item = self.load(take)
+                last = item[1] is not None
+                yield item
                 if last:
                     return
         finally:
@@ -288,14 +302,14 @@ class _PrefetchThread:
     def get(self, timeout: float | None) -> list[Any] | None:
         """Return the next item of the thread; ``None`` once it has ended and all of them were returned."""
         try:
-            success, box = self.background.queue.get(timeout=timeout)
+            success, item = self.background.queue.get(timeout=timeout)
         except queue.Empty:
             raise RuntimeError(f"DataLoader timed out after {timeout} seconds") from None
         self.room.release()
-        if not success or box[1] is not None:  # then the thread ends
+        if not success or item[1] is not None:  # then the thread ends
             self.background.join()
             self.background = None
-        return box if success else None
+        return item if success else None
 
     def ready(self) -> bool:
         """Tell whether ``get`` would return an item at once."""
@@ -419,8 +433,7 @@ class PrefetchIterator(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        if self._closed:
-            raise RuntimeError(f"This iterator cannot continue: {self._closed}.")
+        self._check_open()
         if self.position.ended:
             raise StopIteration
         if self.thread.process != os.getpid():
@@ -428,8 +441,9 @@ class PrefetchIterator(Iterator[Any]):
                 "A prefetching iterator does not work in a forked child of the process that made it. "
                 "Call iter() on the loader in the child."
             )
-        batch, error, state = self._take() if self.transfer is None else self._receive()
+        batch, error, state = self._next_item() if self.transfer is None else self._receive()
         if error is not None:
+            self._check_open()  # another thread may have closed it, whereupon a wait for worker processes ends
             self._note(error, state)
             try:
                 raise error
@@ -440,6 +454,10 @@ class PrefetchIterator(Iterator[Any]):
         while self.transfer is not None and self._is_room():
             self._send()
         return batch
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"This iterator cannot continue: {self._closed}.")
 
     def _note(self, error: BaseException, state: Any) -> None:
         """Count a batch that raises, after which the next ``next()`` continues; at the end of the source, close.
@@ -452,31 +470,38 @@ class PrefetchIterator(Iterator[Any]):
         elif isinstance(error, Exception):
             self.position.consumed += 1
         else:
-            self.close(f"a {type(error).__name__} stopped it while a batch was loaded")
+            self._close_after(error)
 
-    def _take(self) -> list[Any]:
-        """Take an item from the thread or, where there is none, from the source."""
-        box = self.thread.get(self._timeout) if self.thread.is_started else None
-        if box is None:
-            box = self._load()
-        # No local name holds the item: an error in it would keep this frame, and this iterator, alive through its
-        # traceback until the collector runs.
+    def _close_after(self, error: BaseException) -> None:
+        self.close(f"a {type(error).__name__} stopped it while a batch was loaded")
+
+    def _next_item(self) -> list[Any]:
+        """Return the next item of the thread or, where there is none, of the source."""
+        item = self.thread.get(self._timeout) if self.thread.is_started else None
+        if item is None:
+            item = self._load()
+        # A copy, and the item itself emptied: an error in it would keep this frame, and this iterator, alive through
+        # its traceback until the collector runs.
         try:
-            return box[:]
+            return item[:]
         finally:
-            box.clear()
+            item.clear()
 
     def _load(self) -> list[Any]:
         """Load an item in this thread, and have another one load those after it, if there is something to gain."""
         self._loaded += 1
         started = time.perf_counter()
         watched = self._loaded > 1 and self._profile.uses_rng is None
-        box = self._load_watched() if watched else self._load_noting()
-        # The first item is left out: processes start, orders are drawn, files are opened.
-        self._seconds += time.perf_counter() - started if self._loaded > 1 else 0.0
-        if box[1] is None and self._is_worth_a_thread() and self._has_more():
-            self.thread.start()
-        return box
+        try:
+            item = self._load_watched() if watched else self._load_noting()
+            # The first item is left out: processes start, orders are drawn, files are opened.
+            self._seconds += time.perf_counter() - started if self._loaded > 1 else 0.0
+            if item[1] is None and self._is_worth_a_thread() and self._has_more():
+                self.thread.start()
+        except BaseException as error:  # not of the batch, but beside it: the source has gone on, and the batch is lost
+            self._close_after(error)
+            raise
+        return item
 
     def _load_noting(self) -> list[Any]:
         if self._profile.uses_rng is False or self.thread.has_workers:
@@ -487,10 +512,10 @@ class PrefetchIterator(Iterator[Any]):
     def _load_watched(self) -> list[Any]:
         """Load the second item, and decide by it whether a thread may load."""
         with GeneratorWatch(None if self.thread.has_workers else self._dataset) as watch:
-            box = self._load_noting()
-        if box[1] is None:
+            item = self._load_noting()
+        if item[1] is None:
             self._profile.decide(watch.drew, self.thread.has_workers)
-        return box
+        return item
 
     def _is_worth_a_thread(self) -> bool:
         """Whether a thread may load, and something is gained by it. The first few items have to be clearly slow."""
@@ -513,11 +538,11 @@ class PrefetchIterator(Iterator[Any]):
         return batch, error, state
 
     def _send(self) -> None:
-        batch, error, state = self._take()
+        batch, error, state = self._next_item()
         if error is None:
             try:
                 batch = self.transfer.send(batch)
-            except Exception as failed:
+            except BaseException as failed:
                 error = failed
         self._sent.append((batch, error, state))
 

@@ -19,10 +19,10 @@ __all__ = ["ThreadedDataset"]
 class ThreadedDataset:
     """A dataset whose batches are loaded by several threads, a sample each. All else is the dataset's own.
 
-    The first batch is loaded by the calling thread alone. If that draws from the global RNGs, or from a generator that
-    the dataset holds, so are all others: in several threads the numbers would depend on timing. Each worker process
-    finds that out for itself. The threads start with the second batch, and end with ``close``, after an error (whoever
-    keeps the error keeps this object), and with the process.
+    The first two batches are loaded by the calling thread alone. If that draws from the global RNGs, or from a
+    generator that the dataset holds, so are all others: in several threads the numbers would depend on timing. Each
+    worker process finds that out for itself. The threads start with the third batch, and end with ``close``, after an
+    error (whoever keeps the error keeps this object), and with the process.
     """
 
     def __init__(self, dataset: Any, threads: int) -> None:
@@ -30,16 +30,17 @@ class ThreadedDataset:
         object.__setattr__(self, "_dataset", dataset)
         object.__setattr__(self, "_threads", threads)
         object.__setattr__(self, "_pool", None)
-        object.__setattr__(self, "_is_alone", None)
+        object.__setattr__(self, "_is_alone", False)
+        object.__setattr__(self, "_looks", 2)  # batches that are still looked at; a loader decides at its second one
 
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index]
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        if self._is_alone is None:
-            return self._load_watched(indices)
         if self._is_alone:
             return [self._dataset[index] for index in indices]
+        if self._looks:
+            return self._load_watched(indices)
         if self._pool is None:
             settings = {"initializer": _enter, "initargs": (ThreadState(),)}
             started = ThreadPoolExecutor(self._threads, "lightning_turbo-prefetch", **settings)
@@ -55,6 +56,7 @@ class ThreadedDataset:
         with GeneratorWatch(self._dataset) as watch:
             samples = [self._dataset[index] for index in indices]
         object.__setattr__(self, "_is_alone", bool(watch.drew))
+        object.__setattr__(self, "_looks", self._looks - 1)
         if watch.drew and get_worker_info() is not None:  # in the process itself, the loader tells of it
             warnings.warn(
                 f"Loading draws from {' and '.join(watch.drew)}: in several threads the numbers would depend on "

@@ -354,6 +354,13 @@ def test_device_transform():
         fit(datamodule, model=Hooked)
 
 
+def test_a_loader_of_the_users_has_its_own_transfer_again_after_the_run():
+    loader = PrefetchLoader(torch.ones(4, 4), 2)
+    fit(loader, Prefetch(device_transform=lambda batch: batch * 0))
+    assert loader.transfer is None
+    assert next(iter(loader)).sum() == 8
+
+
 def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_batch():
     """The choice alone: a strategy that says it works on a CUDA device is pretended."""
 

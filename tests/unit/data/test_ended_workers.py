@@ -1,6 +1,7 @@
 """Worker processes that end while the thread waits for them: nothing hangs, and no epoch is short without a word."""
 
 import math
+import threading
 import time
 
 import pytest
@@ -41,6 +42,18 @@ def on_device(loader):
 
 def stateful(dataset, batch_size, **settings):
     return PrefetchLoader.of(StatefulDataLoader(dataset, batch_size=batch_size, **settings))
+
+
+def test_a_loader_that_another_thread_closes_says_so_to_the_one_that_waits_for_a_batch():
+    loader = PrefetchLoader(slow(seconds=lambda index: 5.0 * (index == 6)), batch_size=2, num_workers=1)
+    closing = threading.Timer(0.5, loader.close)
+    iterator = iter(loader)
+    assert take(iterator, 3) == [[0, 1], [2, 3], [4, 5]]
+    closing.start()
+    with pytest.raises(RuntimeError, match="cannot continue: its loader was closed"):
+        next(iterator)
+    assert loader.state_dict()["consumed"] == 3
+    closing.join()
 
 
 @pytest.mark.parametrize(

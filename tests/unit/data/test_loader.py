@@ -18,6 +18,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -160,6 +161,19 @@ def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread(make):
     assert ours == epochs(DataLoader, Jittered(make(0)), settings)
 
 
+def test_a_dataset_that_draws_from_its_second_batch_on_is_loaded_by_one_thread():
+    loaders = set()
+
+    def load(index):
+        loaders.add(threading.current_thread())
+        return index if index < 4 else index + torch.rand(()).item()
+
+    with pytest.warns(NoEffectWarning, match="global RNG of torch"):
+        ours = epochs(PrefetchLoader, Rows(24, load), {"batch_size": 4, "threads": 3})
+    assert loaders == {threading.main_thread()}
+    assert ours == epochs(DataLoader, Rows(24, load), {"batch_size": 4})
+
+
 def set_attribute(worker_id):
     dataset = torch.utils.data.get_worker_info().dataset
     dataset.more = 1
@@ -299,6 +313,29 @@ def test_loaders_that_share_a_dataset_load_in_turns(split):
         return index
 
     one, other = (PrefetchLoader(part, 1, prefetch_batches=4) for part in split(Rows(20, load)))
+    in_turns(one, other)
+
+
+def test_streams_that_share_a_file_are_opened_in_turns_too():
+    inside = threading.Lock()
+
+    class Opened(IterableDataset):
+        def __iter__(self):
+            return map(self.read, [self.read(index) for index in range(10)])
+
+        def read(self, index):
+            assert inside.acquire(blocking=False), "two threads read at once"
+            time.sleep(0.002)
+            inside.release()
+            return index
+
+        def __len__(self):
+            return 10
+
+    in_turns(PrefetchLoader(Opened(), 1), PrefetchLoader(Opened(), 1))
+
+
+def in_turns(one, other):
     first = iter(one)
     take(first, 2)
     assert len(list(other)) == len(other)  # while the thread of the first is at work

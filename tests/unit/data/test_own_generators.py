@@ -1,5 +1,7 @@
 """Samplers and datasets that draw from generators of their own: a run that was stopped equals one that was not."""
 
+import collections
+import functools
 import random
 
 import numpy as np
@@ -117,6 +119,47 @@ def test_a_batch_that_a_trainer_had_fetched_and_not_used_is_loaded_as_it_was(kin
             return seen[:3] + values(again) + values(again)
 
     assert run(resume=True) == run(resume=False)
+
+
+class Slotted:
+    __slots__ = ("generator",)
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def add(self, index):
+        return index + draw(self.generator)
+
+
+def numbers(generator):
+    while True:
+        yield draw(generator)
+
+
+def started(generator):
+    drawn = numbers(generator)
+    next(drawn)
+    return lambda index: index + next(drawn)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda generator: lambda index: index + draw(generator),
+        lambda generator: lambda index, own=generator: index + draw(own),
+        lambda generator: lambda index, *, own=generator: index + draw(own),
+        lambda generator: functools.partial(lambda own, index: index + draw(own), generator),
+        lambda generator: Slotted(generator).add,
+        lambda generator: (lambda held: lambda index: index + draw(held[0]))(collections.deque([generator])),
+        started,
+    ],
+)
+def test_a_generator_is_found_wherever_a_transform_keeps_it(load):
+    plain = DataLoader(Rows(2 * LENGTH, load(MAKE["PCG64"]())), 2)
+    ours = PrefetchLoader(Rows(2 * LENGTH, load(MAKE["PCG64"]())), 2)
+    with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+        assert take(iter(ours), 3) == take(iter(plain), 3)
+    assert values(ours) == values(plain)
 
 
 def test_generators_in_worker_processes_are_told_of():

@@ -3,8 +3,10 @@
 import contextlib
 import contextvars
 import gc
+import itertools
 import os
 import random
+import sys
 import threading
 import time
 import types
@@ -327,6 +329,54 @@ def test_a_source_that_draws_from_shared_generators_stays_in_the_asking_thread(n
     assert [main for _, main in got] == [True, True, False, False, False, False]
 
 
+def test_an_interrupt_while_the_thread_is_started_leaves_none_that_takes_items(monkeypatch):
+    def start(self):
+        threading.Thread.start(self)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BackgroundGenerator, "start", start)
+    iterator = PrefetchIterator(counting(made := []))
+    next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="cannot continue: a KeyboardInterrupt stopped it"):
+        next(iterator)
+    assert made == [0, 1]
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
+def test_an_interrupt_at_any_line_of_the_second_batch_leaves_no_lock_held(monkeypatch):
+    """Where the lines of the batch are traced, an interrupt comes between two of them."""
+    look, left = _random.GeneratorWatch._look, 0
+
+    def interrupted(self):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        look(self)
+
+    def is_free():
+        with prefetcher.TURNS:  # a warning, if that has to wait, is an error
+            free.append(True)
+
+    monkeypatch.setattr(_random.GeneratorWatch, "_look", interrupted)
+    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 0.5)
+    for places in itertools.count(1):
+        iterator, free, left = PrefetchIterator(counting([], 4)), [], places
+        try:
+            assert list(iterator) == [0, 1, 2, 3]
+            break
+        except KeyboardInterrupt:
+            asking = threading.Thread(target=is_free)
+            asking.start()
+            asking.join()
+            assert free, places
+            assert not prefetcher.is_loading()
+    assert places > 3
+
+
 def test_batches_in_memory_of_their_own_are_not_copied():
     made = [torch.full((3,), n) for n in range(6)]
     assert all(got is batch for got, batch in zip(PrefetchIterator(iter(made)), made, strict=True))
@@ -363,3 +413,23 @@ def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_loc
     release.set()
     thread.join()
     assert is_free()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_fork_waits_for_a_load_that_reads_a_state(monkeypatch):
+    """As of a sampler with a generator. The load waits for nothing that the fork holds."""
+    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 2.0)
+    inside, done = threading.Event(), threading.Event()
+
+    def load():
+        with prefetcher.TURNS:
+            inside.set()
+            time.sleep(0.2)
+            _random.torch_state()
+            done.set()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    inside.wait()
+    assert holds_in_a_fork(done.is_set)
+    thread.join()
