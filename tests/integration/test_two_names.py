@@ -3,15 +3,33 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
+import lightning_turbo
+from lightning_turbo import ApexAMP, _lightning
+
 FIT = """
+from lightning_turbo import _lightning
+
 trainer = pl.Trainer(accelerator="cpu", plugins=[lightning_turbo.ApexAMP("O2")], strategy="turbo", max_epochs=1,
                      callbacks=[lightning_turbo.GradToNone()], logger=False, limit_train_batches=3,
                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(BoringModel())
 print("trained under", type(trainer).__module__.split(".trainer")[0], type(trainer.strategy).__name__)
+print("names", len([getattr(_lightning, each) for each in _lightning._HOMES]))
+"""
+MISMATCH = """
+import lightning_turbo
+from lightning_turbo import ApexAMP
+import pytorch_lightning
+for call in (ApexAMP, lambda: lightning_turbo.bind_lightning("lightning"),
+             lambda: lightning_turbo.bind_lightning("pytorch_lightning")):
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        print(error)
 """
 
 
@@ -31,28 +49,40 @@ def test_either_name_is_served_whichever_comes_first(name):
     status, out, err = run(first + imports + FIT)
     assert status == 0, err
     assert f"trained under {name} TurboStrategy" in out
+    assert f"names {len(_lightning._HOMES)}" in out
 
 
-def test_a_mismatch_is_explained():
-    code = """
-import lightning_turbo
-from lightning_turbo import ApexAMP
-import pytorch_lightning
-for call in (ApexAMP, lambda: lightning_turbo.bind_lightning("lightning"),
-             lambda: lightning_turbo.bind_lightning("pytorch_lightning")):
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        print(error)
-"""
-    status, out, err = run(code)
-    assert status == 0, err
-    refused, unknown, bound = out.splitlines()
+def check_mismatch(refused, unknown, bound):
     assert "ApexAMP is built on lightning.pytorch, because no Lightning was imported before it" in refused
     assert "this program uses pytorch_lightning" in refused
     assert "lightning_turbo.bind_lightning('pytorch_lightning')" in refused
     assert "expected 'lightning.pytorch' or 'pytorch_lightning', got 'lightning'." in unknown
     assert "lightning_turbo is bound to lightning.pytorch already, because no Lightning was" in bound
+
+
+def test_a_mismatch_is_explained(monkeypatch):
+    """As of a program that has imported neither name and then, once ours is bound, the other one."""
+    for name, value in (("_bound", None), ("_reason", ""), ("_guessed", False)):
+        monkeypatch.setattr(_lightning, name, value)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "lightning.pytorch")
+        patch.delenv(_lightning.VARIABLE, raising=False)
+        assert _lightning.bound_name() == "lightning.pytorch"
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", types.ModuleType("pytorch_lightning"))
+    with pytest.raises(TypeError) as refused:
+        ApexAMP()
+    with pytest.raises(ValueError, match="expected") as unknown:
+        lightning_turbo.bind_lightning("lightning")
+    with pytest.raises(TypeError) as bound:
+        lightning_turbo.bind_lightning("pytorch_lightning")
+    check_mismatch(*(str(error.value) for error in (refused, unknown, bound)))
+
+
+@pytest.mark.slow
+def test_a_mismatch_of_two_copies_is_explained():
+    status, out, err = run(MISMATCH)
+    assert status == 0, err
+    check_mismatch(*out.splitlines())
 
 
 @pytest.mark.slow
