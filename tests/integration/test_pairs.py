@@ -29,10 +29,9 @@ def losses(level, names):
     return [*model.losses, float(trainer.callback_metrics["loss"])]
 
 
-@pytest.mark.parametrize("names", [*itertools.combinations(BY_NAME, 2), tuple(BY_NAME)], ids="+".join)
-def test_techniques_run_together(names):
+def check(names, levels):
     changing = tuple(name for name in names if not BY_NAME[name].same_bits)
-    for level in LEVELS:
+    for level in levels:
         together = losses(level, names)
         assert len(together) == 11
         assert all(math.isfinite(loss) for loss in together)
@@ -42,9 +41,40 @@ def test_techniques_run_together(names):
             assert together == losses(level, changing), level
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("batches", "hook"), [(5, "on_train_epoch_end"), (2, "on_train_batch_end")])
-@pytest.mark.parametrize("left_out", ["effective_batch_size", "exact_accumulation"])
+EACH_PAIR = pytest.mark.parametrize("names", [*itertools.combinations(BY_NAME, 2)], ids="+".join)
+
+
+@EACH_PAIR
+def test_two_techniques_run_together(names):
+    """At one level each; beside its partners, a technique is tried at all of them."""
+    place = sum([*BY_NAME].index(name) for name in names)
+    check(names, [LEVELS[place % len(LEVELS)]])
+
+
+@pytest.mark.slow
+@EACH_PAIR
+def test_two_techniques_run_together_at_every_level(names):
+    check(names, LEVELS)
+
+
+def test_all_techniques_run_together():
+    check(tuple(BY_NAME), LEVELS)
+
+
+# In the short form each two of level, place and technique that is left out meet.
+STOPS = [(5, "on_train_epoch_end"), (2, "on_train_batch_end")]
+LEFT_OUT = ["effective_batch_size", "exact_accumulation"]
+CASES = [
+    pytest.param(
+        left_out, *stop, level, marks=[pytest.mark.slow] * ((n + k + m) % 2), id=f"{left_out}-{stop[1]}-{level}"
+    )
+    for n, left_out in enumerate(LEFT_OUT)
+    for k, stop in enumerate(STOPS)
+    for m, level in enumerate(LEVELS)
+]
+
+
+@pytest.mark.parametrize(("left_out", "batches", "hook", "level"), CASES)
 def test_stop_save_load_and_continue_equals_never_having_stopped(left_out, batches, hook, level, tmp_path):
     # EffectiveBatchSize sets the accumulation that ExactAccumulation is given otherwise; each is tried.
     techniques = [t for t in TECHNIQUES if t.name not in (left_out, "doctor")]
