@@ -3,13 +3,14 @@
 import collections
 import dataclasses
 import importlib.util
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 from monai import transforms as monai
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from lightning_turbo import augment
 from lightning_turbo.data import PrefetchLoader, seed_samples
@@ -371,10 +372,21 @@ def test_workers_ranks_and_restarts_change_no_bit():
         seed_samples(DataLoader(data, batch_size=5), seed=1),
     ):
         assert_same(passes(loader, augmentation), expected)
-    assert_same(passes(DataLoader(data, batch_size=5), augmentation, (1,)), expected)
     for rank in (0, 1):
         sampler = DistributedSampler(data, 2, rank)
         assert_same(passes(DataLoader(data, batch_size=5, sampler=sampler), augmentation), expected)
+
+
+def test_thirty_restarts_change_no_bit():
+    """Each with an object of its own, as a process that begins there has it."""
+    steps = [ALL[name]() for name in ("affine", "noise")]
+    data = IndexedDataset(Scans())
+    expected = passes(
+        DataLoader(data, batch_size=5), BatchAugmentation(steps, 5, image="image", mask="mask"), range(15)
+    )
+    for epoch, batch in itertools.product(range(15), range(2)):
+        left = DataLoader(Subset(data, range(5 * batch, 10)), batch_size=5)
+        assert_same(passes(left, BatchAugmentation(steps, 5, image="image", mask="mask"), (epoch,)), expected)
 
 
 # The structure of batches.
