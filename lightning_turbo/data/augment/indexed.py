@@ -33,6 +33,12 @@ class Indexed(_Pair):
         return super().__new__(cls, index.tolist() if isinstance(index, Tensor) else index, data)
 
 
+class _Loaded(list[Indexed]):
+    """Samples that a dataset loaded in one call, and the list that it returned, which its own collate may know."""
+
+    samples: Any
+
+
 class IndexedDataset(Dataset[Indexed]):
     """A dataset whose samples come with their index, for ``BatchAugmentation``, which takes it off again.
 
@@ -73,7 +79,9 @@ class IndexedDataset(Dataset[Indexed]):
 
     def _load_batch(self, indices: Any) -> list[Indexed]:
         samples = self.dataset.__getitems__(indices)
-        return [Indexed(int(index), sample) for index, sample in zip(indices, samples, strict=True)]
+        loaded = _Loaded(Indexed(int(index), sample) for index, sample in zip(indices, samples, strict=True))
+        loaded.samples = samples
+        return loaded
 
 
 class IndexedCollate:
@@ -89,4 +97,5 @@ class IndexedCollate:
 
     def __call__(self, samples: list[Indexed]) -> Indexed:
         """Return the batch with its indices."""
-        return Indexed([each.index for each in samples], self.collate_fn([each.data for each in samples]))
+        data = samples.samples if isinstance(samples, _Loaded) else [each.data for each in samples]
+        return Indexed([each.index for each in samples], self.collate_fn(data))

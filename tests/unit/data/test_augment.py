@@ -437,16 +437,30 @@ def test_images_keep_their_dtype_or_get_the_one_asked_for(dtype):
         assert torch.equal(BatchAugmentation(steps, 0)((images(),), range(4))[0], exact)
 
 
-def test_collated_samples_keep_their_indices():
-    class Bulk(Scans):
-        def __getitems__(self, indices):
-            return [self[index] for index in reversed(indices)][::-1]
+class Whole(list):
+    """What a dataset returns of a batch, with more than its samples."""
 
-    for data in (Scans(), Bulk()):
-        for collate in (None, IndexedCollate(), IndexedCollate(lambda samples: default_collate(samples))):
-            loader = DataLoader(IndexedDataset(data), batch_size=4, collate_fn=collate)
-            assert [batch.index for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-            assert all(batch.index == batch.data["number"].tolist() for batch in loader)
+
+class Bulk(Scans):
+    def __getitems__(self, indices):
+        return Whole(self[index] for index in indices)
+
+
+def collate_whole(samples):
+    assert type(samples) is Whole
+    return default_collate(list(samples))
+
+
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [(Scans, None), (Bulk, None), (Scans, IndexedCollate()), (Bulk, IndexedCollate(collate_whole))],
+)
+def test_collated_samples_keep_their_indices(data, collate):
+    loader = DataLoader(IndexedDataset(data()), batch_size=4, collate_fn=collate)
+    for each in (loader, seed_samples(loader, seed=1)):
+        batches = list(each)
+        assert [batch.index for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert all(batch.index == batch.data["number"].tolist() for batch in batches)
 
 
 # Transforms of other packages.
