@@ -78,7 +78,8 @@ def torch_state() -> torch.Tensor:
 def uncollected() -> Iterator[None]:
     """Keep the garbage collector from running while states of torch's generators are read.
 
-    It may let another thread go on, which would then wait for the generator and hold the interpreter's lock, for ever.
+    A collection lets another thread go on. If that asks for the same generator, which torch has locked, it waits with
+    the interpreter's lock held, for ever.
     """
     with _reading:
         collects = gc.isenabled()

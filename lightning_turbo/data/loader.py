@@ -52,7 +52,7 @@ class _Run:
         self.order: ResumableOrder | None = None
         self.threaded: ThreadedDataset | None = None
         self.limit: Callable[[], float] | None = None
-        self.owned: Any = None  # the loader that this one was made of, whose owner may have kept it
+        self.original: Any = None  # the loader that this one was made of, whose owner may have kept it
         self.seen: dict[str, Any] = {}  # its attributes, as they were taken over
 
 
@@ -185,16 +185,16 @@ class PrefetchLoader(DataLoader[T]):
         twin.follow(loader)
         return twin
 
-    def follow(self, owned: DataLoader[Any]) -> None:
-        """Take over, at each ``iter()``, what is set from now on on a loader that this one was made of.
+    def follow(self, original: DataLoader[Any]) -> None:
+        """Take over, at each ``iter()``, attributes that are set from now on on a loader that this one was made of.
 
         Its owner may have kept it, and set an epoch there.
         """
-        self._run.owned, self._run.seen = owned, dict(vars(owned))
+        self._run.original, self._run.seen = original, dict(vars(original))
 
     def _take_over(self) -> None:
-        seen = self._run.seen
-        for name, value in vars(self._run.owned).items() if self._run.owned is not None else ():
+        original, seen = self._run.original, self._run.seen
+        for name, value in vars(original).items() if original is not None else ():
             if name != "_iterator" and (name not in seen or seen[name] is not value):
                 self.__dict__[name] = seen[name] = value
 
@@ -295,7 +295,7 @@ class PrefetchLoader(DataLoader[T]):
         limit = inf if run.limit is None else run.limit() - position.consumed
         if self.persistent_workers and run.limit is None:
             limit = 0  # no thread, see the note in the docstring of this class
-        ended = None if self.persistent_workers else source
+        workers = None if self.persistent_workers else source  # that end with this epoch
         return PrefetchIterator(
             source,
             prefetch_batches=self.prefetch_batches,
@@ -306,7 +306,7 @@ class PrefetchLoader(DataLoader[T]):
             profile=self._profile,
             dataset=self.dataset,
             lock=LoadingLock() if threaded and not self.num_workers else TURNS,
-            on_close=functools.partial(_leave, ended, run.order, threaded, position),
+            on_close=functools.partial(_leave, workers, run.order, threaded, position),
             **settings,
         )
 
@@ -470,9 +470,9 @@ def with_workers(loader: DataLoader[Any], number: int, *, persistent: bool | Non
     return twin
 
 
-def _leave(source: Any, order: ResumableOrder | None, threaded: ThreadedDataset | None, position: Position) -> None:
+def _leave(workers: Any, order: ResumableOrder | None, threaded: ThreadedDataset | None, position: Position) -> None:
     """Let go of an iterator: end its processes and threads, and put back what its sampler drew ahead."""
-    end_workers(source)
+    end_workers(workers)
     if threaded is not None:
         threaded.close()
     if order is not None:

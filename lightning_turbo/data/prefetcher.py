@@ -560,6 +560,7 @@ class PrefetchIterator(Iterator[Any]):
     def _is_next_ready(self) -> bool:
         if self.thread.is_started:
             return self.thread.ready()
+        # Loads of this thread take next to no time, where that is why there is no other.
         fast = self._loaded > 1 and self._profile.uses_rng is False and not self._is_worth_a_thread()
         return fast and not is_loading() and self._has_more()
 
