@@ -108,8 +108,6 @@ class LevelCasts:
         forward.register_hooks(roots, steps=steps)
         if not self.keeps_masters:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
-            if steps:
-                forward.cast_steps(self.device_type)
         elif not exact_masters:
             round_weights(forward, roots)
 
@@ -133,16 +131,14 @@ class LevelCasts:
                 stacklevel=4,
             )
 
-    @property
-    def _active(self) -> FunctionCasts | HalfForward | None:
-        return self.function_casts or self.half_forward
-
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
-        return contextlib.nullcontext() if self._active is None else self._active.forward_context()
+        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.forward_context()
 
     def backward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass, whose checkpointed forward passes are repeated as they were."""
+        if self.half_forward is not None:
+            self.half_forward.reset()
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_context()
 
     def clear_cache(self) -> None:
@@ -151,8 +147,9 @@ class LevelCasts:
         After a backward pass, because they would take memory until the step; and after a step, whose optimizer may
         write to ``weight.data``.
         """
-        if self._active is not None:
-            self._active.clear_cache()
+        active = self.function_casts or self.half_forward
+        if active is not None:
+            active.clear_cache()
 
     def restore(self) -> None:
         """Give models and optimizers back as they were."""

@@ -10,11 +10,10 @@ At O3 the parameters are half all the time (``HalfWeights``), and only what goes
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -42,11 +41,6 @@ __all__ = [
 
 _untraced: Any = torch.compiler.disable  # whose signature does not know methods
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
-
-_HINT = (
-    "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
-    "Keep the module that calls it in float32: keep_fp32_modules=[its name or its class]."
-)
 
 
 class _Position(NamedTuple):
@@ -107,6 +101,7 @@ class _Plan:
     def __init__(self) -> None:
         self.positions: list[_Position] = []
         self.is_outermost = False  # whether the module was called on its own in a forward pass
+        self.looks = 0  # training calls that are still to be looked at, see _Call
         self._children: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._seen: Any = None
@@ -121,6 +116,7 @@ class _Plan:
     def note(self, root: nn.Module, positions: list[_Position]) -> None:
         modules = [*root.modules()]
         self.positions = positions
+        self.looks = 2
         self._children = [module._modules for module in modules]
         self._tensors = [holder for module in modules for holder in (module._parameters, module._buffers)]
         self._seen = self._look()
@@ -133,19 +129,20 @@ class _Call:
     """A call that is under way: ``HalfForward`` begins it at the module's pre-hook and ends it at its hook.
 
     From ``begin`` to ``end`` half copies stand in the positions of float32 tensors; ``end`` puts these back, whatever
-    happened in between, and lets them take what the call wrote to the copies.
+    happened in between, and lets them take what the call wrote to the copies. Version counters tell what it wrote, but
+    not what it wrote through ``.data``: a call that ``looks`` compares values.
     """
 
-    def __init__(self, module: nn.Module, casts_output: bool, autocast: Any) -> None:
+    def __init__(self, module: nn.Module, casts_output: bool, looks: bool) -> None:
         # A number, which torch.compile, as it traces the hooks of inner calls, can follow better than a module.
         self.module_id = id(module)
         self.casts_output = casts_output
         self.recursions = 0  # calls of the module within its own call
-        self._autocast = autocast
+        self._looks = looks
         self._swaps: list[tuple[_Position, Any, Any]] = []
+        self._addresses: dict[int, int] = {}  # of half copies, by their ids, in a call that looks
 
     def begin(self, positions: Iterable[_Position], copies: _Copies) -> None:
-        self._autocast.__enter__()
         keep = torch.is_grad_enabled()
         for position in positions:
             _, holder, name, kind = position
@@ -153,30 +150,52 @@ class _Call:
             half = copies.list_of(wide) if kind == "list" else copies.of(wide, keep=keep)
             if half is not wide:
                 holder[name] = half
+                if self._looks and _has_numbers(half):
+                    self._addresses[id(half)] = half.data_ptr()
             if half is not wide or kind == "list":
                 self._swaps.append((position, wide, half))
 
-    def end(self, copies: _Copies) -> list[nn.Module]:
-        """End the call; returns the modules to whose buffers it wrote."""
-        swaps, self._swaps, written = self._swaps, [], []
+    def end(self, copies: _Copies) -> dict[nn.Module, bool]:
+        """End the call; returns the modules whose sums it wrote to, with whether half copies would lose them."""
+        swaps, self._swaps, written = self._swaps, [], {}
         for position, wide, half in reversed(swaps):
-            (module, holder, name, kind), now = position, position.holder.get(position.name)
-            if kind == "list":
-                copies.keep_list(wide, now)
-                holder[name] = wide
+            if position.kind == "list":
+                copies.keep_list(wide, position.holder.get(position.name))
+                position.holder[position.name] = wide
                 continue
-            changed = now is half and _was_written(position, half)
-            if now is half:
-                holder[name] = wide
-                if changed:
-                    _take_changes(wide, half)
-            elif _is_new_buffer(now, half):
-                holder[name] = now.detach().to(wide.dtype)
-                changed = True
-            if changed and kind == "buffer" and not _is_batch_norm(module):
-                written.append(module)
-        self._autocast.__exit__(None, None, None)
+            is_lost = self._put_back(position, wide, half)
+            if is_lost is not None:
+                written[position.module] = written.get(position.module, False) or is_lost
         return written
+
+    def _put_back(self, position: _Position, wide: Tensor, half: Tensor) -> bool | None:
+        """Let a float32 tensor take its position again; returns what ``end`` tells of it, ``None`` for all else."""
+        module, holder, name, kind = position
+        now, is_unseen = holder.get(name), False
+        if now is half:
+            holder[name] = wide
+            if not _was_written(position, half):
+                is_unseen = self._differs(position, wide, half)
+                if not is_unseen:
+                    return None
+            _take_changes(wide, half)
+        elif _is_new_buffer(now, half):
+            holder[name] = now.detach().to(wide.dtype)
+        else:
+            return None
+        # A weight without gradients that changes is an average of others, as in a momentum encoder.
+        if is_unseen or (kind == "weight" and not wide.requires_grad):
+            return True
+        return False if kind == "buffer" and not _is_batch_norm(module) else None
+
+    def _differs(self, position: _Position, wide: Tensor, half: Tensor) -> bool:
+        """Tell whether a call that looks wrote to a half copy, or set it, through ``.data``; waits for the device."""
+        if id(half) not in self._addresses:
+            return False
+        is_set = half.data_ptr() != self._addresses[id(half)]
+        if is_set and not isinstance(position.module, nn.RNNBase):  # which flattens its weights so
+            return True
+        return not torch.allclose(wide.to(half.dtype), half, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class _Copies:
@@ -231,7 +250,8 @@ class HalfForward:
 
     A module without others below it that writes to a buffer in a call, as to a count or a moving average, computes in
     float32 from the next call on, so that small changes add up. One with others below it, which would all become
-    float32, is named in a warning.
+    float32, is named in a warning. So does any module whose weights without gradients are written to, as those of a
+    momentum encoder, and one to which one of the first two training calls writes through ``.data``.
 
     Args:
         dtype: The half dtype.
@@ -252,7 +272,6 @@ class HalfForward:
         self._plans: dict[nn.Module, _Plan] = {}  # of modules that were an outermost call
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._step_owner: tuple[nn.Module, Any] | None = None
-        self._step_device: str | None = None
 
     def __reduce__(self) -> Any:
         # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
@@ -275,6 +294,8 @@ class HalfForward:
             # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
             # The hook behind the call is registered where a call is the outermost: most modules never need it.
             self._attach(module, module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+        for root in roots:
+            self._attach(root, root.register_state_dict_pre_hook(self._before_state_dict))
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules, with all below them, compute in float32 wherever they are called."""
@@ -302,14 +323,18 @@ class HalfForward:
         self.clear_cache()
         for module in [*self._handles]:
             self._detach(module)
-        self._step_owner = self._step_device = None
+        self._step_owner = None
 
     def reset(self) -> None:
-        """End the outermost call."""
+        """End the outermost call.
+
+        Its hook does, but after a ``KeyboardInterrupt``, when torch runs no hooks: then the next backward pass does, or
+        what asks for the state of a root.
+        """
         call, self._call = self._call, None
-        written = [] if call is None else call.end(self._copies)
-        for module in dict.fromkeys(written):
-            if module._modules:
+        written = {} if call is None else call.end(self._copies)
+        for module, is_lost in written.items():
+            if module._modules and not is_lost:
                 name = type(module).__name__
                 warnings.warn(
                     f"{name} writes to a buffer of its own in a call, in half precision: a queue of features loses "
@@ -326,28 +351,6 @@ class HalfForward:
     def clear_cache(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
         self._copies.clear()
-
-    def cast_steps(self, device_type: str) -> None:
-        """Let what a step does outside of calls run under autocast, which half weights need there."""
-        self._step_device = device_type
-
-    @contextlib.contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Around a step: ends a call that a ``KeyboardInterrupt`` has broken off; the hooks do all else."""
-        with self._autocast(enabled=True):
-            try:
-                yield
-            except RuntimeError as error:
-                if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
-                    error.args = (f"{error}\n{_HINT}",)
-                raise
-            finally:
-                self.reset()
-
-    def _autocast(self, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        if self._step_device is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._step_device, self.dtype, enabled=enabled, cache_enabled=False)
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return the modules from ``root`` downwards whose own tensors are cast."""
@@ -402,11 +405,16 @@ class HalfForward:
         # A module that a backward pass calls again gives what it gave before: half, if it was called inside of another.
         is_repeated = torch._C._current_graph_task_id() != -1
         plan.is_outermost = plan.is_outermost or not is_repeated
-        self._call = _Call(module, plan.is_outermost, self._autocast(enabled=False))
+        looks = plan.looks > 0 and module.training and not torch.jit.is_tracing()
+        plan.looks -= looks
+        self._call = _Call(module, plan.is_outermost, looks)
         self._call.begin(plan.positions, self._copies)
 
     @_untraced
     def _end(self) -> None:
+        self.reset()
+
+    def _before_state_dict(self, *_: Any) -> None:
         self.reset()
 
     def _positions_below(self, root: nn.Module) -> list[_Position]:
@@ -485,7 +493,7 @@ class HalfWeights:
     Args:
         forward: Says which modules are cast, and to what.
         models: Whose parameters and buffers are cast, in place; the ``Parameter`` objects stay the same.
-        step_owner: The only model, if its training step is not its call. The step uses its buffers, which stay too.
+        step_owner: The only model, if its training step is not its call. The step uses its own tensors, which stay too.
     """
 
     def __init__(self, forward: HalfForward, models: Iterable[nn.Module], step_owner: nn.Module | None = None) -> None:
@@ -493,16 +501,17 @@ class HalfWeights:
         forward.has_half_weights = True
         models = list(models)
         modules = [module for model in models for module in forward.cast_modules(model)]
-        others = {part for model in models for part in model.modules()}.difference(modules)
+        modules_of_calls = [module for module in modules if module is not step_owner]
+        others = {part for model in models for part in model.modules()}.difference(modules_of_calls)
         kept = {param for module in others for param in module.parameters(recurse=False)}
-        for module in modules:
-            self._make_half(module, kept, with_buffers=module is not step_owner)
+        for module in modules_of_calls:
+            self._make_half(module, kept)
         self._modules = weakref.WeakSet(modules)
         self._handles = [module.register_state_dict_post_hook(_save_float32) for module in modules]
 
-    def _make_half(self, module: nn.Module, kept: set[nn.Parameter], *, with_buffers: bool) -> None:
+    def _make_half(self, module: nn.Module, kept: set[nn.Parameter]) -> None:
         own = set(module.parameters(recurse=False))
-        buffers = module.buffers(recurse=False) if with_buffers and own else ()
+        buffers = module.buffers(recurse=False) if own else ()
         for tensor in (*(own - kept), *buffers):
             if _needs_cast(tensor, self.dtype):
                 tensor.data, tensor.grad = tensor.data.to(self.dtype), None
@@ -571,6 +580,12 @@ def _was_written(position: _Position, half: Tensor) -> bool:
     if half.is_inference() or (position.kind == "weight" and isinstance(position.module, nn.RNNBase)):
         return False
     return half._version > 0 or (position.kind == "buffer" and isinstance(position.module, _NormBase))
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Tell whether this is no stand-in for a tensor, as in an export or under torch.func."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+    return type(tensor) is Tensor and not is_wrapped(tensor)
 
 
 def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:

@@ -237,6 +237,58 @@ def test_a_module_with_others_below_it_that_writes_to_a_buffer_is_named(replaces
     amp.shutdown()
 
 
+class Codebook(nn.Module):
+    """Keeps averages as many codebooks do, through ``.data``."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x):
+        if self.training:
+            self.count.data.add_(1)
+            self.average.data.mul_(0.999).add_(x.detach().mean(0).to(self.average.dtype), alpha=0.001)
+        return x + self.average
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_sums_that_are_written_through_data_stay_exact(level):
+    net, _ = initialized(nn.Sequential(Codebook(), nn.Linear(4, 2)), level)
+    for _ in range(300):
+        net(torch.full((2, 4), 2.0))
+    assert net[0].count == 300
+    assert abs(net[0].average.mean() - (2 - 0.999**300)) < 0.01
+
+
+class MomentumEncoder(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.query, self.how = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0), how
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                if self.how == "set":
+                    mine.data = mine.data * 0.999 + theirs.data * 0.001
+                else:
+                    mine.mul_(0.999).add_(theirs, alpha=0.001)
+        return self.query(x) - self.key(x)
+
+
+@pytest.mark.parametrize("how", ["set", "no_grad"])
+def test_a_momentum_encoder_follows_by_small_steps(how):
+    net, _ = initialized(MomentumEncoder(how))
+    with torch.no_grad():
+        for mine in net.key.parameters():
+            mine.zero_()
+    for _ in range(200):
+        assert net(torch.ones(3, 1, 8)).dtype is torch.float32
+    wanted = (1 - 0.999**200) * torch.cat([p.flatten() for p in net.query.parameters()])
+    torch.testing.assert_close(torch.cat([p.flatten() for p in net.key.parameters()]), wanted, rtol=0.02, atol=1e-4)
+
+
 @pytest.mark.parametrize("make", [
     lambda: nn.BatchNorm1d(4, affine=False, momentum=0.001),
     lambda: nn.InstanceNorm1d(4, track_running_stats=True, momentum=0.001),
@@ -318,12 +370,28 @@ class Own(Regression):
         return nn.functional.mse_loss((out @ self.weight).float(), batch[1])
 
 
-@pytest.mark.parametrize("way", ["own", "forward", "layers", "wrapped"])
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize(("way", "level"), [
+    *((way, "O2") for way in ("own", "forward", "layers", "wrapped")),
+    *((way, "O3") for way in ("own", "layers", "wrapped")),
+])  # fmt: skip
 def test_a_step_uses_weights_outside_of_calls(way, level):
     wanted, true = fit(Own(way)), fit(Own(way), precision="bf16-true")
     limit = 0.06 if level == "O2" else max(0.06, 1.5 * apart(true, wanted, Own(way)))
     assert apart(fit(Own(way), ApexAMP(level)), wanted, Own(way)) < limit
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_step_computes_in_float32_what_it_computes_itself(level):
+    class Model(Regression):
+        def loss(self, batch):
+            hidden = self.net[:2](batch[0])
+            out = self.net[2](hidden)
+            seen.update((hidden.dtype, out.dtype, (hidden @ hidden.T).dtype))
+            return nn.functional.mse_loss(out, batch[1])
+
+    seen = set()
+    fit(Model(), ApexAMP(level, keep_fp32_modules=["net.2"]))
+    assert seen == {torch.float32}
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
