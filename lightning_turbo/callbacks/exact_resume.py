@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import random
 import sys
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_turbo._lightning import (
     Trainer,
     check_binding,
     rank_zero_info,
+    rank_zero_warn,
     set_sampler_epoch,
 )
 from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
@@ -25,6 +27,7 @@ from lightning_turbo._trainer import is_fitting
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.resume import correct_states, count_from
 from lightning_turbo.data.sample_seeds import seeds_of
+from lightning_turbo.errors import TurboWarning
 
 __all__ = ["ExactResume", "attach_exact_resume"]
 
@@ -219,11 +222,34 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
     if restored.loaders:
         loop._combined_loader._load_state_dicts(restored.loaders)
         if not restored.begins:
+            _warn_of_other_ranks(loop._combined_loader.flattened, restored)
             said = _count_on(trainer, restored)
     for loader in loop._combined_loader.flattened:
         set_sampler_epoch(loader, loop.epoch_progress.current.processed)
     iter(loop._data_fetcher)
     return said
+
+
+def _warn_of_other_ranks(loaders: list[Any], restored: _Restored) -> None:
+    """Warn of loaders in the middle of an epoch that were of other ranks, and of which no order over all is known."""
+    size = rank_and_size()[1]
+    stateful = [each for each in loaders if hasattr(each, "load_state_dict")]
+    for loader, state in zip(stateful, restored.loaders, strict=True):
+        samples = state.get("samples")
+        used = state.get("consumed", restored.used)
+        if restored.ranks in (0, size) or state.get("whole") or not used:
+            continue
+        if samples is not None and samples["ranks"] == restored.ranks:
+            continue
+        number = used * (getattr(loader, "batch_size", None) or 1)
+        rank_zero_warn(
+            f"A {type(loader).__name__} goes on with {size} ranks in place of {restored.ranks} in the middle of an "
+            f"epoch, and no order of its samples over all ranks is known: {number * restored.ranks} were used, and "
+            f"{number * size} are left out now, so that {number * abs(restored.ranks - size)} or more are seen "
+            f"{'twice' if size < restored.ranks else 'never'} in this epoch. Add Prefetch to the Trainer, with "
+            "shuffle=True or a SeededSampler, or go on from a checkpoint of the end of an epoch.",
+            category=TurboWarning,
+        )
 
 
 class _Loaded(NamedTuple):
@@ -239,6 +265,11 @@ class _Loaded(NamedTuple):
         """Whether the loader goes on with other ranks or batches, and counts otherwise than the state."""
         before, now = self.old.get("samples"), self.new.get("samples")
         return before is not None and now is not None and before["at"] != now["at"]
+
+    @property
+    def is_whole_of_others(self) -> bool:
+        """Whether all batches were used of an epoch that had other ones, and whose validation is to be finished."""
+        return self.old["whole"] and self.old["length"] != len(self.loader)
 
 
 def _loaded(combined: Any, states: list[Any]) -> list[_Loaded]:
@@ -259,10 +290,12 @@ def _count_on(trainer: Any, restored: _Restored) -> list[str]:
     loop, length = trainer.fit_loop, trainer.num_training_batches
     loaded = _loaded(loop._combined_loader, restored.loaders)
     adapted = [each for each in loaded if each.is_adapted]
+    if any(each.is_whole_of_others for each in loaded):
+        _shift_batches(loop.epoch_loop, length - loop.epoch_loop.batch_progress.current.processed)
     if not adapted:
         return []
     in_step = max(each.old["consumed"] for each in loaded)
-    used = in_step if restored.used is None else restored.used
+    used = restored.used or in_step  # not known where a step takes its batches itself
     # No less than none: a limit counts batches, and less of them may be more samples than before.
     left = max(0, length - _count_batches(loaded, loop._combined_loader._mode))
     for loader, _, old, new in adapted:
@@ -270,8 +303,8 @@ def _count_on(trainer: Any, restored: _Restored) -> list[str]:
         if old["consumed"] == in_step or not left:
             loader.load_state_dict(count_from(new, length - left, ended=not left))
     _shift_batches(loop.epoch_loop, length - left - used)
-    if not left:  # Lightning does it after the last batch of an epoch, and this one has no more
-        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    if not left:
+        _update_schedulers(loop.epoch_loop)
     epoch = loop.epoch_progress.current.processed
     return [_tell_of_samples(epoch, used, left, length, each.old, each.new) for each in adapted]
 
@@ -291,6 +324,14 @@ def _shift_batches(loop: Any, by: int) -> None:
     for name in ("ready", "started", "processed", "completed"):
         setattr(current, name, getattr(current, name) + by)
     loop._batches_that_stepped += stepped - (not loop._should_accumulate())
+
+
+def _update_schedulers(loop: Any) -> None:
+    """Update schedulers of epochs, as Lightning does after the last batch of one, where none is left."""
+    with warnings.catch_warnings():
+        # torch does not know that the optimizer made its steps before the stop.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
 def _tell_of_samples(epoch: int, used: int, left: int, number: int, old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -110,6 +110,19 @@ def test_the_validation_is_finished_and_the_training_goes_on_behind_it(how, fail
     assert trainer.global_step == 2 * BATCHES
 
 
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+def test_the_validation_is_finished_after_an_epoch_of_other_batches(batch_size, tmp_path):
+    how = {"callbacks": (ExactResume(),)}
+    with pytest.raises(Stop):
+        fit(Net("validation_step", 2, 0), tmp_path, loader=PrefetchLoader, **how)
+    rest = Net()
+    ckpt = tmp_path / "x.ckpt"
+    trainer = fit(rest, tmp_path, loader=lambda rows, _: PrefetchLoader(rows, batch_size), ckpt=ckpt, **how)
+    assert rest.trained == [(1, i) for i in range(2 * BATCHES // batch_size)]
+    assert [epoch for epoch, _, _ in rest.validated] == [0, 0, 1, 1, 1, 1]
+    assert trainer.global_step == BATCHES + len(rest.trained)
+
+
 def test_lightning_itself_finishes_as_many_batches(tmp_path):
     _, rest, _ = break_off_and_resume(tmp_path, "validation_step", 2, 1)
     assert [e for e, _, _ in rest.validated] == [1, 1]
