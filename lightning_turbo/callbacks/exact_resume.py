@@ -223,6 +223,7 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
         loop._combined_loader._load_state_dicts(restored.loaders)
         if not restored.begins:
             _warn_of_other_ranks(loop._combined_loader.flattened, restored)
+            _count_whole_epoch(trainer, restored)
             said = _count_on(trainer, restored)
     for loader in loop._combined_loader.flattened:
         set_sampler_epoch(loader, loop.epoch_progress.current.processed)
@@ -266,11 +267,6 @@ class _Loaded(NamedTuple):
         before, now = self.old.get("samples"), self.new.get("samples")
         return before is not None and now is not None and before["at"] != now["at"]
 
-    @property
-    def is_whole_of_others(self) -> bool:
-        """Whether all batches were used of an epoch that had other ones, and whose validation is to be finished."""
-        return self.old["whole"] and self.old["length"] != len(self.loader)
-
 
 def _loaded(combined: Any, states: list[Any]) -> list[_Loaded]:
     limits = zip(combined.flattened, combined.limits, strict=True)
@@ -290,23 +286,29 @@ def _count_on(trainer: Any, restored: _Restored) -> list[str]:
     loop, length = trainer.fit_loop, trainer.num_training_batches
     loaded = _loaded(loop._combined_loader, restored.loaders)
     adapted = [each for each in loaded if each.is_adapted]
-    if any(each.is_whole_of_others for each in loaded):
-        _shift_batches(loop.epoch_loop, length - loop.epoch_loop.batch_progress.current.processed)
     if not adapted:
         return []
     in_step = max(each.old["consumed"] for each in loaded)
     used = restored.used or in_step  # not known where a step takes its batches itself
     # No less than none: a limit counts batches, and less of them may be more samples than before.
     left = max(0, length - _count_batches(loaded, loop._combined_loader._mode))
-    for loader, _, old, new in adapted:
-        # Loaders that are as far as the run count the same number of batches.
-        if old["consumed"] == in_step or not left:
-            loader.load_state_dict(count_from(new, length - left, ended=not left))
+    # Loaders that are as far as the run count the same number of batches.
+    for each in [each for each in adapted if each.old["consumed"] == in_step or not left]:
+        each.loader.load_state_dict(count_from(each.new, length - left, ended=not left))
     _shift_batches(loop.epoch_loop, length - left - used)
     if not left:
         _update_schedulers(loop.epoch_loop)
     epoch = loop.epoch_progress.current.processed
     return [_tell_of_samples(epoch, used, left, length, each.old, each.new) for each in adapted]
+
+
+def _count_whole_epoch(trainer: Any, restored: _Restored) -> None:
+    """Count all batches of an epoch as used where its validation alone is left, and it had other batches."""
+    loop = trainer.fit_loop
+    loaded = _loaded(loop._combined_loader, restored.loaders)
+    if any(each.old["whole"] and each.old["length"] != len(each.loader) for each in loaded):
+        current = loop.epoch_loop.batch_progress.current
+        _shift_batches(loop.epoch_loop, trainer.num_training_batches - current.processed)
 
 
 def _count_batches(loaded: list[_Loaded], mode: str) -> int:
