@@ -234,10 +234,12 @@ def _pack(arguments: argparse.Namespace) -> int:
 
 def _show_progress() -> Callable[[int, int], None]:
     """Return a function that draws a progress bar with the time left on a terminal, and does nothing elsewhere."""
-    begun = time.monotonic()
+    begun, before = time.monotonic(), sys.maxsize  # how many an interrupted call has packed
 
     def show(done: int, total: int) -> None:
-        left = (time.monotonic() - begun) * (total - done) / done
+        nonlocal before
+        before = min(before, done - 1)
+        left = (time.monotonic() - begun) * (total - done) / (done - before)
         bar = "#" * (30 * done // total)
         end = "\n" if done == total else ""
         print(f"\r[{bar:30}] {done}/{total} files, {left:.0f} s left ", end=end, file=sys.stderr, flush=True)

@@ -343,7 +343,8 @@ def _lock(journal: Any) -> None:
     import fcntl
 
     try:
-        fcntl.flock(journal, fcntl.LOCK_EX)
+        # Of the process alone: with flock(2) worker processes that outlive a killed one would hold its lock.
+        fcntl.lockf(journal, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
