@@ -175,7 +175,6 @@ def initialize(
     *,
     dtype: torch.dtype | None = None,
     scale_window: int = 2000,
-    exact_masters: bool = True,
     keep_fp32_modules: Sequence[str | type[nn.Module]] = (),
     cast_lists: str | None = None,
 ) -> Any:
@@ -202,7 +201,6 @@ def initialize(
         max_loss_scale: Ceiling of the dynamic scale.
         dtype: Beyond apex: the half dtype. ``None`` takes float16 for models on CUDA, bfloat16 elsewhere.
         scale_window: Beyond apex: passes without overflow before the dynamic scale doubles.
-        exact_masters: Beyond apex: ``False`` rounds O2's weights to half once, at the start, as apex does.
         keep_fp32_modules: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or classes.
             These compute in float32, with all that is below them.
         cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
@@ -259,7 +257,7 @@ def initialize(
     shutdown()
     for model in model_list:
         _check_model(model, casts)
-    casts.convert(model_list, exact_masters=exact_masters)
+    casts.convert(model_list)
     _session = _Session(casts, scalers, verbosity)
     for optimizer in optimizer_list:
         _session.attach(optimizer, model_list)

@@ -76,7 +76,7 @@ class FunctionCasts:
         But a checkpointed forward pass, run again with its own autocast state, comes to the same dtypes as the first
         time.
         """
-        lists = None if self._entered is not None else self._mode
+        lists = None if self._entered is not None else self._mode  # start() has entered them on this thread
         if not torch.is_autocast_enabled(self.device_type):
             return lists or contextlib.nullcontext()
         off = torch.autocast(self.device_type, enabled=False)  # a plain loop, or manual optimization

@@ -20,7 +20,6 @@ from lightning_turbo.amp.half_forward import (
     cast_state,
     find_kept,
     has_sparse_gradients,
-    round_weights,
 )
 from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
 from lightning_turbo.errors import AmpUsageError, TurboWarning
@@ -78,19 +77,12 @@ class LevelCasts:
         """Whether parameters stay float32 and are cast inside of calls (O2), not half themselves (O3)."""
         return self.properties.casts_to_half and bool(self.properties.master_weights)
 
-    def convert(
-        self,
-        roots: Sequence[nn.Module],
-        *,
-        steps: bool = False,
-        exact_masters: bool = True,
-    ) -> None:
+    def convert(self, roots: Sequence[nn.Module], *, steps: bool = False) -> None:
         """Let the models compute as the level says.
 
         Args:
             roots: The models.
             steps: Whether calls of the first model may be training steps, see ``HalfForward.register_hooks``.
-            exact_masters: ``False`` rounds weights to half once, as apex does.
 
         Raises:
             AmpUsageError: If a module cannot be cast: a TorchScript module, or a lazy one.
@@ -108,8 +100,6 @@ class LevelCasts:
         forward.register_hooks(roots, steps=steps)
         if not self.keeps_masters:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
-        elif not exact_masters:
-            round_weights(forward, roots)
 
     def attach(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         """Bring an optimizer's state to the dtype of what it updates.

@@ -36,7 +36,6 @@ __all__ = [
     "find_kept",
     "has_sparse_gradients",
     "refuse_half",
-    "round_weights",
 ]
 
 _untraced: Any = torch.compiler.disable  # whose signature does not know methods
@@ -475,15 +474,6 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), (HalfForward, _Float32Island))
 
 
-@torch.no_grad()
-def round_weights(forward: HalfForward, models: Iterable[nn.Module]) -> None:
-    """Round all that ``forward`` casts in these models to half, once, as apex's masters begin."""
-    modules = (module for model in models for module in forward.cast_modules(model))
-    for tensor in (tensor for module in modules for tensor in _tensors_of(module)):
-        if _needs_cast(tensor, forward.dtype):
-            tensor.copy_(tensor.to(forward.dtype))
-
-
 class HalfWeights:
     """The weights of O3: half precision until ``restore``, with a float32 ``state_dict``.
 
@@ -535,15 +525,9 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def cast_state(optimizer: Optimizer) -> None:
-    """Bring what an optimizer has gathered to the dtype of its parameters."""
-    for param, state in optimizer.state.items():
-        if isinstance(param, Tensor):
-            moments = {name: value for name, value in state.items() if name != "step" and _is_moment(value, param)}
-            state.update({name: value.to(param.dtype) for name, value in moments.items()})
-
-
-def _is_moment(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape
+    """Bring what an optimizer has gathered to the dtype of its parameters, as torch does when it loads a state."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _save_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

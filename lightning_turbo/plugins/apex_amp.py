@@ -254,12 +254,12 @@ class ApexAMP(Precision):
             self._guard.after_step(scaler, optimizer, model)
             return result
         result = closure()
-        # A window's last batch may have had no loss, and others before it one.
-        waits = not model.automatic_optimization or scaler.state_of(optimizer).stage == "scaled"
-        if waits:
+        # training_step may return None; for the last batch of a window too, whose others left gradients.
+        has_gradients = not model.automatic_optimization or scaler.state_of(optimizer).stage == "scaled"
+        if has_gradients:
             scaler.prepare_step(optimizer)
         self._after_closure(model, optimizer)  # Lightning's: hooks, then clipping
-        if not waits:
+        if not has_gradients:
             scaler.optimizers.pop(optimizer)  # nothing was skipped
             return result
         output = scaler.step(optimizer, closure=_once(result, optimizer), **kwargs)

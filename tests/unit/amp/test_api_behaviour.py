@@ -15,6 +15,7 @@ from torch import nn
 from lightning_turbo import amp
 from tests.unit.amp import loops
 from tests.unit.amp.loops import INF, LEVELS, net, sgd
+from tests.unit.amp.recorded import round_weights
 
 FACTS = {
     fact["id"]: fact
@@ -22,7 +23,6 @@ FACTS = {
     if not fact.get("version_artifact")
 }
 HALF = torch.float16
-init, ready = (functools.partial(call, exact_masters=False) for call in (loops.init, loops.ready))  # as apex
 
 # What differs on purpose: id -> (value here, or the error's type; the reason).
 OWN_MASTER = "at O2 a parameter is float32 outside of calls, and its own master"
@@ -47,6 +47,19 @@ DIFFERENT = {
     "submodule_call_O2": ("float32", "a part that is called outside of the model's call computes in float32"),
     "add_param_group_O2": (["float16", "float16"], "an optimizer keeps the parameters that it is given"),
 }
+
+
+def init(models, optimizers=None, level="O1", **kwargs):
+    result = loops.init(models, optimizers, level, **kwargs)
+    round_weights(models, level)
+    return result
+
+
+def ready(level="O1", model=None, make=sgd, **kwargs):
+    model = net() if model is None else model
+    optimizer = make(model)
+    init(model, optimizer, level, **kwargs)
+    return model, optimizer
 
 
 def backward(model, optimizer, factor=1.0, **kwargs):
