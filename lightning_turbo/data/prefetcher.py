@@ -184,13 +184,13 @@ class _PrefetchThread:
     def __init__(
         self,
         source: Iterator[Any],
-        depth: int,
         lock: LoadingLock,
         limit: float,
         snapshot: Callable[[], Any] | None,
         on_close: Callable[[], None] | None,
     ) -> None:
         self.source: Any = source
+        self.has_workers = hasattr(source, "_try_get_data")  # torch's own iterator, of those over worker processes
         # While worker processes load, no dataset code runs in this process.
         self.lock: Any = contextlib.nullcontext() if self.has_workers else lock
         self.limit, self.snapshot, self.on_close = limit, snapshot, on_close
@@ -199,13 +199,7 @@ class _PrefetchThread:
         self.process = os.getpid()
         self.background: Any = None  # the BackgroundGenerator, a thread
         self.stop = threading.Event()
-        self.depth = depth
         self.room = threading.Semaphore(0)  # for batches that the thread may still load
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether the source is torch's own iterator, of those over worker processes."""
-        return hasattr(self.source, "_try_get_data")
 
     def load(self, take: Callable[[], Any]) -> list[Any]:
         """Load one batch, in whichever thread calls this; its errors are part of the item."""
@@ -261,8 +255,8 @@ class _PrefetchThread:
             raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
         return str(error).startswith("DataLoader timed out after") and not self.stop.is_set()
 
-    def start(self) -> None:
-        """Start the thread, in the modes of the calling one.
+    def start(self, depth: int) -> None:
+        """Start the thread, which keeps ``depth`` batches ready, in the modes of the calling one.
 
         It has no room before it is known here. Otherwise an interrupt, which comes while the start is waited for, would
         leave one behind that takes batches and that nobody ends.
@@ -270,7 +264,7 @@ class _PrefetchThread:
         self.room = threading.Semaphore(0)
         self.background = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
         self.background.name = f"lightning_turbo-prefetch-{id(self.background):x}"
-        self.room.release(self.depth + 1)
+        self.room.release(depth + 1)
 
     def _items(self, modes: ThreadState) -> Iterator[list[Any]]:
         modes.enter()
@@ -408,8 +402,8 @@ class PrefetchIterator(Iterator[Any]):
                 f"expected an iterator, got {source!r}, which has no __next__. Pass iter(...) of it; for a DataLoader "
                 "take PrefetchLoader.of(loader), which can be iterated again."
             )
-        check_count("prefetch_batches", prefetch_batches)
-        self.thread = _PrefetchThread(source, prefetch_batches, lock or TURNS, limit, snapshot, on_close)
+        self._depth = check_count("prefetch_batches", prefetch_batches)
+        self.thread = _PrefetchThread(source, lock or TURNS, limit, snapshot, on_close)
         self._profile = profile or LoadProfile()
         self._profile.begin_epoch()
         self._dataset = dataset
@@ -433,7 +427,8 @@ class PrefetchIterator(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        self._check_open()
+        if self._closed:
+            raise self._cannot_continue()
         if self.position.ended:
             raise StopIteration
         if self.thread.process != os.getpid():
@@ -443,7 +438,8 @@ class PrefetchIterator(Iterator[Any]):
             )
         batch, error, state = self._next_item() if self.transfer is None else self._receive()
         if error is not None:
-            self._check_open()  # another thread may have closed it, whereupon a wait for worker processes ends
+            if self._closed:  # by another thread, whereupon a wait for worker processes ends
+                raise self._cannot_continue()
             self._note(error, state)
             try:
                 raise error
@@ -455,9 +451,8 @@ class PrefetchIterator(Iterator[Any]):
             self._send()
         return batch
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"This iterator cannot continue: {self._closed}.")
+    def _cannot_continue(self) -> RuntimeError:
+        return RuntimeError(f"This iterator cannot continue: {self._closed}.")
 
     def _note(self, error: BaseException, state: Any) -> None:
         """Count a batch that raises, after which the next ``next()`` continues; at the end of the source, close.
@@ -497,7 +492,7 @@ class PrefetchIterator(Iterator[Any]):
             # The first item is left out: processes start, orders are drawn, files are opened.
             self._seconds += time.perf_counter() - started if self._loaded > 1 else 0.0
             if item[1] is None and self._is_worth_a_thread() and self._has_more():
-                self.thread.start()
+                self.thread.start(self._depth)
         except BaseException as error:  # not of the batch, but beside it: the source has gone on, and the batch is lost
             self._close_after(error)
             raise
