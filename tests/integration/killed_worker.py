@@ -1,8 +1,8 @@
 """Two ranks that kill themselves at chosen moments, each moment once; run by test_killed.py.
 
-``python killed_worker.py LEVEL FOLDER KILLS`` under torchrun is one rank. With ``fork`` before these words it starts
-both ranks itself, on torchrun's own agent, from a process that has imported everything. KILLS is a comma-separated list
-of ``where:rank:step:seed``; they happen in turn, one in each life of the job.
+``python killed_worker.py LEVEL FOLDER KILLS EPOCHS`` under torchrun is one rank. With ``fork`` before these words it
+starts both ranks itself, on torchrun's own agent, from a process that has imported everything. KILLS is a
+comma-separated list of ``where:rank:step:seed``; they happen in turn, one in each life of the job.
 """
 
 import json
@@ -29,9 +29,8 @@ from tests.unit.data.samples import Rows, seeded
 from tests.versions import unpickling
 
 prefetcher.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
-EPOCHS, SAMPLES, BATCH, WINDOW = 4, 96, 4, 2
+SAMPLES, BATCH, WINDOW = 96, 4, 2
 STEPS_OF_AN_EPOCH = SAMPLES // (2 * BATCH * WINDOW)
-STEPS = EPOCHS * STEPS_OF_AN_EPOCH
 
 
 class Kill:
@@ -164,7 +163,7 @@ class Story(pl.Callback):
         torch.save(final, self.folder / f"final.{trainer.global_rank}")
 
 
-def run(level, folder, kills):
+def run(level, folder, kills, epochs):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     folder = Path(folder)
@@ -175,7 +174,7 @@ def run(level, folder, kills):
         folder / "checkpoints", filename="{step}", every_n_train_steps=2, save_last=True, enable_version_counter=False
     )
     trainer = quiet_trainer(
-        devices=2, strategy="turbo_ddp", max_epochs=EPOCHS, accumulate_grad_batches=WINDOW,
+        devices=2, strategy="turbo_ddp", max_epochs=int(epochs), accumulate_grad_batches=WINDOW,
         callbacks=[saves, Story(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
         enable_checkpointing=True,
     )  # fmt: skip
@@ -187,12 +186,12 @@ def main():
     if sys.argv[1] != "fork":
         run(*sys.argv[1:])
         return
-    level, folder, kills = sys.argv[2:]
+    kills = sys.argv[4]
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="killed", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=len(kills.split(",")), monitor_interval=0.1, start_method="fork",
     )  # fmt: skip
-    elastic_launch(config, run)(level, folder, kills)
+    elastic_launch(config, run)(*sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -155,7 +155,9 @@ def test_thawing_a_backbone_and_going_on_from_a_checkpoint(tmp_path, level, ours
 
 
 @pytest.mark.parametrize("make", [Ema, lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)], ids=["ema", "swa"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level", ["O2", "O3", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O1"))]
+)
 def test_an_average_goes_on_from_a_checkpoint(tmp_path, level, make):
     whole, first, second = Net(), Net(), Net()
     settings = {"level": level, "ours": "turbo", "epochs": 4, "limit_val_batches": 2}
