@@ -34,7 +34,7 @@ class PerSample(Transform):
 
     Raises:
         TypeError: If ``transform`` is of another package: where that draws from is not known, so it cannot be seeded.
-        ValueError: At the first batch, if there are masks and the transform takes images alone.
+        ValueError: At the first batch, if there are masks or several images and the transform takes one image alone.
     """
 
     def __init__(self, transform: Any) -> None:
@@ -48,10 +48,11 @@ class PerSample(Transform):
         """Change images and masks."""
         seed, epoch, indices = draws.samples
         images, masks, done = len(parts.images), len(parts.masks), []
-        if masks and not self._takes_masks():
+        if images + masks > 1 and not self._takes_several():
             raise ValueError(
-                f"PerSample: expected a transform that changes masks with the image, got {self.transform!r} and "
-                f"{masks} mask(s). Take MONAI's with keys, torchvision's v2, or kornia's AugmentationSequential."
+                f"PerSample: expected a transform that changes several images, or masks with an image, alike, got "
+                f"{self.transform!r}, {images} image(s) and {masks} mask(s). Take MONAI's with keys, torchvision's "
+                "v2, or kornia's AugmentationSequential."
             )
         seeder = Seeder(self.transform, seed)
         device = parts.images[0].device
@@ -60,12 +61,14 @@ class PerSample(Transform):
                 seeder(f"augment {draws.position}", epoch, index)
                 if device.type == "cuda":
                     torch.cuda.manual_seed(torch.default_generator.initial_seed())
-                done.append(self._change([each[row] for each in parts.images], [each[row] for each in parts.masks]))
+                # Copies, because a transform may change its argument, which may be the caller's batch.
+                own = [[each[row].clone() for each in kind] for kind in (parts.images, parts.masks)]
+                done.append(self._change(*own))
         columns = [torch.stack(column) for column in zip(*done, strict=True)]
         parts.images, parts.masks = columns[:images], columns[images : images + masks]
 
-    def _takes_masks(self) -> bool:
-        """Whether the transform is one that changes masks with images."""
+    def _takes_several(self) -> bool:
+        """Whether the transform is one that changes several images, or masks with an image, by the same numbers."""
         if self.package == "torchvision":
             return True
         if self.package == "kornia":
@@ -83,13 +86,12 @@ class PerSample(Transform):
             return [each.as_subclass(Tensor) for each in result]
         whole = [each[None] for each in images] + [each[None].float() for each in masks]
         keys = ["input"] * len(images) + ["mask"] * len(masks)
-        result: Any = self.transform(*whole, data_keys=keys) if self._takes_masks() else map(self.transform, whole)
+        result: Any = self.transform(*whole, **({"data_keys": keys} if self._takes_several() else {}))
         result = [result] if isinstance(result, Tensor) else result
         return [each[0].to(old.dtype) for each, old in zip(result, images + masks, strict=True)]
 
     def _by_monai(self, images: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
         if not _has_keys(self.transform):
-            expect(len(images) == 1, "PerSample: images", len(images), "one for a transform of arrays")
             return [_plain(self.transform(images[0]))]
         names = [
             f"{kind}{number or ''}"
