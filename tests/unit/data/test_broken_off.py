@@ -47,7 +47,7 @@ CASES += [(lazily, {"num_workers": 1}, "closed"), (shuffled, {"num_workers": 1},
 @pytest.mark.parametrize(("make", "settings", "how"), CASES)
 def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
     """RandomSampler draws once more at its end, which a Trainer does not ask for after the last of 7 batches."""
-    pause = 0.02 if how == "in the middle of a batch" else 0.0
+    pause = 0.01 if how == "in the middle of a batch" else 0.0
     plain = DataLoader(Rows(), batch_size=3, **make(), num_workers=settings.get("num_workers", 0))
     ours = PrefetchLoader(waiting(pause), batch_size=3, **make(), **settings)
     if how == "on a device":
@@ -94,9 +94,10 @@ def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loade
     ours = PrefetchLoader(
         Rows() if "transform" in where else Rows(20, refuse), batch_size=3, **make(), **workers, **own
     )
-    for batches in (4, 2) if where == "workers" else (7, 1, 5):
+    for batches in (4, 2) if where == "workers" else (5, 1, 7):
         assert past_errors(ours, batches, 0.01) == past_errors(plain, batches)
-        gc.collect()  # an error keeps torch's iterator and its worker until then
+        if where == "workers":
+            gc.collect()  # an error keeps torch's iterator and its worker until then
 
 
 def test_a_generator_that_is_seeded_in_between_is_left_alone():

@@ -97,8 +97,8 @@ def resident():
 @pytest.mark.parametrize(
     ("workers", "persistent", "several", "epochs"),
     [
-        (0, False, 1, 40),
-        (0, False, 3, 40),
+        (0, False, 1, 20),
+        (0, False, 3, 20),
         (1, False, 1, 8),
         (2, True, 1, 12),
         pytest.param(2, False, 1, 200, marks=pytest.mark.slow),
@@ -118,7 +118,7 @@ def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epo
         if not persistent:
             nothing_is_left()
 
-    break_off(5 if workers else 20)  # until the allocator has what it takes
+    break_off(5 if workers else 10)  # until the allocator has what it takes
     before, memory = in_use(), resident()
     break_off(epochs)
     # Threads, processes and files. A batch in flight holds a file, and workers that stay have some in flight, 4 at
@@ -128,7 +128,7 @@ def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epo
     while any(now > limit for now, limit in zip(in_use(), most, strict=True)):
         assert time.monotonic() < deadline, (before, in_use())
         time.sleep(0.01)
-    # 40 epochs would leak 40 times the batches in flight, which are 8 MiB; 30 MiB is noise.
+    # 20 epochs would leak 20 times the batches in flight, which are 8 MiB; 30 MiB is noise.
     assert resident() - memory < 30 * 2**20
 
 
