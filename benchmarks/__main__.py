@@ -19,7 +19,7 @@ from lightning_turbo.measure import print_lines, write_json
 
 __all__ = ["main", "run"]
 
-PROGRAMS = ("compare", "proof", "gain")  # modules with a command line of their own
+PROGRAMS = ("compare", "proof", "gain", "resume")  # modules with a command line of their own
 DESCRIPTION = """Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes
 results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured."""
 
@@ -29,7 +29,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
-        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks {compare,proof,gain} --help",
+        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks {compare,proof,gain,resume} --help",
     )
     add = parser.add_argument
     add("suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)")

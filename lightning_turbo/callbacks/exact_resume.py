@@ -25,7 +25,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
 from lightning_turbo._trainer import is_fitting
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import correct_states, count_from
+from lightning_turbo.data.resume import correct_states, count_from, length_of
 from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import TurboWarning
 
@@ -306,7 +306,7 @@ def _count_whole_epoch(trainer: Any, restored: _Restored) -> None:
     """Count all batches of an epoch as used where its validation alone is left, and it had other batches."""
     loop = trainer.fit_loop
     loaded = _loaded(loop._combined_loader, restored.loaders)
-    if any(each.old["whole"] and each.old["length"] != len(each.loader) for each in loaded):
+    if any(each.old.get("whole") and each.old.get("length") != length_of(each.loader) for each in loaded):
         current = loop.epoch_loop.batch_progress.current
         _shift_batches(loop.epoch_loop, trainer.num_training_batches - current.processed)
 

@@ -1,0 +1,193 @@
+"""``python -m benchmarks resume``: which samples a run sees twice, and which never, after a stop within an epoch.
+
+Each case is a run that is stopped after three steps of its second epoch, in processes of its own, and goes on in
+others: Lightning with ``Prefetch``, Lightning alone, and Accelerate as its documentation says, if it is installed.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_turbo.measure import print_lines
+
+__all__ = ["count", "main"]
+
+SAMPLES, EPOCHS, STOP, SEED = 64, 2, 3, 0
+
+
+class Setup(NamedTuple):
+    """Of a life of a run: ranks, samples of a rank's batch, and worker processes of each."""
+
+    ranks: int = 1
+    batch_size: int = 4
+    workers: int = 0
+
+
+CASES = {
+    "the same": (Setup(workers=1), Setup(workers=1)),
+    "workers 0 -> 2": (Setup(), Setup(workers=2)),
+    "batch 4 -> 8": (Setup(), Setup(batch_size=8)),
+    "ranks 2 -> 1": (Setup(ranks=2), Setup(batch_size=8)),
+    "ranks 1 -> 2": (Setup(), Setup(ranks=2)),
+}
+
+
+def _loader(setup: Setup) -> DataLoader[Any]:
+    data: Any = range(SAMPLES)
+    return DataLoader(data, setup.batch_size, shuffle=True, num_workers=setup.workers)
+
+
+def _lightning(setup: Setup, folder: Path, again: bool, ours: bool) -> list[Any]:
+    import lightning.pytorch as pl
+
+    from lightning_turbo import Prefetch
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append((self.current_epoch, batch.tolist()))
+            return self.weight.square()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            if (trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx) == (1, STOP - 1):
+                trainer.save_checkpoint(folder / "run.ckpt")
+                trainer.should_stop = True
+
+    pl.seed_everything(SEED, verbose=False)
+    net = Net()
+    callbacks: list[pl.Callback] = [Prefetch()] if ours else []
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=setup.ranks, strategy="ddp" if setup.ranks > 1 else "auto", max_epochs=EPOCHS,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=callbacks if again else [*callbacks, Stop()],
+    )  # fmt: skip
+    trainer.fit(net, _loader(setup), ckpt_path=folder / "run.ckpt" if again else None)
+    return net.seen
+
+
+def _accelerate(setup: Setup, folder: Path, again: bool) -> list[Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    set_seed(SEED)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, _loader(setup))
+    if again:
+        accelerator.load_state(str(folder / "run"))
+    seen = []
+    for epoch in range(int(again), EPOCHS):
+        loader.set_epoch(epoch)
+        active = accelerator.skip_first_batches(loader, STOP) if again and epoch == 1 else loader
+        for number, batch in enumerate(active):
+            seen.append((epoch, batch.tolist()))
+            accelerator.backward(net(batch[:, None].float()).square().mean())
+            optimizer.step()
+            if not again and (epoch, number) == (1, STOP - 1):
+                accelerator.save_state(str(folder / "run"))
+                return seen
+    return seen
+
+
+def _live(tool: str, life: int, folder: Path, cases: Sequence[str]) -> None:
+    """Run one rank of a life of some cases, and write what it saw in the epoch of the stop."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for case in cases:
+        place = folder / case
+        place.mkdir(exist_ok=True)
+        setup, again = CASES[case][life], life > 0
+        if tool == "Accelerate":
+            seen = _accelerate(setup, place, again)
+        else:
+            seen = _lightning(setup, place, again, ours=tool != "Lightning")
+        indices = [index for epoch, batch in seen if epoch == 1 for index in batch]
+        (place / f"{life}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(indices))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _start(tool: str, life: int, ranks: int, folder: Path, cases: Sequence[str]) -> None:
+    """Run the ranks of a life of some cases to their end.
+
+    Raises:
+        RuntimeError: With what they said, if one of them fails.
+    """
+    jobs = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for rank in range(ranks):
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "resume"}
+        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(job if ranks > 1 else {})}
+        words = [sys.executable, "-m", "benchmarks", "resume", "--life", tool, str(life), str(folder), *cases]
+        jobs.append(subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    said = [job.communicate()[1].decode() for job in jobs]
+    if any(job.returncode for job in jobs):
+        raise RuntimeError(f"{tool}: {''.join(said)[-2000:]}")
+
+
+def count(tool: str, cases: Sequence[str]) -> list[tuple[int, int]]:
+    """Return of each case how many samples of the epoch of the stop are seen twice or more, and how many never."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for life, ranks in itertools.product((0, 1), (1, 2)):
+            chosen = [case for case in cases if CASES[case][life].ranks == ranks]
+            if chosen:
+                _start(tool, life, ranks, folder, chosen)
+        counts = []
+        for case in cases:
+            files = (folder / case).glob("*.json")
+            seen = Counter(index for path in files for index in json.loads(path.read_text()))
+            counts.append((sum(times > 1 for times in seen.values()), SAMPLES - len(seen)))
+        return counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks resume", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES), help="cases to run")
+    parser.add_argument("--life", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.life:
+        tool, life, folder, *cases = options.life
+        _live(tool, int(life), Path(folder), cases)
+        return 0
+    tools = ["Lightning with Prefetch", "Lightning"]
+    tools += ["Accelerate"] * (importlib.util.find_spec("accelerate") is not None)
+    counts = [count(tool, options.only) for tool in tools]
+    print_lines(
+        f"Of {SAMPLES} samples of the epoch, seen twice / never:", "", f"| What changes | {' | '.join(tools)} |"
+    )
+    print_lines("|---" * (len(tools) + 1) + "|")
+    for case, *row in zip(options.only, *counts, strict=True):
+        print_lines(f"| {case} | {' | '.join(f'{twice} / {never}' for twice, never in row)} |")
+    return 0
