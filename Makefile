@@ -62,7 +62,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	$(PIP) -e '.[dali,demo,dev,docs,optim]'
+	$(PIP) -e '.[compress,dali,demo,dev,docs,optim,pack]'
 	touch $@
 
 clean:
