@@ -1,5 +1,6 @@
 """What every test gets: a seed, a folder of its own, and a check that it left nothing behind."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("apex") and not apex:
             item.add_marker(pytest.mark.skip(reason="needs NVIDIA apex with apex.amp"))
+
+
+def pytest_collection_finish():
+    """What the imports have made lasts, so that the many collections of garbage in tests need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session, exitstatus):
