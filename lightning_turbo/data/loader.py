@@ -374,7 +374,7 @@ class PrefetchLoader(DataLoader[T]):
         state["held"] = [generator_state(each) for each in position.held]
         if run.order is None:
             order = {"iter": run.rng, "first": position.first_rng}
-            return {**START, **state, "order": order, "before": position.last_rng}
+            return {**START, **state, "order": order, "before": position.last_rng, "batch_size": self.batch_size}
         run.order.counters.warn(state["whole"])
         own = {"own": run.order.own_states(at_end=state["whole"]), "left": run.order.own_states()}
         samples = run.order.samples()

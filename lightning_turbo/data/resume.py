@@ -531,6 +531,7 @@ def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
             f"The loader had {before} batches then and has {'no length' if now is None else now} now. Go on with the "
             "same dataset, batch_size and number of ranks, or from a checkpoint of a whole epoch."
         )
+    why += _gaps_of_stream(loader, state)
     for reason in why:
         warnings.warn(
             f"The state says that {state['consumed']} batches of this epoch were used, but not which ones: samples may "
@@ -538,3 +539,15 @@ def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
             TurboWarning,
             stacklevel=3,
         )
+
+
+def _gaps_of_stream(loader: Any, state: dict[str, Any]) -> list[str]:
+    """Return what to tell of a stream whose batches have another size than those that a state counts."""
+    size, now = state.get("batch_size"), getattr(loader, "batch_size", None)
+    if None in (size, now) or size == now:
+        return []
+    used, left_out = state["consumed"] * size, state["consumed"] * now
+    return [
+        f"{used} samples of the stream were used, and {left_out} are left out now: {abs(used - left_out)} are seen "
+        f"{'twice' if left_out < used else 'never'}. Go on with batch_size={size}."
+    ]
