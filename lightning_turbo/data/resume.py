@@ -547,7 +547,8 @@ def _gaps_of_stream(loader: Any, state: dict[str, Any]) -> list[str]:
     if None in (size, now) or size == now:
         return []
     used, left_out = state["consumed"] * size, state["consumed"] * now
-    return [
+    text = (
         f"{used} samples of the stream were used, and {left_out} are left out now: {abs(used - left_out)} are seen "
         f"{'twice' if left_out < used else 'never'}. Go on with batch_size={size}."
-    ]
+    )
+    return [text]
