@@ -157,7 +157,7 @@ class ResumableOrder:
         self.length: int | None = None
         # Of ``own`` after so many entries, where they changed; the first before torch drew a seed from them.
         self._states: list[tuple[int, list[Any]]] = []
-        self._is_drawing = False
+        self._draws = 0  # begun and ended: odd while an entry is drawn, by a background thread too
         self._start = _Start()
         self._position = Position()
 
@@ -330,14 +330,14 @@ class ResumableOrder:
     def _recorded(self, entries: Iterator[Any]) -> Iterator[Any]:
         """Yield entries, with the states of the own generators after each of them, and after the end."""
         for count in itertools.count(1):
-            self._is_drawing = True
+            self._draws += 1
             try:
                 entry = next(entries, _END)
             finally:
                 states = self._own_states()
                 if not same_states(states, self._states[-1][1]):
                     self._states.append((count, states))
-                self._is_drawing = False
+                self._draws += 1
             if entry is _END:
                 return
             yield entry
@@ -348,10 +348,13 @@ class ResumableOrder:
         Before the first batch, as they were before torch drew a seed from them, which it does again. If somebody has
         set them since, as they are.
         """
-        position, now = self._position, self._own_states()
+        position = self._position
         if not position.consumed:
             return self._states[0][1]
-        somebody_set_them = not self._is_drawing and not same_states(now, self._states[-1][1])
+        # States that are read while an entry is drawn are of no position, and differ from the last recorded ones.
+        draws, now, last = self._draws, self._own_states(), self._states[-1][1]
+        is_drawing = draws % 2 == 1 or draws != self._draws
+        somebody_set_them = not is_drawing and not same_states(now, last)
         if position.ended or somebody_set_them:
             return now
         if at_end and self.length is not None:
