@@ -65,6 +65,9 @@ def _program(argv, environment, output):
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # the default, for what the script starts; a fork has its server's
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -44,6 +44,13 @@ LOADING = {"num_workers": 1, "persistent_workers": True, "prefetch_batches": 3, 
 AMP = {"opt_level": "O2", "loss_scale": 128.0}
 
 # Section of the file, class, its arguments there, and what the object has to show for it.
+AUGMENTATION = {
+    "class_path": "lightning_turbo.data.augment.BatchAugmentation",
+    "init_args": {
+        "transforms": [{"class_path": "lightning_turbo.data.augment.RandomFlip", "init_args": {"p": 0.25}}],
+        "seed": 3, "image": "image", "mask": "mask",
+    },
+}  # fmt: skip
 TABLE = [
     ("callbacks", "GradToNone", {}, {}),
     ("callbacks", "ExactAccumulation", {"weight": "builtins.len"}, {"weight": len}),
@@ -53,6 +60,9 @@ TABLE = [
     ("callbacks", "ExactResume", {}, {}),
     ("callbacks", "FusedOptimizers", {}, {}),
     ("callbacks", "Prefetch", LOADING, LOADING),
+    ("callbacks", "AugmentBatches", {"augmentation": AUGMENTATION, "training_only": False}, {
+        "training_only": False, "augmentation.seed": 3, "augmentation.masks": ("mask",),
+    }),
     ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
     ("plugins", "ApexAMP", {"dtype": "float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
     ("plugins", "AtomicCheckpointIO", {}, {}),
@@ -74,7 +84,15 @@ TABLE = [
         },
     ),
 ]  # fmt: skip
-DATA = {"PrefetchDataModule", "DALIDataModule", "PrefetchLoader", "PackedDataset", "Normalize", "DALILoader"}
+DATA = {
+    "PrefetchDataModule",
+    "DALIDataModule",
+    "PrefetchLoader",
+    "PackedDataset",
+    "PatchDataset",
+    "Normalize",
+    "DALILoader",
+}
 # They take a loader or a dataset that is there already, go into a plugin, or need NVIDIA's apex.
 IN_CODE = {"DevicePrefetcher", "SeededSampler", "ApexGradScaler", "RealApexAMP"}
 
