@@ -157,13 +157,16 @@ def rank(folder, dies):
 @pytest.mark.parametrize("dies", [False, True])
 def test_ranks_that_start_at_once_fill_it_once(tmp_path, dies):
     """Also where the first one is killed while it packs: another one goes on."""
+    # Not the working directory: a text in code that is the name of a file there is known by the file, here "died".
+    folder = tmp_path / "ranks"
+    folder.mkdir()
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank, args=(tmp_path, dies)) for _ in range(3)]
+    ranks = [context.Process(target=rank, args=(folder, dies)) for _ in range(3)]
     for each in ranks:
         each.start()
     for each in ranks:
         each.join()
     assert sorted(each.exitcode for each in ranks) == ([0, 0, 9] if dies else [0, 0, 0])
-    (name,) = {path.name.split("-")[1] for path in tmp_path.glob("saw-*")}
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [name]
-    assert [len(list(tmp_path.glob(f"loaded-{n}-*"))) for n in (1, 2, 3, 5)] == [1] * 4
+    (name,) = {path.name.split("-")[1] for path in folder.glob("saw-*")}
+    assert [path.name for path in (folder / "cache").iterdir()] == [name]
+    assert [len(list(folder.glob(f"loaded-{n}-*"))) for n in (1, 2, 3, 5)] == [1] * 4
