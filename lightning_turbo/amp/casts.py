@@ -123,7 +123,8 @@ class LevelCasts:
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
-        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.forward_context()
+        active = self.function_casts or self.half_forward
+        return contextlib.nullcontext() if active is None else active.forward_context()
 
     def backward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a backward pass, whose checkpointed forward passes are repeated as they were."""

@@ -10,10 +10,11 @@ At O3 the parameters are half all the time (``HalfWeights``), and only what goes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -40,6 +41,11 @@ __all__ = [
 
 _untraced: Any = torch.compiler.disable  # whose signature does not know methods
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+
+_HINT = (
+    "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
+    "Keep the module that calls it in float32: keep_fp32_modules=[its name or its class]."
+)
 
 
 class _Position(NamedTuple):
@@ -346,6 +352,17 @@ class HalfForward:
             self.keep([module])
             for plan in self._plans.values():
                 plan.expire()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def forward_context() -> Iterator[None]:
+        """Around a step: says what to do where an operation does not take half precision; the hooks do all else."""
+        try:
+            yield
+        except RuntimeError as error:
+            if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
+                error.args = (f"{error}\n{_HINT}",)
+            raise
 
     def clear_cache(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""

@@ -326,6 +326,17 @@ def test_what_does_not_follow_is_told():
     amp.shutdown()
 
 
+def test_an_error_in_half_precision_says_what_to_do():
+    class Spectrum(Regression):
+        def loss(self, batch):
+            return torch.fft.rfft(self.net(batch[0])).abs().mean()
+
+    module = Spectrum()
+    module.net.append(type("Fourier", (nn.Linear,), {"forward": lambda self, x: torch.fft.rfft(x).real})(1, 1))
+    with pytest.raises(RuntimeError, match=r"(?s)BFloat16.*keep_fp32_modules=\[its name or its class\]"):
+        fit(module, ApexAMP("O2"))
+
+
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_call_sees_weights_that_were_written_to_in_any_way(grad):
     net, x = layers(), torch.ones(1, 4)
