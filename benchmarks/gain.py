@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_turbo.measure import Bar, draw_bars
 
-COLOURS = {"without": "#94a3b8", "chosen by tune": "#0f9488"}
+COLOURS = {"to compare": "#94a3b8", "chosen by tune": "#0f9488"}
 
 
 def choose_bars(results: dict[str, Any]) -> list[tuple[str, float, str]]:
@@ -20,10 +20,10 @@ def choose_bars(results: dict[str, Any]) -> list[tuple[str, float, str]]:
         raise ValueError("expected a tune.json with chosen settings, got one that recommends nothing")
     single = min((row for row in results["candidates"] if row["ratio"]), key=lambda row: row["ratio"])
     return [
-        ("stock Lightning", default, "without"),
-        (f"best single setting\n({single['name']})", default * single["ratio"], "without"),
+        ("stock Lightning", default, "to compare"),
+        (f"best single setting\n({single['name']})", default * single["ratio"], "to compare"),
         (f"chosen by tune\n({', '.join(chosen['settings'])})", default * chosen["ratio"], "chosen by tune"),
-        ("bound of loading alone:\nno waiting for data", results["headroom"]["one_batch_ms"], "without"),
+        ("bound of loading alone:\nno waiting for data", results["headroom"]["one_batch_ms"], "to compare"),
     ]
 
 
