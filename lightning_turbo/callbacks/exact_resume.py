@@ -25,7 +25,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
 from lightning_turbo._trainer import is_fitting
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import correct_states, count_from, length_of
+from lightning_turbo.data.resume import count_from, length_of, write_used_batches
 from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import TurboWarning
 
@@ -107,7 +107,7 @@ class ExactResume(Callback):
         ranks, random = _take_states_of_rank(checkpoint)
         loaders = fit["state_dict"].pop("combined_loader", [])
         over, begins, used = _read_position(trainer, fit)
-        correct_states(loaders, over=over, used=used)
+        write_used_batches(loaders, over=over, used=used)
         # The loaders are at their end then, but the epoch is not over.
         over = over and not _resume_validation(fit)
         if over or begins:

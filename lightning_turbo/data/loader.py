@@ -20,7 +20,7 @@ from lightning_turbo._checks import check_count
 from lightning_turbo._random import generator_state, generators_in, same_random_numbers, set_shared_state, shared_state
 from lightning_turbo.data.prefetcher import TURNS, LoadingLock, LoadProfile, PrefetchIterator
 from lightning_turbo.data.resume import (
-    START,
+    FRESH_STATE,
     Position,
     ResumableOrder,
     batches_before,
@@ -48,7 +48,7 @@ class _Run:
         self.live: weakref.ref[Any] | None = None
         self.thread: Any = None  # of that iterator, which it may outlive if the collector takes that
         self.position: Position | None = None
-        self.rng: dict[str, Any] | None = None  # the global RNGs when the epoch of a stream began
+        self.stream_rng: dict[str, Any] | None = None  # the global RNGs when the epoch of a stream began
         self.order: ResumableOrder | None = None
         self.threaded: ThreadedDataset | None = None
         self.limit: Callable[[], float] | None = None
@@ -224,7 +224,8 @@ class PrefetchLoader(DataLoader[T]):
         run.loaded = self._state_to_load()
         # To make an iterator is dataset code too: a stream opens its files there, a sampler asks for a length.
         with contextlib.nullcontext() if self.num_workers or self.threads > 1 else TURNS:
-            epoch = self._begin_own() if self._kind is _Kind.OWN_STATE else self._begin_counted(run.loaded or START)
+            is_own = self._kind is _Kind.OWN_STATE
+            epoch = self._begin_own() if is_own else self._begin_counted(run.loaded or FRESH_STATE)
         run.live, run.thread, run.position = weakref.ref(epoch), epoch.thread, epoch.position
         return epoch
 
@@ -267,12 +268,12 @@ class PrefetchLoader(DataLoader[T]):
     def _begin_stream(self, began: dict[str, Any] | None, position: Position) -> Any:
         """Begin a stream; one that is continued draws what it drew from the random generators at its beginning."""
         if began is not None:
-            set_shared_state(began["iter"], position.held)
-        self._run.rng = shared_state(position.held)
+            set_shared_state(began["iter"], position.dataset_generators)
+        self._run.stream_rng = shared_state(position.dataset_generators)
         source = self._make_source()
         if began is not None and began["first"] is not None:
-            position.first_rng = began["first"]
-            set_shared_state(began["first"], position.held)
+            position.rng_before_first = began["first"]
+            set_shared_state(began["first"], position.dataset_generators)
         return source
 
     def _make_source(self) -> Any:
@@ -366,19 +367,21 @@ class PrefetchLoader(DataLoader[T]):
         if self._kind is _Kind.OWN_STATE:
             return cast(Any, super()).state_dict() if position is None else position.state
         if position is None:
-            return dict(START)
+            return dict(FRESH_STATE)
         with same_random_numbers():  # from which a sampler may draw to tell its length
             length = run.order.length if run.order is not None and self._kind is _Kind.INDICES else None
             state = describe(position, length_of(self) if length is None else length)
         self._warn_of_generators(state["whole"])
-        state["held"] = [generator_state(each) for each in position.held]
+        state["held"] = [generator_state(each) for each in position.dataset_generators]
+        state["before"] = position.rng_before_latest
         if run.order is None:
-            order = {"iter": run.rng, "first": position.first_rng}
-            return {**START, **state, "order": order, "before": position.last_rng, "batch_size": self.batch_size}
+            order = {"iter": run.stream_rng, "first": position.rng_before_first}
+            return {**FRESH_STATE, **state, "order": order, "batch_size": self.batch_size}
         run.order.counters.warn(state["whole"])
-        own = {"own": run.order.own_states(at_end=state["whole"]), "left": run.order.own_states()}
+        left = run.order.states_here()
+        own = run.order.states_at_end() if state["whole"] else left
         samples = run.order.samples()
-        return {**state, **own, "order": run.order.epoch_rng, "samples": samples, "before": position.last_rng}
+        return {**state, "own": own, "left": left, "order": run.order.epoch_rng, "samples": samples}
 
     def _warn_of_generators(self, over: bool) -> None:
         """Warn of generators that the dataset holds in each worker process; those of new processes begin again."""

@@ -33,12 +33,22 @@ from lightning_turbo.data.global_order import Dealing, draw_order, refuse
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "START", "Counters", "Position", "ResumableOrder", "batches_before", "correct_states", "count_from", "describe",
-    "end_workers", "generators_of", "length_of", "warn_of_gaps", "wrong_kind",
+    "FRESH_STATE", "Counters", "Position", "ResumableOrder", "batches_before", "count_from", "describe", "end_workers",
+    "generators_of", "length_of", "warn_of_gaps", "write_used_batches", "wrong_kind",
 ]  # fmt: skip
 
-# The state of a loader that has returned nothing yet.
-START: dict[str, Any] = {
+# The state of a loader that has returned nothing yet. What stands under each key:
+#   consumed, ended, length: batches that were used, whether the end was reached, how many batches the loader had.
+#   whole: whether the epoch is over, so that the next iter() begins the one after it.
+#   order: how this epoch began, from which its order follows. "iter": the random generators at iter(). "first": those
+#     before the first entry, or the first batch of a stream. "epochs": those of samplers that have one.
+#   own: the generators of the loader and its samplers, as the next epoch finds them. left: the same if nobody asks for
+#     the end, at which some samplers draw once more, as a Trainer does not.
+#   before: the global RNGs before the latest batch. next_rng: before the batch that comes next, if that was loaded
+#     already when the state was taken; there only in states that write_used_batches has changed.
+#   held: the generators that the dataset holds.
+#   samples: what ResumableOrder.samples returned. batch_size: that of a stream.
+FRESH_STATE: dict[str, Any] = {
     "consumed": 0, "whole": False, "ended": False, "length": None, "order": None, "own": [], "left": [],
     "before": None, "held": [],
 }  # fmt: skip
@@ -60,20 +70,20 @@ class Position:
         ended: Whether the end was reached.
         state: What the source said of itself after the last batch that was returned, for loaders with such a state.
         samples: What ``ResumableOrder.samples`` said where the epoch began with other ranks or batches.
-        first_rng: The global RNGs before the first batch of the epoch; ``None`` if nobody noted them.
-        last_rng: The same before the latest batch, where loading may draw from them.
-        next_rng: How they are to be for the next batch, which a Trainer had loaded ahead when the state was taken.
-        held: The generators that the dataset holds, if it is loaded in this process; noted with the global ones.
+        rng_before_first: The global RNGs before the first batch of the epoch; ``None`` if nobody noted them.
+        rng_before_latest: The same before the latest batch, where loading may draw from them.
+        rng_for_next: How they are to be for the next batch, which a Trainer had loaded ahead when the state was taken.
+        dataset_generators: Those that the dataset holds, if it is loaded in this process; noted with the global ones.
     """
 
-    def __init__(self, consumed: int = 0, next_rng: Any = None, held: Sequence[Any] = ()) -> None:
+    def __init__(self, consumed: int = 0, rng_for_next: Any = None, dataset_generators: Sequence[Any] = ()) -> None:
         self.consumed = self.begun = consumed
         self.ended = False
         self.state: Any = None
         self.samples: dict[str, Any] | None = None
-        self.first_rng: Any = None
-        self.last_rng: Any = None
-        self.next_rng, self.held = next_rng, held
+        self.rng_before_first: Any = None
+        self.rng_before_latest: Any = None
+        self.rng_for_next, self.dataset_generators = rng_for_next, dataset_generators
 
     @property
     def is_untouched(self) -> bool:
@@ -82,24 +92,24 @@ class Position:
 
     def note(self) -> AbstractContextManager[None]:
         """Note the random generators before a batch is loaded, and return in what it is to be loaded."""
-        noted, self.next_rng = self.next_rng, None
-        self.last_rng = noted or shared_state(self.held)
-        if self.first_rng is None:
-            self.first_rng = self.last_rng
-        return generators_at(noted, self.held) if noted else nullcontext()
+        noted, self.rng_for_next = self.rng_for_next, None
+        self.rng_before_latest = noted or shared_state(self.dataset_generators)
+        if self.rng_before_first is None:
+            self.rng_before_first = self.rng_before_latest
+        return generators_at(noted, self.dataset_generators) if noted else nullcontext()
 
     def go_on(self, states: Sequence[Any]) -> None:
         """Set the generators that the dataset holds to ``states``, those of a dataset like it."""
-        if states and len(states) != len(self.held):
+        if states and len(states) != len(self.dataset_generators):
             warnings.warn(
                 f"The state is of a dataset that held {len(states)} random generators, and this one holds "
-                f"{len(self.held)}: they stay as they are, and samples may differ from those of a run that was not "
-                "stopped. Make the generators in the dataset's __init__.",
+                f"{len(self.dataset_generators)}: they stay as they are, and samples may differ from those of a run "
+                "that was not stopped. Make the generators in the dataset's __init__.",
                 TurboWarning,
                 stacklevel=2,
             )
             return
-        for generator, state in zip(self.held, states, strict=False):
+        for generator, state in zip(self.dataset_generators, states, strict=False):
             set_generator_state(generator, state)
 
 
@@ -118,13 +128,13 @@ def end_workers(source: Any) -> None:
         end()
 
 
-class _Start(NamedTuple):
-    """How the next order begins."""
+class _NextOrder(NamedTuple):
+    """What the next ``iter()`` of a ``ResumableOrder`` gives: by default an epoch from its beginning."""
 
     skip: int = 0  # entries to leave out
-    samples: dict[str, Any] | None = None  # of an epoch whose order is dealt out in another way from a sample on
-    epoch_rng: dict[str, Any] | None = None  # of the epoch that it is the rest of
-    seeded: list[Any] | None = None  # states of the own generators, set after torch drew its seed from them
+    epoch_rng: dict[str, Any] | None = None  # how the epoch began that it is the rest of
+    samples: dict[str, Any] | None = None  # of that epoch, if it began with other ranks or batches
+    after_seed: list[Any] | None = None  # states of the generators, set after torch drew its seed from them
 
 
 class ResumableOrder:
@@ -134,12 +144,12 @@ class ResumableOrder:
     order follows from the states of the random generators when the sampler is asked for an iterator and when its first
     entry is drawn, and from its epoch if it has one. These are recorded; the entries are not kept. Samplers of torch
     draw all entries at the first one, so that nothing depends on how far ahead batches are loaded; others draw when an
-    entry is asked for. The generators that the loader and its samplers hold are its own: their states are recorded
+    entry is asked for. The states of the generators that the loader and its samplers hold are recorded
     after each entry, and an epoch that is left early puts them back to where a plain loader would have left them.
 
     Attributes:
         sampler: The sampler inside.
-        own: The generators that belong to the loader and its samplers.
+        generators: Those that belong to the loader and its samplers.
         counters: Numbers that its samplers keep.
         epoch_rng: How the latest order began; ``None`` before that, and without ``first`` before its first entry.
         length: How many entries the latest order has; ``None`` where that is not known.
@@ -147,7 +157,7 @@ class ResumableOrder:
 
     def __init__(self, sampler: Any, loader: Any) -> None:
         self.sampler = sampler
-        self.own = generators_of(loader.generator, sampler)
+        self.generators = generators_of(loader.generator, sampler)
         self._counting = [each for each in _samplers_in(sampler) if _has_epoch(each)]
         self.counters = Counters(sampler)
         # Entries that torch's iterator draws before it returns a batch, and where it draws its seed for all epochs.
@@ -155,10 +165,10 @@ class ResumableOrder:
         self._is_seeded_once = loader.persistent_workers
         self.epoch_rng: dict[str, Any] | None = None
         self.length: int | None = None
-        # Of ``own`` after so many entries, where they changed; the first before torch drew a seed from them.
-        self._states: list[tuple[int, list[Any]]] = []
+        # Of ``generators`` after so many entries, where they changed; the first before torch drew a seed from them.
+        self._recorded_states: list[tuple[int, list[Any]]] = []
         self._draws = 0  # begun and ended: odd while an entry is drawn, by a background thread too
-        self._start = _Start()
+        self._next_order = _NextOrder()
         self._position = Position()
 
     def samples(self) -> dict[str, Any] | None:
@@ -186,7 +196,7 @@ class ResumableOrder:
         first, generator = (self.epoch_rng or {}).get("first"), getattr(dealing.sampler, "generator", None)
         if first is None:
             return None
-        for own, state in zip(self.own, first["own"], strict=True):
+        for own, state in zip(self.generators, first["own"], strict=True):
             if own is generator:
                 return {"own": True, "state": state}
         return {"own": False, "state": first["shared"]["torch"]}
@@ -212,10 +222,10 @@ class ResumableOrder:
             return state
         used = self._used_samples(state, samples)
         if not used:
-            return dict(START)
+            return dict(FRESH_STATE)
         number = dealing.count_batches() - dealing.count_batches(used)
         here = {"ranks": dealing.ranks, "batch_size": dealing.batch_size}
-        own = state["own"] if len(state["own"]) == len(self.own) else self._own_states()
+        own = state["own"] if len(state["own"]) == len(self.generators) else self._generator_states()
         return {
             **state, "consumed": number, "ended": False, "length": dealing.count_batches(), "own": own, "left": own,
             "before": None, "next_rng": None,
@@ -242,24 +252,24 @@ class ResumableOrder:
         order, own = state["order"], state.get("own") or None
         if hasattr(self.sampler, "continue_after"):
             self._count_epochs(state)
-        self.epoch_rng, self.length, self._position, self._start = None, None, position, _Start()
+        self.epoch_rng, self.length, self._position, self._next_order = None, None, position, _NextOrder()
         samples = state.get("samples")
         if samples is not None and samples["at"] is not None and not state.get("whole"):
             position.samples = samples
-            self._start = _Start(skip, samples, order)
+            self._next_order = _NextOrder(skip, order, samples)
             if own is not None:
-                self._set_own(own)
+                self._set_generators(own)
         elif order is not None and not state.get("whole"):
             self._check_number("samplers that count epochs", order["epochs"], self._counting)
-            self._check_number("random generators", order["iter"]["own"], self.own)
-            self._start = _Start(skip, epoch_rng=order)
+            self._check_number("random generators", order["iter"]["own"], self.generators)
+            self._next_order = _NextOrder(skip, order)
         elif own is not None:
-            self._check_number("random generators", own, self.own)
-            self._set_own(own)
+            self._check_number("random generators", own, self.generators)
+            self._set_generators(own)
             # Worker processes that stay had their seed before the state was taken, and draw one here once more.
             if self._is_seeded_once:
-                self._start = _Start(seeded=own)
-        self._states = [(-1, self._own_states())]
+                self._next_order = _NextOrder(after_seed=own)
+        self._recorded_states = [(-1, self._generator_states())]
 
     def _count_epochs(self, state: dict[str, Any]) -> None:
         """Set the epoch of a sampler that counts its passes: states and passes that gave no batch are not its own."""
@@ -274,11 +284,11 @@ class ResumableOrder:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        order = self._start.epoch_rng
+        order = self._next_order.epoch_rng
         self.counters.begin()
-        if self._start.samples is not None:
+        if self._next_order.samples is not None:
             self.epoch_rng = order
-            return self._draw_rest(self._start)
+            return self._draw_rest(self._next_order)
         here = shared_state()
         if order is not None:
             for sampler, epoch in zip(self._counting, order["epochs"], strict=True):
@@ -288,36 +298,36 @@ class ResumableOrder:
         entries = iter(self.sampler)  # at which some samplers draw
         if order is not None:
             set_shared_state(here)
-        return self._draw(entries, self.epoch_rng, self._start)
+        return self._draw(entries, self.epoch_rng, self._next_order)
 
-    def _draw(self, entries: Iterator[Any], began: dict[str, Any], start: _Start) -> Iterator[Any]:
-        self._start, here = _Start(), shared_state()
+    def _draw(self, entries: Iterator[Any], began: dict[str, Any], next_order: _NextOrder) -> Iterator[Any]:
+        self._next_order, here = _NextOrder(), shared_state()
         first = began.get("first")
         if first is not None:
             self._set_states(first)
-        elif start.seeded is not None:
-            self._set_own(start.seeded)
+        elif next_order.after_seed is not None:
+            self._set_generators(next_order.after_seed)
         self.epoch_rng = {**began, "first": first or self._all_states()}
-        self._states.append((0, self._own_states()))
-        if self.own:
-            entries = self._recorded(entries)
+        self._recorded_states.append((0, self._generator_states()))
+        if self.generators:
+            entries = self._recording(entries)
         drawn: list[Any] = []
         if _is_drawn_at_once(self.sampler):
             drawn = list(entries)
             self.length = len(drawn)
         elif first is not None:  # what was used, and the entry at which others draw their order
-            drawn = list(itertools.islice(entries, start.skip + 1))
+            drawn = list(itertools.islice(entries, next_order.skip + 1))
         if first is not None:
             set_shared_state(here)
-        yield from drawn[start.skip :]
+        yield from drawn[next_order.skip :]
         yield from entries
 
-    def _draw_rest(self, start: _Start) -> Iterator[Any]:
+    def _draw_rest(self, next_order: _NextOrder) -> Iterator[Any]:
         """Yield the rest of an order that began with other ranks or batches, of which the sampler inside is not asked.
 
         Its epoch counts as one that it was asked for.
         """
-        self._start, samples, dealing = _Start(), start.samples, Dealing.of(self.sampler)
+        self._next_order, samples, dealing = _NextOrder(), next_order.samples, Dealing.of(self.sampler)
         assert samples is not None
         assert dealing is not None
         order, at = samples["order"], samples["at"]
@@ -325,59 +335,67 @@ class ResumableOrder:
         self.length = at["batches"] + len(entries)
         if hasattr(self.sampler, "continue_after"):
             self.sampler.continue_after([order["epoch"]], over=True)
-        yield from entries[start.skip :]
+        yield from entries[next_order.skip :]
 
-    def _recorded(self, entries: Iterator[Any]) -> Iterator[Any]:
+    def _recording(self, entries: Iterator[Any]) -> Iterator[Any]:
         """Yield entries, with the states of the own generators after each of them, and after the end."""
         for count in itertools.count(1):
             self._draws += 1
             try:
                 entry = next(entries, _END)
             finally:
-                states = self._own_states()
-                if not same_states(states, self._states[-1][1]):
-                    self._states.append((count, states))
+                states = self._generator_states()
+                if not same_states(states, self._recorded_states[-1][1]):
+                    self._recorded_states.append((count, states))
                 self._draws += 1
             if entry is _END:
                 return
             yield entry
 
-    def own_states(self, at_end: bool = False) -> list[Any]:
-        """Return the states of the own generators as a plain loader would leave them at this position, or at its end.
+    def states_here(self) -> list[Any]:
+        """Return the states of the generators as a plain loader would leave them at this position.
 
         Before the first batch, as they were before torch drew a seed from them, which it does again. If somebody has
         set them since, as they are.
         """
         position = self._position
         if not position.consumed:
-            return self._states[0][1]
+            return self._recorded_states[0][1]
+        if position.ended or self._somebody_set_them():
+            return self._generator_states()
+        drawn = position.consumed + self._ahead
+        return next(states for at, states in reversed(self._recorded_states) if at <= drawn)
+
+    def states_at_end(self) -> list[Any]:
+        """Return them as a plain loader would leave them if it was asked for the end of an epoch that is over."""
+        is_known = self._position.consumed and self.length is not None
+        if not is_known or self._position.ended or self._somebody_set_them():
+            return self.states_here()
+        return self._recorded_states[-1][1]
+
+    def _somebody_set_them(self) -> bool:
         # States that are read while an entry is drawn are of no position, and differ from the last recorded ones.
-        draws, now, last = self._draws, self._own_states(), self._states[-1][1]
+        draws, now, last = self._draws, self._generator_states(), self._recorded_states[-1][1]
         is_drawing = draws % 2 == 1 or draws != self._draws
-        somebody_set_them = not is_drawing and not same_states(now, last)
-        if position.ended or somebody_set_them:
-            return now
-        if at_end and self.length is not None:
-            return self._states[-1][1]
-        return next(states for at, states in reversed(self._states) if at <= position.consumed + self._ahead)
+        return not is_drawing and not same_states(now, last)
 
     def put_back(self, position: Position) -> None:
         """Take back what was drawn ahead for an iterator that is left before its end, if it is the latest."""
         if position is self._position and position.consumed and not position.ended:
-            self._set_own(self.own_states())
+            self._set_generators(self.states_here())
 
-    def _own_states(self) -> list[Any]:
-        return [generator_state(generator) for generator in self.own]
+    def _generator_states(self) -> list[Any]:
+        return [generator_state(generator) for generator in self.generators]
 
-    def _set_own(self, states: list[Any]) -> None:
-        for generator, state in zip(self.own, states, strict=True):
+    def _set_generators(self, states: list[Any]) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
             set_generator_state(generator, state)
 
     def _all_states(self) -> dict[str, Any]:
-        return {"shared": shared_state(), "own": self._own_states()}
+        return {"shared": shared_state(), "own": self._generator_states()}
 
     def _set_states(self, states: dict[str, Any]) -> None:
-        self._set_own(states["own"])
+        self._set_generators(states["own"])
         set_shared_state(states["shared"])
 
     @staticmethod
@@ -488,7 +506,7 @@ def count_from(state: dict[str, Any], number: int, ended: bool) -> dict[str, Any
     return {**state, "consumed": number, "samples": {**samples, "at": {"samples": at, "batches": number}}}
 
 
-def correct_states(states: Iterable[Any], over: bool, used: int | None = None) -> None:
+def write_used_batches(states: Iterable[Any], over: bool, used: int | None = None) -> None:
     """Write into states of loaders what was used in the epoch that they were taken in, and whether it was over.
 
     Loaders know neither: batches may be returned and not used, an epoch may end before a loader, or continue after it

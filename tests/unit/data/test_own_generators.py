@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.resume import correct_states
+from lightning_turbo.data.resume import write_used_batches
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.unit.data.samples import Rows, saved, seeded, take, values
 
@@ -112,7 +112,7 @@ def test_a_batch_that_a_trainer_had_fetched_and_not_used_is_loaded_as_it_was(kin
         if not resume:
             return seen + values(iterated) + values(first)
         state = first.state_dict()
-        correct_states([state], over=False, used=3)
+        write_used_batches([state], over=False, used=3)
         again = KINDS[kind](MAKE["PCG64"])
         again.load_state_dict(saved(state))
         with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DeviceTransfer, PrefetchLoader
-from lightning_turbo.data.resume import correct_states
+from lightning_turbo.data.resume import write_used_batches
 from lightning_turbo.errors import TurboWarning
 from tests.unit.data.samples import Stream, saved, seeded, take, values
 
@@ -253,7 +253,7 @@ def test_a_later_epoch_goes_on_whatever_its_order_comes_from(settings, used):
     assert used != "all" or next(iterator, None) is None
     state = saved(loader.state_dict())
     if used == 7:
-        correct_states([state], over=True)  # as a Trainer, which does not ask for the end
+        write_used_batches([state], over=True)  # as a Trainer, which does not ask for the end
     expected = [] if used in (7, "all") else values(iterator)
     expected += values(loader)
     other = going_on(make, state)
@@ -295,7 +295,7 @@ def test_an_epoch_may_end_before_a_loader_and_go_on_after_it(kind):
     begun = saved(loader.state_dict())
     for state, over, batches in ((ended, True, 7), (ended, False, 0), (begun, True, 7), (begun, False, 6)):
         states = [dict(state), {"whole": 1}, None]
-        correct_states(states, over)
+        write_used_batches(states, over)
         assert states[1:] == [{"whole": 1}, None]  # of other loaders
         other = going_on(make, states[0])
         assert len(list(other)) == batches
