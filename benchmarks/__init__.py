@@ -3,9 +3,9 @@
 ``python -m benchmarks NAME`` measures one suite; ``python -m benchmarks --help`` shows the names.
 
 - ``suite``: cases, aims and suites, which are tables of plain values, and the meter that a case is given.
-- ``precision``, ``overhead``, ``memory``, ``loaders``, ``prefetch``, ``tricks``, ``gpu``: the tables.
+- ``precision``, ``overhead``, ``memory``, ``loaders``, ``augment``, ``prefetch``, ``gpu``: the tables.
 - ``work``, ``peers``: the networks, data and loops that cases share; other libraries' loops and loaders.
 - ``runner``, ``worker``: the one runner, whose processes take turns, and the inside of such a process.
-- ``report``, ``compare``: the one report, and two of them side by side.
-- ``proof``, ``gain``: the proof of ``lightning-turbo tune``, and the README's picture.
+- ``report``, ``figures``: the one report, and its medians and ratios.
+- ``resume``, ``gain``: samples that a stop repeats or loses, and the README's picture.
 """

@@ -19,7 +19,7 @@ from lightning_turbo.measure import print_lines, write_json
 
 __all__ = ["main", "run"]
 
-PROGRAMS = ("compare", "proof", "gain", "resume")  # modules with a command line of their own
+PROGRAMS = ("gain", "resume")  # modules with a command line of their own
 DESCRIPTION = """Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes
 results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured."""
 
@@ -29,7 +29,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
-        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks {compare,proof,gain,resume} --help",
+        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks {gain,resume} --help",
     )
     add = parser.add_argument
     add("suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)")
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; ``None`` takes those of the process.
 
     Returns:
-        0; 1 if a case failed or something got slower; 2 for input that is refused; 130 after Ctrl-C.
+        0; 1 if a case failed; 2 for input that is refused; 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:

@@ -399,7 +399,7 @@ TRAINED: Rows = [
     ("O1, bf16", _amp("O1"), AUTO, True),
     ("O2, bf16", _amp("O2"), BY_HAND, True),
     ("O3, bf16", _amp("O3"), HALF, False),
-    ("O1, bf16, strategy turbo", _amp("O1", lean_step=True, lean_logging=True), AUTO, True),
+    ("O1, bf16, strategy turbo", _amp("O1", lean=True), AUTO, True),
     ("O1, bf16, compiled", _amp("O1", compile="network"), COMPILED, True),
     ("O1, bf16, reduce-overhead", _amp("O1", compile={"mode": "reduce-overhead"}), REDUCED, False),
     ("Lightning 16-mixed", {"precision": "16-mixed"}, FP16, False),
@@ -427,7 +427,7 @@ def _training(task: str) -> list[Case]:
 
 
 SYNTHETIC, TOY, EVEN = "feed: images on the device", "toy step: plain loop", "memory: Lightning 32-true"
-LEAN = {"lean_step": True, "lean_logging": True}
+LEAN = {"lean": True}
 # Name, arguments, kind.
 FEEDS = [
     (SYNTHETIC, {"feed": "synthetic"}, "torch"),

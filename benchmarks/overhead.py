@@ -135,7 +135,7 @@ def _callback(name: str) -> Callback:
 
 STOCK, WINDOWED = "Lightning", f"Lightning, {WINDOW} batches a step"
 EPOCHS = f"PrefetchDataModule, epochs of {EPOCH} batches"
-LEAN, WINDOWS = {"lean_step": True, "lean_logging": True}, {"accumulate_grad_batches": WINDOW}
+LEAN, WINDOWS = {"lean": True}, {"accumulate_grad_batches": WINDOW}
 O1 = {"opt_level": "O1", "dtype": "bf16"}
 LOGGING: dict[str, dict[str, Any]] = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
 # Name, arguments, and what it is divided by besides the plain loop.

@@ -25,7 +25,6 @@ from lightning_turbo.measure import (
     Process,
     Progress,
     Turns,
-    Work,
     describe_machine,
     new_row,
 )
@@ -156,7 +155,6 @@ class SuiteRun:
                 rows[case.name] = {
                     "case": case.name,
                     "config": dict(case.config),
-                    "environment": dict(case.environment),
                     "base": self.suite.base(case.name),
                     "against": list(case.against),
                     "kind": case.kind,
@@ -191,12 +189,11 @@ class SuiteRun:
     def spawn(self, name: str) -> Process:
         """Start the process of a case."""
         settings, suite = self.settings, self.suite
-        environment = {**suite.environment, **suite.known[name].environment}
+        environment = dict(suite.environment)
         if settings.threads is not None:
             environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.threads))
         task = {
             "suite": suite.name, "place": SUITES[suite.name], "case": name, "warmup": suite.warmup,
-            "prepared": self.prepared,
             **{each: getattr(settings, each) for each in ("device", "threads", "seed", "quick")},
         }  # fmt: skip
         safe = "".join(letter if letter.isalnum() else "_" for letter in name)
@@ -260,8 +257,6 @@ class SuiteRun:
         share = self.interrupt.left * size / starts
         limit = QUICK_ROUNDS_SECONDS if settings.quick else math.inf if settings.rounds else self.suite.seconds
         seconds = limit * size / (len(self.chosen) * settings.processes)
-        rest = starts - size
-        self.progress.expect([Work(size, size * self.sweeps, seconds), Work(rest, rest * self.sweeps, math.inf)])
         self.turns.run(
             group,
             {"lead": self.suite.lead, "steps": self.steps, "seconds": self.suite.round_seconds},

@@ -30,7 +30,6 @@ SUITES: dict[str, str] = {
     "loaders": "benchmarks.loaders:SUITE",
     "augment": "benchmarks.augment:SUITE",
     "prefetch": "benchmarks.prefetch:SUITE",
-    "tricks": "benchmarks.tricks:SUITE",
     "grid": "benchmarks.prefetch:GRID",
     "gpu": "benchmarks.gpu:SUITE",
 }
@@ -48,17 +47,13 @@ class Meter(measure.Meter):
         ask: As in ``lightning_turbo.measure.Meter``.
         seed: Of data and weights, the same for all cases; torch's, numpy's and Python's generators are seeded with it.
         quick: Whether a small model or little data should do.
-        prepared: What the suite's ``prepare`` returned.
         options: The other arguments of ``lightning_turbo.measure.Meter``.
     """
 
-    def __init__(
-        self, ask: Any, *, seed: int = 0, quick: bool = False, prepared: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, ask: Any, *, seed: int = 0, quick: bool = False, **options: Any) -> None:
         super().__init__(ask, **options)
         self.seed = seed
         self.quick = quick
-        self.prepared = dict(prepared or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +68,6 @@ class Case:
         against: Further cases that it is divided by.
         needs: Distributions, as pip names them, without which it is skipped.
         kind: ``"torch"`` for PyTorch and Lightning, ``"ours"``, or ``"peer"``; the colour of its bar.
-        environment: Variables of its process.
     """
 
     name: str
@@ -83,7 +77,6 @@ class Case:
     against: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     kind: str = "torch"
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,8 +118,8 @@ class Suite:
         quantity: What ratios and the picture are about: ``"seconds"``, ``"peak_bytes"`` or a number of the cases.
         unit: What a step is, in the report.
         environment: Variables of all its processes.
-        prepare: Run once, in the runner, before the cases; what it returns is ``meter.prepared`` of each. It gets a
-            meter for seed and device, and calls no ``step``.
+        prepare: Run once, in the runner, before the cases: facts for the report. It gets a meter for seed and device,
+            and calls no ``step``.
 
     Raises:
         ValueError: If a name is taken twice, or refers to nothing.

@@ -24,7 +24,7 @@ def main() -> None:
         torch.set_num_threads(task["threads"])
     SUITES[task["suite"]] = task["place"]
     suite = load_suite(task["suite"])
-    meter = Meter(channel.ask, **{name: task[name] for name in ("device", "seed", "quick", "warmup", "prepared")})
+    meter = Meter(channel.ask, **{name: task[name] for name in ("device", "seed", "quick", "warmup")})
 
     def run() -> Mapping[str, Any]:
         case = suite.known[task["case"]]

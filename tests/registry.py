@@ -62,7 +62,7 @@ def _augmentation():
 def _lean(devices):
     """A turbo strategy with its lean parts, where Lightning is one that they follow."""
     make = lt.TurboStrategy if devices == 1 else lt.TurboDDPStrategy
-    return make(lean_step=KNOWS_WEIGHTS_ONLY, lean_logging=KNOWS_WEIGHTS_ONLY)
+    return make(lean=KNOWS_WEIGHTS_ONLY)
 
 
 def make_model(pl, scheduler=None, optimizer=None):

@@ -13,7 +13,6 @@ FINDS_RATES = pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning's lea
 # Before 2.6 the epoch after a checkpoint of a whole one begins twice, and a generator of the loader's own moves on.
 BEGINS_ONCE = pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning begins that epoch twice")
 
-LEAN_STEP = {"lean_step": True} if KNOWS_WEIGHTS_ONLY else {}  # both came with 2.6
 
 # A candidate of tune that takes the turbo strategy.
 TURBO_CANDIDATE = "lean" if KNOWS_WEIGHTS_ONLY else "device-prefetch"

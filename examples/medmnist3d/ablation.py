@@ -8,10 +8,7 @@ repetition. Results are written after every run; Ctrl-C keeps them.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import math
-import os
 import signal
 import sys
 import time
@@ -29,7 +26,7 @@ from examples.medmnist3d.data import FastVolumes, Volumes
 from examples.medmnist3d.model import VolumeClassifier
 from examples.medmnist3d.tricks import ALL, PLAIN, TRICKS, Variant
 from lightning_turbo.errors import NoEffectWarning
-from lightning_turbo.measure import Progress, Work, describe_machine
+from lightning_turbo.measure import Progress, describe_machine, write_json
 
 __all__ = ["main", "train"]
 
@@ -37,14 +34,9 @@ VARIANTS = {"plain": PLAIN, **{f"+ {name}": PLAIN | trick for name, trick in TRI
 
 
 class EpochClock(Callback):
-    """Times training epochs, from before their first batch is loaded to after their last step.
+    """Times training epochs, from before their first batch is loaded to after their last step."""
 
-    Args:
-        progress: Told of every epoch.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self) -> None:
         self.seconds: list[float] = []
         self._start = 0.0
 
@@ -56,7 +48,6 @@ class EpochClock(Callback):
         """Stop the clock after the last batch, before validation."""
         if trainer.is_last_batch:
             self.seconds.append(self._now(pl_module) - self._start)
-            self.progress.advance("rounds")
 
     @staticmethod
     def _now(pl_module: LightningModule) -> float:
@@ -65,14 +56,14 @@ class EpochClock(Callback):
         return time.perf_counter()
 
 
-def train(variant: Variant, settings: argparse.Namespace, seed: int, progress: Progress) -> dict[str, Any]:
+def train(variant: Variant, settings: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train one variant and return its epochs' seconds, AUC and accuracy.
 
     Raises:
         KeyboardInterrupt: After Ctrl-C, once Lightning has closed everything.
     """
     seed_everything(seed, verbose=False)
-    clock = EpochClock(progress)
+    clock = EpochClock()
     data = _data(settings, FastVolumes if variant.prefetch else Volumes, seed=seed, **variant.data)
     model = VolumeClassifier(
         depth=settings.depth, widen=settings.widen, max_pool=settings.max_pool,
@@ -126,13 +117,12 @@ def run(settings: argparse.Namespace, progress: Progress, arguments: Sequence[st
         "variants": {name: {"runs": []} for name in names},
     }
     status = 0
-    progress.expect([Work(0, settings.repeats * len(names) * settings.epochs, math.inf)])
     try:
         for repeat in range(settings.repeats):
             for name in names if repeat % 2 == 0 else reversed(names):
                 progress.show(f"repetition {repeat + 1} of {settings.repeats}, {name}")
-                results["variants"][name]["runs"].append(train(VARIANTS[name], settings, repeat, progress))
-                _write(results, settings.out)
+                results["variants"][name]["runs"].append(train(VARIANTS[name], settings, repeat))
+                write_json(results, settings.out / "results.json")
     except KeyboardInterrupt:
         progress.say("Stopped; the runs that ended are kept.")
         status = 130
@@ -146,12 +136,6 @@ def run(settings: argparse.Namespace, progress: Progress, arguments: Sequence[st
 def _data(settings: argparse.Namespace, kind: type[Volumes], **arguments: Any) -> Volumes:
     given = {name: getattr(settings, name) for name in ("positive", "batch_size", "thin")}
     return kind(source=settings.data, **given, **arguments)
-
-
-def _write(results: dict[str, Any], out: Path) -> None:
-    partial = out / "results.json.partial"
-    partial.write_text(json.dumps(results, indent=1))
-    os.replace(partial, out / "results.json")
 
 
 def _count(text: str) -> int:

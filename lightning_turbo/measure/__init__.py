@@ -5,7 +5,7 @@ from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machi
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
 from lightning_turbo.measure.process import Process, ProcessError
-from lightning_turbo.measure.progress import Progress, Work
+from lightning_turbo.measure.progress import Progress
 from lightning_turbo.measure.report import markdown_table, print_lines, three_digits, write_json
 from lightning_turbo.measure.statistics import interval_of, log_quotients, seconds_by_sweep
 from lightning_turbo.measure.turns import LATE, Interrupt, InterruptedRunError, Turns, new_row
@@ -23,7 +23,6 @@ __all__ = [
     "Progress",
     "SkippedError",
     "Turns",
-    "Work",
     "computes_in_bfloat16",
     "count_cores",
     "current_bytes",

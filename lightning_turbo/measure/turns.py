@@ -196,7 +196,6 @@ class Turns:
                     self.lose(name, "failed", "ended before its first round")
                 elif event is not None:
                     self.alive[name].hold()
-                self._progress.advance("starts")
 
     def _measure(
         self, names: Sequence[str], order: Mapping[str, float], rounds: int, number: int, fewest: int, until: float
@@ -212,7 +211,6 @@ class Turns:
                 if name in self.alive:
                     self._progress.show(f"{self._title}{name}, round {number * rounds + sweep + 1}")
                     self._round(name, order, number * rounds + sweep, number)
-                    self._progress.advance("rounds")
                     self._interrupt.check()
             self._save()
             now = time.monotonic()

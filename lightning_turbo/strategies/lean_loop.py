@@ -100,13 +100,12 @@ def is_unprofiled(trainer: Any) -> bool:
     return type(trainer.profiler) is PassThroughProfiler
 
 
-def install_lean(trainer: Any, *, step: bool, logging: bool, signals: bool) -> Callable[[], None]:
+def install_lean(trainer: Any, *, lean: bool, signals: bool) -> Callable[[], None]:
     """Replace the loop, the signal connector and the logger connector of a Trainer by lean ones.
 
     Args:
         trainer: Its strategy is set up, its loops are Lightning's own, and none of them runs yet.
-        step: Call the hooks of a training step directly.
-        logging: Keep logged values as tensors until the progress bar reads them.
+        lean: Call the hooks of a training step directly, and keep logged values as tensors until they are read.
         signals: Let several ranks tell one another of signals on the host, instead of by a broadcast that each waits
             for.
 
@@ -121,12 +120,12 @@ def install_lean(trainer: Any, *, step: bool, logging: bool, signals: bool) -> C
         _replace(undo, trainer.strategy, "signals", signals_of_ranks)
         _replace(undo, trainer, "_signal_connector", SignalConnectorOfRanks(trainer._signal_connector))
         _replace(undo, trainer.fit_loop, "epoch_loop", SignalEpochLoop(loop))
-    if step:
+    if lean:
         undo.callback(setattr, trainer.strategy, "lean_plan", None)
         _replace(undo, loop, "automatic_optimization", LeanOptimization(loop.automatic_optimization))
         _replace(undo, trainer.fit_loop, "epoch_loop", LeanEpochLoop(loop))
     stock, connector = loop._results, trainer._logger_connector
-    if logging and type(connector) is LoggerConnector and type(stock) is ResultCollection:
+    if lean and type(connector) is LoggerConnector and type(stock) is ResultCollection:
         results, connector = LeanResults(stock), LeanLoggerConnector(connector)
         undo.callback(stock.update, results)
         _replace(undo, loop, "_results", results)

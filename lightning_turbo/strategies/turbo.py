@@ -68,8 +68,7 @@ class TurboParts(Strategy):
         cudnn_benchmark: bool | None = True,
         matmul_precision: MatmulPrecision | None = None,
         release_gradients: bool = True,
-        lean_step: bool | None = None,
-        lean_logging: bool | None = None,
+        lean: bool | None = None,
         compile: str | dict[str, Any] | None = None,
         exact_resume: bool = True,
         **kwargs: Any,
@@ -77,22 +76,19 @@ class TurboParts(Strategy):
         check_binding(type(self).__name__)
         _refuse_unknown(type(self), kwargs)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients, exact_resume=exact_resume)
-        check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean_step=lean_step, lean_logging=lean_logging)
+        check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean=lean)
         check_format(memory_format, (None, *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
-        if lean_step:
-            require_lean_loop("lean_step=True")
-        if lean_logging:
-            require_lean_loop("lean_logging=True")
+        if lean:
+            require_lean_loop("lean=True")
         super().__init__(*args, **kwargs)
         self.device_prefetch = device_prefetch
         self.memory_format: Any = memory_format
         self.cudnn_benchmark = cudnn_benchmark
         self.matmul_precision: MatmulPrecision | None = matmul_precision
         self.release_gradients = release_gradients
-        self.lean_step = lean_step
-        self.lean_logging = lean_logging
+        self.lean = lean
         self.compile = compile
         self.exact_resume = exact_resume
         self._cleanup = ExitStack()  # undoes what a run changes
@@ -161,22 +157,18 @@ class TurboParts(Strategy):
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
-        step, logging = self.lean_step is not False, self.lean_logging is not False
-        signals = trainer.world_size > 1
-        if not supports_lean_loop():
-            if step or logging or signals:
-                _log(
-                    "Lightning's own training loop runs: lean_step, lean_logging and signals told on the host need "
-                    "Lightning 2.6."
-                )
+        lean, signals = self.lean is not False, trainer.world_size > 1
+        if not (lean or signals):
             return
-        if (step or signals) and (custom := find_custom_loops(trainer)):
-            _log(f"lean_step off: {' and '.join(custom)} replaces Lightning's training loop.")
-            step = signals = False
-        if step and not is_unprofiled(trainer):
-            _log("lean_step off: a profiler names every call of Lightning's own training loop.")
-            step = False
-        self._cleanup.callback(install_lean(trainer, step=step, logging=logging, signals=signals))
+        if not supports_lean_loop():
+            _log("Lightning's own training loop runs: lean and signals told on the host need Lightning 2.6.")
+        elif custom := find_custom_loops(trainer):
+            _log(f"lean off: {' and '.join(custom)} replaces Lightning's training loop.")
+        else:
+            if lean and not is_unprofiled(trainer):
+                _log("lean off: a profiler names every call of Lightning's own training loop.")
+                lean = False
+            self._cleanup.callback(install_lean(trainer, lean=lean, signals=signals))
 
     def on_train_start(self) -> None:
         """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""
@@ -319,9 +311,9 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
         matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
             ``"medium"``.
         release_gradients: Set gradients to None right after each optimizer step, see ``GradToNone``.
-        lean_step: Run Lightning's loop with direct calls of its hooks; same order, same results. ``None``: with
-            Lightning 2.6, its own loop and no profiler. What it may leave out is decided before the first batch.
-        lean_logging: Keep logged values as tensors until somebody reads them; ``None`` likewise.
+        lean: Run Lightning's loop with direct calls of its hooks, same order, same results, and keep logged values as
+            tensors until somebody reads them. ``None``: with Lightning 2.6, its own loop and no profiler. What the loop
+            may leave out is decided before the first batch.
         compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
             ``lightning_turbo.nn.compiled_in_place``.
         exact_resume: Add ``ExactResume``, so that a resumed run equals one that never stopped.
@@ -331,7 +323,7 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
         ValueError: If an argument has none of the values above.
         TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
-        LightningMismatchError: If a lean part is ``True`` and Lightning is not 2.6.
+        LightningMismatchError: If ``lean`` is ``True`` and Lightning is not 2.6.
 
     Example:
         >>> import lightning_turbo

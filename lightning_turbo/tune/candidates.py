@@ -152,7 +152,7 @@ def list_candidates(cores: int) -> list[Candidate]:
         _loader("prefetch", THREAD),
         _loader("prefetch-threads", THREAD, threads=max(2, min(cores, 4))),
         *(candidate for count in counts for candidate in _workers(count)),
-        c(name="lean", needs=lean, strategy={"lean_step": True, "lean_logging": True}),
+        c(name="lean", needs=lean, strategy={"lean": True}),
         c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),
         c(name="channels-last", needs=("computing", "convolutions"), result="rounding", callbacks=channels_last),
         c(name="fused", needs=("computing", "optimizer"), result="rounding", callbacks={"FusedOptimizers": {}}),
@@ -211,8 +211,7 @@ OFF: dict[str, Any] = {
     "device_prefetch": False,
     "cudnn_benchmark": None,
     "release_gradients": False,
-    "lean_step": False,
-    "lean_logging": False,
+    "lean": False,
 }
 
 

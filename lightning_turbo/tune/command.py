@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TextIO
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import Interrupt, Progress, Work, count_cores, print_lines, why_no_picture
+from lightning_turbo.measure import Interrupt, Progress, count_cores, print_lines, why_no_picture
 from lightning_turbo.tune.candidates import list_candidates, select
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
@@ -32,7 +31,6 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
     with interrupt.caught(), Progress(interrupt.deadline) as progress:
-        progress.expect([Work(10**6, 0, math.inf)])  # until the budget is spent
         runner = ScriptRunner(settings, {each.name: each for each in candidates}, interrupt, progress)
         search = Search(candidates, runner, same_maths=settings.same_maths)
         search.on_headroom = lambda facts: progress.say(describe_headroom(facts))

@@ -75,7 +75,7 @@ def test_samples_are_augmented_by_epoch(expected):
     assert not any(torch.equal(expected[0, number], expected[1, number]) for number in range(12))
 
 
-LEAN = {"lean_step": KNOWS_WEIGHTS_ONLY, "lean_logging": KNOWS_WEIGHTS_ONLY}
+LEAN = {"lean": KNOWS_WEIGHTS_ONLY}
 
 
 @pytest.mark.parametrize(

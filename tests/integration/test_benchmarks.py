@@ -19,13 +19,13 @@ from benchmarks.suite import Aim, Case, SkippedError, Suite
 from lightning_turbo.errors import MissingExtraError
 
 def prepare(meter):
-    return {"nap": 0.01}
+    return {"card": "a card"}
 
 def nap(meter, *, times):
     naps = 0
     while meter.step(samples=5):
         naps += 1
-        time.sleep(times * meter.prepared["nap"])
+        time.sleep(times * 0.01)
     return {"naps": naps, "loss": float("nan")}
 
 ERRORS = {
@@ -92,7 +92,7 @@ def test_one_bad_case_stops_nothing_else(toy, names, processes, sweeps, capsys):
     assert rows["one"]["numbers"] == {"naps": naps, "loss": None}, "of the last process"
     assert all(part["seconds"] >= 0.03 for part in rows["one"]["rounds"])
     assert rows["one"]["peak_bytes"] > 2**20
-    assert results["suites"][0]["prepared"] == {"nap": 0.01}
+    assert results["suites"][0]["prepared"] == {"card": "a card"}
 
     reasons = {name: (row["status"], row["reason"]) for name, row in rows.items() if row["status"] != "ok"}
     assert reasons == {name: REASONS[name] for name in REASONS if name in rows}
@@ -119,7 +119,7 @@ def test_a_run_goes_on_where_the_last_one_ended(toy, monkeypatch):
         {"case": "three", "status": "skipped", "reason": "no time was left for it", "rounds": []},
         {"case": "skips", "status": "skipped", "reason": "not today", "rounds": []},
     ]  # fmt: skip
-    results["suites"] = [{"suite": "toy", "prepared": {"nap": 0.001}, "rows": rows}]
+    results["suites"] = [{"suite": "toy", "prepared": {"card": "the same"}, "rows": rows}]
     path = write_json(results, toy["out"] / "results.json")
     before = path.read_text()
     with pytest.raises(BenchError, match="expected an --out without results, or --resume to go on with them"):
@@ -133,7 +133,7 @@ def test_a_run_goes_on_where_the_last_one_ended(toy, monkeypatch):
     (suite,) = results["suites"]
     found = {row["case"]: row for row in suite["rows"]}
     assert list(found) == ["one", "three", "skips"]
-    assert suite["prepared"] == {"nap": 0.001}, "the same for all cases"
+    assert suite["prepared"] == {"card": "the same"}
     sweeps = {name: [(part["process"], part["sweep"]) for part in row["rounds"]] for name, row in found.items()}
     assert sweeps["three"] == [(1, 3), (1, 4), (1, 5)]
     assert sweeps["one"] == [(0, 0), (0, 1), (0, 2), *sweeps["three"]], "measured again, for the ratios of the new case"
@@ -172,7 +172,7 @@ def test_the_command_lists_cases(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["compare", "a", "b"], "expected a results.json or its folder, got 'a'"),
+    (["overhead", "--only", "O9"], "only=('O9',) matches no case; `python -m benchmarks --list` shows their names"),
     (["--minutes", "0"], "minutes=0.0: expected a number above 0"),
 ])  # fmt: skip
 def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):

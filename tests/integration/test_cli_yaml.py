@@ -28,7 +28,7 @@ PARTS = {
     "device_prefetch": False, "memory_format": "channels_last", "cudnn_benchmark": False,
     "matmul_precision": "high", "release_gradients": False, "exact_resume": False,
     "compile": {"what": "blocks", "mode": "max-autotune"},
-    **({"lean_step": True, "lean_logging": True} if KNOWS_WEIGHTS_ONLY else {}),
+    **({"lean": True} if KNOWS_WEIGHTS_ONLY else {}),
 }  # fmt: skip
 # The file's arguments of a strategy that Lightning has as well, and what the strategy has to show for them.
 GIVEN = {

@@ -270,7 +270,7 @@ def compare(one, other):
 
 
 def stock(**settings):
-    return TurboStrategy(lean_step=False, lean_logging=False, **settings)
+    return TurboStrategy(lean=False, **settings)
 
 
 lean = TurboStrategy  # on by default
@@ -294,8 +294,7 @@ CASES = {
     "skips the rest": {"make": lambda: Net(skip=(6,)), "callback": Logs},
     "breaks off": {"make": Raises, "callback": Logs},
     "hooks set to None": {"make": without_hooks, "hooks": ()},
-    "lean step alone": {"parts": {"lean_logging": False, "release_gradients": False}},
-    "lean logging alone": {"parts": {"lean_step": False}},
+    "gradients stay": {"parts": {"release_gradients": False}},
     "returns None or a dict": {"make": lambda: Net(none=(0, 5), as_dict=True, scheduler="epoch")},
     "two optimizers": {"make": TwoOptimizers},
     "no index": {"make": NoIndex},
@@ -317,7 +316,6 @@ def test_lean_calls_and_computes_what_lightning_does(name):
     for make in (stock, lean):
         case = dict(CASES[name])
         parts = case.pop("parts", {})
-        parts = parts if make is lean else {k: v for k, v in parts.items() if not k.startswith("lean")}
         if callback := case.pop("callback", None):
             case["callbacks"] = [callback()]
         if level := case.pop("level", None):
@@ -461,13 +459,13 @@ def said(monkeypatch):
 
 def test_a_profiler_sees_what_it_sees_in_lightning(monkeypatch, said):
     actions = []
-    for settings in ({"lean_step": False}, {}, {"lean_step": True}):
+    for settings in ({"lean": False}, {}, {"lean": True}):
         profiler = SimpleProfiler()
         monkeypatch.setattr(profiler, "describe", lambda: None)
         fit(TurboStrategy(**settings), profiler=profiler)
         actions.append({name: len(times) for name, times in profiler.recorded_durations.items()})
     assert actions[0] == actions[1] == actions[2]
-    assert sum("lean_step off: a profiler names every call" in text for text in said) == 2
+    assert sum("lean off: a profiler names every call" in text for text in said) == 2
 
 
 class OwnLoop(_TrainingEpochLoop):
@@ -496,20 +494,19 @@ def test_a_loop_that_is_not_lightnings_stays(own, said):
     model.on_train_start = lambda: trainer.events.append((trainer.fit_loop.epoch_loop, trainer._signal_connector))
     trainer.fit(model, batches(count=8), batches(count=8))
     assert trainer.events == [found, *["advance" if own is OwnLoop else "run"] * 2]
-    assert said == [f"turbo: lean_step off: {own.__name__} replaces Lightning's training loop."]
+    assert said == [f"turbo: lean off: {own.__name__} replaces Lightning's training loop."]
 
 
 def test_another_lightning_keeps_its_own_loop_and_refuses_what_was_asked_for(monkeypatch, said):
     monkeypatch.setattr(pl, "__version__", "2.7.0")
-    for settings in ({"lean_step": True}, {"lean_logging": True}):
-        with pytest.raises(LightningMismatchError, match=r"=True: expected Lightning 2\.6, .* got 2\.7\.0"):
-            TurboStrategy(**settings)
+    with pytest.raises(LightningMismatchError, match=r"lean=True: expected Lightning 2\.6, .* got 2\.7\.0"):
+        TurboStrategy(lean=True)
     trainer, model = small_trainer(TurboStrategy(cudnn_benchmark=None, device_prefetch=False)), Net()
     model.on_train_start = lambda: model.losses.append(is_stock(trainer))
     for _ in range(2):
         trainer.fit(model, batches(count=8), batches(count=8))
     assert model.losses[0] is True
-    text = "lean_step, lean_logging and signals told on the host need Lightning 2.6."
+    text = "lean and signals told on the host need Lightning 2.6."
     assert said == [f"turbo: Lightning's own training loop runs: {text}"] * 2
 
 

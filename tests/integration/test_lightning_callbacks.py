@@ -18,7 +18,7 @@ averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", 
 LEVELS = ("O0", "O1", "O2", "O3")
 OURS = {
     "lightning": dict,
-    "turbo": lambda: {"strategy": TurboStrategy(lean_step=True, lean_logging=True)},
+    "turbo": lambda: {"strategy": TurboStrategy(lean=True)},
     "callbacks": lambda: {"callbacks": [GradToNone(), ExactAccumulation()]},
 }
 

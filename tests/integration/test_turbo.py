@@ -96,7 +96,7 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.strategies.turbo.rank_zero_info", said.append)
     fit(net(), "turbo")
-    lean = "turbo: Lightning's own training loop runs: lean_step and lean_logging need Lightning 2.6."
+    lean = "turbo: Lightning's own training loop runs: lean and signals told on the host need Lightning 2.6."
     expected = ["turbo: no effect on cpu: device_prefetch, cudnn_benchmark.", *[lean] * (not KNOWS_WEIGHTS_ONLY)]
     assert said == expected
 
@@ -107,7 +107,7 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     (lambda: TurboStrategy(device_prefetch=None), TypeError, "device_prefetch=None: expected True or False"),
     (lambda: TurboStrategy(cudnn_benchmark=1), TypeError, "cudnn_benchmark=1: expected True, False or None"),
     (lambda: TurboStrategy(matmul_precision="low"), ValueError, "matmul_precision: expected None, 'highest', 'high'"),
-    (lambda: TurboStrategy(lean_step=1), TypeError, "lean_step=1: expected True, False or None"),
+    (lambda: TurboStrategy(lean=1), TypeError, "lean=1: expected True, False or None"),
     (lambda: TurboStrategy(compile=True), TypeError, "compile: expected None, 'network', 'blocks' or a dict"),
     (lambda: TurboStrategy(exact_resume=None), TypeError, "exact_resume=None: expected True or False"),
     (lambda: TurboStrategy(exact_resume=1), TypeError, "exact_resume=1: expected True or False"),

@@ -108,7 +108,7 @@ def test_markdown_holds_circumstances_and_tables(results):
     assert "interrupted" not in text
     told = markdown({**results, "machine": {**MACHINE, "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}})
     assert "| environment | `{'THP_MEM_ALLOC_ENABLE': '1'}` |" in told
-    assert "Not run, because no time was left: tricks." in markdown({**results, "not_run": ["tricks"]})
+    assert "Not run, because no time was left: memory." in markdown({**results, "not_run": ["memory"]})
     assert "**interrupted**" in markdown({**results, "interrupted": True})
     for number in range(6):
         results["suites"][0]["rows"].append({**row(f"own {number}", [0.1]), "base": f"own {number}"})

@@ -8,11 +8,8 @@ from lightning_turbo.measure import (
     Interrupt,
     InterruptedRunError,
     ProcessError,
-    Progress,
     Turns,
-    Work,
     new_row,
-    progress,
     turns,
 )
 
@@ -23,8 +20,7 @@ ORDER = {"steps": 1, "lead": 0}
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    for module in (turns, progress):
-        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(turns.os, "cpu_count", lambda: 16)
     return now
 
@@ -76,9 +72,9 @@ class FakeProcess:
         self.machine.open.discard(self.name)
 
 
-def run(machine, names="abc", *, limit=None, shown=None, **options):
+def run(machine, names="abc", **options):
     rows = {name: new_row() for name in names}
-    made = Turns(machine, rows, interrupt=limit or Interrupt(), progress=shown or MagicMock(), at_once=2)
+    made = Turns(machine, rows, interrupt=Interrupt(), progress=MagicMock(), at_once=2)
     made.run(list(names), ORDER, **{"rounds": 3, **options})
     return rows
 
@@ -139,18 +135,3 @@ def test_what_was_measured_before_an_interruption_is_kept(clock):
     assert [len(row["rounds"]) for row in rows.values()] == [1, 2, 2]
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open
-
-
-def test_the_time_that_is_left_is_told_from_starts_and_rounds(clock):
-    told = []
-
-    class Shown(Progress):
-        def advance(self, kind):
-            super().advance(kind)
-            told.append(clock[0] + self.left)
-
-    shown = Shown()
-    shown.expect([Work(3, 15, float("inf")), Work(4, 4000, 25.0)])
-    run(Machine(clock), shown=shown, rounds=5)
-    assert told[:2] == [float("inf")] * 2, "no round was run yet"
-    assert told[3:] == pytest.approx([3 * START + 15 * ROUND + 4 * START + 25.0] * 15)
