@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from benchmarks.figures import print_table
 from benchmarks.report import load_results, suite_tables, write_report
 from benchmarks.runner import Settings, choose_suites, measure
 from benchmarks.suite import SUITES, BenchError
 from lightning_turbo._optional import require
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import print_lines, write_json
+from lightning_turbo.measure import markdown_table, print_lines, write_json
 
 __all__ = ["main", "run"]
 
@@ -70,8 +69,8 @@ def run(settings: Settings) -> int:
     paths = write_report(results, settings.out)
     for suite in results["suites"]:
         for columns, lines in suite_tables(suite, results["machine"]):
-            print_table(suite["suite"], columns, lines)
-    print_lines(*map(str, paths))
+            print_lines("", suite["suite"], "", *markdown_table(columns, lines))
+    print_lines("", *map(str, paths))
     if results["interrupted"]:
         return 130
     return int(any(row["status"] == "failed" for suite in results["suites"] for row in suite["rows"]))

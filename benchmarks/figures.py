@@ -1,4 +1,4 @@
-"""Medians, spreads and ratios over the rows that ``Turns`` fills, and tables of them in the terminal."""
+"""Medians, spreads and ratios over the rows that ``Turns`` fills."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_turbo.measure import interval_of, log_quotients, print_lines, seconds_by_sweep
+from lightning_turbo.measure import interval_of, log_quotients, seconds_by_sweep
 
-__all__ = ["Summary", "interval", "print_table", "ratio", "step_seconds", "summarise"]
+__all__ = ["Summary", "interval", "ratio", "step_seconds", "summarise"]
 
 FEWEST_PROCESSES = 6  # from which on an interval is shown and decides
 
@@ -59,24 +59,3 @@ def interval(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, f
     """Return the 95 % interval of the ratio of two rows' times, or ``None`` of fewer than six processes."""
     logs = log_quotients(row, other)
     return interval_of(logs) if len(logs) >= FEWEST_PROCESSES else None
-
-
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table in plain text; the first column and one called ``note`` are text, the others numbers.
-
-    Args:
-        title: Shown above the table.
-        columns: Their names.
-        lines: The cells of each line.
-    """
-    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
-    to_the_left = [number == 0 or column == "note" for number, column in enumerate(columns)]
-    rule = ["-" * width for width in widths]
-    rows = [
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(cells, widths, to_the_left, strict=True)
-        ).rstrip()
-        for cells in (columns, rule, *lines)
-    ]
-    print_lines("", title, *rows, "")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize as EffectiveBatchSize
     from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation as ExactAccumulation
     from lightning_turbo.callbacks.exact_resume import ExactResume as ExactResume
+    from lightning_turbo.callbacks.fused_optimizers import FusedOptimizers as FusedOptimizers
     from lightning_turbo.callbacks.grad_to_none import GradToNone as GradToNone
     from lightning_turbo.callbacks.lr_range import lr_range as lr_range
     from lightning_turbo.callbacks.memory_format import MemoryFormat as MemoryFormat
@@ -45,7 +46,6 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.plugins.real_apex import RealApexAMP as RealApexAMP
     from lightning_turbo.strategies.turbo import TurboStrategy as TurboStrategy
     from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy as TurboDDPStrategy
-    from lightning_turbo.tune.units import FusedOptimizers as FusedOptimizers
 
 __version__ = "0.1.0"
 
@@ -83,7 +83,7 @@ PUBLIC = {
         "EffectiveBatchSize": "callbacks.effective_batch_size",
         "GradToNone": "callbacks.grad_to_none",
         "MemoryFormat": "callbacks.memory_format",
-        "FusedOptimizers": "tune.units",
+        "FusedOptimizers": "callbacks.fused_optimizers",
         "drop_bias_before_norm": "nn.bias",
         "DropBiasBeforeNorm": "callbacks.drop_bias",
     },

@@ -7,6 +7,7 @@ from lightning_turbo.callbacks.drop_bias import DropBiasBeforeNorm
 from lightning_turbo.callbacks.effective_batch_size import EffectiveBatchSize
 from lightning_turbo.callbacks.exact_accumulation import ExactAccumulation
 from lightning_turbo.callbacks.exact_resume import ExactResume
+from lightning_turbo.callbacks.fused_optimizers import FusedOptimizers
 from lightning_turbo.callbacks.grad_to_none import GradToNone
 from lightning_turbo.callbacks.lr_range import lr_range
 from lightning_turbo.callbacks.memory_format import MemoryFormat
@@ -18,6 +19,7 @@ __all__ = [
     "EffectiveBatchSize",
     "ExactAccumulation",
     "ExactResume",
+    "FusedOptimizers",
     "GradToNone",
     "MemoryFormat",
     "Prefetch",

@@ -36,9 +36,14 @@ def write_json(results: Mapping[str, Any], path: Path) -> Path:
 
 
 def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, from the names of its columns and the cells of each line."""
-    cells = [columns, ["---"] * len(columns), *lines]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells]
+    """Return the lines of a Markdown table, from the names of its columns and the cells of each line.
+
+    Its columns stand below one another, so that it reads well in a terminal too.
+    """
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in (columns, ["---"] * len(columns), *lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells)
+    return [f"| {' | '.join(line)} |" for line in padded]
 
 
 def print_lines(*lines: str, stream: TextIO | None = None) -> None:

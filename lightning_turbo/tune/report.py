@@ -249,8 +249,6 @@ def as_text(results: Mapping[str, Any]) -> str:
     """Return the verdict, why, and what to do next, and how each setting ended: for a terminal and for Markdown."""
     rows = [[each["name"], each["why"], each["result"] if each["ratio"] else ""] for each in results["candidates"]]
     columns = ["setting", "how it ended", "result"]
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in (columns, *rows)]
     verdict = f"`{shlex.join(results['command'])}`: {results['verdict']}."
-    words = [verdict, f"Why: {results['why']}", f"Next: {results['next']}", *markdown_table(padded[0], padded[1:])]
+    words = [verdict, f"Why: {results['why']}", f"Next: {results['next']}", *markdown_table(columns, rows)]
     return "\n\n".join(words[:3]) + "\n\n" + "\n".join(words[3:]) + "\n"

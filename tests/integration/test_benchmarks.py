@@ -99,7 +99,7 @@ def test_one_bad_case_stops_nothing_else(toy, names, processes, sweeps, capsys):
     assert "Traceback" in (toy["out"] / "logs" / "toy.raises.log").read_text()
     assert results["machine"]["versions"]["torch"]
     assert (toy["out"] / "toy.png").stat().st_size > 1000
-    assert "| raises | " in (toy["out"] / "results.md").read_text()
+    assert "| raises " in (toy["out"] / "results.md").read_text()
     shown = capsys.readouterr()
     assert "OSError: no more" in shown.out
     assert f"toy: {len(rows)} cases" in shown.err

@@ -1,10 +1,10 @@
-"""Medians, ratios and tables."""
+"""Medians and ratios."""
 
 import math
 
 import pytest
 
-from benchmarks.figures import Summary, interval, print_table, ratio, step_seconds, summarise
+from benchmarks.figures import Summary, interval, ratio, step_seconds, summarise
 
 
 def row(*seconds, steps=2, sweeps=None):
@@ -39,18 +39,3 @@ def test_an_interval_needs_six_processes():
     low, high = interval(case, base)
     assert low < math.sqrt(4.0) < high
     assert interval(row(*[2.0] * 5), base) is None
-
-
-def test_a_table_has_its_columns_below_one_another(capsys):
-    print_table("alone", ["setting", "time / default", "note"], [["fused", "0.8", "a [note]"], ["O1", "12.345", ""]])
-    assert capsys.readouterr().out.splitlines() == [
-        "",
-        "alone",
-        "setting  time / default  note",
-        "-------  --------------  --------",
-        "fused               0.8  a [note]",
-        "O1               12.345",
-        "",
-    ]
-    print_table("nothing", ["setting", "ratio"], [])
-    assert capsys.readouterr().out.split() == ["nothing", "setting", "ratio", "-------", "-----"]

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from lightning_turbo.measure import interval_of, log_quotients, three_digits
+from lightning_turbo.measure import interval_of, log_quotients, markdown_table, three_digits
 
 
 def row(*seconds, steps=2, sweeps=None, rounds=10**6):
@@ -41,3 +41,12 @@ def test_rounds_of_one_process_are_no_further_evidence():
 )
 def test_numbers_are_written_without_exponents(value, text):
     assert three_digits(value) == text
+
+
+def test_the_columns_of_a_table_stand_below_one_another():
+    assert markdown_table(["setting", "factor"], [["a|b", "0.8"], ["O1", "12.3456"]]) == [
+        "| setting | factor  |",
+        "| ---     | ---     |",
+        "| a\\|b    | 0.8     |",
+        "| O1      | 12.3456 |",
+    ]

@@ -1,4 +1,4 @@
-"""The callback for a setting that is otherwise written where a script makes its optimizers."""
+"""Callback that runs the steps of optimizers fused."""
 
 from __future__ import annotations
 
