@@ -98,6 +98,7 @@ class SignalExchange:
 
     def exchange(self) -> tuple[bool, int]:
         """Return ``sigterm`` and ``requeue`` of all ranks, as they were at the end of the batch before."""
+        # The largest of all ranks counts: a signal to one is a signal to all.
         own = torch.tensor([int(self.sigterm), self.requeue], dtype=torch.int32)
         self.requeue = 0
         work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
@@ -111,6 +112,7 @@ class SignalExchange:
 
     def close(self) -> None:
         """Wait for the last collective, which a process must not leave behind, unless an error is under way."""
+        # The others end as well, and start the collective that this one waits for; after an error they may not.
         if self._pending is not None and _error_under_way() is None:
             self._pending[0].wait()
         self._pending = None

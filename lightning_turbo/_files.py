@@ -26,6 +26,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target
         return
+    # In the same folder: a rename is atomic within one file system only.
     partial = target.with_name(f".{uuid.uuid4().hex}{target.suffix}")
     try:
         yield partial

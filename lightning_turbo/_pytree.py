@@ -129,6 +129,7 @@ def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change)) is not part}
     if not changed:
         return value
+    # A mapping that cannot be changed becomes a dict, as nobody knows how its class is made.
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return {**parts, **changed}
     twin: Any = copy.copy(value)
@@ -136,6 +137,7 @@ def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(value, (Mapping, list, deque)):
             twin[key] = new
         else:
+            # Past the __setattr__ of a frozen dataclass: nobody else knows the twin yet.
             object.__setattr__(twin, str(key), new)
     return twin
 

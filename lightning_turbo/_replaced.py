@@ -36,6 +36,7 @@ class ReplacedMethod:
         """Put back what was there; under a function that another put on top, only pass calls on."""
         self._function = None
         own = vars(self._owner)
+        # Those on top that were put back before this one could only pass calls on until now.
         while isinstance(top := own.get(self._name), ReplacedMethod) and top._function is None:
             if top._was_own:
                 own[self._name] = top._before

@@ -79,6 +79,7 @@ def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
     done = loop.get("current", {}).get("processed", 0) % trainer.accumulate_grad_batches
+    # Lightning steps at the last batch of an epoch, however long the window is.
     if done and not loop.get("is_last_batch"):
         rank_zero_warn(
             f"The checkpoint was saved after {done} of {trainer.accumulate_grad_batches} batches of an accumulation "

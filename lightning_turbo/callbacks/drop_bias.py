@@ -51,6 +51,7 @@ class DropBiasBeforeNorm(Callback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Drop the biases once for each module."""
+        # Lightning calls setup again before it validates or tests.
         if self._done is pl_module:
             return
         self._check_order(trainer.callbacks)

@@ -67,6 +67,7 @@ class EffectiveBatchSize(Callback):
                 f"batches of {self.batch_size} on {ranks} rank(s), for example "
                 f"{(self._accumulate + 1) * self.batch_size * ranks}."
             )
+        # Before configure_optimizers, where a schedule may ask for the number of steps.
         trainer.accumulate_grad_batches = self._accumulate
         rank_zero_info(
             f"EffectiveBatchSize: {self.batch_size} samples x {ranks} rank(s) x {self._accumulate} batches = "

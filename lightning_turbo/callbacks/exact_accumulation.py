@@ -95,10 +95,12 @@ class ExactAccumulation(Callback):
                 "once. Remove the callback or take another optimizer."
             )
         self._checked = False
+        # A checkpoint gave the reference weight: a resumed run scales its losses as before.
         self._window = AccumulationWindow(self._reference_weight or 1.0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a new window where Lightning does, and weigh the batch."""
+        # At the first batch, when a scheduler has set the accumulation of the epoch.
         if not self._checked:
             self._checked = True
             self._warn_if_idle(trainer)
@@ -117,6 +119,7 @@ class ExactAccumulation(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Correct the gradients of the window."""
         window, total = self._window, self._window.total
+        # Every batch of the window returned None.
         if window.count == 0:
             return
         if total is not None and trainer.world_size > 1:

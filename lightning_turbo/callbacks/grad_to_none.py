@@ -63,6 +63,7 @@ class GradToNone(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the hook to every optimizer."""
         self._remove()
+        # Not in setup: DDP has wrapped the module by now, and says whether gradients are views of its buckets.
         if reason := no_effect_reason(trainer):
             rank_zero_warn(f"GradToNone has no effect: {reason}. Remove it.", category=NoEffectWarning)
         else:

@@ -63,6 +63,7 @@ def _commit() -> str | None:
         ).stdout.strip()
 
     try:
+        # An installed package may lie within the checkout of another project.
         if Path(git("rev-parse", "--show-toplevel")) != folder.parent:
             return None
         edited = git("status", "--porcelain", "--untracked-files=no", "--", str(folder))

@@ -60,6 +60,7 @@ class Meter:
         if self.over:
             return False
         if self._phase == "lead":
+            # The steps of the lead, which are not measured, tell how many fit into the seconds of a round.
             if self._seconds:
                 self.synchronise()
                 took = (time.perf_counter() - self._start) / self._lead
@@ -78,6 +79,7 @@ class Meter:
             self.over = True
             return False
         self._steps, self._seconds = order["steps"], order.get("seconds", 0.0)
+        # What is left of the warm-up is done here, in this process's own turn.
         self._lead = lead = max(order["lead"], self._warmup)
         self._warmup = 0
         self._open(*(("lead", lead) if lead > 0 else ("round", self._steps)))

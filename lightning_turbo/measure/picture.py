@@ -57,6 +57,7 @@ def draw_bars(
 
     height = 1.6 + 0.34 * len(bars)
     picture = Figure(figsize=(9.0, height + (2.5 if curves else 0.0)), layout="constrained")
+    # Without pyplot, which would look for a window system and keep the figure.
     FigureCanvasAgg(picture)
     axes = picture.add_subplot(2, 1, 1) if curves else picture.add_subplot()
     if curves:

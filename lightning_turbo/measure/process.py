@@ -69,6 +69,7 @@ class Process:
                 env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
                 start_new_session=True,
             )
+        # Isolated (-I, -S), so that it imports nothing of the project and starts in milliseconds.
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", GUARD, str(self._process.pid)],
             stdin=subprocess.PIPE,
@@ -112,6 +113,7 @@ class Process:
                     raise ProcessError(self._obituary())
                 self._buffer += chunk
             elif self._process.poll() is not None:
+                # What it started may hold the pipe open after its end.
                 raise ProcessError(self._obituary())
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
@@ -145,6 +147,7 @@ class Process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace)
         finally:
+            # The guard kills the whole session, also where the process has ended before what it started.
             guard.stdin.close()
             guard.wait()
             process.kill()

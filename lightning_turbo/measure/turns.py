@@ -181,6 +181,8 @@ class Turns:
         todo, waiting = list(names), list[str]()
         while todo or waiting:
             self._interrupt.check()
+            # Starts are slow and need no quiet, so that some go on beside one another; each is held as soon as it is
+            # ready.
             while todo and len(waiting) < self._at_once:
                 name = todo.pop(0)
                 if time.monotonic() <= until:
@@ -214,6 +216,7 @@ class Turns:
                     self._interrupt.check()
             self._save()
             now = time.monotonic()
+            # A sweep that takes as long as those before took in the mean has to end in time.
             if sweep + 1 >= fewest and now + (now - begun) / (sweep + 1) > until:
                 break
 
@@ -221,6 +224,8 @@ class Turns:
         """Let one process measure a round."""
         if not self._tell(name, {"order": "round", **order}):
             return
+        # The first round of a process may compile for minutes. Any other is nearly over, and ends, because the numbers
+        # of a process that is broken off are lost.
         fresh = all(part["process"] != number for part in self.rows[name]["rounds"])
         event = self._event(name, ROUND_TIMEOUT, self._interrupt.check if fresh else lambda: None)
         if event is None:
@@ -235,6 +240,7 @@ class Turns:
     def _finish(self, number: int, timeout: float) -> None:
         """Let every process that has measured something return its numbers."""
         for name in list(self.alive):
+            # Without a round there is nothing to wait for. The others are all told before the first is waited for.
             if not any(part["process"] == number for part in self.rows[name]["rounds"]):
                 self.alive.pop(name).close(grace=0.0)
             else:

@@ -63,6 +63,7 @@ class Channel:
 
 def open_channel() -> Channel:
     """Take over standard input and output of this process as the pipe; what is printed goes to standard error."""
+    # The pipe moves to descriptors of its own, so that whatever the program prints cannot break a line of it.
     orders = os.fdopen(os.dup(0), "r")
     events = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -100,6 +101,7 @@ def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) 
         channel.tell({"event": "skipped", "reason": str(error)})
     except Exception as error:
         traceback.print_exc()
+        # The log has the traceback; a table has room for one line.
         first = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         channel.tell({"event": "failed", "reason": textwrap.shorten(first, LINE, placeholder=" ...")})
 

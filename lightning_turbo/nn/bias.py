@@ -105,6 +105,7 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:  # a forward that reads values can raise any error
+            # What was recorded of the module before it failed goes; the module itself stands as one node in its place.
             for node in list(self.graph.nodes)[: before - 1 : -1]:
                 self.graph.erase_node(node)
             self.opaque.append(self.path_of_module(m))
@@ -118,6 +119,7 @@ def _trace(module: nn.Module) -> _Tracer:
         with same_random_numbers():
             twin = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
             parameters = inspect.signature(twin.forward).parameters.values()
+            # A proxy in place of an optional argument would take branches that no caller takes.
             defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
             tracer.graph = tracer.trace(twin, concrete_args=defaults)
     except Exception as error:
@@ -184,6 +186,7 @@ def _reason_to_keep(
 
 def _shared_parts(module: nn.Module, tracer: _Tracer) -> set[int]:
     """Return the ids of modules and biases with two owners, and of modules called twice or by an untraced module."""
+    # With every name of a module that has several: fx calls it by any of them.
     names = dict(module.named_modules(remove_duplicate=False))
     biases = [getattr(part, "bias", None) for part in module.modules()]
     calls = [names.get(str(node.target)) for node in tracer.graph.nodes]
@@ -214,6 +217,7 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     norm: Any = module.get_submodule(norm_name)
     bias, mean = layer.bias, norm.running_mean
     if mean is not None:
+        # Evaluation subtracts the running mean, which held what the bias had added to every activation.
         mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
     layer.register_parameter("bias", None)
     layer.register_state_dict_post_hook(_write_zeros)

@@ -80,6 +80,7 @@ def compiled_in_place(
         ['0.weight', '0.bias']
     """
     what, options = _split(how)
+    # What somebody else compiled stays theirs; it would be taken off at the end otherwise.
     parts = [part for part in _find(module, what) if part._compiled_call_impl is None]
     codes: dict[Any, CodeType] = {}
     before = compile_counts()
@@ -89,6 +90,7 @@ def compiled_in_place(
         yield parts
     finally:
         for part in parts:
+            # torch has no public call that takes a compilation off.
             part._compiled_call_impl = None
         if say is not None:
             say(f"compile={what!r}: {compile_counts().since(before)}.")
@@ -149,6 +151,7 @@ def _is_block(module: nn.Module) -> bool:
 
 def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
     for child in module.children():
+        # Not into a block that is compiled: its inner ones are part of its graph.
         if type(child) in kinds:
             yield child
         else:

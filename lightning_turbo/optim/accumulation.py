@@ -136,6 +136,7 @@ class AccumulationWindow:
         total = self.total if total is None else checked_weight(total, "total")
         if total is None:
             return divisor / self.count if self.count else 1.0
+        # Ranks average their gradients, while the total is a sum over ranks.
         whole = divisor * ranks * self.reference_weight
         if isinstance(total, Tensor):
             return torch.where(total == 0, 0.0, whole / total)
@@ -144,6 +145,7 @@ class AccumulationWindow:
 
 def _scale_backward(loss: Tensor, share: float | Tensor) -> None:
     """Multiply the gradient of a loss on its way back, unless by 1."""
+    # On the way back and not in the loss, which a script may log.
     if loss.requires_grad and (isinstance(share, Tensor) or share != 1.0):
         loss.register_hook(lambda gradient: (gradient * share).to(gradient.dtype))
 

@@ -159,6 +159,7 @@ def cyclic_lr(
     low, high = _rates("base_lr", base_lr, groups), _rates("max_lr", max_lr, groups)
     expect(all(a <= b for a, b in zip(low, high, strict=True)), "base_lr", base_lr, f"no more than max_lr={max_lr!r}")
     lengths = _lengths(step_size_up, step_size_down, epochs_up, epochs_down)
+    # Steps are their own unit; of epochs the Trainer knows the length only when it has its loader.
     unit: int | None = None
     if epochs_up is None:
         unit = 1
@@ -217,4 +218,5 @@ def _steps_per_epoch(trainer: Any) -> int:
             f"Trainer: expected a finite number of training steps in an epoch to size the cycle, got {steps}. Pass "
             "step_size_up, steps_per_epoch, or Trainer(limit_train_batches=...) with a whole number."
         )
+    # The last window of an epoch steps too, however few batches it has.
     return math.ceil(steps)
