@@ -92,8 +92,12 @@ class LevelCasts:
             return
         for root in roots:
             _check_castable(root, level.opt_level)
-        output_dtype = level.cast_model_outputs or torch.float32
-        self.half_forward = forward = HalfForward(level.cast_model_type, output_dtype, bool(level.keep_batchnorm_fp32))
+        self.half_forward = forward = HalfForward(
+            level.cast_model_type,
+            level.cast_model_outputs or torch.float32,
+            bool(level.keep_batchnorm_fp32),
+            step_device=self.device_type if steps and not self.keeps_masters else None,
+        )
         forward.keep(find_kept(roots, self.keep_fp32_modules))
         if self.keeps_masters:
             forward.keep(part for root in roots for part in root.modules() if has_sparse_gradients(part))
@@ -130,6 +134,7 @@ class LevelCasts:
         """Return the context of a backward pass, whose checkpointed forward passes are repeated as they were."""
         if self.half_forward is not None:
             self.half_forward.reset()
+            return self.half_forward.autocast(enabled=False)
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_context()
 
     def clear_cache(self) -> None:

@@ -138,16 +138,18 @@ class _Call:
     not what it wrote through ``.data``: a call that ``looks`` compares values.
     """
 
-    def __init__(self, module: nn.Module, casts_output: bool, looks: bool) -> None:
+    def __init__(self, module: nn.Module, casts_output: bool, looks: bool, autocast: Any) -> None:
         # A number, which torch.compile, as it traces the hooks of inner calls, can follow better than a module.
         self.module_id = id(module)
         self.casts_output = casts_output
         self.recursions = 0  # calls of the module within its own call
         self._looks = looks
+        self._autocast = autocast
         self._swaps: list[tuple[_Position, Any, Any]] = []
-        self._addresses: dict[int, int] = {}  # of half copies, by their ids, in a call that looks
+        self._addresses: dict[int, int | None] = {}  # of half copies, by their ids, in a call that looks
 
     def begin(self, positions: Iterable[_Position], copies: _Copies) -> None:
+        self._autocast.__enter__()
         keep = torch.is_grad_enabled()
         for position in positions:
             _, holder, name, kind = position
@@ -155,13 +157,14 @@ class _Call:
             half = copies.list_of(wide) if kind == "list" else copies.of(wide, keep=keep)
             if half is not wide:
                 holder[name] = half
-                if self._looks and _has_numbers(half):
-                    self._addresses[id(half)] = half.data_ptr()
+                if self._looks:
+                    self._addresses[id(half)] = _address_of(half)
             if half is not wide or kind == "list":
                 self._swaps.append((position, wide, half))
 
     def end(self, copies: _Copies) -> dict[nn.Module, bool]:
         """End the call; returns the modules whose sums it wrote to, with whether half copies would lose them."""
+        self._autocast.__exit__(None, None, None)
         swaps, self._swaps, written = self._swaps, [], {}
         for position, wide, half in reversed(swaps):
             if position.kind == "list":
@@ -195,9 +198,10 @@ class _Call:
 
     def _differs(self, position: _Position, wide: Tensor, half: Tensor) -> bool:
         """Tell whether a call that looks wrote to a half copy, or set it, through ``.data``; waits for the device."""
-        if id(half) not in self._addresses:
+        address = self._addresses.get(id(half))
+        if address is None:
             return False
-        is_set = half.data_ptr() != self._addresses[id(half)]
+        is_set = half.data_ptr() != address
         if is_set and not isinstance(position.module, nn.RNNBase):  # which flattens its weights so
             return True
         return not torch.allclose(wide.to(half.dtype), half, rtol=0.0, atol=0.0, equal_nan=True)
@@ -262,15 +266,24 @@ class HalfForward:
         dtype: The half dtype.
         output_dtype: Dtype of the floating outputs of the outermost call.
         keep_batchnorm_fp32: Whether affine batch norm, synchronised too, keeps its float32 weights and statistics.
+        step_device: Where steps run under autocast, as ``"cuda"``: half weights need it outside of calls. Calls, and
+            modules that stay float32, run without.
 
     Note:
         Two threads must not call one model at the same time.
     """
 
-    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        output_dtype: torch.dtype,
+        keep_batchnorm_fp32: bool,
+        step_device: str | None = None,
+    ) -> None:
         self.dtype = dtype
         self.output_dtype = output_dtype
         self.keep_batchnorm_fp32 = keep_batchnorm_fp32
+        self._step_device = step_device
         self.has_half_weights = False
         self._call: _Call | None = None  # the outermost one under way
         self._copies = _Copies(dtype)
@@ -280,7 +293,7 @@ class HalfForward:
 
     def __reduce__(self) -> Any:
         # The hooks of a copied or pickled model get one of their own, which knows nothing of this run.
-        return HalfForward, (self.dtype, self.output_dtype, self.keep_batchnorm_fp32)
+        return HalfForward, (self.dtype, self.output_dtype, self.keep_batchnorm_fp32, self._step_device)
 
     def register_hooks(self, roots: Iterable[nn.Module], *, steps: bool = False) -> None:
         """Watch the calls of networks and of the modules in them that have weights; each may be the outermost.
@@ -309,7 +322,7 @@ class HalfForward:
                 self._detach(part)
             island = _Float32Island(self)
             before = module.register_forward_pre_hook(island.enter, with_kwargs=True)
-            self._attach(module, before, module.register_forward_hook(island.leave))
+            self._attach(module, before, module.register_forward_hook(island.leave, always_call=True))
 
     def _attach(self, module: nn.Module, *handles: RemovableHandle) -> None:
         self._handles.setdefault(module, []).extend(handles)
@@ -353,16 +366,28 @@ class HalfForward:
             for plan in self._plans.values():
                 plan.expire()
 
-    @staticmethod
     @contextlib.contextmanager
-    def forward_context() -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
         """Around a step: says what to do where an operation does not take half precision; the hooks do all else."""
-        try:
-            yield
-        except RuntimeError as error:
-            if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
-                error.args = (f"{error}\n{_HINT}",)
-            raise
+        with self.autocast(enabled=True):
+            try:
+                yield
+            except RuntimeError as error:
+                if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
+                    error.args = (f"{error}\n{_HINT}",)
+                raise
+            finally:
+                self.reset()  # before autocast ends, which a call that was broken off has left
+
+    def autocast(self, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return what switches autocast on or off where steps run under it."""
+        if self._step_device is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._step_device, self.dtype, enabled=enabled, cache_enabled=False)
+
+    def is_autocast_on(self) -> bool:
+        """Tell whether this is within a step that runs under autocast, and not within a call."""
+        return self._step_device is not None and torch.is_autocast_enabled(self._step_device)
 
     def clear_cache(self) -> None:
         """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
@@ -423,7 +448,7 @@ class HalfForward:
         plan.is_outermost = plan.is_outermost or not is_repeated
         looks = plan.looks > 0 and module.training and not torch.jit.is_tracing()
         plan.looks -= looks
-        self._call = _Call(module, plan.is_outermost, looks)
+        self._call = _Call(module, plan.is_outermost, looks, self.autocast(enabled=False))
         self._call.begin(plan.positions, self._copies)
 
     @_untraced
@@ -454,12 +479,27 @@ class _Float32Island:
 
     def __init__(self, forward: HalfForward) -> None:
         self._forward = forward
+        self._autocasts: list[Any] = []  # switched off, by calls of the module under way; None where it was off
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._autocasts.append(self._switch_off() if self._forward.is_autocast_on() else None)
         return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        autocast = self._autocasts.pop() if self._autocasts else None
+        if autocast is not None:
+            self._switch_on(autocast)
         return cast_floats(output, self._forward.dtype) if self._forward._call is not None else None
+
+    @_untraced
+    def _switch_off(self) -> Any:
+        autocast = self._forward.autocast(enabled=False)
+        autocast.__enter__()
+        return autocast
+
+    @_untraced
+    def _switch_on(self, autocast: Any) -> None:
+        autocast.__exit__(None, None, None)
 
 
 def _to_script(module: nn.Module) -> nn.Module:
@@ -583,10 +623,12 @@ def _was_written(position: _Position, half: Tensor) -> bool:
     return half._version > 0 or (position.kind == "buffer" and isinstance(position.module, _NormBase))
 
 
-def _has_numbers(tensor: Tensor) -> bool:
-    """Tell whether this is no stand-in for a tensor, as in an export or under torch.func."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
-    return type(tensor) is Tensor and not is_wrapped(tensor)
+def _address_of(tensor: Tensor) -> int | None:
+    """Return where a tensor's numbers are; ``None`` for what stands in for one, as in an export or under torch.func."""
+    try:
+        return tensor.data_ptr() if type(tensor) is Tensor else None
+    except RuntimeError:  # how torch says that it has none
+        return None
 
 
 def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:

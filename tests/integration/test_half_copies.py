@@ -370,28 +370,53 @@ class Own(Regression):
         return nn.functional.mse_loss((out @ self.weight).float(), batch[1])
 
 
-@pytest.mark.parametrize(("way", "level"), [
-    *((way, "O2") for way in ("own", "forward", "layers", "wrapped")),
-    *((way, "O3") for way in ("own", "layers", "wrapped")),
-])  # fmt: skip
+@pytest.mark.parametrize("way", ["own", "forward", "layers", "wrapped"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_step_uses_weights_outside_of_calls(way, level):
     wanted, true = fit(Own(way)), fit(Own(way), precision="bf16-true")
     limit = 0.06 if level == "O2" else max(0.06, 1.5 * apart(true, wanted, Own(way)))
     assert apart(fit(Own(way), ApexAMP(level)), wanted, Own(way)) < limit
 
 
+class Kept(nn.Module):
+    """Notes in what it computes; calls another module, or itself."""
+
+    def __init__(self, below=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.below, self.seen = nn.Parameter(torch.eye(4)), below, set()
+
+    def forward(self, x, again=0):
+        inner = self(x, again - 1) if again else x if self.below is None else self.below(x)
+        self.seen.add((inner @ self.weight).dtype)
+        return inner @ self.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_step_computes_in_float32_what_it_computes_itself(level):
+def test_what_a_step_calls_computes_as_the_level_says(level, dtype):
     class Model(Regression):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.cast = Kept(Kept()), Kept()
+            self.seen = set()
+
         def loss(self, batch):
-            hidden = self.net[:2](batch[0])
-            out = self.net[2](hidden)
-            seen.update((hidden.dtype, out.dtype, (hidden @ hidden.T).dtype))
+            with pytest.raises(RuntimeError):
+                self.kept(batch[0][:, :3])
+            hidden = self.cast(self.kept(batch[0], again=2))
+            self.seen.add((hidden @ hidden.T).dtype)
+            twin = copy.deepcopy(self.kept)
+            out = self.net(hidden + twin(hidden).detach())
+            assert twin.seen == {torch.float32}
             return nn.functional.mse_loss(out, batch[1])
 
-    seen = set()
-    fit(Model(), ApexAMP(level, keep_fp32_modules=["net.2"]))
-    assert seen == {torch.float32}
+    module = fit(Model(), ApexAMP(level, dtype=dtype, loss_scale=1.0, keep_fp32_modules=["kept"]))
+    assert module.kept.seen == module.kept.below.seen == {torch.float32}
+    assert module.cast.seen == {dtype}
+    # At O3 weights are half in the step too, which so computes in half, as under bf16-true; its losses are float32.
+    assert module.seen == {dtype if level == "O3" else torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
