@@ -136,24 +136,15 @@ class LoadProfile:
     Attributes:
         uses_rng: Whether loading draws from generators whose numbers would depend on timing in a background thread;
             ``None`` before the second batch.
-        is_doubtful: Whether another thread may have drawn in its place, so that the next epoch is looked at again.
     """
 
     def __init__(self) -> None:
         self.uses_rng: bool | None = None
-        self.is_doubtful = False
-
-    def begin_epoch(self) -> None:
-        """Forget what is doubtful."""
-        if self.is_doubtful:
-            self.uses_rng = None
 
     def decide(self, drew: list[str], workers: bool) -> None:
-        """Decide whether a thread may load: for good, unless another thread may have drawn while this one loaded."""
-        was_told, self.uses_rng = self.is_doubtful, bool(drew)
-        # A program draws in its main thread as a rule. A loader that another thread iterates is not to blame for that.
-        self.is_doubtful = bool(drew) and threading.current_thread() is not threading.main_thread()
-        if not drew or was_told:
+        """Decide, for good, whether a thread may load; if not, tell why."""
+        self.uses_rng = bool(drew)
+        if not drew:
             return
         what = "Drawing the indices of a batch" if workers else "Loading a batch"
         advice = (
@@ -405,7 +396,6 @@ class PrefetchIterator(Iterator[Any]):
         self._depth = check_count("prefetch_batches", prefetch_batches)
         self.thread = _PrefetchThread(source, lock or TURNS, limit, snapshot, on_close)
         self._profile = profile or LoadProfile()
-        self._profile.begin_epoch()
         self._dataset = dataset
         self._timeout = timeout or None
         self.position = position or Position()

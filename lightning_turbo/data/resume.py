@@ -24,6 +24,7 @@ from lightning_turbo._random import (
     generator_state,
     generators_at,
     generators_in,
+    same_random_numbers,
     same_states,
     set_generator_state,
     set_shared_state,
@@ -289,36 +290,34 @@ class ResumableOrder:
         if self._next_order.samples is not None:
             self.epoch_rng = order
             return self._draw_rest(self._next_order)
-        here = shared_state()
-        if order is not None:
-            for sampler, epoch in zip(self._counting, order["epochs"], strict=True):
-                sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
+        if order is None:
+            self.epoch_rng = {"iter": self._all_states(), "epochs": [sampler.epoch for sampler in self._counting]}
+            return self._draw(iter(self.sampler), self.epoch_rng, self._next_order)
+        self.epoch_rng = order
+        for sampler, epoch in zip(self._counting, order["epochs"], strict=True):
+            sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
+        with same_random_numbers():
             self._set_states(order["iter"])
-        self.epoch_rng = order or {"iter": self._all_states(), "epochs": [sampler.epoch for sampler in self._counting]}
-        entries = iter(self.sampler)  # at which some samplers draw
-        if order is not None:
-            set_shared_state(here)
-        return self._draw(entries, self.epoch_rng, self._next_order)
+            entries = iter(self.sampler)  # at which some samplers draw
+        return self._draw(entries, order, self._next_order)
 
     def _draw(self, entries: Iterator[Any], began: dict[str, Any], next_order: _NextOrder) -> Iterator[Any]:
-        self._next_order, here = _NextOrder(), shared_state()
-        first = began.get("first")
-        if first is not None:
-            self._set_states(first)
-        elif next_order.after_seed is not None:
-            self._set_generators(next_order.after_seed)
-        self.epoch_rng = {**began, "first": first or self._all_states()}
-        self._recorded_states.append((0, self._generator_states()))
-        if self.generators:
-            entries = self._recording(entries)
-        drawn: list[Any] = []
-        if _is_drawn_at_once(self.sampler):
-            drawn = list(entries)
-            self.length = len(drawn)
-        elif first is not None:  # what was used, and the entry at which others draw their order
-            drawn = list(itertools.islice(entries, next_order.skip + 1))
-        if first is not None:
-            set_shared_state(here)
+        self._next_order, first = _NextOrder(), began.get("first")
+        with nullcontext() if first is None else same_random_numbers():
+            if first is not None:
+                self._set_states(first)
+            elif next_order.after_seed is not None:
+                self._set_generators(next_order.after_seed)
+            self.epoch_rng = {**began, "first": first or self._all_states()}
+            self._recorded_states.append((0, self._generator_states()))
+            if self.generators:
+                entries = self._recording(entries)
+            drawn: list[Any] = []
+            if _is_drawn_at_once(self.sampler):
+                drawn = list(entries)
+                self.length = len(drawn)
+            elif first is not None:  # what was used, and the entry at which others draw their order
+                drawn = list(itertools.islice(entries, next_order.skip + 1))
         yield from drawn[next_order.skip :]
         yield from entries
 

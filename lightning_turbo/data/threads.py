@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +23,7 @@ class ThreadedDataset:
     The first two batches are loaded by the calling thread alone. If that draws from the global RNGs, or from a
     generator that the dataset holds, so are all others: in several threads the numbers would depend on timing. Each
     worker process finds that out for itself. The threads start with the third batch, and end with ``close``, after an
-    error (whoever keeps the error keeps this object), and with the process.
+    error (whoever keeps the error keeps this object), and with the process; a forked child starts threads of its own.
     """
 
     def __init__(self, dataset: Any, threads: int) -> None:
@@ -30,6 +31,7 @@ class ThreadedDataset:
         object.__setattr__(self, "_dataset", dataset)
         object.__setattr__(self, "_threads", threads)
         object.__setattr__(self, "_pool", None)
+        object.__setattr__(self, "_process", None)  # that started the threads
         object.__setattr__(self, "_is_alone", False)
         object.__setattr__(self, "_looks", 2)  # batches that are still looked at; a loader decides at its second one
 
@@ -41,10 +43,11 @@ class ThreadedDataset:
             return [self._dataset[index] for index in indices]
         if self._looks:
             return self._load_watched(indices)
-        if self._pool is None:
+        if self._pool is None or self._process != os.getpid():
             settings = {"initializer": _enter, "initargs": (ThreadState(),)}
             started = ThreadPoolExecutor(self._threads, "lightning_turbo-prefetch", **settings)
             object.__setattr__(self, "_pool", started)
+            object.__setattr__(self, "_process", os.getpid())
         pool: Any = self._pool
         try:
             return list(pool.map(self._dataset.__getitem__, indices))
@@ -74,7 +77,7 @@ class ThreadedDataset:
         """End the threads. The next batch starts others."""
         pool = self._pool
         object.__setattr__(self, "_pool", None)
-        if pool is not None:
+        if pool is not None and self._process == os.getpid():
             pool.shutdown(cancel_futures=True)
 
     def __getattr__(self, name: str) -> Any:

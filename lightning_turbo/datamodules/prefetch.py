@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +23,8 @@ class PrefetchDataModule(LightningDataModule):
 
     Inherit it in place of ``LightningDataModule``, or in front of a DataModule that is there
     (``class Mine(PrefetchDataModule, Theirs)``). It does what the callback ``Prefetch`` does, with its arguments, for
-    the runs of this DataModule: ``setup`` adds that callback to the Trainer, and the end of the run takes it away. The
-    ``*_dataloader`` methods return what they return, so that without a Trainer nothing is prefetched: there, use
+    the runs of this DataModule: a Trainer that is given it gets that callback, and the end of the run takes it away.
+    The ``*_dataloader`` methods return what they return, so that without a Trainer nothing is prefetched: there, use
     ``PrefetchLoader``.
 
     Args:
@@ -51,12 +50,6 @@ class PrefetchDataModule(LightningDataModule):
         ...         return DataLoader(range(4), batch_size=2)
         >>> datamodule = Digits(threads=2)
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A class that inherits from this one may override setup without calling this one's.
-        if cls.setup is not PrefetchDataModule.setup and not hasattr(cls.setup, "_prefetches"):
-            cls.setup = _with_prefetching(cls.setup)
 
     def __init__(
         self,
@@ -102,10 +95,22 @@ class PrefetchDataModule(LightningDataModule):
                 setattr(datamodule, name, method)
         return datamodule
 
-    def setup(self, stage: str) -> None:
-        """Add the callback to the Trainer that runs this DataModule."""
-        _attach(self)
-        super().setup(stage)
+    # Lightning sets this attribute before it calls a hook, whichever of those a class in front of this one overrides.
+    @property
+    def trainer(self) -> Any:
+        """The Trainer that runs this DataModule, or ran it last. To set it adds the callback to it."""
+        return vars(self).get("trainer")
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        vars(self)["trainer"] = trainer
+        if trainer is None:
+            return
+        if "_prefetch" not in vars(self):
+            raise RuntimeError(
+                f"{type(self).__name__}.__init__ does not call super().__init__(); PrefetchDataModule needs it."
+            )
+        self._prefetch.attach(trainer)
 
 
 class _OfDataModule(Prefetch):
@@ -128,24 +133,3 @@ class _OfDataModule(Prefetch):
 
     def _detach(self, trainer: Any) -> None:
         trainer.callbacks = [each for each in trainer.callbacks if each is not self]
-
-
-def _attach(datamodule: Any) -> None:
-    if "_prefetch" not in vars(datamodule):
-        raise RuntimeError(
-            f"{type(datamodule).__name__}.__init__ does not call super().__init__(); PrefetchDataModule needs it."
-        )
-    if datamodule.trainer is not None:
-        datamodule._prefetch.attach(datamodule.trainer)
-
-
-def _with_prefetching(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``setup`` that adds the DataModule's callback to its Trainer first."""
-
-    @functools.wraps(setup)
-    def attaching(datamodule: Any, *args: Any, **kwargs: Any) -> Any:
-        _attach(datamodule)
-        return setup(datamodule, *args, **kwargs)
-
-    vars(attaching)["_prefetches"] = True
-    return attaching

@@ -4,10 +4,11 @@ import contextlib
 import gc
 import os
 import random
+import select
+import signal
 import sys
 import threading
 import time
-import warnings
 import weakref
 
 import numpy as np
@@ -248,35 +249,49 @@ def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
         gc.enable()
 
 
-def test_a_loader_in_a_thread_of_the_users_is_not_blamed_for_ever_for_draws_elsewhere():
-    """Here the main thread draws while the other one loads; in the next epoch nobody does."""
-    draws, drawn = threading.Event(), threading.Event()
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_child_iterates_the_loader_that_its_parent_iterates(threads):
+    loader = PrefetchLoader(Rows(12, lambda index: time.sleep(0.001) or index), 2, threads=threads)
+    iterator = iter(loader)
+    first = [next(iterator).tolist() for _ in range(4)]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, repr(values(loader)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    answers, _, _ = select.select([read], [], [], 10)
+    if not answers:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as answer:
+        assert answer.read() == repr(values(DataLoader(range(12), 2)))
+    assert first + [batch.tolist() for batch in iterator] == values(DataLoader(range(12), 2))
+
+
+def test_a_loader_in_a_thread_of_the_users_gives_the_same_batches_while_another_thread_draws():
+    """Nobody can tell whose draws they are, so that it loads in the thread that iterates it, and says so."""
+    drawn = threading.Event()
 
     def load(index):
-        if draws.is_set():
-            drawn.clear()
-            drawn.wait()
-        time.sleep(0.002)
+        drawn.clear()
+        drawn.wait()
         return index
 
-    loader = PrefetchLoader(Rows(24, load), 2)
+    loader = PrefetchLoader(Rows(12, load), 2)
     got = []
 
     def iterate():
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with pytest.warns(NoEffectWarning, match="draws from the global RNG of torch"):
             got.append(values(loader))
-            got.append([each.category for each in told])
 
-    for epoch in range(3):
-        (draws.clear if epoch == 2 else draws.set)()
-        thread = threading.Thread(target=iterate)
-        thread.start()
-        while thread.is_alive():
-            if epoch < 2:
-                torch.rand(1)
-                drawn.set()
-            time.sleep(0.0005)
-        assert loader._profile.uses_rng is (epoch < 2)
-    assert got[0] == got[2] == got[4] == values(DataLoader(range(24), 2))
-    assert got[1::2] == [[NoEffectWarning], [], []]
+    thread = threading.Thread(target=iterate)
+    thread.start()
+    while thread.is_alive():
+        torch.rand(1)
+        drawn.set()
+        time.sleep(0.0005)
+    assert got == [values(DataLoader(range(12), 2))]
