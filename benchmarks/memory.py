@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import statistics
 from collections.abc import Iterable
 from functools import partial
@@ -17,9 +18,17 @@ from torch.optim import Optimizer
 
 from benchmarks.suite import Aim, Case, Meter, Suite
 from benchmarks.work import Endless, conv_net, image_batches
-from lightning_turbo.measure import current_bytes, peak_bytes
+from lightning_turbo.measure import peak_bytes
 
 __all__ = ["SUITE"]
+
+
+def _current_bytes(device: torch.device) -> int | None:
+    """The bytes in use now: allocated by torch on CUDA, resident on the CPU; ``None`` without ``/proc``."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    counts = Path("/proc/self/statm")
+    return int(counts.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if counts.exists() else None
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -104,7 +113,7 @@ def memory(meter: Meter, *, kind: str, release: bool = False, **options: Any) ->
     Trainer(max_steps=2, accelerator=accelerator, devices=1, **QUIET).fit(Classifier(net, adam), tiny)
     gc.collect()
 
-    before = current_bytes(meter.device)
+    before = _current_bytes(meter.device)
     net, loader = _task(meter, kind)
     watch = Watch()
     callbacks: list[Callback] = [watch, *([GradToNone()] if release else [])]

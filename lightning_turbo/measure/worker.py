@@ -21,7 +21,7 @@ import torch
 from lightning_turbo.errors import MissingExtraError
 from lightning_turbo.measure.meter import Meter
 
-__all__ = ["Channel", "SkippedError", "current_bytes", "open_channel", "peak_bytes", "serve"]
+__all__ = ["Channel", "SkippedError", "open_channel", "peak_bytes", "serve"]
 
 STATUS = Path("/proc/self/status")
 LINE = 200  # characters of an error that a table shows; the log has the rest
@@ -114,11 +114,6 @@ def _status(field: str) -> int | None:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def current_bytes(device: torch.device) -> int | None:
-    """Return the bytes in use now: allocated by torch on CUDA, resident on the CPU; ``None`` without ``/proc``."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int | None:

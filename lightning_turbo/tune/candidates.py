@@ -27,6 +27,7 @@ class Facts:
     loader_ms: float  # of a batch from the loader alone
     device: str = "cpu"
     num_workers: int = 0
+    accumulate: int = 1  # batches of an optimizer step
     batches: int | None = None  # of an epoch
     lacks: Sequence[str] = ()  # keys of NEEDS that the script or the machine has not
 
@@ -105,6 +106,11 @@ class Candidate(Settings):
     result: Result = "same bits"  # what it may do to the result
 
     @property
+    def is_stock(self) -> bool:
+        """Whether it takes nothing of this package."""
+        return not (self.strategy or self.opt_level or self.callbacks)
+
+    @property
     def kind(self) -> str:
         """Its slot, or its name: of the candidates of a kind at most one is chosen."""
         return self.slot or self.name
@@ -141,17 +147,24 @@ def list_candidates(cores: int) -> list[Candidate]:
     counts = [count for count in (1, 2, 4, 8) if count <= cores]
     half = str(max(1, cores // 2))
     threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
+    # Loading ahead takes a core from the step, whose threads then wait for one another.
+    shared: Any = {"slot": "loading", "needs": (*LOADING, "cpu", "computing"), "result": "rounding"}
+    ahead = {"prefetch": {}, f"workers-{counts[-1]}": {"num_workers": counts[-1]}}
+    c = Candidate
     channels_last = {"MemoryFormat": {"memory_format": "channels_last"}}
     graphs = {"compile": {"what": "network", "mode": "reduce-overhead"}}
     lean = ("computing", "own strategy", "Lightning 2.6", "short step")
     precision: dict[str, Any] = {
         "slot": "precision", "needs": ("computing", "own precision", "float32 weights"), "result": "other maths",
     }  # fmt: skip
-    c = Candidate
     return [
         _loader("prefetch", THREAD),
         _loader("prefetch-threads", THREAD, threads=max(2, min(cores, 4))),
         *(candidate for count in counts for candidate in _workers(count)),
+        *(
+            c(name=f"{name}-omp-{half}", **shared, callbacks={"Prefetch": settings}, environment=threads)
+            for name, settings in ahead.items()
+        ),
         c(name="lean", needs=lean, strategy={"lean": True}),
         c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),
         c(name="channels-last", needs=("computing", "convolutions"), result="rounding", callbacks=channels_last),

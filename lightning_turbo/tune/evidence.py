@@ -22,14 +22,15 @@ class Case:
 
     Args:
         names: Of candidates, in the order of the table; none is the script as it is.
-        mode: ``"step"``, ``"one batch"`` or ``"loader"``, see ``probe.Probe``.
+        mode: ``"step"``, ``"one batch"`` or ``"loader"``, see ``probe.Probe``; ``"epoch"``, see ``probe.WholeEpoch``.
     """
 
     names: tuple[str, ...] = ()
     mode: str = "step"
 
     def __str__(self) -> str:
-        return self.mode if self.mode != "step" else " + ".join(self.names) or "default"
+        names = " + ".join(self.names)
+        return names or "default" if self.mode == "step" else f"{self.mode} with {names}" if names else self.mode
 
     def without(self, name: str) -> Case:
         """Return this case without one of its candidates."""

@@ -10,6 +10,7 @@ import itertools
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ from lightning_turbo.measure import Meter, huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
 from lightning_turbo.nn.memory_format import has_format
 
-__all__ = ["Probe", "prepare_trainer", "trainer_in_construction"]
+__all__ = ["Probe", "WholeEpoch", "prepare_trainer", "trainer_in_construction"]
 
 LOSSES = 400  # of the first steps, to compare
 # Callbacks, by the name of their class or of one that it inherits, that write, draw, search or stop.
@@ -67,6 +68,7 @@ class Probe(Callback):
         self.mode = mode
         self.losses: list[Tensor] = []
         self.facts: dict[str, Any] = {}
+        self.numbers: dict[str, Any] = {}  # what else is reported
         self.refusal = ""
 
     def refuse(self, reason: str) -> None:
@@ -103,6 +105,43 @@ class Probe(Callback):
         """Count a step, and end the script after the last one."""
         if not self.meter.step():
             sys.exit(0)  # the Trainer tears down, and nothing of the script behind fit runs
+
+
+class WholeEpoch(Probe):
+    """Takes the time of one epoch, as the script trains and validates it, from the set-up of ``fit`` to its end."""
+
+    def __init__(self, meter: Meter, mode: str) -> None:
+        super().__init__(meter, mode)
+        self.numbers["steps_seconds"] = 0.0
+        self._begun = self._last = 0.0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Start the clock."""
+        self._begun = time.perf_counter()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let ``fit`` go on for one epoch; schedules are made, and keep the length that the script gave them."""
+        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+        self.meter.device = trainer.strategy.root_device
+        self.facts = describe(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Add the time since the step before: the first one, in which workers start, is not of the steps."""
+        now = time.perf_counter()
+        self.numbers["steps_seconds"] += now - self._last if batch_idx else 0.0
+        self._last = now
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the time of a validation out of the steps."""
+        self._last = time.perf_counter()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the time and what was logged, and end the script."""
+        self.meter.synchronise()
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        self.numbers |= {"seconds": time.perf_counter() - self._begun, "metrics": metrics}
+        self.meter.over = True
+        sys.exit(0)
 
 
 def describe(trainer: Any, module: Any) -> dict[str, Any]:
@@ -169,7 +208,7 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
 
     def begin_silently(set_up: Callable[[], None]) -> None:
         begun.put_back()
-        silence(trainer)
+        silence(trainer, validates=probe.mode == "epoch")
         set_up()
 
     begun = ReplacedMethod(strategy, "setup_environment", begin_silently)  # which a run calls first
@@ -191,9 +230,10 @@ def is_wanted(callback: Callback) -> bool:
     return not UNWANTED & {kind.__name__ for kind in type(callback).__mro__}
 
 
-def silence(trainer: Any) -> None:
-    """Let a run write nothing and validate nothing."""
+def silence(trainer: Any, *, validates: bool) -> None:
+    """Let a run write nothing, and validate only if it is asked to."""
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.callbacks = list(filter(is_wanted, trainer.callbacks))
-    trainer.num_sanity_val_steps = 0
-    trainer.limit_val_batches = 0
+    if not validates:
+        trainer.num_sanity_val_steps = 0
+        trainer.limit_val_batches = 0

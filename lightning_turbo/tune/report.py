@@ -103,7 +103,7 @@ def _next(search: Search, command: Sequence[str]) -> str:
         start = _start_line(_settings(search), command)
         return (
             "Give the Trainer's arguments to turbo() of turbo.py, as Trainer(**turbo(max_epochs=3, callbacks=[...])); "
-            f"with LightningCLI add --config turbo.yaml after your own. {start}"
+            f"with LightningCLI add --config turbo.yaml after your own. Measure whole epochs with --confirm. {start}"
         ).strip()
     if search.interrupted or any(
         trial.why.startswith("not tried because the time") for trial in search.trials.values()
@@ -250,5 +250,6 @@ def as_text(results: Mapping[str, Any]) -> str:
     rows = [[each["name"], each["why"], each["result"] if each["ratio"] else ""] for each in results["candidates"]]
     columns = ["setting", "how it ended", "result"]
     verdict = f"`{shlex.join(results['command'])}`: {results['verdict']}."
-    words = [verdict, f"Why: {results['why']}", f"Next: {results['next']}", *markdown_table(columns, rows)]
-    return "\n\n".join(words[:3]) + "\n\n" + "\n".join(words[3:]) + "\n"
+    words = [verdict, f"Why: {results['why']}", *filter(None, [results.get("epochs", {}).get("sentence")])]
+    words += [f"Next: {results['next']}", "\n".join(markdown_table(columns, rows))]
+    return "\n\n".join(words) + "\n"

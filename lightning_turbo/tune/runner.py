@@ -42,6 +42,7 @@ class TuneSettings:
     without: tuple[str, ...] = ()
     same_maths: bool = False  # only what keeps every bit is kept
     seed: int = 0
+    confirm: bool = False  # by a whole epoch with and one without
     device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
 
     def __post_init__(self) -> None:
@@ -99,14 +100,15 @@ class ScriptRunner:
         """Measure one fresh process of each case."""
         by_name = {str(case): case for case in cases}
         rows = {name: new_row() for name in by_name}
-        turns = Turns(lambda name: self._spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
+        turns = Turns(lambda name: self.spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
         begun = time.monotonic()
         turns.run(list(by_name), self.order, rounds=ROUNDS)
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
         return {case: rows[name] for name, case in by_name.items()}
 
-    def _spawn(self, case: Case) -> Process:
+    def spawn(self, case: Case) -> Process:
+        """Start the process of a case."""
         put_together = combine(self.candidates[name] for name in case.names)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
         task = {

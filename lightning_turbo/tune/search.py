@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import InterruptedRunError, seconds_by_sweep
+from lightning_turbo.measure import InterruptedRunError, interval_between, seconds_by_sweep
 from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Facts, why_not
 from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison, compare_losses
 
@@ -85,7 +85,7 @@ class Search:
         self.interrupted = False
         self.on_headroom: Callable[[Facts], object] = lambda facts: None
         self._total = runner.left
-        self._defaults: list[list[float]] = []  # losses of the script as it is, of each process
+        self._defaults: list[list[float]] = []  # losses of the script as it is: the first, and those that differ
 
     def run(self) -> None:
         """Search until it is done, the budget is spent, or Ctrl-C; the attributes hold what is known.
@@ -94,7 +94,8 @@ class Search:
             TurboError: If the script cannot be measured.
         """
         try:
-            self.measure_headroom()
+            self.facts = self.measure_headroom()
+            self._begin(self.facts)
             self.screen(self._reserve)
             if not self.winners():  # nothing is to be confirmed yet, so that the time for it is free
                 self.screen(lambda: self.runner.cost)
@@ -105,23 +106,25 @@ class Search:
         for trial in self.trials.values():
             trial.why = trial.why or self._end(trial)
 
-    def measure_headroom(self) -> None:
+    def measure_headroom(self) -> Facts:
         """Measure the step as it is, with one batch again and again, and the loader alone."""
         first = self._measure([DEFAULT])[DEFAULT]
         if first["status"] != "ok":
             raise TurboError(f"the script cannot be measured: {first['reason'] or first['status']}")
-        facts = dict(first["numbers"]["facts"])
-        accumulate = facts.pop("accumulate", 1)
-        self.runner.set_pace(_seconds(first), accumulate)
+        facts = first["numbers"]["facts"]
+        self.runner.set_pace(_seconds(first), facts.get("accumulate", 1))
         cases = [DEFAULT, Case(mode="one batch"), Case(mode="loader")]
         rows = self._measure(cases)
         step, one_batch, loader = (1e3 * _seconds(rows[case]) for case in cases)
         one_batch = one_batch or step
-        self.facts = Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
-        self.on_headroom(self.facts)
-        self.runner.set_pace(step / 1e3, accumulate)
+        return Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
+
+    def _begin(self, facts: Facts) -> None:
+        """Choose the pace, and leave out what the headroom does not speak for."""
+        self.on_headroom(facts)
+        self.runner.set_pace(facts.step_ms / 1e3, facts.accumulate)
         for trial in self.trials.values():
-            reason = why_not(trial.candidate, self.facts)
+            reason = why_not(trial.candidate, facts)
             trial.why = f"not tried because {reason}" if reason else ""
 
     def screen(self, reserve: Callable[[], float]) -> None:
@@ -138,8 +141,9 @@ class Search:
     def winners(self) -> list[Trial]:
         """Return those that gain alone, one of each kind, the best first.
 
-        Of those of a kind that differ by next to nothing it is the first in the table, the plainest. Where the time was
-        too short to decide about any, the last comparison decides about the best.
+        Of those of a kind that differ by next to nothing it is the first in the table, the plainest, and Lightning's
+        own where it does not differ beyond noise. Where the time was too short to decide about any, the last comparison
+        decides about the best.
         """
         promising = [trial for trial in self._undecided() if trial.alone.ratio < 1.0 - SMALL_SHARE]
         gaining = list(filter(self._keeps_maths, self._gaining() or promising[:1]))
@@ -147,9 +151,9 @@ class Search:
 
     def _choose(self, kind: str, gaining: Sequence[Trial]) -> Trial:
         """Choose one of a kind, and say of the others that it is better."""
-        limit = (1.0 + SMALL_SHARE) * min(trial.alone.ratio for trial in gaining if trial.candidate.kind == kind)
+        best = next(trial for trial in gaining if trial.candidate.kind == kind)
         measured = [trial for trial in self.trials.values() if trial.candidate.kind == kind and trial.alone.logs]
-        chosen = next(trial for trial in measured if trial in gaining and trial.alone.ratio < limit)
+        chosen = next(trial for trial in measured if trial in gaining and _is_as_good(trial, best))
         for trial in measured:
             if trial is not chosen:
                 trial.why = trial.why or f"no better than {chosen.candidate.name} of its kind: {trial.alone}"
@@ -312,9 +316,18 @@ class Search:
 
     def _measure(self, cases: Sequence[Case]) -> Rows:
         rows = self.runner.measure(cases)
-        if losses := rows.get(DEFAULT, {}).get("numbers", {}).get("losses"):
+        losses = rows.get(DEFAULT, {}).get("numbers", {}).get("losses")
+        if losses and compare_losses(losses, (self._defaults or [[]])[0]) != "same bits":
             self._defaults.append(losses)
         return rows
+
+
+def _is_as_good(trial: Trial, best: Trial) -> bool:
+    """Whether a candidate is hardly slower than the best of its kind; of Lightning's own, whether it may be as fast."""
+    if trial.alone.ratio < (1.0 + SMALL_SHARE) * best.alone.ratio:
+        return True
+    difference = interval_between(trial.alone.logs, best.alone.logs)
+    return trial.candidate.is_stock and (difference is None or difference[0] <= 1.0)
 
 
 def _can_beat(trial: Trial, best: Trial | None) -> bool:

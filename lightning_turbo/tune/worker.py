@@ -28,12 +28,13 @@ def measure_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
     def callbacks() -> list[Any]:
         from lightning_turbo.tune import probe  # not before the script has chosen its copy of Lightning
 
-        made.append(probe.Probe(meter, task["mode"]))
+        kind = probe.WholeEpoch if task["mode"] == "epoch" else probe.Probe
+        made.append(kind(meter, task["mode"]))
         return [*probe.prepare_trainer(probe.trainer_in_construction(), task["settings"], made[-1]), made[-1]]
 
     _check(run_program(task["program"], task["arguments"], callbacks, module=task["module"]), made, meter)
     used = next(each for each in made if each.facts)
-    return {"facts": used.facts, "losses": [loss.item() for loss in used.losses]}
+    return {"facts": used.facts, "losses": [loss.item() for loss in used.losses], **used.numbers}
 
 
 def _check(ending: Ending, made: list[Probe], meter: Meter) -> None:
@@ -42,8 +43,8 @@ def _check(ending: Ending, made: list[Probe], meter: Meter) -> None:
         if probe.refusal:
             raise SkippedError(probe.refusal)
     if ending.error is not None:
-        if type(ending.error).__module__.startswith(TRACERS):
-            raise SkippedError("torch.compile cannot trace this network; the log has its words.")
+        if any(type(each).__module__.startswith(TRACERS) for each in (ending.error, ending.error.__cause__)):
+            raise SkippedError("torch cannot trace this network; the log has its words.")
         raise ending.error
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"

@@ -1,12 +1,15 @@
 """What is written after a search."""
 
 import json
+import math
 import re
 
 import pytest
 
 from lightning_turbo.measure import new_row
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
+from lightning_turbo.tune.epochs import describe_epochs
+from lightning_turbo.tune.evidence import Comparison
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.search import Search
 
@@ -41,6 +44,25 @@ def search(factors, *names, manual=False):
     return made
 
 
+EPOCHS = {
+    "default": {"seconds": 10.0, "steps_seconds": 8.0, "metrics": {"val_loss": 0.3125, "rate": None}},
+    "chosen": {"seconds": 6.0, "steps_seconds": 4.0, "metrics": {"val_loss": 0.3}},
+}
+
+
+def test_whole_epochs_are_told_beside_what_was_to_be_expected():
+    text = describe_epochs(EPOCHS, Comparison([math.log(0.4), math.log(0.6)]))
+    assert "10.0 s without and 6.00 s with it: 1.67 times as fast" in text
+    # The mean is 0.49 of 8 s; the interval of two pairs is wide.
+    low, high = map(float, re.search(r"of it: (\S+) to (\S+) times", text).groups())
+    assert low < 10 / (2 + 8 * 0.49) < high
+    assert "80 % of it" in text
+    assert "val_loss 0.3125 and 0.3" in text
+    results = make_results(search({"O1": 0.5}, "O1"), ["python", "train.py"])
+    assert as_text({**results, "epochs": {"sentence": text}}).split("\n\n")[2] == text
+    assert "not measured: chosen failed: no data" in describe_epochs({"error": "chosen failed: no data"}, Comparison())
+
+
 NAMES = ("O1", "fused", "lean", "tf32")
 HEADLINE = "2.50 times as fast (2.50 to 2.50) with fused + O1, other maths"
 
@@ -51,7 +73,7 @@ def test_the_files_hold_what_was_found(tmp_path):
     paths = write_results(found, results, tmp_path)
     assert [path.name for path in paths] == ["tune.json", "tune.md", "turbo.yaml", "turbo.py", "tune.png"]
     assert json.loads(paths[0].read_text()) == results
-    assert results["default"] == {"step_ms": 4.0}
+    assert results["default"]["step_ms"] == 4.0
     assert results["headroom"]["waiting_ms"] == pytest.approx(1.0)
     rows = {row["name"]: row for row in results["candidates"]}
     assert rows["fused"]["ratio"] == pytest.approx(0.8)
@@ -98,7 +120,7 @@ def test_without_losses_there_is_no_panel_of_losses(tmp_path, monkeypatch):
 def test_nothing_is_written_as_nothing(tmp_path):
     made = search({}, "lean")
     results = make_results(made, ["python", "train.py"])
-    assert results["chosen"] == {"settings": [], "ratio": None, "interval": None, "result": "same bits"}
+    assert results["chosen"]["settings"] == []
     paths = write_results(made, results, tmp_path)
     assert all("nothing helps here" in path.read_text() for path in paths[1:4])
     assert "Next: Leave the script as it is" in paths[1].read_text()

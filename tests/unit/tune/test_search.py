@@ -114,6 +114,7 @@ def test_where_nothing_helps_nothing_is_recommended():
 
 
 LOADERS = {"prefetch", "prefetch-threads", "workers-1", "workers-2"}
+SHARED = {"prefetch-omp-1", "workers-2-omp-1"}  # loading and the step, on the same cores
 EVERYTHING = {"lean", "compile", *PRECISION, *PARTS, "release-gradients"}
 
 
@@ -121,7 +122,7 @@ EVERYTHING = {"lean", "compile", *PRECISION, *PARTS, "release-gradients"}
     ((0.010, 0.0099, 0.0001), (), EVERYTHING),
     ((0.010, 0.0002, 0.0098), (), LOADERS),
     # On a busy machine the difference of two medians says nothing; what the loader takes by itself counts.
-    ((0.248, 0.249, 0.0209), ("compiler",), LOADERS | EVERYTHING - {"compile", "lean"}),
+    ((0.248, 0.249, 0.0209), ("compiler",), LOADERS | SHARED | EVERYTHING - {"compile", "lean"}),
     ((0.5, 0.5, 0.001), ("convolutions", "norms", "optimizer"),
      {"compile", *PRECISION, "release-gradients", "threads-1"}),
     ((0.5, 0.5, 0.001), ("own strategy", "own precision", "automatic"), set(PARTS)),
@@ -181,6 +182,15 @@ def test_of_two_of_a_kind_that_hardly_differ_the_plainer_one_is_recommended(fact
     assert made.chosen.names == (chosen,)
     (other,) = set(factors) - {chosen}
     assert made.trials[other].why.startswith(f"no better than {chosen} of its kind: 1.")
+
+
+def test_lightnings_own_is_recommended_where_the_better_one_may_be_chance():
+    trials = Search(select(list_candidates(2), PRECISION), Machine({}))
+    for name, logs in (("bf16-mixed", [-0.2, -0.3, -0.25]), ("O2", [-0.2, -0.3, -0.25]), ("O1", [-0.3, -0.4, -0.35])):
+        trials.trials[name].alone.logs += logs
+    assert [each.candidate.name for each in trials.winners()] == ["bf16-mixed"]
+    trials.trials["bf16-mixed"].alone.logs[:] = [-0.05, -0.06, -0.05]
+    assert [each.candidate.name for each in trials.winners()] == ["O1"]
 
 
 @pytest.mark.parametrize(("device", "most"), [("cpu", 5), ("cuda", 2)])

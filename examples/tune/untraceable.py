@@ -1,0 +1,43 @@
+"""A forward pass that branches on values, which no tracer follows, and many small weights: a fused optimizer helps."""
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+
+class Branching(LightningModule):
+    """Thirty narrow convolutions with a bias and a norm, each of which may change the sign of what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) for _ in range(30))
+
+    def forward(self, x):
+        """Return the logits."""
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y if y.sum() > 0 else x - y
+        return x.mean((2, 3))
+
+    def training_step(self, batch, batch_idx):
+        """Return the cross-entropy."""
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        """Return Adam, tensor by tensor."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
+
+
+def main() -> None:
+    """Train on batches that are in memory."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the layers are too small to share
+    batches = [(torch.randn(4, 4, 4, 4), torch.arange(4)) for _ in range(200)]
+    loader = DataLoader(batches, batch_size=None)
+    Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Branching(), loader)
+
+
+if __name__ == "__main__":
+    main()
