@@ -536,13 +536,10 @@ class PrefetchIterator(Iterator[Any]):
         sent, transfer = self._sent, self.transfer
         if transfer.stream() is None or len(sent) >= transfer.prefetch_batches or (sent and sent[-1][1] is not None):
             return False
-        return self._is_next_ready()
+        return self.ready()
 
     def ready(self) -> bool:
-        """Tell whether the next item can be had without waiting for the source."""
-        return bool(self._sent) or self._is_next_ready()
-
-    def _is_next_ready(self) -> bool:
+        """Tell whether one more item can be taken without waiting for the source."""
         if self.thread.is_started:
             return self.thread.ready()
         # Loads of this thread take next to no time, where that is why there is no other.
