@@ -42,7 +42,8 @@ __all__ = [
 #   consumed, ended, length: batches that were used, whether the end was reached, how many batches the loader had.
 #   whole: whether the epoch is over, so that the next iter() begins the one after it.
 #   order: how this epoch began, from which its order follows. "iter": the random generators at iter(). "first": those
-#     before the first entry, or the first batch of a stream. "epochs": those of samplers that have one.
+#     before the first entry. Of both, "shared" are the global ones, and "own" those of the loader and its samplers.
+#     "epochs": those of samplers that have one. Of a stream, "iter" and "first", before its first batch, are global.
 #   own: the generators of the loader and its samplers, as the next epoch finds them. left: the same if nobody asks for
 #     the end, at which some samplers draw once more, as a Trainer does not.
 #   before: the global RNGs before the latest batch. next_rng: before the batch that comes next, if that was loaded
@@ -145,8 +146,8 @@ class ResumableOrder:
     order follows from the states of the random generators when the sampler is asked for an iterator and when its first
     entry is drawn, and from its epoch if it has one. These are recorded; the entries are not kept. Samplers of torch
     draw all entries at the first one, so that nothing depends on how far ahead batches are loaded; others draw when an
-    entry is asked for. The states of the generators that the loader and its samplers hold are recorded
-    after each entry, and an epoch that is left early puts them back to where a plain loader would have left them.
+    entry is asked for. The states of the generators that the loader and its samplers hold are recorded after each
+    entry, and an epoch that is left early puts them back to where a plain loader would have left them.
 
     Attributes:
         sampler: The sampler inside.
