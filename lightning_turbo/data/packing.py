@@ -6,9 +6,11 @@ import contextlib
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -166,8 +168,9 @@ class Packing:
         """Load and write what is not written yet."""
         total, left = len(encoder), range(writer.done, len(encoder))
         loader = DataLoader(
-            encoder, None, sampler=left, num_workers=self.workers, collate_fn=_same, generator=torch.Generator()
-        )
+            encoder, None, sampler=left, num_workers=self.workers, collate_fn=_same, generator=torch.Generator(),
+            worker_init_fn=_end_with_parent,
+        )  # fmt: skip
         for loaded in loader:
             try:
                 writer.append(loaded if isinstance(loaded, str) else encoder.check(loaded, writer.done))
@@ -239,6 +242,17 @@ class _Encoder(Dataset[Any]):
 
 def _same(sample: Any) -> Any:
     return sample
+
+
+def _end_with_parent(worker: int) -> None:
+    """End a worker process once the one that packs is gone; torch's waits until somebody reads what it has loaded."""
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _flatten(value: Any, name: str, fields: dict[str, Any]) -> Any:

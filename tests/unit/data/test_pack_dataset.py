@@ -1,7 +1,11 @@
 """pack: the samples of any dataset, whole or not at all, and what is left when it is interrupted."""
 
 import json
+import multiprocessing
 import os
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,6 +110,44 @@ def test_what_was_interrupted_goes_on(tmp_path, compress, torn):
     packed = PackedDataset(tmp_path / "out")
     assert all(np.array_equal(packed[n]["x"], make(n)["x"]) for n in range(5))
     assert not partial.exists()
+
+
+class Large(Samples):
+    """Samples that fill a pipe, each of which tells the process that loads it."""
+
+    def __getitem__(self, index):
+        Path(self.make, str(os.getpid())).touch()
+        return np.full((300, 1000), index)
+
+
+def pack_large(folder):
+    pack(Large(folder, 1000), folder / "out", num_workers=2)
+
+
+def is_alive(pid):
+    """Whether a process runs: one that has ended may stay as a zombie, if nobody asks for its status."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_worker_processes_end_with_a_process_that_is_killed(tmp_path):
+    packing = multiprocessing.get_context("fork").Process(target=pack_large, args=(tmp_path,))
+    packing.start()
+
+    def pids():
+        return {int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()}
+
+    while len(pids()) < 3:  # it loads the first sample itself
+        time.sleep(0.01)
+    os.kill(packing.pid, signal.SIGKILL)
+    packing.join()
+    assert packing.exitcode == -signal.SIGKILL
+    workers = pids()
+    while any(map(is_alive, workers)):
+        time.sleep(0.01)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("field", [1, 2, 3])
