@@ -29,6 +29,7 @@ SUITES: dict[str, str] = {
     "memory": "benchmarks.memory:SUITE",
     "loaders": "benchmarks.loaders:SUITE",
     "augment": "benchmarks.augment:SUITE",
+    "patches": "benchmarks.patches:SUITE",
     "prefetch": "benchmarks.prefetch:SUITE",
     "grid": "benchmarks.prefetch:GRID",
     "gpu": "benchmarks.gpu:SUITE",

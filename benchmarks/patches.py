@@ -1,0 +1,230 @@
+"""The suite ``patches``: random patches of compressed scans, by PatchDataset beside MONAI's and TorchIO's ways."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from benchmarks.loaders import forever
+from benchmarks.suite import Aim, Case, Meter, Suite
+from lightning_turbo.data import PatchDataset, pack_folder
+
+__all__ = ["SUITE"]
+
+SCANS, SHAPE, PATCH, PER_SCAN = 4, (320, 305, 240), (96, 96, 96), 4
+KEYS = {"image": "volumes", "label": "labels"}
+
+Files = list[dict[str, str]]
+
+
+def _write_scans(meter: Meter, folder: Path) -> Files:
+    """Smooth volumes with noise, as int16, of slightly different sizes, and a label volume with a ball for each."""
+    import nibabel
+
+    for name in ("scans", "masks"):
+        (folder / name).mkdir()
+    for n in range(SCANS):
+        generator = np.random.default_rng([meter.seed, n])
+        lengths = np.array(SHAPE) // (6 if meter.quick else 1) - generator.integers(0, 8, 3)
+        grid = np.meshgrid(*map(np.arange, lengths), indexing="ij", sparse=True)
+        waves = sum(np.sin(axis / generator.uniform(9, 30)) for axis in grid)
+        distance = sum((axis - length / 2) ** 2 for axis, length in zip(grid, lengths, strict=True))
+        noise = generator.standard_normal(lengths, dtype=np.float32)
+        scan = (200 * waves + 20 * noise).astype(np.int16)
+        for name, array in (("scans", scan), ("masks", (distance < (min(lengths) / 8) ** 2).astype(np.uint8))):
+            nibabel.save(nibabel.Nifti1Image(array, np.eye(4)), folder / name / f"{n}.nii.gz")
+    return [
+        {"image": str(folder / "scans" / f"{n}.nii.gz"), "label": str(folder / "masks" / f"{n}.nii.gz")}
+        for n in range(SCANS)
+    ]
+
+
+def _patch(meter: Meter) -> tuple[int, ...]:
+    return (32, 32, 32) if meter.quick else PATCH
+
+
+def _packed(meter: Meter, folder: Path, files: Files, compress: bool = False) -> tuple[Any, Any]:
+    out, patch = folder / "packed", _patch(meter)
+    if not out.exists():
+        pack_folder(folder / "scans", out, labels=folder / "masks", compress=patch if compress else False)
+    return PatchDataset(out, patch, per_scan=PER_SCAN, foreground=0.5, keys=KEYS), PatchDataset.collate
+
+
+def _compressed(meter: Meter, folder: Path, files: Files) -> tuple[Any, Any]:
+    return _packed(meter, folder, files, compress=True)
+
+
+def _monai_steps(meter: Meter) -> Any:
+    from monai import transforms
+
+    both = ("image", "label")
+    crop = transforms.RandCropByPosNegLabeld(both, "label", _patch(meter), pos=1, neg=1, num_samples=PER_SCAN)
+    return transforms.Compose([transforms.LoadImaged(both, ensure_channel_first=True), crop])
+
+
+def _persistent(meter: Meter, folder: Path, files: Files) -> tuple[Any, Any]:
+    from monai import data
+
+    dataset = data.PersistentDataset(files, _monai_steps(meter), folder / "persistent")
+    for index in range(len(files)):  # the first time it writes what it loads
+        dataset[index]
+    return dataset, data.list_data_collate
+
+
+def _cached(meter: Meter, folder: Path, files: Files) -> tuple[Any, Any]:
+    from monai import data
+
+    return data.CacheDataset(files, _monai_steps(meter), progress=False), data.list_data_collate
+
+
+MAKERS = {"packed": _packed, "compressed": _compressed, "persistent": _persistent, "cached": _cached}
+
+
+def loaded(meter: Meter, *, by: str) -> dict[str, float]:
+    """Batches of four patches by a DataLoader with one worker; of MONAI's those of one scan, as its crop makes them."""
+    with tempfile.TemporaryDirectory() as name:
+        data, collate = MAKERS[by](meter, Path(name), _write_scans(meter, Path(name)))
+        size = PER_SCAN if isinstance(data, PatchDataset) else 1
+        sampler = RandomSampler(data, num_samples=10**9)  # one epoch follows the other as if they were one
+        loader = DataLoader(data, size, sampler=sampler, num_workers=1, collate_fn=collate)
+        for batch in loader:
+            if not meter.step(samples=len(batch["image"])):
+                return {}
+    return {}
+
+
+def torchio_queue(meter: Meter) -> dict[str, float]:
+    """The same by TorchIO's queue with one worker, with long epochs."""
+    import torchio  # pyright: ignore[reportMissingImports]
+
+    with tempfile.TemporaryDirectory() as name:
+        subjects = [
+            torchio.Subject(image=torchio.ScalarImage(each["image"]), label=torchio.LabelMap(each["label"]))
+            for each in _write_scans(meter, Path(name))
+        ]
+        sampler = torchio.LabelSampler(_patch(meter), "label", {0: 1, 1: 1})
+        dataset = torchio.SubjectsDataset(subjects * 1000)
+        queue = torchio.Queue(dataset, 4 * PER_SCAN, PER_SCAN, sampler, num_workers=1, start_background=False)
+        for batch in forever(DataLoader(queue, PER_SCAN)):
+            if not meter.step(samples=len(batch["image"]["data"])):
+                return {}
+    return {}
+
+
+def read(meter: Meter, *, by: str) -> dict[str, float]:
+    """Single patches of image and label, read in this process."""
+    times = []
+    with tempfile.TemporaryDirectory() as name:
+        data, _ = MAKERS[by](meter, Path(name), _write_scans(meter, Path(name)))
+        for index in forever(range(len(data))):
+            start = time.perf_counter()
+            data[index]
+            times.append(time.perf_counter() - start)
+            if not meter.step(samples=1):
+                return {"milliseconds_a_patch": 1e3 * statistics.median(times)}
+    return {}
+
+
+class _Asked(Dataset[tuple[int, int]]):
+    """Reads the patches of another dataset, and returns the process that does, and how much memory it holds."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return 20 * len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        sample = self.data[index % len(self.data)]
+        (sample[0] if isinstance(sample, list) else sample)["image"].sum()
+        return os.getpid(), _held()
+
+
+def _held() -> int:
+    """The proportional set size of this process in bytes, in which a page of several processes counts once."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+
+
+def _hold(make: Callable[[], Any], both: Any, found: Any) -> None:
+    loader = DataLoader(_Asked(make()), None, num_workers=2, persistent_workers=True)
+    dict(iter(loader))
+    both.wait()  # the other rank has mapped, or loaded, all of it too
+    held = dict(iter(loader))
+    found.put(_held() + sum(held.values()))
+    found.join()
+
+
+def memory(meter: Meter, *, by: str) -> dict[str, float]:
+    """What two ranks with two workers each hold together, each with a dataset of its own, as under DDP."""
+    context = torch.multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as name:
+        files = _write_scans(meter, Path(name))
+
+        def make() -> Any:
+            return MAKERS[by](meter, Path(name), files)[0]
+
+        if by == "packed":
+            make()
+        found, both = context.JoinableQueue(), context.Barrier(2)
+        ranks = [context.Process(target=_hold, args=(make, both, found)) for _ in range(2)]
+        for rank in ranks:
+            rank.start()
+        held = sum(found.get() for _ in ranks)
+        for _ in ranks:
+            found.task_done()
+        for rank in ranks:
+            rank.join()
+    while meter.step():
+        pass
+    return {"held_bytes": held}
+
+
+OURS, PERSISTENT, CACHE = "PatchDataset", "MONAI's PersistentDataset", "MONAI's CacheDataset"
+READ, MEMORY = ", a patch", ", memory of two ranks"
+
+
+def _cases() -> Iterator[Case]:
+    for name, by, needs in (
+        (PERSISTENT, "persistent", ("monai",)),
+        (CACHE, "cached", ("monai",)),
+        (OURS, "packed", ()),
+        (f"{OURS}, compressed", "compressed", ("blosc2",)),
+    ):
+        kind, needs, config = "ours" if OURS in name else "peer", ("nibabel", *needs), {"by": by}
+        yield Case(name=name, run=loaded, config=config, needs=needs, kind=kind)
+        if kind == "ours":
+            yield Case(name=name + READ, run=read, config=config, base=name + READ, needs=needs, kind=kind)
+        if by in ("cached", "packed"):
+            base = CACHE + MEMORY
+            yield Case(name=name + MEMORY, run=memory, config=config, base=base, needs=needs, kind=kind)
+    yield Case(name="TorchIO's Queue", run=torchio_queue, needs=("nibabel", "torchio"), kind="peer")
+
+
+SUITE = Suite(
+    name="patches",
+    about=f"Four random patches of {PATCH[0]} x {PATCH[1]} x {PATCH[2]} voxels with masks, half of them about "
+    f"foreground, out of {SCANS} scans of about {SHAPE[0]} x {SHAPE[1]} x {SHAPE[2]} in .nii.gz files, with one "
+    "worker; one patch, read in the process itself; and what two ranks with two workers each hold in memory.",
+    cases=list(_cases()),
+    aims=[
+        Aim(OURS + READ, "", at_most=1.0, quantity="milliseconds_a_patch"),
+        *(Aim(OURS, peer, at_most=1 / 5) for peer in (PERSISTENT, CACHE, "TorchIO's Queue")),
+        Aim(OURS + MEMORY, CACHE + MEMORY, at_most=1 / 2, quantity="held_bytes"),
+    ],
+    quick=(PERSISTENT, OURS),
+    steps=8,
+    warmup=4,
+    lead=4,  # more than a queue holds
+    seconds=90,
+    unit="batch",
+)
