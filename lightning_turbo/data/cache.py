@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import hashlib
 import os
 import sys
@@ -21,7 +20,6 @@ from lightning_turbo.data.packing import Packing, Progress, digest_of, stamp_of
 
 __all__ = ["cache_transforms"]
 
-WRAPPERS = (types.MethodType, classmethod, staticmethod, property, functools.partial)
 PLAIN = (bool, int, float, complex, bytes, type(None), type(...))
 
 
@@ -87,9 +85,7 @@ class _Digest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._seen: dict[
-            int, tuple[int, Any]
-        ] = {}  # the objects too, because the id of one that is gone is taken again
+        self._seen: dict[int, tuple[int, Any]] = {}  # objects too: an id is taken again when they are gone
 
     def hexdigest(self) -> str:
         """Return the digest of what was added."""
@@ -124,8 +120,6 @@ class _Digest:
             self._add_function(value)
         elif isinstance(value, types.ModuleType):
             self._tell("module", value.__name__, _version_of(value.__name__))
-        elif isinstance(value, WRAPPERS):
-            self._add_all(type(value).__name__, _parts_of(value))
         elif not isinstance(value, GENERATORS):  # whose state no sample follows from
             self._add_object(value)
 
@@ -156,7 +150,8 @@ class _Digest:
         for each in kind.__mro__[:-1]:
             self._tell("class", each.__module__, each.__qualname__, _version_of(each.__module__))
             for name, part in sorted(vars(each).items()):
-                if isinstance(part, (types.FunctionType, classmethod, staticmethod, property, str, *PLAIN)):
+                part = getattr(part, "__func__", getattr(part, "fget", part))  # of a method of the class, or a property
+                if isinstance(part, (types.FunctionType, str, *PLAIN)):
                     self._tell(name)
                     self.add(part)
 
@@ -188,14 +183,6 @@ def _items_of(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [part for pair in container.items() for part in pair]
     return sorted(container, key=repr) if isinstance(container, (set, frozenset)) else list(container)
-
-
-def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, property):
-        return [value.fget]
-    return [value.__func__, *([value.__self__] if isinstance(value, types.MethodType) else [])]
 
 
 def _listed(part: Any) -> Any:

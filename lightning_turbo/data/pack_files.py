@@ -29,18 +29,6 @@ READERS = {"images": "PIL", "NIfTI files": "nibabel"}
 GREY = ("1", "L", "LA", "La")
 BESIDE = ("affine", "spacing", "files")  # fields that are read if ``keys`` names them
 
-VOLUMES = {"size", "labels", "classes", "modalities"}
-OPTIONS = {
-    "images": {"size", "mode", "classes"},
-    ".npy files": VOLUMES,
-    "NIfTI files": VOLUMES,
-    "label volumes": {"size", "labels", "modalities"},
-}
-SIZES = {
-    2: "(height, width) in pixels, each at least 1, or None",
-    3: "(depth, height, width) in voxels, each at least 1, or None",
-}
-
 Row = dict[str, Any]
 
 
@@ -154,13 +142,15 @@ def _find_files(source: Path) -> tuple[str, list[Path]]:
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:
     """Refuse options of other kinds of files, and wrong values."""
-    kinds = [kind] if options["labels"] is None else [kind, "label volumes"]
-    for name, value in options.items():
-        if value is not None and not all(name in OPTIONS[each] for each in kinds):
-            raise ValueError(f"{name}={value!r} does not go with {' and '.join(kinds)}. Leave it out.")
-    axes = 2 if kind == "images" else 3
+    images, labels = kind == "images", options["labels"] is not None
+    refused = ["labels", "modalities"] if images else ["mode", "classes"] if labels else ["mode"]
+    for name in refused:
+        if options[name] is not None:
+            kinds = f"{kind} and label volumes" if labels else kind
+            raise ValueError(f"{name}={options[name]!r} does not go with {kinds}. Leave it out.")
+    axes, lengths = (2, "(height, width) in pixels") if images else (3, "(depth, height, width) in voxels")
     size, mode, ends = options["size"], options["mode"], options["modalities"]
-    expect(size is None or is_size(size, axes), "size", size, SIZES[axes])
+    expect(size is None or is_size(size, axes), "size", size, f"{lengths}, each at least 1, or None")
     expect(mode in (None, "RGB", "L"), "mode", mode, "'RGB', 'L' (grey), or None")
     what = "the ends of names, such as ('_0000', '_0001'), each once, or None"
     expect(ends is None or (is_list(ends) and len(ends) == len(set(ends)) > 0), "modalities", ends, what)
