@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shlex
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,8 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.tune.answers", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="of each run (default: 2)")
     parser.add_argument("--runs", type=int, default=1, help="of each script (default: 1)")
+    parser.add_argument("--page", type=Path, help="write the table to this file, too")
     parser.add_argument("--only", nargs="+", choices=sorted(ANSWERS), default=list(ANSWERS), help="scripts")
-    asked = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    asked = parser.parse_args(words)
     rows, missed = [], 0
     for name in (name for name in asked.only for _ in range(asked.runs)):
         with tempfile.TemporaryDirectory() as folder:
@@ -86,11 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append([f"`{name}.py`", f"{results['default']['step_ms']:.3g}", results["verdict"], differs or "found"])
         print_lines(" | ".join(rows[-1]))  # what is known is not lost
     facts = describe_machine("cpu")
-    print_lines(
-        f"\n{asked.minutes:g} minutes each; {facts['processor']}, {facts['cores']} cores, torch "
-        f"{facts['versions']['torch']}, {datetime.now(timezone.utc):%Y-%m-%d}:\n",
+    lines = [
+        "# Answers that tune found\n",
+        f"{len(rows) - missed} of {len(rows)} runs found what is known of their script (`examples/tune/README.md`).\n",
+        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m examples.tune.answers {shlex.join(words)}`.",
+        f"{facts['processor']}, {facts['cores']} cores, torch {facts['versions']['torch']}.\n",
         *markdown_table(["Script", "Step, ms", "Verdict", "Answer"], rows),
-    )
+    ]
+    print_lines("", *lines)
+    if asked.page is not None:
+        asked.page.write_text("\n".join(lines) + "\n")
     return 1 if missed else 0
 
 
