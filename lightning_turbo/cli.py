@@ -272,7 +272,8 @@ def _add_tune(commands: Commands) -> None:
         description="Run a script in fresh processes for some steps of fit, with one setting after the other and then "
         "with what helps together. The script is not edited. Writes tune.md, tune.json, turbo.yaml for LightningCLI, "
         "turbo.py and, with matplotlib, tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
-        usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...]",
+        usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...] | "
+        "%(prog)s compare BEFORE AFTER (two folders of results: exit status 1 if a step got slower beyond noise)",
     )
     add = parser.add_argument
     add("--minutes", type=float, default=10.0, metavar="M", help="when the measuring ends (default: 10)")
@@ -291,6 +292,10 @@ def _add_tune(commands: Commands) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    if arguments.program == "compare" and not arguments.module:
+        from lightning_turbo.tune.compare import compare_results
+
+        return compare_results([Path(each) for each in arguments.arguments])
     from lightning_turbo.tune.command import run_tune
     from lightning_turbo.tune.runner import TuneSettings
 

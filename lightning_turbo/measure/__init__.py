@@ -7,7 +7,7 @@ from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
 from lightning_turbo.measure.process import Process, ProcessError
 from lightning_turbo.measure.progress import Progress
 from lightning_turbo.measure.report import markdown_table, print_lines, three_digits, write_json
-from lightning_turbo.measure.statistics import interval_between, interval_of, log_quotients, seconds_by_sweep
+from lightning_turbo.measure.statistics import interval_of, log_quotients, seconds_by_sweep
 from lightning_turbo.measure.turns import LATE, Interrupt, InterruptedRunError, Turns, new_row
 from lightning_turbo.measure.worker import Channel, SkippedError, open_channel, peak_bytes, serve
 
@@ -28,7 +28,6 @@ __all__ = [
     "describe_machine",
     "draw_bars",
     "huge_pages",
-    "interval_between",
     "interval_of",
     "log_quotients",
     "markdown_table",

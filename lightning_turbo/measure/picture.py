@@ -22,7 +22,6 @@ class Bar:
     high: float
     text: str  # behind it
     kind: str  # a key of the colours
-    start: float = 0.0  # where it begins
 
 
 def why_no_picture() -> str:
@@ -66,12 +65,12 @@ def draw_bars(
             below.plot(values, label=name, color=colours[name], linewidth=1)
         below.set(xlabel="step", ylabel="loss")
     for position, bar in enumerate(bars):
-        axes.barh(position, bar.value - bar.start, left=bar.start, color=colours[bar.kind])
+        axes.barh(position, bar.value, color=colours[bar.kind])
         axes.hlines(position, bar.low, bar.high, color="black", linewidth=1, alpha=0.7)
-        axes.annotate(f" {bar.text}", (max(bar.high, bar.start), position), va="center", fontsize=8)
+        axes.annotate(f" {bar.text}", (bar.high, position), va="center", fontsize=8)
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, 1.18 * max(max(bar.high, bar.start) for bar in bars))
+    axes.set_xlim(0, 1.18 * max(bar.high for bar in bars))
     axes.set_xlabel(label)
     axes.set_title(title, fontsize=9, loc="left", wrap=True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["interval_between", "interval_of", "log_quotients", "seconds_by_sweep"]
+__all__ = ["interval_of", "log_quotients", "seconds_by_sweep"]
 
 FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # the 97.5 % quantile of Student's t for few degrees of freedom
 
@@ -44,23 +44,16 @@ def log_quotients(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[floa
     return [statistics.fmean(values) for values in logs.values()]
 
 
-def interval_of(logs: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of a ratio from its logarithm in each process, by Student's t; ``None`` of one."""
-    if len(logs) < 2:
-        return None
-    middle = statistics.fmean(logs)
-    reach = _student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(middle - reach), math.exp(middle + reach)
+def interval_of(logs: Sequence[float], others: Sequence[float] = ()) -> tuple[float, float] | None:
+    """Return the 95 % interval of a ratio from its logarithm in each process, by Student's t; ``None`` of one.
 
-
-def interval_between(logs: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the ratio of two things that were measured apart, from their logarithms.
-
-    By Welch's statistic with the smaller number of degrees of freedom, which is the wider interval; ``None`` of one.
+    With ``others`` it is the ratio of two things that were measured apart, from the logarithms of each: by Welch's
+    statistic with the smaller number of degrees of freedom, which is the wider interval.
     """
-    if min(len(logs), len(others)) < 2:
+    samples = [logs, others] if others else [logs]
+    if min(map(len, samples)) < 2:
         return None
-    middle = statistics.fmean(logs) - statistics.fmean(others)
-    error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (logs, others)))
-    reach = _student(min(len(logs), len(others)) - 1) * error
+    middle = statistics.fmean(logs) - (statistics.fmean(others) if others else 0.0)
+    error = math.sqrt(sum(statistics.variance(each) / len(each) for each in samples))
+    reach = _student(min(map(len, samples)) - 1) * error
     return math.exp(middle - reach), math.exp(middle + reach)

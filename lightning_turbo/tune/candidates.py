@@ -199,7 +199,9 @@ def select(
     """
     table = list(candidates)
     names = ", ".join(each.name for each in table)
-    _check_patterns(table, (*only, *without), names)
+    for pattern in (*only, *without):
+        if not _matching(table, [pattern]):
+            raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
     left_out = _matching(table, without)
     if same_maths:
         left_out += [each for each in table if each.result != "same bits"]
@@ -207,12 +209,6 @@ def select(
     if not chosen:
         raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {names}.")
     return chosen
-
-
-def _check_patterns(table: Sequence[Candidate], patterns: Sequence[str], names: str) -> None:
-    for pattern in patterns:
-        if not _matching(table, [pattern]):
-            raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
 
 
 def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[Candidate]:

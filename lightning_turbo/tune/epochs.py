@@ -15,12 +15,7 @@ __all__ = ["describe_epochs", "train_epochs"]
 
 
 def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float) -> dict[str, Any]:
-    """Train an epoch without and one with some settings; it takes as long as it takes.
-
-    Args:
-        runner: Starts the script.
-        chosen: The settings.
-        seconds: What the training steps of one epoch take, as far as is known, for the progress.
+    """Train an epoch without and one with some settings; the progress expects one to take so many seconds.
 
     Returns:
         The numbers of ``WholeEpoch`` under ``"default"`` and ``"chosen"``; under ``"error"`` why one is missing.

@@ -204,7 +204,10 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
         new.precision_plugin = old.precision_plugin
         replace_strategy(trainer, new)
     strategy = trainer.strategy
-    set_precision(strategy, settings["precision"], settings["opt_level"])
+    if settings["precision"]:
+        strategy.precision_plugin = MixedPrecision(settings["precision"], strategy.root_device.type)
+    if settings["opt_level"]:
+        strategy.precision_plugin = lightning_turbo.ApexAMP(settings["opt_level"])
 
     def begin_silently(set_up: Callable[[], None]) -> None:
         begun.put_back()
@@ -217,23 +220,11 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
     return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]
 
 
-def set_precision(strategy: Any, precision: Any, opt_level: str) -> None:
-    """Give a strategy another precision plugin, if one is asked for."""
-    if precision:
-        strategy.precision_plugin = MixedPrecision(precision, strategy.root_device.type)
-    if opt_level:
-        strategy.precision_plugin = lightning_turbo.ApexAMP(opt_level)
-
-
-def is_wanted(callback: Callback) -> bool:
-    """Whether a callback takes part in training, and does not write, draw, search or stop."""
-    return not UNWANTED & {kind.__name__ for kind in type(callback).__mro__}
-
-
 def silence(trainer: Any, *, validates: bool) -> None:
     """Let a run write nothing, and validate only if it is asked to."""
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    trainer.callbacks = list(filter(is_wanted, trainer.callbacks))
+    classes = [(each, {kind.__name__ for kind in type(each).__mro__}) for each in trainer.callbacks]
+    trainer.callbacks = [each for each, names in classes if not UNWANTED & names]
     if not validates:
         trainer.num_sanity_val_steps = 0
         trainer.limit_val_batches = 0

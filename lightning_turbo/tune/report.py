@@ -19,7 +19,7 @@ from lightning_turbo.measure import (
     write_json,
 )
 from lightning_turbo.tune.candidates import SMALL_SHARE, Facts, Settings, combine
-from lightning_turbo.tune.evidence import Comparison
+from lightning_turbo.tune.evidence import DEFAULT, Comparison
 from lightning_turbo.tune.search import Search, Trial
 
 __all__ = ["as_text", "describe_headroom", "make_results", "script_text", "write_results", "yaml_text"]
@@ -68,11 +68,12 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
         "why": " ".join([*([headroom["sentence"]] if headroom else []), COVERS]),
         "next": _next(search, command),
         "machine": describe_machine("cpu" if facts is None else facts.device),
-        "default": {"step_ms": None if facts is None else facts.step_ms},
+        "default": {"step_ms": None if facts is None else facts.step_ms, "processes_ms": search.times.get(DEFAULT, [])},
         "headroom": headroom or None,
         "candidates": [_row(search, trial) for trial in search.trials.values()],
         "chosen": {
             "settings": list(chosen.names),
+            "processes_ms": search.times.get(chosen, []),
             **_numbers(search.final if chosen.names else Comparison()),
             "result": search.result(chosen, search.final) or "same bits",
         },
@@ -195,27 +196,16 @@ def _call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _bars(search: Search, step_ms: float) -> list[Bar]:
-    """From the default to the chosen settings, each with its share of the whole."""
-    trials = [search.trials[name] for name in search.chosen.names]
-    parts = [trial.beside if trial.beside.logs else search.final for trial in trials]
-    # The settings help one another or stand in one another's way: the whole is divided in proportion.
-    weights = [max(1e-6, -math.log(part.ratio)) for part in parts]
-    bars = [_bar("default", "default", Comparison([0.0]), 0.0, step_ms)]
-    at = step_ms
-    for trial, part, weight in zip(trials, parts, weights, strict=True):
-        after = at * search.final.ratio ** (weight / sum(weights))
-        bars.append(_bar(trial.candidate.name, "setting", part, at, after))
-        at = after
-    return [*bars, _bar("chosen", "chosen", search.final, 0.0, at)] if trials else bars
-
-
-def _bar(name: str, kind: str, part: Comparison, start: float, value: float) -> Bar:
-    """A bar that ends at ``value``, with the interval of its ratio around that end."""
-    low, high = part.interval or (part.ratio, part.ratio)
-    factor = f"{1 / part.ratio:.2f} times ({1 / high:.2f}-{1 / low:.2f})"
-    text = factor if kind == "setting" else three_digits(value)
-    ends = {"low": value * low / part.ratio, "high": value * high / part.ratio}
-    return Bar(name=name, kind=kind, start=start, value=value, text=text, **ends)
+    """The default, each chosen setting alone, and all of them together."""
+    alone = [(name, "setting", search.trials[name].alone) for name in search.chosen.names]
+    parts = [("default", "default", Comparison([0.0])), *alone, ("chosen", "chosen", search.final)]
+    bars = []
+    for name, kind, part in parts if alone else parts[:1]:
+        low, high = part.interval or (part.ratio, part.ratio)
+        value, text = step_ms * part.ratio, three_digits(step_ms * part.ratio)
+        text += "" if kind == "default" else f", {part}"
+        bars.append(Bar(name=name, kind=kind, value=value, text=text, low=step_ms * low, high=step_ms * high))
+    return bars
 
 
 def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list[Path]:

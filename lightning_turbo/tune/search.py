@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import InterruptedRunError, interval_between, seconds_by_sweep
+from lightning_turbo.measure import InterruptedRunError, interval_of, seconds_by_sweep
 from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Facts, why_not
 from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison, compare_losses
 
@@ -85,6 +85,7 @@ class Search:
         self.interrupted = False
         self.on_headroom: Callable[[Facts], object] = lambda facts: None
         self._total = runner.left
+        self.times: dict[Case, list[float]] = {}  # milliseconds of a step, in each process
         self._defaults: list[list[float]] = []  # losses of the script as it is: the first, and those that differ
 
     def run(self) -> None:
@@ -319,6 +320,9 @@ class Search:
         losses = rows.get(DEFAULT, {}).get("numbers", {}).get("losses")
         if losses and compare_losses(losses, (self._defaults or [[]])[0]) != "same bits":
             self._defaults.append(losses)
+        for case, row in rows.items():
+            if row["status"] == "ok":
+                self.times.setdefault(case, []).append(1e3 * _seconds(row))
         return rows
 
 
@@ -326,7 +330,7 @@ def _is_as_good(trial: Trial, best: Trial) -> bool:
     """Whether a candidate is hardly slower than the best of its kind; of Lightning's own, whether it may be as fast."""
     if trial.alone.ratio < (1.0 + SMALL_SHARE) * best.alone.ratio:
         return True
-    difference = interval_between(trial.alone.logs, best.alone.logs)
+    difference = interval_of(trial.alone.logs, best.alone.logs)
     return trial.candidate.is_stock and (difference is None or difference[0] <= 1.0)
 
 

@@ -69,7 +69,6 @@ RUNS = {
     "accumulation": {"accumulate_grad_batches": 2},
     "two optimizers": {"model": TwoOptimizers},
     "stream": {"model": Streamed},
-    "turbo": {"strategy": "turbo"},
     "mode": {"model": Moded},
     "O1": {"level": "O1"},
     "prefetched by workers": {"level": "O2", "data": Fast, "max_epochs": 2},
@@ -85,7 +84,7 @@ def test_losses_and_weights_are_the_same_bit_for_bit(name):
     sites = [finding.site for finding in doctor.report.findings if finding.rule == "host-sync"]
     lines = "".join(linecache.getline(site.file, site.line) for site in sites)
     assert name == "mode" or "self.losses.append(loss.item())" in lines
-    assert min(facts.phases[phase] for phase in ("forward", "backward", "optimizer")) > 0
+    assert facts.phases["backward"] > 0
     assert len(facts.optimizers) == (2 if name == "two optimizers" else 1)
 
 

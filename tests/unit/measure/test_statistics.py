@@ -36,6 +36,15 @@ def test_rounds_of_one_process_are_no_further_evidence():
     assert interval_of(logs[:1]) is None
 
 
+def test_what_is_measured_apart_has_the_spread_of_both():
+    logs, others = [0.10, 0.12, 0.14], [0.0, 0.03, -0.03, 0.0]
+    # Variances 0.0004 of three and 0.0006 of four; 4.303 is the quantile for two degrees of freedom.
+    reach = 4.303 * math.sqrt(0.0004 / 3 + 0.0006 / 4)
+    low, high = interval_of(logs, others)
+    assert (math.log(low), math.log(high)) == (pytest.approx(0.12 - reach), pytest.approx(0.12 + reach))
+    assert interval_of(logs, [0.0]) is None
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.12345, "0.123"), (1.2345, "1.23"), (12.345, "12.3"), (123.45, "123"), (12345.6, "12346")]
 )

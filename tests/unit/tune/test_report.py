@@ -74,6 +74,8 @@ def test_the_files_hold_what_was_found(tmp_path):
     assert [path.name for path in paths] == ["tune.json", "tune.md", "turbo.yaml", "turbo.py", "tune.png"]
     assert json.loads(paths[0].read_text()) == results
     assert results["default"]["step_ms"] == 4.0
+    assert set(results["default"]["processes_ms"]) == {4.0}
+    assert results["chosen"]["processes_ms"] == pytest.approx([1.6] * 10), "of the elimination and the last comparison"
     assert results["headroom"]["waiting_ms"] == pytest.approx(1.0)
     rows = {row["name"]: row for row in results["candidates"]}
     assert rows["fused"]["ratio"] == pytest.approx(0.8)

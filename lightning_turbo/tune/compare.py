@@ -1,0 +1,62 @@
+"""``lightning-turbo tune compare``: what got slower between two folders of results."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import interval_of, markdown_table, print_lines, three_digits
+from lightning_turbo.tune.candidates import SMALL_SHARE
+
+__all__ = ["compare_results"]
+
+
+def compare_results(folders: Sequence[Path]) -> int:
+    """Print how the steps of two runs of tune differ, as they are and with what was recommended.
+
+    A step got slower if the lower end of the 95 % interval of the ratio of its times is 3 % above 1: processes of two
+    runs do not take turns, and the margin stands for what the machine does from day to day.
+
+    Args:
+        folders: Two, as ``--out`` named them: before and after.
+
+    Returns:
+        Exit status: 0; 1 if a step got slower.
+
+    Raises:
+        TurboError: If there are not two results, of one machine.
+    """
+    if len(folders) != 2:
+        raise TurboError(f"tune compare: expected two folders of results, got {len(folders)}.")
+    (machine, before), (other, after) = map(_read, folders)
+    if machine != other:
+        raise TurboError(f"tune compare: expected results of one machine, got {machine} and {other}.")
+    rows, slower = [], 0
+    for name, times in after.items():
+        low, high = interval_of(times, before[name]) or (0.0, math.inf)
+        means = [math.exp(statistics.fmean(each)) for each in (before[name], times)]
+        factor = f"{means[1] / means[0]:.2f} ({low:.2f} to {high:.2f})"
+        rows.append([name, *map(three_digits, means), factor, "slower" if low > 1.0 + SMALL_SHARE else ""])
+        slower += low > 1.0 + SMALL_SHARE
+    print_lines(f"{slower or 'Nothing'} got slower beyond noise.\n")
+    print_lines(*markdown_table(["step", "before, ms", "after, ms", "after / before", ""], rows))
+    return 1 if slower else 0
+
+
+def _read(folder: Path) -> tuple[str, dict[str, list[float]]]:
+    """Return the machine, and the logarithms of the times of a step."""
+    path = folder / "tune.json"
+    if not path.is_file():
+        raise TurboError(f"{str(folder)!r}: expected a folder that tune wrote, with tune.json.")
+    results: dict[str, Any] = json.loads(path.read_text())
+    if len(times := results["default"].get("processes_ms", [])) < 2:
+        raise TurboError(f"{path}: expected a step measured in two processes or more. Run tune again, for longer.")
+    # What is recommended may be the script as it is.
+    parts = {"the script as it is": times, "with what was recommended": results["chosen"]["processes_ms"] or times}
+    machine = "{processor}, {cores} cores".format(**results["machine"])
+    return machine, {name: [math.log(each) for each in part] for name, part in parts.items()}

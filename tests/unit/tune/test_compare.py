@@ -1,0 +1,66 @@
+"""Two folders of results."""
+
+import json
+import math
+import random
+
+import pytest
+
+from lightning_turbo.cli import main
+
+MACHINE = {"processor": "a processor", "cores": 2}
+
+
+def write(folder, default, chosen=(), **machine):
+    folder.mkdir()
+    names = ["lean"] if chosen else []
+    results = {
+        "default": {"step_ms": 1.0, "processes_ms": list(default)},
+        "chosen": {"settings": names, "processes_ms": list(chosen)},
+        "machine": {**MACHINE, **machine},
+    }
+    (folder / "tune.json").write_text(json.dumps(results))
+    return str(folder)
+
+
+def draw(middle, seed, noise=0.03):
+    luck = random.Random(seed)
+    return [middle * math.exp(luck.gauss(0.0, noise)) for _ in range(8)]
+
+
+@pytest.mark.parametrize(("default", "chosen", "status", "said"), [
+    (10.0, 5.0, 0, "Nothing got slower beyond noise."),
+    (12.0, 5.0, 1, "1 got slower"),
+    (10.0, 6.0, 1, "1 got slower"),
+    (10.1, 5.05, 0, "Nothing got slower"),  # less than noise
+    (8.0, None, 1, "1 got slower"),  # it is faster as it is, and no setting is left that helps
+])  # fmt: skip
+def test_what_got_slower_beyond_noise_is_told_by_the_exit_status(default, chosen, status, said, tmp_path, capsys):
+    before = write(tmp_path / "a", draw(10.0, 1), draw(5.0, 2))
+    after = write(tmp_path / "b", draw(default, 3), draw(chosen, 4) if chosen else [])
+    assert main(["tune", "compare", before, after]) == status
+    assert said in capsys.readouterr().out
+    assert main(["tune", "compare", before, before]) == 0
+
+
+def test_the_same_script_is_rarely_slower_by_chance(tmp_path):
+    found = []
+    for seed in range(20):
+        (tmp_path / str(seed)).mkdir()
+        parts = [write(tmp_path / str(seed) / name, draw(10.0, (seed, name).__repr__())) for name in "ab"]
+        found.append(main(["tune", "compare", *parts]))
+    assert sum(found) == 0
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
+    good = write(tmp_path / "a", draw(10.0, 1))
+    other = write(tmp_path / "b", draw(10.0, 1), processor="another one")
+    few = write(tmp_path / "c", [10.0])
+    for words, message in [
+        ((good,), "expected two folders of results, got 1"),
+        ((good, str(tmp_path)), "expected a folder that tune wrote, with tune.json"),
+        ((good, other), "expected results of one machine, got a processor, 2 cores and another one, 2 cores"),
+        ((good, few), "expected a step measured in two processes or more"),
+    ]:
+        assert main(["tune", "compare", *words]) == 2
+        assert message in capsys.readouterr().err
