@@ -491,8 +491,12 @@ class PrefetchIterator(Iterator[Any]):
     def _load_noting(self) -> list[Any]:
         if self._profile.uses_rng is False or self.thread.has_workers:
             return self.thread.load(self.thread.take)  # nothing is drawn, so that nothing has to be drawn again
+        before = self.position.rng_before_latest
         with self.position.note():
-            return self.thread.load(self.thread.take)
+            item = self.thread.load(self.thread.take)
+        if isinstance(item[1], StopIteration):
+            self.position.rng_before_latest = before  # the last batch may come again, the end does not
+        return item
 
     def _load_watched(self) -> list[Any]:
         """Load the second item, and decide by it whether a thread may load."""

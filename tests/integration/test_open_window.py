@@ -1,12 +1,14 @@
 """A checkpoint in the middle of an accumulation window holds no gradients of it, and the run that goes on says so."""
 
+from contextlib import nullcontext
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_turbo import ApexAMP, ExactAccumulation, PrefetchLoader
+from lightning_turbo import ApexAMP, ExactAccumulation, ExactResume, PrefetchLoader
 from lightning_turbo.errors import TurboWarning
 from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
@@ -56,6 +58,13 @@ def test_the_window_begins_again_with_the_batches_that_are_left(level, exact, tm
         resumed = fit(Net(), level and ApexAMP(level), ckpt_path=path, callbacks=ours, **flags)
     assert all(p.isfinite().all() for p in resumed.parameters())
     assert not torch.equal(resumed.net.weight, torch.load(path, weights_only=True)["state_dict"]["net.weight"])
+
+
+@pytest.mark.parametrize(("saved", "batches", "now", "said"), [(4, 2, 2, "2 of 4"), (2, 2, 4, None)])
+def test_a_window_is_counted_by_the_length_that_it_had(saved, batches, now, said, tmp_path):
+    fit(Net(), None, callbacks=[ExactResume(), Save(tmp_path / "c", batches)], accumulate_grad_batches=saved)
+    with pytest.warns(TurboWarning, match=f"saved after {said} batches") if said else nullcontext():
+        fit(Net(), ApexAMP("O1"), tmp_path / "c", [ExactResume()], accumulate_grad_batches=now)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -1,6 +1,7 @@
 """Counters, schedules and several loaders of a run that goes on with another batch size in one process."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo import ExactResume, Prefetch, SeededSampler
+from lightning_turbo import ExactResume, Prefetch, PrefetchLoader, SeededSampler
 from lightning_turbo.callbacks.exact_resume import KEY
 from lightning_turbo.errors import TurboWarning
 from tests.integration.anywhere_worker import Net, Stop
@@ -121,7 +122,27 @@ def test_a_loader_of_no_known_order_tells_in_numbers_what_other_ranks_do(tmp_pat
     fit(stateful(), ExactResume(), Stop(tmp_path / "c", 3), use_distributed_sampler=False)
     saved = torch.load(tmp_path / "c", weights_only=True)
     torch.save({**saved, KEY: [{**each, "ranks": 2} for each in saved[KEY] * 2]}, tmp_path / "c")
-    with pytest.warns(
-        TurboWarning, match="goes on with 1 ranks in place of 2.*12 were used, and 6 are.*6 or more.*twi"
-    ):
+    said = "goes on with 1 ranks x 2 samples in place of 2 x 2.*12 were used, and 6 count.*about 6 are seen twice"
+    with pytest.warns(TurboWarning, match=said):
         fit(stateful(), ExactResume(), ckpt=tmp_path / "c")
+
+
+def test_torchdatas_loader_tells_in_numbers_what_another_batch_size_does(tmp_path):
+    fit(StatefulDataLoader(Rows(24), 2), ExactResume(), Stop(tmp_path / "c", 3))
+    said = "goes on with 1 ranks x 4 samples in place of 1 x 2.*6 were used, and 12 .*about 6 are seen never"
+    with pytest.warns(TurboWarning, match=said):
+        seen, _ = fit(StatefulDataLoader(Rows(24), 4), ExactResume(), ckpt=tmp_path / "c")
+    assert len([index for epoch, *_, parts in seen if epoch == 0 for index in parts["a"]]) == 24 - 6 - 6
+
+
+def test_a_checkpoint_of_before_samples_were_counted_goes_on():
+    """Of ``range(20)`` in shuffled batches of three, with ``ExactResume``, two batches into the second epoch."""
+    path = Path(__file__).parents[1] / "data/resume/earlier.ckpt"
+    model = Noting()
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = quiet_trainer(max_epochs=3, callbacks=[ExactResume()])
+    trainer.fit(model, PrefetchLoader(range(20), 3, shuffle=True), ckpt_path=path, **unpickling(True))
+    assert [parts["a"] for *_, parts in model.seen] == [
+        [16, 12, 5], [6, 19, 9], [2, 18, 1], [15, 11, 13], [8, 4],
+        [19, 11, 3], [5, 0, 14], [8, 1, 17], [7, 4, 16], [18, 2, 10], [6, 13, 9], [15, 12],
+    ]  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_turbo.data import PrefetchLoader, SeededSampler
+from lightning_turbo.data import PackedDataset, PatchDataset, PrefetchLoader, SeededSampler, pack
 from lightning_turbo.data.loader import prefetching
 from tests.unit.data.samples import Lazy, saved, seeded, take, values
 
@@ -71,6 +71,36 @@ def test_lives_of_other_ranks_and_batches_make_one_epoch(make, lives):
     # What fills the last turn of the ranks was seen before.
     assert (seen + more)[:LENGTH] == whole[:LENGTH]
     assert len(seen + more) - LENGTH == -(LENGTH - len(seen)) % ranks
+
+
+@pytest.mark.filterwarnings("ignore:Loading a batch draws")
+@pytest.mark.parametrize("kind", ["packed", "patches"])
+def test_packed_data_and_patches_are_the_same_with_other_ranks(kind, tmp_path):
+    volumes = torch.arange(4.0 * 6**3).reshape(4, 6, 6, 6).numpy()
+    pack([{"image": each} for each in volumes], tmp_path / "packed")
+    made = {
+        "packed": lambda: PackedDataset(
+            tmp_path / "packed", sample_transform=lambda each: each["image"] + torch.rand(1)
+        ),
+        "patches": lambda: PatchDataset(tmp_path / "packed", (2, 3, 2), per_scan=6),
+    }[kind]()
+
+    def rows(ranks, batch_size, state=None, batches=None):
+        parts = []
+        for rank in range(ranks):
+            sampler = SeededSampler(made, 4, num_replicas=ranks, rank=rank)
+            loader = PrefetchLoader(made, batch_size, sampler=sampler, sample_seeds=1)
+            if state is not None:
+                loader.load_state_dict(state)
+            taken = itertools.islice(iter(loader), batches)
+            parts.append([row for batch in taken for row in (batch["image"] if kind == "patches" else batch)])
+        return [row for turn in zip(*parts, strict=True) for row in turn], saved(loader.state_dict())
+
+    whole, _ = rows(1, 1)
+    first, state = rows(2, 1, batches=1)
+    rest, _ = rows(1, 3, state)
+    assert len(whole) == len(made)
+    assert torch.equal(torch.stack(first + rest), torch.stack(whole))
 
 
 @pytest.mark.parametrize(
