@@ -70,10 +70,6 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
-# Under which ExactResume saves the states of all ranks.
-RESUME_KEY = "lightning_turbo.exact_resume"
-
-
 def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Warn if a checkpoint was saved in the middle of an accumulation window, whose gradients no checkpoint holds.
 
@@ -82,16 +78,16 @@ def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint: What it loaded.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    # The window's length may be another one now, and Lightning saves none.
-    (saved, *_) = checkpoint.get(RESUME_KEY) or [{}]
+    # The window may have another length now, and Lightning saves none: ExactResume does, for each rank.
+    (saved, *_) = checkpoint.get("lightning_turbo.exact_resume") or [{}]
     length = saved.get("accumulate_grad_batches", trainer.accumulate_grad_batches)
     done = loop.get("current", {}).get("processed", 0) % length
     # Lightning steps at the last batch of an epoch, however long the window is.
     if done and not loop.get("is_last_batch"):
         rank_zero_warn(
-            f"The checkpoint was saved after {done} of {length} batches of an accumulation "
-            "window, and holds no gradients of them: the window begins again with the batches that are left. Save at "
-            "the end of a window, as every_n_train_steps of ModelCheckpoint does.",
+            f"The checkpoint was saved after {done} of {length} batches of an accumulation window, and holds no "
+            "gradients of them: the window begins again with the batches that are left. Save at the end of a window, "
+            "as every_n_train_steps of ModelCheckpoint does.",
             category=TurboWarning,
         )
 

@@ -51,8 +51,10 @@ class Dealing(NamedTuple):
         if type(sampler) in (SeededSampler, DistributedSampler):
             len(sampler)  # at which a SeededSampler counts the ranks
             return cls(sampler, outer, batch_size, drop_last, sampler.num_replicas, sampler.rank)
-        in_order = type(sampler) is SequentialSampler
-        if in_order or (type(sampler) is RandomSampler and _takes_each_once(sampler)):
+        takes_each_once = type(sampler) is SequentialSampler
+        if type(sampler) is RandomSampler:
+            takes_each_once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        if takes_each_once:
             return cls(sampler, outer, batch_size, drop_last, 1, 0)
         return None
 
@@ -141,10 +143,6 @@ def draw_order(order: dict[str, Any]) -> list[int]:
     sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=order["seed"])
     sampler.set_epoch(order["epoch"])
     return list(sampler)
-
-
-def _takes_each_once(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def refuse(name: str, before: Any, now: Any) -> NoReturn:

@@ -122,17 +122,9 @@ def test_a_loader_of_no_known_order_tells_in_numbers_what_other_ranks_do(tmp_pat
     fit(stateful(), ExactResume(), Stop(tmp_path / "c", 3), use_distributed_sampler=False)
     saved = torch.load(tmp_path / "c", weights_only=True)
     torch.save({**saved, KEY: [{**each, "ranks": 2} for each in saved[KEY] * 2]}, tmp_path / "c")
-    said = "goes on with 1 ranks x 2 samples in place of 2 x 2.*12 were used, and 6 count.*about 6 are seen twice"
+    said = "goes on with 1 ranks in place of 2.*12 were used, and 6 are.*6 or more.*twi"
     with pytest.warns(TurboWarning, match=said):
         fit(stateful(), ExactResume(), ckpt=tmp_path / "c")
-
-
-def test_torchdatas_loader_tells_in_numbers_what_another_batch_size_does(tmp_path):
-    fit(StatefulDataLoader(Rows(24), 2), ExactResume(), Stop(tmp_path / "c", 3))
-    said = "goes on with 1 ranks x 4 samples in place of 1 x 2.*6 were used, and 12 .*about 6 are seen never"
-    with pytest.warns(TurboWarning, match=said):
-        seen, _ = fit(StatefulDataLoader(Rows(24), 4), ExactResume(), ckpt=tmp_path / "c")
-    assert len([index for epoch, *_, parts in seen if epoch == 0 for index in parts["a"]]) == 24 - 6 - 6
 
 
 def test_a_checkpoint_of_before_samples_were_counted_goes_on():
