@@ -43,7 +43,7 @@ def compare_results(folders: Sequence[Path]) -> int:
         factor = f"{means[1] / means[0]:.2f} ({low:.2f} to {high:.2f})"
         rows.append([name, *map(three_digits, means), factor, "slower" if low > 1.0 + SMALL_SHARE else ""])
         slower += low > 1.0 + SMALL_SHARE
-    print_lines(f"{slower or 'Nothing'} got slower beyond noise.\n")
+    print_lines(f"{slower or 'None'} of {len(rows)} steps got slower beyond noise.\n")
     print_lines(*markdown_table(["step", "before, ms", "after, ms", "after / before", ""], rows))
     return 1 if slower else 0
 

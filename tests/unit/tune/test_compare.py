@@ -29,11 +29,11 @@ def draw(middle, seed, noise=0.03):
 
 
 @pytest.mark.parametrize(("default", "chosen", "status", "said"), [
-    (10.0, 5.0, 0, "Nothing got slower beyond noise."),
-    (12.0, 5.0, 1, "1 got slower"),
-    (10.0, 6.0, 1, "1 got slower"),
-    (10.1, 5.05, 0, "Nothing got slower"),  # less than noise
-    (8.0, None, 1, "1 got slower"),  # it is faster as it is, and no setting is left that helps
+    (10.0, 5.0, 0, "None of 2 steps got slower beyond noise."),
+    (12.0, 5.0, 1, "1 of 2 steps got slower"),
+    (10.0, 6.0, 1, "1 of 2 steps got slower"),
+    (10.1, 5.05, 0, "None of 2 steps"),  # less than noise
+    (8.0, None, 1, "1 of 2 steps got slower"),  # it is faster as it is, and no setting is left that helps
 ])  # fmt: skip
 def test_what_got_slower_beyond_noise_is_told_by_the_exit_status(default, chosen, status, said, tmp_path, capsys):
     before = write(tmp_path / "a", draw(10.0, 1), draw(5.0, 2))
