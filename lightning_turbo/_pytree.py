@@ -159,7 +159,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def holders_in(batch: Any) -> Iterator[Any]:
-    """Yield what ``tensors_in`` does, and every object with ``.to`` and ``.record_stream``, as graph libraries have.
+    """Yield what ``tensors_in`` does, and every object with ``.to``.
 
     Such an object may keep tensors where Python does not see them. Each comes once, and what is near comes first.
     """
@@ -173,7 +173,7 @@ def holders_in(batch: Any) -> Iterator[Any]:
         if isinstance(part, Tensor):
             yield from _strided(part)
             continue
-        if isinstance(part, _Movable) and callable(getattr(part, "record_stream", None)):
+        if isinstance(part, _Movable):
             yield part
         if len(seen) < MOST_PARTS:
             waiting.extend(_directly_in(part))

@@ -28,7 +28,8 @@ class DeviceTransfer:
 
     A ``PrefetchLoader(transfer=...)`` calls it: ``stages`` in its background thread, then ``send`` for up to
     ``prefetch_batches`` batches beyond the one in use, and ``receive`` when the batch is returned. It has no life of
-    its own: all transfers to one device share one side stream, whatever loaders are made in a run.
+    its own: all transfers to one device share one side stream, whatever loaders are made in a run. A batch is for the
+    stream that is current when it is returned; who uses it on another calls ``record_stream``, as for any tensor.
 
     Args:
         device: ``"cpu"``, or a CUDA device.
@@ -70,26 +71,26 @@ class DeviceTransfer:
         return [pin_batch] if self.device.type == "cuda" else []
 
     def stream(self) -> Any:
-        """Return the side stream of the device; ``None`` where nothing is copied ahead."""
-        return _side_stream(self.device) if self.ahead and self.device.type == "cuda" else None
-
-    def begin(self) -> None:
-        """Begin an epoch: the side stream waits for what was done on the current one."""
-        stream = self.stream()
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+        """Return the side stream beside the current one; ``None`` where nothing is copied ahead."""
+        if not self.ahead or self.device.type != "cuda":
+            return None
+        return _side_stream(self.device, torch.cuda.current_stream(self.device))
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Start the copy of a batch; return the batch on the device, and the event after its copy."""
+        """Start the copy of a batch; return the batch on the device, and the event after its copy.
+
+        What the loader made on the device is not copied, and its memory is not the side stream's.
+        """
         stream, tensors = self.stream(), list(tensors_in(batch))
-        if stream is None or sum(tensor.nbytes for tensor in tensors) < self.min_bytes:
+        is_small = sum(tensor.nbytes for tensor in tensors) < self.min_bytes
+        if stream is None or is_small or any(tensor.is_cuda for tensor in tensors):
             return self._move(batch), None
-        there = [tensor for tensor in tensors if tensor.is_cuda]
-        if there:
-            stream.wait_stream(torch.cuda.current_stream(self.device))  # the loader made them there
+        # The memory of a batch goes back to the side stream when the caller lets go of it, be it steps later, and the
+        # next copy may take it at once. So a copy waits for all steps that were begun before it, which are those that
+        # read such a batch, and runs beside the one that follows. The allocator need not watch any step, so that a host
+        # that is far ahead of the device holds no memory for it.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for tensor in there:
-                tensor.record_stream(stream)  # their memory goes back to the other stream only after this one
             return self._move(batch), stream.record_event()
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
@@ -100,13 +101,7 @@ class DeviceTransfer:
         """
         batch, event = sent
         if event is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(event)
-            # The caller may keep a batch for as long as he likes. So the allocator is told who reads it; to have the
-            # side stream wait for the steps instead would end the overlap as soon as the host is a step ahead.
-            for part in holders_in(batch):
-                if not isinstance(part, torch.Tensor) or part.is_cuda:
-                    part.record_stream(current)
+            torch.cuda.current_stream(self.device).wait_event(event)
         return batch if self.transform is None else self.transform(batch)
 
     def _move(self, batch: Any) -> Any:
@@ -127,7 +122,8 @@ class DeviceTransfer:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> Any:
+def _side_stream(device: torch.device, beside: Any) -> Any:
+    """Return the stream for copies beside the steps of another, the same for all loaders."""
     return torch.cuda.Stream(device)
 
 
@@ -135,8 +131,8 @@ class DevicePrefetcher:
     """Iterate over batches with the next ones on the device already, in a plain loop.
 
     While a step works on one batch, the next ones are copied on a second CUDA stream from pinned memory. The stream of
-    the step waits for the copy, and the memory of a batch is not used again before the step is through with it. On a
-    CPU device only the ``transform`` is applied. In a Trainer use ``Prefetch`` or ``strategy="turbo"``.
+    the step waits for the copy, and a copy for the steps begun before it, as it may take the memory of their batches.
+    On a CPU device only the ``transform`` is applied. In a Trainer use ``Prefetch`` or ``strategy="turbo"``.
 
     Each ``iter()`` begins an epoch of ``loader``, which the caller keeps: samplers, states, and ``close()`` are the
     loader's. For a CUDA device, a ``DataLoader`` is iterated by a ``PrefetchLoader`` like it, which is the attribute

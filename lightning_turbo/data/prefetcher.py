@@ -411,7 +411,6 @@ class PrefetchIterator(Iterator[Any]):
         """Move the items to a device. Before the first of them."""
         self.transfer = transfer
         self.thread.stages = transfer.stages
-        transfer.begin()
 
     def __iter__(self) -> PrefetchIterator:
         return self

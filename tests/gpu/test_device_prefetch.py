@@ -92,6 +92,33 @@ def test_memory_is_steady_over_20_epochs():
     assert peaks[-1] == peaks[3]
 
 
+@pytest.mark.parametrize("prefetch_batches", [1, 2, 4])
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_so_many_batches_are_on_the_device_and_one_more(prefetch_batches, lets_go):
+    """While the next batch is asked for, a ``for`` loop holds the one before too, unless its body lets go of it."""
+    host = [torch.ones(1 << 20) for _ in range(12)]
+    matrix = torch.rand(1024, 1024, device=DEVICE)
+    busy(matrix, 10)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for batch in DevicePrefetcher(host, DEVICE, prefetch_batches=prefetch_batches):
+        torch.sum(batch, 0, out=matrix[0, 0])
+        assert (torch.cuda.memory_allocated() - before) / host[0].nbytes <= prefetch_batches + 1
+        if lets_go:
+            del batch
+    assert (torch.cuda.max_memory_allocated() - before) / host[0].nbytes <= prefetch_batches + 2 - lets_go
+
+
+def test_a_host_that_is_far_ahead_takes_no_more_memory():
+    matrix, reserved = torch.rand(2048, 2048, device=DEVICE), []
+    for batch in DevicePrefetcher([torch.ones(1 << 20) for _ in range(60)], DEVICE):
+        matrix = busy(matrix, 4)
+        batch.add_(1)
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[8]
+
+
 def test_throughput_is_that_of_data_on_the_device():
     """At least 95 % of synthetic data's, the copy being shorter than the step."""
     matrix = torch.rand(4096, 4096, device=DEVICE)

@@ -139,7 +139,7 @@ def test_what_objects_hold_is_found_once(wrap):
     assert found is tensor
 
 
-def test_the_search_behind_an_object_finds_what_tells_the_allocator_and_ends():
+def test_the_search_behind_an_object_finds_what_can_move_and_ends():
     guarded, tensor, chain = Guarded(), one(), Plain()
     assert list(holders_in([tensor, Plain(guarded), Film(), 3, "text"])) == [tensor, guarded]
     for _ in range(MOST_PARTS + 10):
@@ -206,9 +206,6 @@ class Lane(DeviceTransfer):
 
     def stream(self):
         return self
-
-    def begin(self):
-        pass
 
     def send(self, batch):
         self.sent.append(batch)

@@ -1,8 +1,8 @@
 """The order of work on the side stream: nothing is read before it is written or given back while it is read.
 
 A pretended ``torch.cuda`` keeps a vector clock for each stream (Mattern, 1989). A tensor knows the stream and the time
-of its making; reading it on a stream whose clock has not heard of that time is a fault, and so is the end of a tensor
-that a stream has read which the allocator was not told of.
+of its making; reading it on a stream whose clock has not heard of that time is a fault. Its memory goes back to the
+stream that made it, and it is a fault to make another there which has not heard of the readers.
 """
 
 import contextlib
@@ -46,6 +46,7 @@ class Cuda:
         self.stream = self.main = Stream()
         self.side = []
         self.faults = []
+        self.free = []  # of each piece of memory that was given back, its home and who read it when
 
     def new(self, device):
         self.side.append(Stream())
@@ -84,27 +85,27 @@ class OnDevice(torch.Tensor):
     def make(cls, values):
         self = values.as_subclass(cls)
         self.stream = cls.cuda.stream
-        self.time, self.told, self.readers = self.stream.now(), {self.stream}, set()
+        self.time, self.readers = self.stream.now(), {}
+        for home, readers in cls.cuda.free:
+            if home is self.stream and any(home.clock[reader] < time for reader, time in readers.items()):
+                cls.cuda.faults.append("taken while a stream may read it")
+        cls.cuda.free = [(home, readers) for home, readers in cls.cuda.free if home is not self.stream]
         return self
 
     def to(self, device, non_blocking=False):
         return self
-
-    def record_stream(self, stream):
-        self.told.add(stream)
 
     def read(self):
         """A kernel on the current stream that reads this tensor."""
         reader = self.cuda.stream
         if reader.clock[self.stream] < self.time:
             self.cuda.faults.append("read before it was written")
-        reader.now()
-        self.readers.add(reader)
+        self.readers[reader] = reader.now()
         return self.as_subclass(torch.Tensor)
 
     def __del__(self):
-        if getattr(self, "readers", set()) - getattr(self, "told", set()):
-            self.cuda.faults.append("given back while a stream may read it")
+        if readers := getattr(self, "readers", {}):
+            self.cuda.free.append((self.stream, readers))
 
 
 class OnHost(torch.Tensor):
@@ -165,15 +166,12 @@ class Hidden:
 
 
 class Graph(Hidden):
-    """Keeps its tensor where Python does not see it, and tells the allocator by itself."""
+    """Keeps its tensor where Python does not see it."""
 
     __slots__ = ("tensor",)
 
     def __init__(self, tensor):
         self.tensor = lambda: tensor
-
-    def record_stream(self, stream):
-        self.tensor().record_stream(stream)
 
 
 def hidden():
@@ -200,19 +198,37 @@ def test_streams_wait_for_one_another_and_memory_for_both(cuda, loader, transfor
     assert len(cuda.side) == 1
 
 
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_batch_may_be_used_again_and_let_go_of_steps_later(cuda, step):
+    """Whatever is read, and let go of, between two batches, is over before memory is taken for another."""
+    kept = []
+    for batch in DevicePrefetcher(host(20), DEVICE, min_bytes=0, prefetch_batches=step):
+        kept.append(batch)
+        del batch
+        kept[0].read()
+        del kept[: len(kept) - step]
+    assert cuda.faults == []
+
+
 class Hasty(DeviceTransfer):
+    """Waits for nothing."""
+
     def receive(self, sent):
         return sent[0]
 
+    def send(self, batch):
+        with torch.cuda.stream(self.stream()):
+            return self._move(batch), None
+
 
 def test_what_is_looked_for_is_found(cuda):
-    """Without the wait and the note to the allocator, both faults are seen."""
+    """Without the waits both faults are seen."""
     prefetcher = DevicePrefetcher(host(), DEVICE, min_bytes=0)
     prefetcher.transfer = Hasty(DEVICE, min_bytes=0)
     for batch in prefetcher:
         batch.read()
         del batch
-    assert set(cuda.faults) == {"read before it was written", "given back while a stream may read it"}
+    assert set(cuda.faults) == {"read before it was written", "taken while a stream may read it"}
 
 
 def on_host(items):
