@@ -205,19 +205,35 @@ def plain(
     graph: bool = False,
     half: bool = False,
     o2: bool = False,
+    lists: str = "",
 ) -> dict[str, float]:
-    """A loop as well as it can be written by hand: the bound of what runs under Lightning."""
+    """A loop as well as it can be written by hand: the bound of what runs under Lightning. ``lists`` adds ours."""
     net, loader = _task(meter, task)
     if o2:
         return plain_o2(meter, net, loader)
     if half:
         half_inputs(net.to(torch.bfloat16))
     optimizer = sgd(net.parameters(), fused=True)
+    if lists:
+        return _initialized(meter, net, loader, optimizer, lists)
     if mode:
         net = cast(nn.Module, torch.compile(net, mode=mode))
     if graph:
         return _graphed(meter, net, loader, optimizer)
     return autocast(meter, net, loader, optimizer, dtype) if dtype else plain_loop(meter, net, loader, optimizer)
+
+
+def _initialized(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any, lists: str) -> dict[str, float]:
+    """O1 as in apex's own loops, whose functions are cast by apex's lists or by torch's; in float16 on a GPU."""
+    from lightning_turbo import amp
+
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O1", verbosity=0, cast_lists=lists)
+
+    def backward(loss: Tensor) -> None:
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+
+    return plain_loop(meter, net, loader, optimizer, backward=backward)
 
 
 def _graphed(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any) -> dict[str, float]:
@@ -390,6 +406,8 @@ BOUNDS: Rows = [
     (FP16, {"dtype": "fp16"}, FP16, False),
     (REDUCED, {"dtype": "bf16", "mode": "reduce-overhead"}, REDUCED, False),
     (f"{AUTO}, the whole step a graph", {"graph": True}, AUTO, False),
+    ("O1 by amp.initialize, fp16, apex's lists", {"lists": "apex"}, FP16, False),
+    ("O1 by amp.initialize, fp16, torch's lists", {"lists": "torch"}, FP16, False),
 ]
 TRAINED: Rows = [
     ("Lightning 32-true, as it comes", {"tuned": False}, FLOAT, False),
@@ -474,5 +492,6 @@ SUITE = Suite(
     lead=3,
     round_seconds=0.5,
     seconds=7200,
+    forked=True,
     prepare=prepare,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import lightning_turbo
+from benchmarks.forks import Fork
 from benchmarks.suite import APART, SUITES, BenchError, Meter, Suite, load_suite
 from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import (
@@ -198,7 +200,9 @@ class SuiteRun:
         }  # fmt: skip
         safe = "".join(letter if letter.isalnum() else "_" for letter in name)
         log = settings.out.absolute() / "logs" / f"{suite.name}.{safe}.log"
-        return Process(["-m", "benchmarks.worker"], task, log=log, folder=self.folder, environment=environment)
+        popen = Fork if suite.forked else subprocess.Popen
+        arguments = ["-m", "benchmarks.worker"]
+        return Process(arguments, task, log=log, folder=self.folder, environment=environment, popen=popen)
 
     def left(self) -> list[list[str]]:
         """Return the groups that are left to measure: cases that lack a process, with what they are divided by."""

@@ -119,6 +119,7 @@ class Suite:
         quantity: What ratios and the picture are about: ``"seconds"``, ``"peak_bytes"`` or a number of the cases.
         unit: What a step is, in the report.
         environment: Variables of all its processes.
+        forked: Whether its processes are forked from one that has imported torch and Lightning, where it has many.
         prepare: Run once, in the runner, before the cases: facts for the report. It gets a meter for seed and device,
             and calls no ``step``.
 
@@ -140,6 +141,7 @@ class Suite:
     quantity: str = "seconds"
     unit: str = "step"
     environment: Mapping[str, str] = field(default_factory=dict)
+    forked: bool = False
     prepare: Callable[[Meter], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:

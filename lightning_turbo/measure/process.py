@@ -44,6 +44,7 @@ class Process:
         log: File that takes what the process prints.
         folder: Its working directory.
         environment: Variables set on top of this process's own.
+        popen: Starts it, with the arguments of ``subprocess.Popen``.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class Process:
         log: Path,
         folder: Path,
         environment: Mapping[str, str] | None = None,
+        popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self.log = log
         self._buffer = b""
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self._process = popen(
                 [sys.executable, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
