@@ -178,7 +178,10 @@ class LeanEpochLoop(SignalEpochLoop):
         That is after a resume, with ``dataloader_iter``, and under a profiler that was set in mid-run.
         """
         trainer = self.trainer
-        if self._restarting or isinstance(data_fetcher, DataLoaderIterDataFetcher) or not is_unprofiled(trainer):
+        if not is_unprofiled(trainer):
+            self._advance_profiled(data_fetcher)
+            return
+        if self._restarting or isinstance(data_fetcher, DataLoaderIterDataFetcher):
             super().advance(data_fetcher)
             return
         if self.val_loop._restarting:
@@ -202,6 +205,17 @@ class LeanEpochLoop(SignalEpochLoop):
         call_callbacks(trainer, module, "on_train_batch_end", output, batch, batch_idx)
         call_hook(module, module, "on_train_batch_end", output, batch, batch_idx)
         self._end_batch(trainer._logger_connector)
+
+    def _advance_profiled(self, data_fetcher: Any) -> None:
+        """Run a batch by Lightning's own calls, each of which tells the profiler its name."""
+        strategy: Any = self.trainer.strategy
+        lean = self.automatic_optimization, strategy.lean_plan
+        self.automatic_optimization, strategy.lean_plan = AutomaticOptimization(self.trainer), None
+        self.automatic_optimization.__dict__ = lean[0].__dict__
+        try:
+            super().advance(data_fetcher)
+        finally:
+            self.automatic_optimization, strategy.lean_plan = lean
 
     def _to_device(self, batch: Any) -> Any:
         """Move a batch. Follows ``LightningModule._apply_batch_transfer_handler``."""
