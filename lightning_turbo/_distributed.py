@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import sys
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["SignalExchange", "gather_for_checkpoint", "host_group", "rank_and_size"]
+__all__ = ["SignalExchange", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank"]
 
 _group: tuple[Any, Any] = (None, None)  # the run's group, and the gloo group that belongs to it
 
@@ -72,6 +75,30 @@ def gather_for_checkpoint(own: Any, name: str, *, to_all: bool = False) -> list[
     else:
         torch.distributed.gather_object(own, ranks if rank == 0 else None, group=host_group())
     return ranks
+
+
+def tell_first_rank(own: Any, name: str, seconds: float) -> list[Any]:
+    """Tell rank 0 something through the store in which the ranks met, so that only rank 0 ever waits.
+
+    Args:
+        own: What this rank tells.
+        name: A key that the run has not used.
+        seconds: How long rank 0 waits for the others, at least 0.
+
+    Returns:
+        On rank 0 an entry for each rank, ``None`` of one that has not told yet; on the others nothing.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return [own]
+    store = torch.distributed.distributed_c10d._get_default_store()
+    keys = [f"lightning_turbo/{name}/{each}" for each in range(size)]
+    store.set(keys[rank], pickle.dumps(own))  # pyright: ignore[reportArgumentType] (takes bytes as well)
+    if rank > 0:
+        return []
+    with contextlib.suppress(RuntimeError):  # the time is over
+        store.wait(keys, timedelta(seconds=max(seconds, 0.01)))
+    return [pickle.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 def _error_under_way() -> BaseException | None:

@@ -82,14 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        examples=("--json", "train.py -- --max_epochs 1"),
+        examples=("train.py -- --max_epochs 1", "compare runs/doctor runs/later"),
         help="check this machine, or find out what slows a training script",
         description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
         "fails. With a script: run it with a Doctor in each of its Trainers until one has looked at its steps, and "
         "write doctor.txt and doctor.json; the exit status is that of a script which ends earlier, and 1 if a "
-        "report could not be written.",
-        usage="%(prog)s [--json] | %(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] "
-        "[-m] SCRIPT [-- ARGUMENT ...]",
+        "report could not be written. compare A B: what got slower or is new from one of these folders to the other; "
+        "the exit status is 1 if something did.",
+        usage="%(prog)s [--json] | %(prog)s compare A B | "
+        "%(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] [-m] SCRIPT [-- ARGUMENT ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: runs/doctor)")
@@ -123,6 +124,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return 1 if environment.failed(lines) else 0
     if arguments.json:
         return _refused("--json: expected no script, got one. Leave --json out: doctor.json is written to --out.")
+    if arguments.script == "compare":
+        return _compare_reports(given, arguments.arguments)
     from lightning_turbo.doctor.command import examine
 
     own = _arguments_of_script("doctor", arguments.script, arguments)
@@ -130,6 +133,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return examine(arguments.script, own, **given)
     except ValueError as error:
         return _refused(str(error))
+
+
+def _compare_reports(options: dict[str, Any], names: list[str]) -> int:
+    if options or len(names) != 2:
+        return _refused("compare: expected two folders with doctor.json, and no options.")
+    from lightning_turbo.doctor.compare import compare
+
+    return compare(Path(names[0]), Path(names[1]))
 
 
 def _arguments_of_script(command: str, script: str, arguments: argparse.Namespace) -> list[str]:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import time
 from typing import Any
 
 from lightning_turbo._checks import check_switches
+from lightning_turbo._distributed import tell_first_rank
 from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
-from lightning_turbo.doctor.facts import check_steps
+from lightning_turbo.doctor.facts import Rank, check_steps
+from lightning_turbo.doctor.ranks import Laps, start_of_process
 from lightning_turbo.doctor.report import Report, as_text
 from lightning_turbo.doctor.rules import diagnose
 from lightning_turbo.doctor.session import Session
 from lightning_turbo.errors import TurboWarning
 
 __all__ = ["Doctor"]
+
+PATIENCE = 30.0
+"""Seconds that the first rank waits for what the others measured. They end their part before it ends its own."""
+_made = itertools.count()  # doctors in this process: the first one knows all that came before it
+_reports = itertools.count()  # of this process with several ranks: the ranks make the same ones
 
 
 class Doctor(Callback):
@@ -36,6 +45,7 @@ class Doctor(Callback):
     Attributes:
         report: The report; ``None`` until it is made.
         stopped: Whether it ended the program.
+        reports: Whether its rank makes the report: the first one does.
         superseded: Whether it left because the Trainer has an earlier doctor.
 
     Raises:
@@ -47,10 +57,12 @@ class Doctor(Callback):
         TurboWarning: If the report cannot be written to ``text`` or ``json``.
 
     Note:
-        Only the rank with number zero watches. A compiled model, any model in a process that has compiled something
-        before, and strategies that split single tensors, are timed but not watched from inside, and the report says so.
-        Where another profile function is set (by a debugger; before Python 3.12 by cProfile), calls of Python functions
-        are not watched.
+        All ranks of a run time their steps, and the first one, which watches and reports, says who waits for whom. A
+        rank without a ``Doctor`` is a note of the report.
+
+        A compiled model, any model in a process that has compiled something before, and strategies that split single
+        tensors, are timed but not watched from inside, and the report says so. Where another profile function is set
+        (by a debugger; before Python 3.12 by cProfile), calls of Python functions are not watched.
 
     Example:
         >>> from lightning_turbo import Doctor
@@ -78,20 +90,55 @@ class Doctor(Callback):
         self.text, self.json, self.stop = text, json, stop
         self.report: Report | None = None
         self.stopped = self.superseded = False
+        self.reports = True
         self._session: Session | None = None
+        self._begin = time.time() if next(_made) else start_of_process()
+        self._laps = Laps(self._begin)
+
+    def _note_begin(self, log: Any) -> None:
+        """Begin to measure the start: fit gives callbacks the module's ``log`` before this rank meets the others."""
+        self._laps = Laps(self._begin)
+        self._lap("before fit")
+
+    log = property(None, _note_begin)
+
+    def _lap(self, name: str) -> None:
+        """End a lap of the time outside of the steps, until all are timed: then the ranks leave one by one."""
+        if self._session is None or self._session.plan.watched < 0:
+            self._laps.lap(name)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note when the data are set up."""
+        self._lap("setting up the data")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note when the model is set up."""
+        self._lap("setting up the model")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note when validation begins."""
+        self._lap("")
+
+    def on_validation_batch_end(self, *given: Any, **more: Any) -> None:
+        """Note how long validation takes."""
+        self._lap("validation")
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Begin, on the first rank, if no other doctor is at work."""
+        """Begin, if no other doctor is at work; ranks behind the first one do not watch."""
+        self._lap("")
         self.superseded = next(each for each in trainer.callbacks if isinstance(each, Doctor)) is not self
-        if self.superseded or not trainer.is_global_zero:
+        self.reports = trainer.is_global_zero
+        if self.superseded:
             self._leave(trainer)
         else:
             others = [each for each in trainer.callbacks if each is not self]
-            self._session = Session(self.steps, trainer, others, sys._getframe(1), lambda: self._complete(trainer))
+            steps = self.steps if self.reports else (*self.steps[:2], 0)
+            self._session = Session(steps, trainer, others, sys._getframe(1), lambda: self._complete(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the batch."""
         if self._session is not None:
+            self._lap("" if self._session.plan.done else "the first batch")
             self._session.look_at(batch)
 
     def on_train_batch_end(
@@ -119,8 +166,18 @@ class Doctor(Callback):
     def _leave(self, trainer: Any) -> None:
         """Take this callback out of the Trainer; the list under iteration is left as it is."""
         trainer.callbacks = [each for each in trainer.callbacks if each is not self]
-        for name in ("log", "log_dict"):  # Lightning gives every callback these methods of its module
-            vars(self).pop(name, None)
+        vars(self).pop("log_dict", None)  # Lightning gives every callback this method of its module
+
+    def _gather(self, trainer: Trainer, session: Session, patience: float) -> tuple[Rank, ...]:
+        """Return what all ranks of several measured, on the first; nothing if some are missing, which is noted."""
+        if trainer.world_size == 1:
+            return ()
+        told = tell_first_rank(session.rank(self._laps.seconds), f"doctor/{next(_reports)}", patience)
+        missing = [str(rank) for rank, each in enumerate(told) if each is None]
+        if missing:
+            why = f"ranks {', '.join(missing)} told nothing: who waits for whom is not known"
+            session.noted["notes"] = (*session.noted["notes"], why)
+        return () if missing else tuple(told)
 
     def _finish(self, trainer: Trainer, interrupted: str = "") -> None:
         """Make the report, if there is none yet, and leave."""
@@ -128,7 +185,12 @@ class Doctor(Callback):
         if session is None:
             return
         session.stop()
-        facts, segments = session.facts()
+        ranks = self._gather(trainer, session, 0.0 if interrupted else PATIENCE)
+        if not self.reports:
+            session.recorder.forget()
+            self._leave(trainer)
+            return
+        facts, segments = session.facts(ranks)
         self.report = Report(
             facts=facts,
             findings=tuple(diagnose(facts)),

@@ -26,6 +26,7 @@ __all__ = [
     "batch_facts",
     "count_epochs",
     "has_contiguous_convolutions",
+    "leaves",
     "loader_facts",
     "optimizer_facts",
     "run_facts",
@@ -34,6 +35,9 @@ __all__ = [
 
 
 TRANSFORMS = ("transform", "transforms", "target_transform")
+READS = r"\b(np|numpy)\.load\((?!.*mmap_mode)|\bReadImage\(|\btorch\.load\((?!.*mmap=True)"
+NIFTI = r"\.get_fdata\(|\basarray\([^)]*\.dataobj\b(?!\[)"
+"""How a line has a whole file read: by NumPy, SimpleITK and torch, and by nibabel."""
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 
 
@@ -71,11 +75,14 @@ def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loa
     names = ("DataLoader", type(loader).__name__)
     owner = type(owner_of_training_data(trainer))
     inner = _inner(loader)
+    dataset = type(_innermost(getattr(inner, "dataset", None)))
     return Loader(
         type=names[1],
         sampler=type(getattr(inner, "sampler", None)).__name__,
         sharded=_sharded(inner),
         iterable_dataset=isinstance(getattr(inner, "dataset", None), IterableDataset),
+        whole_read=sources.line(dataset, f"{READS}|{NIFTI}"),
+        whole_nifti=sources.line(dataset, NIFTI),
         site=sources.call(owner, "train_dataloader", *names) or fit,
         **(_standard_facts(loader) if isinstance(loader, DataLoader) else {}),
     )
@@ -85,6 +92,13 @@ def _inner(loader: Any) -> Any:
     """Return the DataLoader that a loader of another kind wraps, else the loader itself."""
     held = (loader, *getattr(loader, "__dict__", {}).values())
     return next((each for each in held if isinstance(each, DataLoader)), loader)
+
+
+def _innermost(dataset: Any) -> Any:
+    """Return the dataset below subsets and seeds."""
+    while isinstance(dataset, (Subset, SeededDataset)):
+        dataset = dataset._seeded_dataset if isinstance(dataset, SeededDataset) else dataset.dataset
+    return dataset
 
 
 def _standard_facts(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -103,11 +117,10 @@ def _copied_generators(loader: DataLoader[Any]) -> tuple[str, ...]:
 
     A ``worker_init_fn`` may seed them, and in a dataset with sample seeds the samples do.
     """
-    dataset = loader.dataset
+    dataset: Any = loader.dataset
     if loader.num_workers < 2 or loader.worker_init_fn is not None or isinstance(dataset, SeededDataset):
         return ()
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
+    dataset = _innermost(dataset)
     owners = {f"dataset.{name}": getattr(dataset, name, None) for name in TRANSFORMS}
     return tuple(
         f"{path}.{name}"
@@ -130,19 +143,20 @@ def _sharded(loader: Any) -> bool | None:
 
 def batch_facts(batch: Any) -> dict[str, Any]:
     """Return what a batch holds, nested in lists, tuples and dicts as it may be, as fields of ``Facts``."""
-    tensors = dict(_leaves(batch, "batch"))
+    tensors = dict(leaves(batch, "batch"))
     return {
         "batch": sum(each.numel() * each.element_size() for each in tensors.values()),
         "wide": tuple(name for name, each in tensors.items() if each.dtype in (torch.float64, torch.complex128)),
     }
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors within a value, with what a user would write for them."""
     if isinstance(value, torch.Tensor) and not value.is_nested:  # a nested tensor has no shape
         yield name, value
     elif isinstance(value, (dict, list, tuple)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(each, f"{name}[{key!r}]")
+            yield from leaves(each, f"{name}[{key!r}]")
 
 
 def has_contiguous_convolutions(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_turbo.doctor.facts import check_steps
-from lightning_turbo.doctor.script import check_script, run_program
+from lightning_turbo.doctor.script import RANKS, check_script, run_program
 from lightning_turbo.errors import TurboError
 
 if TYPE_CHECKING:
@@ -52,16 +53,22 @@ def examine(
         from lightning_turbo.doctor.callback import Doctor  # not before the script has chosen its copy of Lightning
 
         name = "doctor" if not made else f"doctor-{len(made) + 1}"
-        text, json = folder / f"{name}.txt", folder / f"{name}.json"
-        made.append(Doctor(**steps, text=text, json=json, stop=not keep_going))
+        page, data = folder / f"{name}.txt", folder / f"{name}.json"
+        made.append(Doctor(**steps, text=page, json=data, stop=not keep_going))
         return made[-1:]
 
     check_steps(**steps)
     if not module:
         check_script(Path(program))
     _clear(folder, out)
-    run = run_program(str(program), argv, make_doctors, module=module)
+    os.environ[RANKS] = json.dumps(steps)
+    try:
+        run = run_program(str(program), argv, make_doctors, module=module)
+    finally:
+        del os.environ[RANKS]
     sys.stdout.flush()
+    if any(not each.reports for each in made):
+        return run.status  # under torchrun each rank is such a command, and the first one says what there is to say
     written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "txt")]
     missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
     failure = [f"a report could not be written to {folder}; the warning above says why."] * missing
@@ -85,7 +92,7 @@ def _clear(folder: Path, name: str | Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in _reports(folder, "txt") + _reports(folder, "json"):
-            old.unlink()
+            old.unlink(missing_ok=True)  # ranks under torchrun remove the same ones
     except OSError as error:
         raise TurboError(
             f"out={str(name)!r}: expected a folder to write reports to ({error}); name another."

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
-    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "Run",
+    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "Rank", "Run",
     "SchedulerFacts", "Seen", "Site", "check_steps",
 ]  # fmt: skip
 
@@ -70,6 +70,8 @@ class Loader:
     pin_memory: bool = False
     persistent_workers: bool = False
     sampler: str = ""
+    whole_read: Site | None = None  # a line of the dataset's file that reads a whole file
+    whole_nifti: Site | None = None  # one that has nibabel read a whole volume
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if it cannot be told
     iterable_dataset: bool = False
     copied_generators: tuple[str, ...] = ()  # of the dataset, which give every worker the same numbers
@@ -125,6 +127,17 @@ class Seen:
     anomaly: bool = False  # whether autograd's anomaly detection is on
     graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
     recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
+    graph: tuple[Part, ...] = ()  # what would stop a CUDA graph of the step, beside calls
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """How long one rank of several took: what it did itself, and where it waited for others, is told by comparison."""
+
+    steps: tuple[dict[str, float], ...] = ()  # seconds of each timed step in each phase; "loop" is what has no hook
+    outside: dict[str, float] = field(default_factory=dict)  # seconds before and between the steps, in their order
+    hook: str = ""  # the one that takes longest
+    sites: dict[str, Site | None] = field(default_factory=dict)  # of the phases and the parts outside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,14 +147,18 @@ class Facts:
     run: Run = Run()
     seen: Seen = Seen()
     timed: int = 0  # steps
+    steps: tuple[float, ...] = ()  # seconds of each timed step
     phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
     longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
     loader: Loader = Loader()
+    read: float = 0.0  # bytes that loading reads, a timed step; 0 where it is not counted
+    indexed_gzip: bool = False  # whether nibabel reads .gz by indexed_gzip
     batch: int = 0  # bytes of a batch's tensors
     wide: tuple[str, ...] = ()  # tensors of the batch in double precision
     convolutions: bool = False  # whether a weight has four or five dimensions and is not in channels-last format
     optimizers: tuple[OptimizerFacts, ...] = ()
     schedulers: tuple[SchedulerFacts, ...] = ()
+    ranks: tuple[Rank, ...] = ()  # of a run with several, all of them
     notes: tuple[str, ...] = ()  # what could not be watched, and why
 
     @property

@@ -96,6 +96,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "waiting": facts.waiting,
         "phases": [{"phase": key, "name": PHASE_NAMES[key], "seconds": value} for key, value in facts.phases.items()],
         "timeline": [dataclasses.asdict(segment) for segment in report.timeline],
+        "steps": list(facts.steps),
+        "ranks": [{"steps": list(each.steps), "outside": each.outside} for each in facts.ranks],
         "findings": [_finding_as_json(each) for each in report.findings],
     }
 

@@ -1,12 +1,15 @@
 """Runs a user's script or package as Python would, with callbacks of ours in each Trainer that it makes.
 
 Lightning finds the callbacks as it finds every plugin: by an entry point, which exists for this process and for the
-time of the run only. Nothing is patched, and processes that the script starts for further ranks run without them. The
-process that calls these functions should be a fresh one, because the script may change whatever it likes in it.
+time of the run only, and for the processes that Lightning starts for further ranks of it, which have a ``Doctor`` if
+this process names its steps in ``RANKS``. Nothing is patched. The process that calls these functions should be a fresh
+one, because the script may change whatever it likes in it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
 import sys
 import tempfile
@@ -22,8 +25,10 @@ from lightning_turbo.errors import TurboError
 if TYPE_CHECKING:  # the script chooses which copy of Lightning it imports
     from lightning_turbo._lightning import Callback
 
-__all__ = ["Ending", "check_script", "make_callbacks", "run_program"]
+__all__ = ["RANKS", "Ending", "check_script", "make_callbacks", "run_program"]
 
+RANKS = "LIGHTNING_TURBO_DOCTOR"
+"""The variable of the environment that has the steps of a ``Doctor`` for further ranks, as JSON."""
 INTERRUPTED = 130  # as shells do
 _factories: list[Callable[[], list[Callback]]] = []
 
@@ -75,6 +80,10 @@ def check_script(path: Path) -> None:
 
 def make_callbacks() -> list[Callback]:
     """Return the callbacks for one more Trainer: the entry point that Lightning calls; none outside of a run."""
+    if not _factories and RANKS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        from lightning_turbo.doctor.callback import Doctor
+
+        return [Doctor(**json.loads(os.environ[RANKS]))]
     return [callback for factory in _factories for callback in factory()]
 
 
@@ -110,9 +119,14 @@ def _add_callbacks(callbacks: Callable[[], list[Callback]]) -> Iterator[None]:
         )
         sys.path.append(folder)
         _factories.append(callbacks)
+        before, root = os.environ.get("PYTHONPATH"), Path(__file__).parents[2]
+        clone = [] if root.name.endswith("-packages") else [str(root)]  # which further ranks may not find by themselves
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), folder, *clone])
         try:
             yield
         finally:
+            os.environ.pop("PYTHONPATH", None)
+            os.environ |= {} if before is None else {"PYTHONPATH": before}
             _factories.remove(callbacks)
             if folder in sys.path:
                 sys.path.remove(folder)

@@ -12,7 +12,10 @@ import torch
 
 from lightning_turbo._lightning import Callback
 from lightning_turbo.doctor import collect
-from lightning_turbo.doctor.facts import BOUNDS, Facts, Seen
+from lightning_turbo.doctor.facts import BOUNDS, Facts, Rank, Seen
+from lightning_turbo.doctor.graph import GraphCheck
+from lightning_turbo.doctor.ranks import rank_facts
+from lightning_turbo.doctor.reads import Reads
 from lightning_turbo.doctor.retention import Retention
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.timeline import Recorder, Segment, Timeline, longest_action, sum_phases
@@ -85,14 +88,16 @@ class Session:
         own = [each for each in callbacks if not type(each).__module__.startswith(("lightning.", "pytorch_lightning."))]
         self.sources = Sources([module, trainer.datamodule, *own])
         self.fit = self.sources.site(frame, through=True)
-        self.watch = Watch(self.sources, cuda=cuda)
+        self.graph = GraphCheck(trainer, self.sources)
+        self.watch = Watch(self.sources, cuda=cuda, before=self._note_call)
         self.retention = Retention(module, [each for each in own if self.sources.owns(type(each))])
         self.compiled = [compile_counts()]
         told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
         # Fields of ``Facts`` and ``Seen``.
         self.noted: dict[str, Any] = {"notes": () if self.watch.table is not None else (told,)}
         timeline = Timeline(cuda)
-        self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self.watch.pause)
+        self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self._pause)
+        self.reads = Reads()
         trainer.profiler = self.recorder
 
     def _check_inside(self) -> bool:
@@ -111,9 +116,21 @@ class Session:
         self.noted["notes"] = (*self.noted["notes"], f"{reason}: the run was timed, and not watched from inside")
         return False
 
+    def _note_call(self, *call: Any) -> None:
+        if self.recorder.phase == "forward":
+            self.graph.call(*call)
+
+    def _pause(self) -> None:
+        """Something begins that is no part of a step."""
+        self.watch.pause()
+        self.reads.drop()
+
     def _between(self) -> None:
         """Between two steps: close one, and see what the next one is for."""
         self.watch.pause()
+        self.reads.end()
+        if self.plan.timing:
+            self.reads.begin()
         if self.plan.warm and len(self.compiled) == 1:
             self.compiled.append(compile_counts())
         self._close_step()
@@ -133,10 +150,12 @@ class Session:
         if self.plan.watched == 0:
             self.watch.inside = self._check_inside()
         self.noted["anomaly"] = torch.is_anomaly_enabled()
+        self.graph.begin_step()
         self.watch.resume()
 
     def look_at(self, batch: Any) -> None:
-        """Note what the first batch holds."""
+        """Note what the first batch holds, and the shapes of all."""
+        self.graph.look_at(batch)
         if "batch" not in self.noted:
             self.noted |= collect.batch_facts(batch)
 
@@ -164,8 +183,16 @@ class Session:
             "Train longer, or use Doctor(warmup=1, timed=1, watched=2)."
         )
 
-    def facts(self) -> tuple[Facts, list[Segment]]:
-        """Return all that was measured, and the mean step."""
+    def rank(self, outside: dict[str, float]) -> Rank:
+        """Return what this rank of several took its time for, with its seconds outside of the steps."""
+        loader = collect.loader_facts(self.trainer, self.sources, self.fit).site
+        owners = [self.trainer.lightning_module, self.trainer.datamodule, *self.trainer.callbacks]
+        facts = rank_facts(self.recorder.timeline, outside, owners, self.sources, loader)
+        facts.sites["before fit"] = self.fit
+        return facts
+
+    def facts(self, ranks: tuple[Rank, ...] = ()) -> tuple[Facts, list[Segment]]:
+        """Return all that was measured, with what all ``ranks`` were, and the mean step."""
         trainer, module, watch, sources = self.trainer, self.trainer.lightning_module, self.watch, self.sources
         segments = self.recorder.timeline.mean_step()
         before, warm, after = self.compiled[0], self.compiled[-2], self.compiled[-1]
@@ -178,17 +205,22 @@ class Session:
             anomaly=noted.pop("anomaly", False),
             graph_breaks=after.since(before).breaks,
             recompilations=after.since(warm).recompilations if warmed else {},
+            graph=self.graph.find() if watch.watched else (),
         )
         facts = Facts(
             run=collect.run_facts(trainer),
             seen=seen,
             timed=len(self.recorder.timeline.steps),
+            steps=tuple(sum(step.values()) for step in self.recorder.timeline.each_step()),
             phases=sum_phases(segments),
+            read=sum(self.reads.steps) / max(len(self.reads.steps), 1),
+            indexed_gzip="indexed_gzip" in sys.modules,
             longest_hook=longest_action(segments, BOUNDS["loop"]),
             loader=collect.loader_facts(trainer, sources, self.fit),
             convolutions=collect.has_contiguous_convolutions(module),
             optimizers=collect.optimizer_facts(trainer, sources),
             schedulers=collect.scheduler_facts(trainer, sources),
+            ranks=ranks,
             **noted,
         )
         return facts, segments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -92,6 +93,26 @@ class Sources:
         found = (self._find(cls, pattern, only=method) for pattern in patterns)
         return next(filter(None, found), None)
 
+    def method(self, owner: object, name: str) -> Site | None:
+        """Return the first line of an own method."""
+        return self.function(getattr(type(owner), name, None))
+
+    def function(self, function: Any) -> Site | None:
+        """Return the first line of an own function, or of what an own object does when it is called."""
+        function = getattr(function, "func", function)  # of a partial
+        code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        if code is None or self._kind_of(code.co_filename) not in ("own", "adopted"):
+            return None
+        return Site(file=code.co_filename, line=code.co_firstlineno, function=code.co_name)
+
+    def line(self, cls: type, pattern: str) -> Site | None:
+        """Return the first line that matches, outside of comments, in the file of an own class."""
+        if not self.owns(cls):
+            return None
+        lines = enumerate(linecache.getlines(_file_of(cls)), 1)
+        found = (number for number, line in lines if re.search(pattern, line.partition("#")[0]))
+        return next((Site(file=_file_of(cls), line=number) for number in found), None)
+
     def _kind_of(self, file: str) -> str:
         kind = kind_of(file)
         return "adopted" if kind != "own" and file in self._adopted else kind
@@ -140,7 +161,7 @@ def _methods(cls: type) -> Iterator[Any]:
 
 def _file_of(cls: type) -> str:
     """Return the file of a class's own methods, else of its module; "<unknown>" of classes that are in no file."""
-    files = (each.__code__.co_filename for each in _methods(cls) if each.__module__ == cls.__module__)
+    files = (each.__code__.co_filename for each in _methods(cls) if getattr(each, "__module__", "") == cls.__module__)
     module = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return next((file for file in files if not file.startswith("<")), module or "<unknown>")
 

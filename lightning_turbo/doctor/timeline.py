@@ -121,17 +121,26 @@ class Timeline:
         """Forget the step that is under way, because something else came between."""
         self._open = None
 
-    def mean_step(self) -> list[Segment]:
-        """Return the mean of the recorded steps: a segment for each action, sorted by phase; none without a step.
+    def each_step(self) -> list[dict[tuple[str, str], float]]:
+        """Return the seconds of each action and phase in each of the recorded steps.
 
         Note:
             On CUDA it waits once for the device.
         """
         if self.cuda:
             torch.cuda.synchronize()
+        steps: list[dict[tuple[str, str], float]] = [{} for _ in self.steps]
+        for sums, marks in zip(steps, self.steps, strict=True):
+            for mark, after in pairwise(marks):
+                key = mark.action, mark.phase
+                sums[key] = sums.get(key, 0.0) + mark.seconds_to(after)
+        return steps
+
+    def mean_step(self) -> list[Segment]:
+        """Return the mean of the recorded steps: a segment for each action, sorted by phase; none without a step."""
         sums: dict[tuple[str, str], float] = {}
-        for mark, after in chain.from_iterable(map(pairwise, self.steps)):
-            sums[mark.action, mark.phase] = sums.get((mark.action, mark.phase), 0.0) + mark.seconds_to(after)
+        for key, seconds in chain.from_iterable(step.items() for step in self.each_step()):
+            sums[key] = sums.get(key, 0.0) + seconds
         segments, start = [], 0.0
         for (action, phase), total in sorted(sums.items(), key=lambda item: PHASES.index(item[0][1])):
             segments.append(Segment(action, phase, start, total / len(self.steps)))
@@ -233,6 +242,11 @@ class Recorder:
         if action != EPOCH:
             self._stack.append((action, phase_of(action) or self._current()[1]))
             self.timeline.mark(*self._current())
+
+    @property
+    def phase(self) -> str:
+        """The phase of the innermost action."""
+        return self._current()[1]
 
     def _current(self) -> tuple[str, str]:
         return self._stack[-1] if self._stack else ("", self._rest)

@@ -47,10 +47,11 @@ class Watch:
     Args:
         sources: Tells the user's own files from others.
         cuda: Whether the run is on a CUDA device.
+        before: Called with the name, the arguments and the frame of each call of torch, before it is made.
     """
 
-    def __init__(self, sources: Sources, *, cuda: bool = False) -> None:
-        self.sources, self.cuda = sources, cuda
+    def __init__(self, sources: Sources, *, cuda: bool = False, before: Callable[..., None] | None = None) -> None:
+        self.sources, self.cuda, self.before = sources, cuda, before
         # None where another profile function is set, whose place this one would take.
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
         self.inside = True  # whether to use the mode; a compiled model would fall back to eager under it
@@ -111,6 +112,8 @@ class Watch:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Call a function of torch and note what it does."""
         name, tensors = getattr(func, "__name__", ""), find_tensors(args, kwargs)
+        if self.before is not None:
+            self.before(name, args, kwargs, frame)
         self._calling, self._waited = threading.get_ident(), False
         start = time.perf_counter()
         try:

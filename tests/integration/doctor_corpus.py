@@ -4,7 +4,8 @@ The step's own lines are written between ``loss = self.loss(batch)`` and ``retur
 """
 
 HEADER = """
-import random, time
+import os, random, sys, time
+import pytest
 import numpy as np
 import torch
 from lightning.pytorch import Callback
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_turbo import ApexAMP, ExactAccumulation
 from tests.integration.doctor_runs import Base, ManualBase, images
+FOLDER = os.path.dirname(__file__)
 """
 STEP = """
 class Model(Base):
@@ -45,11 +47,21 @@ SICK_STEPS = [
     ("retained-graph", ["self.seen = {**getattr(self, 'seen', {}), batch_idx: {'loss': loss}}"]),
     ("retained-graph", ["self.ring = [loss]; self.ring.append(self.ring)"]),
     ("anomaly-mode", ["with torch.autograd.detect_anomaly(): self.loss(batch)"]),
+    ("cuda-graph", ["self.last = loss.item()"]),
+    ("cuda-graph", ["if loss > -1e9: loss = loss * 1.0"]),
+    ("cuda-graph", ["loss = loss + torch.tensor([0.5, 0.5], device=self.device).sum()"]),
+    ("cuda-graph", ["loss = loss + batch[0][: 1 + batch_idx % 3].mean()"]),
+    ("cuda-graph", ["loss = loss * random.random()"]),
+    ("cuda-graph", ["self.scale = getattr(self, 'scale', 1.0) * 0.9", "loss = loss * self.scale"]),
+    ("cuda-graph", ["if batch_idx % 2: loss = loss.abs()"]),
+    ("cuda-graph", ["loss.register_hook(lambda grad: grad)"]),
 ]
 SICK_SCHEDULES = [
     ("stepped-per-epoch", "return [optimizer], [CyclicLR(optimizer, 0.01, 0.1, 2)]"),
     ("stepped-per-epoch", "return [optimizer], [OneCycleLR(optimizer, 0.1, 12)]"),
     ("loop-optimizer", "return torch.optim.Adam(self.parameters(), foreach=False)"),
+    ("cuda-graph", "return torch.optim.Adam(self.parameters())"),
+    ("cuda-graph", "return torch.optim.Adagrad(self.parameters())"),
 ]
 SICK = """
 class Gate(nn.Module):
@@ -120,6 +132,71 @@ class Model(Base):
 
 TRAINER = {"max_epochs": 2}
 ---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.net.register_forward_hook(lambda *given: None)  # <- cuda-graph
+        self.net.weight.register_hook(lambda grad: None)  # <- cuda-graph
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": "step"}]  # <- cuda-graph
+---
+class Lengths(Dataset):
+    def __len__(self):
+        return 7
+    def __getitem__(self, i):
+        return torch.ones(4, 8 + i), torch.zeros(4, dtype=torch.long)
+
+class Model(Base):
+    def loss(self, batch):
+        return F.cross_entropy(self.net(batch[0][:, :8]), batch[1])
+    def train_dataloader(self):
+        return DataLoader(Lengths(), batch_size=None)
+
+LINELESS = "batch"  # without a line: cuda-graph
+---
+np.save(FOLDER + "/scan.npy", np.ones((64, 64, 64), dtype=np.float32))
+
+class Patches(Dataset):
+    def __len__(self):
+        return 28
+    def __getitem__(self, i):
+        scan = torch.from_numpy(np.load(FOLDER + "/scan.npy"))  # <- whole-reads
+        return scan[i, i, :8], i % 4
+
+class Model(Base):
+    def train_dataloader(self):
+        return DataLoader(torch.utils.data.Subset(Patches(), range(28)), batch_size=4)
+---
+class Tensors(Dataset):
+    def __init__(self):
+        torch.save(torch.ones(64, 64, 64), FOLDER + "/scan.pt")
+    def __len__(self):
+        return 80
+    def __getitem__(self, i):
+        return torch.load(FOLDER + "/scan.pt")[i % 64, 0, :8], i % 4  # <- whole-reads
+
+class Model(Base):
+    def train_dataloader(self):
+        return DataLoader(Tensors(), batch_size=4, num_workers=1, persistent_workers=True)
+---
+class Scans(Dataset):
+    def __init__(self):
+        nibabel = pytest.importorskip("nibabel")
+        self.load = nibabel.load
+        noise = np.random.default_rng(0).normal(size=(80, 80, 80)).astype(np.float32)
+        nibabel.save(nibabel.Nifti1Image(noise, np.eye(4)), FOLDER + "/scan.nii.gz")
+        sys.modules["indexed_gzip"] = None  # installed and imported by nibabel, as far as the Doctor sees
+    def __len__(self):
+        return 28
+    def __getitem__(self, i):
+        scan = self.load(FOLDER + "/scan.nii.gz").get_fdata(dtype=np.float32)  # <- whole-reads, indexed-gzip
+        return torch.from_numpy(scan[i, i, :8]), i % 4
+
+class Model(Base):
+    def train_dataloader(self):
+        return DataLoader(Scans(), batch_size=4)
+---
 Model = Base
 TRAINER = {
     "accumulate_grad_batches": 4,  # without a line: short-window
@@ -146,6 +223,18 @@ CLEAN_SCHEDULES = [
     "return [optimizer], [StepLR(optimizer, 5)]",
 ]
 CLEAN = """
+class Maps(Dataset):
+    def __init__(self):
+        np.save(FOLDER + "/scan.npy", np.ones((64, 64, 64), dtype=np.float32))
+    def __len__(self):
+        return 28
+    def __getitem__(self, i):
+        return torch.from_numpy(np.load(FOLDER + "/scan.npy", mmap_mode="r")[i, i, :8].copy()), i % 4
+
+class Model(Base):
+    def train_dataloader(self):
+        return DataLoader(Maps(), batch_size=4)
+---
 Model = Base
 TRAINER = {
     "accumulate_grad_batches": 4, "callbacks": [ExactAccumulation()],

@@ -3,11 +3,13 @@
 import cProfile
 import gc
 import io
+import json
 import linecache
 import os
 import sys
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import lightning_turbo
 from lightning_turbo import Doctor, PrefetchDataModule
 from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, images, rules, trained, trainer
+from tests.ranks import run_ranks
 
 pytestmark = QUIET
 
@@ -69,6 +72,7 @@ RUNS = {
     "accumulation": {"accumulate_grad_batches": 2},
     "two optimizers": {"model": TwoOptimizers},
     "stream": {"model": Streamed},
+    "turbo": {"strategy": "turbo"},
     "mode": {"model": Moded},
     "O1": {"level": "O1"},
     "prefetched by workers": {"level": "O2", "data": Fast, "max_epochs": 2},
@@ -84,7 +88,7 @@ def test_losses_and_weights_are_the_same_bit_for_bit(name):
     sites = [finding.site for finding in doctor.report.findings if finding.rule == "host-sync"]
     lines = "".join(linecache.getline(site.file, site.line) for site in sites)
     assert name == "mode" or "self.losses.append(loss.item())" in lines
-    assert facts.phases["backward"] > 0
+    assert min(facts.phases[phase] for phase in ("forward", "backward", "optimizer")) > 0
     assert len(facts.optimizers) == (2 if name == "two optimizers" else 1)
 
 
@@ -187,6 +191,60 @@ def test_recompilations_and_graph_breaks_are_counted():
     assert all(__file__ in place for place in [*facts.seen.recompilations, *facts.seen.graph_breaks])
     trained(doctor := Doctor(**SHORT))
     assert not {"recompiles", "graph-breaks"} & rules(doctor), "another run's are not this one's"
+
+
+# Several ranks
+
+
+RANKS = str(Path(__file__).parent / "doctor_ranks_worker.py")
+
+
+def found_on_ranks(folder, *cases):
+    """Run the cases on two ranks, and return the findings on ranks in the first one's reports."""
+    run_ranks(RANKS, folder, *cases, timeout=400)
+    reports = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(cases))]
+    assert all(len(report["ranks"]) == 2 and report["notes"] == [] for report in reports)
+    return [[f for f in report["findings"] if f["rule"] == "slow-rank"] for report in reports]
+
+
+SAID = {
+    "": [],
+    "loading": ["rank 1", "loading", "rank 0 waits", "return DataLoader(Data(self.case)"],
+    "step": ["rank 1", "training_step", "rank 0 waits", "def training_step"],
+    "hook": ["rank 0", "Model.on_train_batch_end", "rank 1 waits", "def on_train_batch_end"],
+    "start": ["rank 1", "before fit", "rank 0 waits", "trainer.fit(model, data)"],
+    "setup": ["rank 1", "setting up the data", "rank 0 waits", "def setup"],
+    "validation": ["rank 1", "validation", "rank 0 waits", "def validation_step"],
+}
+
+
+def check_said(case, findings):
+    assert len(findings) == (case != ""), (case, findings)
+    for finding in findings:
+        line = linecache.getline(finding["site"]["file"], finding["site"]["line"])
+        told = f"{finding['what']} {finding['cost']} {line}"
+        assert all(words in told for words in SAID[case]), (case, told)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_others_wait_for_is_named_with_its_line(tmp_path):
+    (found,) = found_on_ranks(tmp_path, "step")
+    check_said("step", found)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_slow_rank_is_named_in_ten_of_ten_runs_and_none_without(tmp_path):
+    cases = list(SAID) * 10
+    for case, findings in zip(cases, found_on_ranks(tmp_path, *cases), strict=True):
+        check_said(case, findings)
+
+
+@pytest.mark.distributed
+def test_a_rank_without_a_doctor_is_a_note_and_nobody_waits_for_it(tmp_path):
+    run_ranks(RANKS, tmp_path, "alone")
+    (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert report["notes"] == ["ranks 1 told nothing: who waits for whom is not known"]
 
 
 # How it ends; the tests of the command have runs that fail, are interrupted, or are too short

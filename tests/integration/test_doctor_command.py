@@ -1,17 +1,20 @@
 """``lightning-turbo doctor``: a script is examined as it is, and ends as it would have."""
 
 import json
+import os
 import re
 import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_turbo import cli
 from tests.integration.doctor_runs import QUIET
+from tests.ranks import free_port
 
 pytestmark = QUIET
 
@@ -20,6 +23,7 @@ SCRIPT = """
 import os
 import signal
 import sys
+import time
 import torch
 from {lightning} import Trainer
 from {lightning}.demos.boring_classes import BoringModel
@@ -221,6 +225,10 @@ def test_a_full_disk_leaves_no_half_report_and_no_status_of_success(tmp_path, ca
     (["gone.py"], "gone.py' is not a file"),
     (["--watched", "1", "x.py"], "watched: expected 2 steps or more"),
     (["--json", "x.py"], "--json"),
+    (["compare", "a"], "compare: expected two folders with doctor.json, and no options"),
+    (["--out", "here", "compare", "a", "b"], "compare: expected two folders"),
+    (["compare", "gone", "gone"], "gone"),
+    (["compare", "x.py", "x.py"], "x.py': expected a doctor.json of this version"),
     (["-m"], "--module: expected a script to run as well, got none. Add SCRIPT, or leave out --module."),
     (["--watched", "4", "--out", "here"], "--out, --watched: expected a script to run as well, got none."),
     (["--keep-going"], "--keep-going: expected a script to run as well, got none."),
@@ -248,5 +256,71 @@ def test_the_first_of_two_ranks_is_examined(tmp_path):
     found = {(each["rule"], each["level"]) for each in findings}
     assert ("lost-sampler", "error") in found
     assert ("host-sync", "info") in found
-    bounds = {"waits-for-data", "compute-bound", "copy-bound", "loop-overhead"}
-    assert {rule for rule, _ in found} - bounds == {"lost-sampler", "host-sync"}
+    bounds = {"waits-for-data", "compute-bound", "copy-bound", "loop-overhead", "slow-rank"}
+    assert {rule for rule, _ in found} - bounds == {"lost-sampler", "host-sync", "cuda-graph"}
+    (graph,) = (each for each in findings if each["rule"] == "cuda-graph")
+    assert "DDP's hooks" in " ".join([graph["what"], *graph["places"]])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_all_ranks_are_timed_and_the_slow_one_is_named(torchrun, tmp_path):
+    before = "settings['devices'] = 2"
+    words = arguments(tmp_path, step="time.sleep(0.05 * int(os.environ['LOCAL_RANK']))", before=before)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()] * torchrun
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launch, "-m", "lightning_turbo", *words],
+        capture_output=True, text=True, timeout=170, cwd=tmp_path, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("lightning-turbo doctor:") == 1
+    assert done.stderr.count("report in runs/doctor/doctor.txt") == 1
+    findings = json.loads((tmp_path / "runs" / "doctor" / "doctor.json").read_text())["findings"]
+    (slow,) = (each for each in findings if each["rule"] == "slow-rank")
+    assert re.search("rank 1 takes .* training_step", slow["what"])
+    assert slow["place"].startswith("train.py:")
+
+
+COMPARED = {
+    "steps": [0.010, 0.011, 0.010, 0.011],
+    "phases": [{"name": "forward", "seconds": 0.01}],
+    "findings": [{"rule": "host-sync", "level": "info", "what": "w", "count": 2, "places": ["a.py:1", "a.py:2"]}],
+}
+
+
+def changed(**more):
+    return {**COMPARED, "findings": [{**COMPARED["findings"][0], **more}]}
+
+
+@pytest.mark.parametrize(("later", "said"), [
+    (COMPARED, ""), (changed(count=1), ""), (changed(places=["a.py:7", "a.py:9"]), ""),
+    ({**COMPARED, "findings": []}, ""), ({**COMPARED, "steps": [0.005, 0.006]}, ""),
+    (changed(level="warning"), "new: warning host-sync: w (a.py:1; a.py:2)"), (changed(count=3), "new: info host-sync"),
+    (changed(rule="wide-batch"), "new: info wide-batch"), (changed(rule="compute-bound"), ""),
+    ({**COMPARED, "steps": [0.021, 0.020, 0.020], "phases": [{"name": "forward", "seconds": 0.02}]},
+     "slower: a step takes 1.94 times as long (1.69 to 2.22), most in forward: 10.00 ms, now 20.00"),
+    ({**COMPARED, "steps": [0.005, 0.020, 0.040]}, ""),  # within its noise
+    ({**COMPARED, "steps": [0.1]}, ""),
+])  # fmt: skip
+def test_two_reports_are_compared(later, said, tmp_path, capsys):
+    for name, report in (("a", COMPARED), ("b", later)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "doctor.json").write_text(json.dumps(report))
+    assert cli.main(["doctor", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "doctor.json")]) == bool(said)
+    assert (said or "nothing got slower, and no finding is new: ") in capsys.readouterr().out
+
+
+def test_reports_of_a_script_are_compared(tmp_path, capsys):
+    steps = {"a": "time.sleep(0.05)", "b": "time.sleep(0.05)", "c": "time.sleep(0.1); self.mean = batch.mean().item()"}
+    for name, step in steps.items():
+        places = {"step": step, "before": "loader = DataLoader(torch.ones(80, 32), batch_size=4)"}
+        assert cli.main(arguments(tmp_path, options=["--timed", "8", "--out", str(tmp_path / name)], **places)) == 0
+    compare = ["doctor", "compare", str(tmp_path / "a")]
+    assert cli.main([*compare, str(tmp_path / "b")]) == 0
+    capsys.readouterr()
+    assert cli.main([*compare, str(tmp_path / "c")]) == 1
+    told = capsys.readouterr().out
+    assert "slower: a step takes" in told
+    assert "new: info host-sync: .item()" in told

@@ -18,7 +18,7 @@ import lightning_turbo
 from examples.demo.model import DemoNet
 from lightning_turbo import Doctor, PrefetchLoader
 from lightning_turbo.doctor.rules import RULES
-from tests.integration.doctor_corpus import CLEAN_PROGRAMS, HEADER, SICK_PROGRAMS
+from tests.integration.doctor_corpus import CLEAN_PROGRAMS, HEADER, SICK_PROGRAMS, STEP
 from tests.integration.doctor_runs import QUIET, trainer
 
 EXAMPLES = Path(lightning_turbo.__file__).parent.parent / "examples"
@@ -66,7 +66,7 @@ def load(tmp_path, monkeypatch):
 def test_every_rule_that_a_cpu_shows_is_in_the_corpus():
     told = {rule.name for rule in RULES if re.search(rf"(<-|line:|,) {rule.name}\b", "".join(SICK_PROGRAMS))}
     elsewhere = {"float32", "pin-memory", "lost-sampler", "graph-breaks", "recompiles",
-                 "repeated-draws", "compute-bound", "copy-bound", "loop-overhead"}  # fmt: skip
+                 "repeated-draws", "slow-rank", "compute-bound", "copy-bound", "loop-overhead"}  # fmt: skip
     assert told == {rule.name for rule in RULES} - elsewhere
 
 
@@ -79,7 +79,9 @@ def anomaly():
 
 @pytest.mark.parametrize("program", SICK_PROGRAMS)
 @pytest.mark.usefixtures("anomaly")
-def test_the_bad_habit_is_named_with_its_line(program, load):
+def test_the_bad_habit_is_named_with_its_line(program, load, monkeypatch):
+    if "nibabel" in program:
+        monkeypatch.setitem(sys.modules, "indexed_gzip", None)
     module = load(program)
     report = fit(module.Model(), **getattr(module, "TRAINER", {}))
     found = {(place.site.line, finding.rule) for finding in report.findings for place in finding.places
@@ -90,6 +92,12 @@ def test_the_bad_habit_is_named_with_its_line(program, load):
         assert {(number, rule) for rule in rules.split(", ") if mark} <= found
         _, mark, rule = line.partition("# without a line: ")
         assert not mark or (None, rule) in found
+
+
+@pytest.mark.parametrize("program", [*CLEAN_PROGRAMS[-5:-3], STEP.format("loss = 2 * loss")])
+def test_nothing_would_stop_a_graph_of_a_clean_step_and_nothing_is_read_whole(program, load):
+    found = {each.rule for each in fit(load(program).Model()).findings}
+    assert not found & {"cuda-graph", "whole-reads", "indexed-gzip"}
 
 
 def check_clean(*given, **more):

@@ -1,7 +1,7 @@
 """The rules: each a pure function from facts to findings, with its threshold and its card."""
 
 from lightning_turbo.doctor.facts import Facts
-from lightning_turbo.doctor.rules import bounds, data, model, optimization, waits  # noqa: F401
+from lightning_turbo.doctor.rules import bounds, data, graph, model, optimization, ranks, waits  # noqa: F401
 from lightning_turbo.doctor.rules.rule import LEVELS, RULES, Finding
 
 __all__ = ["RULES", "diagnose"]

@@ -10,6 +10,8 @@ from lightning_turbo.doctor.rules.rule import Hit, rule
 __all__: list[str] = []
 
 LARGE = 8 * 2**20  # bytes of a batch above which its copy takes a visible time
+FAR_SMALLER = 4  # times the bytes of the batch that are read; decoded images and numbers in text stay below
+MUCH = 2**20  # bytes a step below which nobody cares what is read
 
 
 def _is_slow(facts: Facts) -> bool:
@@ -39,6 +41,30 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
         remedy = f"The background thread is too slow: raise threads, or num_workers. {FASTER}"
     level = "warning" if _is_slow(facts) else "info"
     yield Hit(what, facts.loader.site, "{ms} ms a step (measured)", level, seconds=facts.phases["data"], remedy=remedy)
+
+
+@rule(
+    "whole-reads",
+    "patches",
+    "Read the patch only: PatchDataset on packed scans, np.load(mmap_mode='r'), nibabel's img.dataobj[...], "
+    "SimpleITK's SetExtractIndex, torch.load(mmap=True). Files from which a small part is used can be stored smaller.",
+)
+def _whole_reads(facts: Facts) -> Iterator[Hit]:
+    if facts.read > max(MUCH, FAR_SMALLER * facts.batch) and facts.batch:
+        what = f"loading reads {facts.read / facts.batch:.0f} times the bytes of the batch that it returns"
+        cost = f"{facts.read / 2**20:.1f} MiB a step to read for {facts.batch / 2**20:.1f} MiB (measured)"
+        yield Hit(what, facts.loader.whole_read, cost, "warning" if facts.bound == "data" else "info")
+
+
+@rule(
+    "indexed-gzip",
+    "patches",
+    "Read a part by img.dataobj[...], pack the scans, or uninstall indexed_gzip where volumes are read whole.",
+)
+def _indexed_gzip(facts: Facts) -> Iterator[Hit]:
+    if facts.indexed_gzip and facts.loader.whole_nifti is not None:
+        what = "nibabel reads whole volumes by indexed_gzip, which is made for parts of .nii.gz files"
+        yield Hit(what, facts.loader.whole_nifti, "slower than gzip on a whole file: it writes an index", "info")
 
 
 @rule(

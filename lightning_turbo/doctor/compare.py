@@ -1,0 +1,84 @@
+"""``lightning-turbo doctor compare A B``: what got slower from one report to another, and what is new in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_turbo.doctor.rules.rule import LEVELS
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import interval_of, print_lines
+
+__all__ = ["compare"]
+
+SLOWER = 1.1
+"""The factor that the low end of the 95 % interval has to reach. The interval is of the steps of one process each, and
+processes of one program differ by some hundredths by themselves; a choice.
+"""
+TIMES = {"compute-bound", "copy-bound", "loop-overhead", "waits-for-data"}
+"""Rules that say what most of the time goes into, which is compared by itself."""
+
+
+def compare(before: Path, after: Path) -> int:
+    """Print what got slower or is new from one report to another.
+
+    Args:
+        before: ``doctor.json``, or the folder that has it.
+        after: The same of the later run.
+
+    Returns:
+        1 if something did, else 0.
+
+    Raises:
+        TurboError: If one of them is not a report of this version.
+    """
+    old, new = _read(before), _read(after)
+    ratio, grown = _ratio(old["steps"], new["steps"]), _grown(old, new)
+    worse = [*([f"slower: {ratio[0]}{grown}"] if ratio[1] > SLOWER else []), *_new_findings(old, new)]
+    for line in worse or [f"nothing got slower, and no finding is new: {ratio[0]}"]:
+        print_lines(f"lightning-turbo doctor: {line}")
+    return int(bool(worse))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "doctor.json" if path.is_dir() else path
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        return {name: report[name] for name in ("steps", "phases", "findings")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise TurboError(f"{str(file)!r}: expected a doctor.json of this version, got {error!r}.") from error
+
+
+def _ratio(old: list[float], new: list[float]) -> tuple[str, float]:
+    """Return how the steps compare, in words, and the low end of the interval of the factor."""
+    interval = interval_of([math.log(each) for each in new], [math.log(each) for each in old])
+    if interval is None:
+        return "too few steps were timed to tell times apart", 0.0
+    middle = math.exp(sum(map(math.log, new)) / len(new) - sum(map(math.log, old)) / len(old))
+    return f"a step takes {middle:.2f} times as long ({interval[0]:.2f} to {interval[1]:.2f})", interval[0]
+
+
+def _grown(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Return which phase grew most, in words."""
+    times = {each["name"]: each["seconds"] for each in old["phases"]}
+    grown = max(new["phases"], key=lambda each: each["seconds"] - times.get(each["name"], 0.0), default=None)
+    if grown is None:
+        return ""
+    return f", most in {grown['name']}: {times.get(grown['name'], 0.0) * 1e3:.2f} ms, now {grown['seconds'] * 1e3:.2f}"
+
+
+def _new_findings(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """Return what the later report says more often, or only it; lines may have moved, so that places do not count."""
+    before = [(each["rule"], LEVELS.index(each["level"])) for each in old["findings"] for _ in range(each["count"])]
+    for each in new["findings"]:
+        for _ in range(each["count"]):
+            known = [key for key in before if key[0] == each["rule"] and key[1] <= LEVELS.index(each["level"])]
+            if known:
+                before.remove(known[-1])
+            elif each["rule"] not in TIMES:
+                where = "; ".join(each["places"])
+                yield f"new: {each['level']} {each['rule']}: {each['what']}{f' ({where})' if where else ''}"
+                break

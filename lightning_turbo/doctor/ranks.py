@@ -1,0 +1,158 @@
+"""What each rank of a run takes its time for, and which rank the others wait for."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from lightning_turbo.doctor.facts import NOTICEABLE, WAITING, Rank, Site
+from lightning_turbo.doctor.source import Sources
+from lightning_turbo.doctor.timeline import Timeline
+from lightning_turbo.measure import interval_of
+
+__all__ = ["Laps", "Slow", "find_slow", "rank_facts", "start_of_process"]
+
+CAUSES = ("data", "copy", "hooks", "logging", "optimizer", "forward")
+"""Phases in which a rank may be slow, those first in which it hardly ever waits for others. Not among them: backward,
+in which gradients are reduced, and what Lightning's loop does without a hook, where ranks tell one another of signals.
+"""
+LATE = 1.0
+"""Seconds before or between the steps that are worth a word; a choice, above what imports differ by."""
+
+
+class Laps:
+    """The time before and between the steps, by what it went into; the ranks' clocks are never compared.
+
+    Each lap ends at a hook of the Doctor.
+
+    Args:
+        begin: When the first lap began, as ``time.time`` has it.
+    """
+
+    def __init__(self, begin: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = begin
+
+    def lap(self, name: str) -> None:
+        """End a lap, whose time is added to that of earlier ones with the name."""
+        now = time.time()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+def start_of_process() -> float:
+    """Return when this process began, as ``time.time`` has it; now, where it is not Linux that could tell."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return time.time()
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def rank_facts(
+    timeline: Timeline, outside: dict[str, float], owners: Sequence[object], sources: Sources, loader: Site | None
+) -> Rank:
+    """Return what this rank took its time for.
+
+    Args:
+        timeline: The timed steps.
+        outside: The seconds before and between the steps.
+        owners: The LightningModule, the DataModule (or ``None``) and the callbacks.
+        sources: Finds their lines.
+        loader: The line that makes the training loader.
+    """
+    steps: list[dict[str, float]] = []
+    hooks: dict[str, float] = {}
+    for step in timeline.each_step():
+        steps.append({})
+        for (action, phase), seconds in step.items():
+            mine = action.startswith("[") and not action.startswith("[Callback]Doctor.")
+            part = phase if mine or phase not in ("hooks", "logging") else "loop"
+            steps[-1][part] = steps[-1].get(part, 0.0) + seconds
+            if mine and phase == "hooks":
+                hooks[action] = hooks.get(action, 0.0) + seconds
+    owner, _, hook = max(hooks, key=lambda each: hooks[each], default="").partition("]")[2].rpartition(".")
+    called = (sources.method(each, hook) for each in owners if type(each).__name__ == owner.partition("{")[0])
+    sites = {"hooks": next(called, None), "forward": sources.method(owners[0], "training_step")}
+    sites |= {"data": loader, "the first batch": loader, "validation": sources.method(owners[0], "validation_step")}
+    sites |= {"setting up the data": sources.method(owners[1], "setup")}
+    sites |= {"setting up the model": sources.method(owners[0], "setup")}
+    return Rank(steps=tuple(steps), outside=outside, hook=f"{owner}.{hook}", sites=sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A rank that others wait for."""
+
+    rank: int
+    place: str  # what takes longer: a phase, or a part of ``Rank.outside``
+    factor: float  # of what the others take, infinite if they take nothing
+    seconds: float  # more than the others
+    interval: tuple[float, float]  # of these, 95 %; of what happened once both are the seconds
+    at: str  # where the others wait
+    waited: float  # seconds by which they take longer there
+    once: bool  # before or between the steps, not in each
+
+
+def find_slow(ranks: Sequence[Rank]) -> list[Slow]:
+    """Return the ranks that others wait for: in each step, and before or between the steps.
+
+    The longer time is the cause where it comes first and the others' longer time follows: those wait. In a step the
+    difference to the other ranks is taken step by step; the low end of its 95 % interval has to be above ``WAITING``
+    of the step and above ``NOTICEABLE``, which few slow steps on a busy machine do not reach.
+    """
+    count = min((len(each.steps) for each in ranks), default=0)
+    steps = [each.steps[:count] for each in ranks] if count > 1 else []
+    outside = [name for name in (ranks[0].outside if ranks else ()) if name]
+    return _first(steps, CAUSES) + _first([(each.outside,) for each in ranks], outside)
+
+
+def _first(steps: Sequence[Sequence[dict[str, float]]], places: Sequence[str]) -> list[Slow]:
+    """Return the slow ranks at the first place that has some."""
+    found = ([_slow(steps, rank, place) for rank in range(len(steps))] for place in places)
+    return next(filter(None, ([each for each in slow if each is not None] for slow in found)), [])
+
+
+def _slow(steps: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> Slow | None:
+    others = [_column(each, place) for other, each in enumerate(steps) if other != rank]
+    own, usual = _column(steps[rank], place), [median(row) for row in zip(*others, strict=True)]
+    more = [mine - theirs for mine, theirs in zip(own, usual, strict=True)]
+    low, high = (more[0], more[0]) if len(more) == 1 else map(math.log, interval_of(more) or (1.0, 1.0))
+    at, waited = _waiting(steps, rank, _after(steps, rank, place))
+    if low <= _limit(usual, steps[rank]) or 2 * waited <= fmean(more):
+        return None
+    factor = fmean(own) / fmean(usual) if any(usual) else math.inf
+    return Slow(rank, place, factor, fmean(more), (low, high), at, waited, len(more) == 1)
+
+
+def _limit(usual: list[float], own: Sequence[dict[str, float]]) -> float:
+    """Return the seconds above which a difference counts."""
+    if len(own) == 1:
+        return max(LATE, usual[0] / 2)
+    return max(NOTICEABLE, WAITING * fmean(sum(step.values()) for step in own))
+
+
+def _after(steps: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> set[str]:
+    """Return where others may wait for what a rank does at ``place``: before the steps only at what comes later."""
+    names = list(steps[rank][0])
+    if len(steps[rank]) == 1:
+        return {*names[names.index(place) + 1 :], ""}
+    return {name for each in steps for step in each for name in step} - {place}
+
+
+def _waiting(steps: Sequence[Sequence[dict[str, float]]], rank: int, places: set[str]) -> tuple[str, float]:
+    """Return at which of the places the others take longest beyond a rank, and the mean seconds."""
+    means = {}
+    for at in places:
+        seconds = [fmean(_column(each, at)) for each in steps]
+        means[at] = median(seconds[:rank] + seconds[rank + 1 :]) - seconds[rank]
+    return max(means.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def _column(steps: Sequence[dict[str, float]], place: str) -> list[float]:
+    return [step.get(place, 0.0) for step in steps]
