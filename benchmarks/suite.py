@@ -27,6 +27,7 @@ SUITES: dict[str, str] = {
     "overhead": "benchmarks.overhead:SUITE",
     "compiled": "benchmarks.overhead:COMPILED",
     "memory": "benchmarks.memory:SUITE",
+    "saves": "benchmarks.saves:SUITE",
     "loaders": "benchmarks.loaders:SUITE",
     "augment": "benchmarks.augment:SUITE",
     "patches": "benchmarks.patches:SUITE",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_turbo._checks import check_switches
+from lightning_turbo._host_copy import HostCopier
 from lightning_turbo._lightning import TorchCheckpointIO, check_binding
 
 __all__ = ["AtomicCheckpointIO"]
@@ -24,11 +28,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     The next checkpoint of the same name writes over what a killed process left of such a file. Paths with a protocol,
     as ``s3://``, are left to Lightning: object stores show a file when it is complete.
 
+    Args:
+        background: Write in a thread while training goes on. A save copies the checkpoint to memory of the host, which
+            is kept for the next one, pinned for tensors of a CUDA device; later work on the device's stream waits for
+            the copy, and the host does not. A save waits for the one before it, so that at most one is under way. Its
+            error is raised by the next save, or at the end of the run, which waits for it, as the end of the process
+            does. Files are removed after the saves before them, and stay if one of these fails. Saves outside of
+            epochs, as ``trainer.save_checkpoint`` after ``fit``, are written at once.
+
     Raises:
         LightningMismatchError: If the program uses the other import name of Lightning.
+        TypeError: If ``background`` is not a bool.
 
     Note:
-        ``fsync`` waits for the disk. All else is as in Lightning's ``TorchCheckpointIO``, and so are the files.
+        ``fsync`` waits for the disk. All else is as in Lightning's ``TorchCheckpointIO``, and so are the files; with
+        ``background`` their tensors are on the CPU.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -36,9 +50,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         >>> trainer = Trainer(accelerator="cpu", plugins=[AtomicCheckpointIO()], logger=False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, background: bool = False) -> None:
         super().__init__()
         check_binding(type(self).__name__)
+        check_switches(background=background)
+        self.background = background
+        self._copier = HostCopier()
+        # One thread, from the first save in the background until ``teardown``; Python's exit waits for it too.
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None  # what it does last of all that it was given
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint; until it is complete, what was at its path stays there.
@@ -49,8 +69,63 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             storage_options: As in Lightning: refused.
 
         Raises:
-            OSError: If it cannot be written, for example because the disk is full.
+            OSError: If it cannot be written, for example because the disk is full; with ``background``, if the one
+                before it could not.
         """
+        self._wait()
+        if not self.background or storage_options is not None or not _is_in_epoch(checkpoint):
+            self._write(checkpoint, path, storage_options)
+            return
+        copy = self._copier.copy(checkpoint)
+
+        def write() -> None:
+            with copy as copied:
+                self._write(copied, path, None)
+
+        self._then(write)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint, after those that are being written."""
+        self._wait()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, once those that are being written are complete."""
+        remove = super().remove_checkpoint
+        if self._last is None:
+            remove(path)
+        else:
+            self._then(lambda: remove(path))
+
+    def teardown(self) -> None:
+        """End the thread, and raise its error, if it has one that nobody knows."""
+        try:
+            self._wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._thread, self._last, self._copier = None, None, HostCopier()
+
+    def _then(self, work: Callable[[], None]) -> None:
+        """Have the thread do some work after all that it was given, if nothing of that failed."""
+        before = self._last
+
+        def work_after() -> None:
+            if before is not None:
+                before.result()
+            work()
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "lightning_turbo-save")
+        self._last = self._thread.submit(work_after)
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            wait([self._last])  # an interrupt here leaves all as it is
+            last, self._last = self._last, None
+            last.result()
+
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -67,6 +142,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"the checkpoint {str(target)!r} could not be written ({cause.strerror}); those written before are as "
                 "they were. Free space or give ModelCheckpoint another dirpath, and continue with ckpt_path='last'",
             ) from error
+
+
+def _is_in_epoch(checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint is from within an epoch; who makes one before or after them all may read it at once."""
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs = fit["epoch_progress"]["current"] if "epoch_progress" in fit else {"ready": 0, "completed": 0}
+    return epochs["ready"] > epochs["completed"]
 
 
 def _replace(target: Path, checkpoint: dict[str, Any]) -> None:

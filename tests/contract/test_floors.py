@@ -15,7 +15,7 @@ ROOT = Path(lightning_turbo.__file__).parent
 # Base; techniques, for any loop of torch; everything that speaks of Lightning.
 FLOORS = (
     (
-        *("errors", "_checks", "_distributed", "_files", "_lightning", "_machine"),
+        *("errors", "_checks", "_distributed", "_files", "_host_copy", "_lightning", "_machine"),
         *("_optional", "_pytree", "_random", "_replaced", "_trainer"),
     ),
     ("amp", "data", "measure", "nn", "optim"),

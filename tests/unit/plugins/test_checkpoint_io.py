@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import stat
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -96,3 +97,94 @@ def test_object_stores_and_storage_options_are_left_to_lightning(path):
         MemoryFileSystem.store.clear()
     with pytest.raises(TypeError, match="storage_options"):
         io.save_checkpoint(OLD, path, storage_options={"a": 1})
+
+
+# ---- In the background.
+
+IN_EPOCH = {"loops": {"fit_loop": {"epoch_progress": {"current": {"ready": 1, "completed": 0}}}}}
+
+
+@pytest.fixture
+def background():
+    io = AtomicCheckpointIO(background=True)
+    yield io
+    io.teardown()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writing waits until it is set."""
+    opened, save = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: (opened.wait(30), save(*args)))
+    yield opened
+    opened.set()
+
+
+def test_what_changes_after_a_save_is_not_in_it_and_what_is_shared_still_is(path, background, gate):
+    flat = torch.arange(8.0)
+    sparse = torch.eye(3).to_sparse()
+    state = {
+        **IN_EPOCH, "flat": flat, "views": [flat[:3], flat[3:].view(5, 1)], "again": flat, "empty": torch.empty(0),
+        "half": torch.ones(3, dtype=torch.bfloat16), "sparse": sparse, "module": torch.nn.Linear(2, 2),
+        "seen": [1], "names": {"a": 1},
+    }  # fmt: skip
+    weight = state["module"].weight.detach().clone()
+    background.save_checkpoint(state, path)
+    flat.zero_()
+    sparse._values().zero_()
+    torch.nn.init.zeros_(state["module"].weight)
+    state["seen"].append(2)
+    state["names"].clear()
+    assert not path.exists()
+    gate.set()
+    loaded = background.load_checkpoint(path, weights_only=False)
+    assert loaded["flat"].tolist() == list(range(8))
+    assert [view.flatten().tolist() for view in loaded["views"]] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert loaded["again"] is loaded["flat"]
+    assert loaded["views"][1].untyped_storage().data_ptr() == loaded["flat"].untyped_storage().data_ptr()
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(loaded["module"].weight, weight)
+    assert isinstance(loaded["module"].weight, torch.nn.Parameter)
+    assert (loaded["half"].dtype, loaded["empty"].shape) == (torch.bfloat16, (0,))
+    assert (loaded["seen"], loaded["names"]) == ([1], {"a": 1})
+    background.save_checkpoint({**state, "flat": flat + 1}, path)  # in the memory of the one before
+    assert background.load_checkpoint(path, weights_only=False)["flat"].tolist() == [1.0] * 8
+
+
+def test_one_save_is_under_way_and_a_file_is_removed_after_the_one_that_replaces_it(path, background, gate):
+    old = path.with_name("old.ckpt")
+    gate.set()
+    background.save_checkpoint(OLD, old)  # outside of an epoch, so that it is there at once
+    assert background.load_checkpoint(old)["step"] == 1
+    gate.clear()
+    background.save_checkpoint(NEW | IN_EPOCH, path)
+    background.remove_checkpoint(old)
+    second = threading.Thread(target=background.save_checkpoint, args=(NEW | IN_EPOCH | {"step": 3}, path))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    assert names(path) == [".last.ckpt.partial", "old.ckpt"]
+    gate.set()
+    second.join()
+    assert names(path) in (["last.ckpt"], [".last.ckpt.partial", "last.ckpt"])
+    assert background.load_checkpoint(path)["step"] == 3
+
+
+def test_an_error_of_the_writer_is_raised_once_and_no_file_is_removed_for_what_is_not_there(path, background):
+    old = path.with_name("old.ckpt")
+    background.save_checkpoint(OLD, old)
+    for find in (lambda: background.save_checkpoint(NEW | IN_EPOCH, path), background.teardown):
+        with files_of_at_most(2**20):
+            background.save_checkpoint(NEW | IN_EPOCH, path)
+            background.remove_checkpoint(old)
+            with pytest.raises(OSError, match=r"last\.ckpt' could not be written \(File too"):
+                find()
+        assert names(path) == ["old.ckpt"]
+        background.teardown()
+    with pytest.raises(Exception, match=r"lambda|pickle"):  # by the save itself
+        background.save_checkpoint(IN_EPOCH | {"f": lambda: None}, path)
+    background.save_checkpoint(NEW | IN_EPOCH, path)
+    background.teardown()
+    assert torch.load(path)["step"] == 2
+    with pytest.raises(TypeError, match="background=1: expected True or False"):
+        AtomicCheckpointIO(background=1)

@@ -1,0 +1,119 @@
+"""Saves in the background of a Trainer: the same files, whole at any moment, and none of them lost."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_turbo import AtomicCheckpointIO
+from tests.integration.noting import Noting, Numbers, gives
+from tests.integration.resuming import assert_same
+from tests.ranks import ENVIRONMENT, end, start
+from tests.trainers import quiet_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+WORKER = Path(__file__).with_name("saving_worker.py")
+
+
+def train(folder, background, callbacks=(), **settings):
+    """Fit for 2 epochs of 6 steps; the last two checkpoints stay, and one of the end of each epoch."""
+    torch.manual_seed(3)
+    saves = [
+        ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2),
+        ModelCheckpoint(folder / "epochs", filename="{epoch}", save_top_k=-1, save_last=True),
+    ]
+    trainer = quiet_trainer(
+        max_epochs=2, callbacks=[*saves, *callbacks], plugins=[AtomicCheckpointIO(background=background)],
+        enable_checkpointing=True, **settings,
+    )  # fmt: skip
+    trainer.fit(Noting(), gives(DataLoader(Numbers(12), batch_size=2, shuffle=True)))
+    return trainer
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+def test_the_files_are_those_of_a_run_that_waits_and_one_made_after_it_is_there_at_once(strategy, tmp_path):
+    for folder in ("waits", "goes on"):
+        trainer = train(tmp_path / folder, background=folder == "goes on", strategy=strategy)
+        trainer.save_checkpoint(tmp_path / folder / "after.ckpt")
+        torch.load(tmp_path / folder / "after.ckpt", weights_only=True)
+    waits, goes_on = (
+        {p.relative_to(tmp_path / f): p for p in (tmp_path / f).rglob("*.ckpt")} for f in os.listdir(tmp_path)
+    )
+    assert list(map(str, sorted(waits))) == [
+        "after.ckpt", "epochs/epoch=0.ckpt", "epochs/epoch=1.ckpt", "epochs/last.ckpt", "step=11.ckpt", "step=12.ckpt",
+    ]  # fmt: skip
+    assert waits.keys() == goes_on.keys()
+    for name, path in waits.items():
+        ours, theirs = (torch.load(each, weights_only=True) for each in (goes_on[name], path))
+        for each in (ours, theirs):  # which hold the folder
+            each["callbacks"] = [key for key in each["callbacks"] if "Checkpoint" not in key]
+        assert_same(ours, theirs, str(name))
+
+
+class Fails(pl.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.global_step == 3:
+            raise RuntimeError("on its way")
+
+
+def test_a_run_that_breaks_off_ends_after_its_save(tmp_path):
+    with pytest.raises(RuntimeError, match="on its way"):
+        train(tmp_path, True, [Fails()])
+    assert torch.load(max(tmp_path.glob("step=*.ckpt"), key=os.path.getmtime))["global_step"] >= 2
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_by_fit(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def full(descriptor):
+        is_last = os.readlink(f"/proc/self/fd/{descriptor}").endswith("last.ckpt.partial")
+        if is_last and (tmp_path / "epochs" / "epoch=1.ckpt").exists():
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"last\.ckpt' could not be written \(No space left"):
+        train(tmp_path, True)
+    assert torch.load(tmp_path / "epochs" / "epoch=1.ckpt")["global_step"] == 12
+
+
+def killed_at(folder, moment):
+    """Start a run, kill it so many seconds after its first file, and return the steps of the files that are there."""
+    job = start([WORKER, folder], {**os.environ, **ENVIRONMENT}, f"{folder}.log")
+    deadline = time.monotonic() + 60
+    try:
+        while not list(folder.glob("*.ckpt")) and time.monotonic() < deadline and job.is_alive():
+            time.sleep(0.01)
+        time.sleep(moment)
+        assert job.is_alive(), Path(f"{folder}.log").read_text()[-3000:]
+    finally:
+        end(job)
+    return [step_of(path) for path in folder.glob("*.ckpt")]
+
+
+def step_of(path):
+    """Load a checkpoint, all of whose tensors hold one number, and return it."""
+    loaded = torch.load(path, weights_only=True)
+    step = loaded["global_step"]
+    states = loaded["optimizer_states"][0]["state"].values()
+    held = [*loaded["state_dict"].values(), *(state["steps"] for state in states)]
+    assert len(held) == 9
+    assert all((tensor == step).all() for tensor in held), path
+    assert loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"] == step
+    assert path.name == f"step={step}.ckpt"
+    return step
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_every_file_that_a_killed_run_leaves_is_whole_and_of_one_step(kills, tmp_path):
+    chance = random.Random(kills)
+    for number in range(kills):
+        steps = killed_at(tmp_path / str(number), chance.uniform(0, 0.3))
+        assert 1 <= len(steps) <= 2, "one is removed when the next one is there"
