@@ -1,4 +1,4 @@
-"""Writes what is generated: the table of techniques from the cards, and a page for each public name of the package.
+"""Writes what is generated: the table of techniques from the cards, pages of public names, texts for assistants.
 
 python scripts/overview.py            write the pages
 python scripts/overview.py --check    only tell, by the exit status, whether they are up to date
@@ -6,6 +6,7 @@ python scripts/overview.py --check    only tell, by the exit status, whether the
 
 import inspect
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,11 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
 API, SITE = ROOT / "docs" / "api" / "README.md", ROOT / "zensical.toml"
+SKILL = ROOT / "skills" / "lightning-turbo" / "SKILL.md"
+GUIDES = (
+    "quick-start", "prefetching", "resume", "levels", "migration", "coming-from", "peers", "segmentation-monai",
+    "scale-out", "from-plain-pytorch", "dali-sharding-and-resume", "apex-levels",
+)  # fmt: skip
 KEYS = ("name", "class", "function", "maths_unchanged", "needs")
 
 
@@ -92,11 +98,81 @@ def navigation(page):
     return "\n".join([*lines, "  ] },"])
 
 
+def advice(page):
+    """A line for each card: its name, its file, when it helps and when not."""
+    lines = []
+    for path in cards():
+        text = " ".join(path.read_text().split())
+        use = re.search(r"\*\*Use when\*\* (.*?) (?=## |\| )", text)[1].replace("**", "")
+        lines.append(f"- {front_matter(path)['name']} (`{path.name}`): use when {without_links(use)}")
+    return "\n".join(lines)
+
+
+def without_links(text):
+    """The text with the words of its links, but those to other sites, and without pictures."""
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
+def symptoms():
+    return sorted((ROOT / "docs" / "symptoms").glob("*.md"))
+
+
+def summary():
+    """What llms.txt begins with: the first sentences of the README, and how each technique is used."""
+    first = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
+    how = SKILL.read_text().partition("## How to use it\n")[2].partition("\n## ")[0]
+    return f"# lightning-turbo\n\n> {first}\n\n{how.strip()}\n"
+
+
+def index_for_assistants():
+    """llms.txt: the pages, with a sentence each; paths start in docs/."""
+    parts = [summary(), "Everything in one file: [llms-full.txt](llms-full.txt).\n", "## Techniques\n"]
+    for path in cards():
+        what = re.search(r"\*\*What it does\.\*\* (.*?\.)(?= [A-Z`]|$)", " ".join(path.read_text().split()))[1]
+        parts.append(f"- [{front_matter(path)['name']}](cards/{path.name}): {without_links(what)}")
+    for title, pages in (("Symptoms", symptoms()), ("Guides", [ROOT / "docs" / f"{name}.md" for name in GUIDES])):
+        parts.append(f"\n## {title}\n")
+        for path in pages:
+            heading = re.search(r"^# (.+)$", path.read_text(), re.M)[1]
+            parts.append(f"- [{heading}]({path.relative_to(ROOT / 'docs').as_posix()})")
+    return "\n".join(parts) + "\n"
+
+
+def everything_for_assistants():
+    """llms-full.txt: cards, symptoms and guides one after another, and the arguments of every public name."""
+    parts = [summary()]
+    for path in cards():
+        fields = front_matter(path)
+        trainer, loop = _code(fields["class"]), _code(fields["function"])
+        used = f"In the Trainer: {trainer}. In any loop: {loop}. Maths unchanged: {_words(fields['maths_unchanged'])}."
+        body = path.read_text().partition("\n---\n")[2].strip()
+        parts.append(body.replace("\n", f"\n\n{used}\n", 1))
+    parts += [path.read_text().strip() for path in symptoms()]
+    parts += [(ROOT / "docs" / f"{name}.md").read_text().strip() for name in GUIDES]
+    return without_links("\n\n".join([*parts, signatures()])) + "\n"
+
+
+def signatures():
+    """The arguments of each public name that can be called, with their defaults."""
+    import lightning_turbo
+
+    lines = ["# Arguments of every public name\n"]
+    for names in public_names().values():
+        for name in names:
+            if callable(getattr(lightning_turbo, name)):
+                arguments = inspect.signature(getattr(lightning_turbo, name)).parameters.values()
+                bare = [argument.replace(annotation=inspect.Parameter.empty) for argument in arguments]
+                lines.append(f"- `{name}{inspect.Signature(bare)}`")
+    return "\n".join(lines)
+
+
 # Page -> the word in the markers around its generated part, and what makes that part.
 PARTS = {
     CARDS / "README.md": ("techniques", table),
     API: ("public names", reference),
     SITE: ("public names", navigation),
+    SKILL: ("techniques", advice),
 }
 
 
@@ -107,7 +183,9 @@ def generated():
         for names in public_names().values()
         for name in names
     }
-    return pages | {page: updated(page) for page in PARTS}
+    full = everything_for_assistants()
+    texts = {ROOT / "docs" / "llms.txt": index_for_assistants(), ROOT / "docs" / "llms-full.txt": full}
+    return pages | {page: updated(page) for page in PARTS} | texts | {SKILL.with_name("llms-full.txt"): full}
 
 
 def updated(page):

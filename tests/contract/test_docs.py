@@ -23,7 +23,9 @@ else:
 
 ROOT = Path(lightning_turbo.__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for part in ("docs", "examples", "skills") for page in (ROOT / part).rglob("*.md"))]
+)
 CARDS = sorted(path for path in (DOCS / "cards").glob("*.md") if path.name != "README.md")
 SECTIONS = (
     "What it does", "Use when", "How to use", "Arguments", "What it brings", "Limits", "Sources",
@@ -132,6 +134,35 @@ def test_a_figure_that_a_linked_page_lacks_is_found():
     assert (first, others) == ("531", ["0.4", "1.7"])
     assert not holds(page, first)
     assert all(holds(page, number) for number in ("337", *others))
+
+
+STORED = re.compile(r"docs/(benchmarks/(?!README)|.*zh-CN)|README.zh-CN")
+
+
+def test_the_documents_are_not_longer_than_20_000_words():
+    words = 0
+    for page in (page for page in PAGES if not STORED.match(name_of(page))):
+        written = re.sub(r"<!-- [\w ]+: made by .*?<!-- end of", "", prose(page), flags=re.S)
+        words += len(re.findall(r"[A-Za-z][\w'-]*", re.sub(r"`[^`]*`|\]\([^)]*\)", " ", written)))
+    assert 15_000 < words <= 20_000
+
+
+def test_each_page_by_symptom_says_how_to_see_it_and_what_helps():
+    pages = sorted((DOCS / "symptoms").glob("*.md"))
+    assert len(pages) >= 8
+    for page in pages:
+        headings = re.findall(r"^## (.+)$", prose(page), re.M)
+        assert headings == ["How to see it", "What helps", "What it brought", "Limits"], name_of(page)
+        assert f"(symptoms/{page.name})" in (DOCS / "symptoms.md").read_text()
+
+
+def test_what_assistants_read_has_each_card_and_leads_nowhere_else():
+    full = (DOCS / "llms-full.txt").read_text()
+    assert [card.stem for card in CARDS if card.read_text().partition("\n# ")[2].partition("\n")[0] not in full] == []
+    assert re.findall(r"\]\((?!https?:)[\w./]*\)", FENCE.sub("", full)) == []
+    assert re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text())
+    for path in re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text()):
+        assert (DOCS / path).exists(), path
 
 
 def test_the_readme_links_to_no_file_that_a_package_index_lacks():

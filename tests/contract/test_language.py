@@ -23,6 +23,7 @@ FILES = sorted(
         "examples/**/*.py",
         "docs/*.md",
         "docs/cards/*.md",
+        "docs/symptoms/*.md",
         "*.md",
     )
     for path in ROOT.glob(pattern)
