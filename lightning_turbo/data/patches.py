@@ -130,10 +130,7 @@ class PatchDataset(Dataset[Any]):
         samples.batch = batch
         return samples
 
-    @staticmethod
-    def collate(samples: list[Any]) -> Any:
-        """Return the batch from which ``__getitems__`` made the samples; collate other samples as by default."""
-        return PackedDataset.collate(samples)
+    collate = staticmethod(PackedDataset.collate)
 
     def _draw(self, index: int) -> Place:
         """Draw the place of a patch. Each takes the same number of draws, whatever they decide."""
