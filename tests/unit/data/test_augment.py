@@ -176,7 +176,7 @@ def test_affine_equals_monais(space, padding_mode):
         transform = augment.RandomAffine(padding_mode=padding_mode)
         matrix = transform.matrix(angles, scale, shear.double(), shift)
         parts = Parts([images(n, space)], [masks(n, space)], None)
-        transform.resample(parts, torch.arange(n), transform.grid(matrix, space, CPU))
+        transform.resample(parts, torch.arange(n), transform.source(matrix, space, CPU))
         for row in range(n):
             whole = torch.eye(axes + 1, dtype=torch.float64)
             whole[:axes] = matrix[row]
@@ -200,20 +200,19 @@ def test_affine_equals_monais(space, padding_mode):
 def test_elastic_samples_where_monai_does(space):
     axes, transform = len(space), augment.RandomElastic()
     points = 4 * torch.rand(2, axes, *[7] * axes, generator=torch.Generator().manual_seed(0)) - 2
-    grid = transform.grid(points, space)
+    voxels = transform.source(points, space)  # from the centre, as MONAI counts
     parts = Parts([images(2, space)], [], None)
-    transform.resample(parts, torch.arange(2), grid)
-    voxels = grid.flip(-1) * torch.tensor(space) / 2  # from the centre, the first axis first, as MONAI counts
+    transform.resample(parts, torch.arange(2), voxels)
     for row in range(2):
-        theirs = monai.Resample(padding_mode="zeros")(images(2, space)[row], voxels[row].movedim(-1, 0))
+        theirs = monai.Resample(padding_mode="zeros")(images(2, space)[row], voxels[row])
         torch.testing.assert_close(parts.images[0][row], theirs.as_tensor(), atol=2e-5, rtol=0)
-    centres = torch.stack(torch.meshgrid(*[torch.arange(s) - (s - 1) / 2 for s in space], indexing="ij"), -1)
+    centres = torch.stack(torch.meshgrid(*[torch.arange(s) - (s - 1) / 2 for s in space], indexing="ij"))
     moved = voxels - centres
     assert 0.5 < moved.abs().max() <= points.abs().max()
-    steps = [moved.diff(dim=axis).abs().max() for axis in range(1, axes + 1)]
+    steps = [moved.diff(dim=axis).abs().max() for axis in range(2, axes + 2)]
     assert max(steps) < 2 * 4 / 2  # smooth: neighbours move alike
-    still = transform.grid(torch.full_like(points, 1.5), space)  # the weights of a spline sum to 1
-    torch.testing.assert_close(still.flip(-1) * torch.tensor(space) / 2 - centres, torch.full_like(moved, 1.5))
+    still = transform.source(torch.full_like(points, 1.5), space)  # the weights of a spline sum to 1
+    torch.testing.assert_close(still - centres, torch.full_like(moved, 1.5))
 
 
 def interior(value):
