@@ -30,6 +30,8 @@ class Facts:
     accumulate: int = 1  # batches of an optimizer step
     batches: int | None = None  # of an epoch
     lacks: Sequence[str] = ()  # keys of NEEDS that the script or the machine has not
+    random_part: str = ""  # what to write in place of the dataset's random transforms that have a batched equal
+    packing: str = ""  # how long it takes and when it pays; to try it would take longer than other trials
 
     @property
     def loading(self) -> float:
@@ -59,6 +61,8 @@ class Facts:
             return self.batches is None or self.batches > SHORT_EPOCH
         if need == "short step":
             return self.one_batch_ms * SMALL_SHARE >= LIGHTNING_MS
+        if need == "random part":
+            return not self.random_part
         return need in self.lacks
 
 
@@ -67,6 +71,7 @@ NEEDS = {
     "loading": f"loading a batch takes {LITTLE}",
     "computing": f"a step computes {LITTLE}",
     "dataloader": "the training loader is not a DataLoader",
+    "random part": "no random transform of MONAI or torchvision at the end of the dataset's has a batched equal",
     "no thread": "the loader prepares batches in a thread already",
     "short epochs": "epochs are long, so that their starts hardly count",
     "own strategy": "the script sets a strategy",
@@ -94,6 +99,7 @@ class Settings:
     opt_level: str = ""  # of an ApexAMP
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
     environment: Mapping[str, str] = field(default_factory=dict)  # of the process
+    augment_batches: bool = False  # whether the random part of the dataset's transforms is moved behind the collate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,10 @@ def why_not(candidate: Candidate, facts: Facts) -> str:
     """Return why a candidate is not tried, or an empty text."""
     if facts.num_workers and candidate.callbacks.get("Prefetch", {}).get("num_workers") == facts.num_workers:
         return "the loader has as many"
-    return next((NEEDS[need] for need in candidate.needs if facts.lack(need)), "")
+    lacking = next((NEEDS[need] for need in candidate.needs if facts.lack(need)), "")
+    if candidate.name == "pack":
+        return lacking or facts.packing or "packing was not timed"
+    return lacking
 
 
 LOADING = ("loading", "dataloader")
@@ -165,6 +174,8 @@ def list_candidates(cores: int) -> list[Candidate]:
             c(name=f"{name}-omp-{half}", **shared, callbacks={"Prefetch": settings}, environment=threads)
             for name, settings in ahead.items()
         ),
+        c(name="pack", needs=LOADING),
+        c(name="augment-batches", needs=(*LOADING, "random part"), result="other maths", augment_batches=True),
         c(name="lean", needs=lean, strategy={"lean": True}),
         c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),
         c(name="channels-last", needs=("computing", "convolutions"), result="rounding", callbacks=channels_last),
@@ -234,5 +245,6 @@ def combine(candidates: Iterable[Candidate]) -> Settings:
             opt_level=each.opt_level or settings.opt_level,
             callbacks={**settings.callbacks, **each.callbacks},
             environment={**settings.environment, **each.environment},
+            augment_batches=settings.augment_batches or each.augment_batches,
         )
     return settings

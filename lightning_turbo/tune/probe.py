@@ -33,6 +33,7 @@ from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.measure import Meter, huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
 from lightning_turbo.nn.memory_format import has_format
+from lightning_turbo.tune.pipeline import MovedAugmentation, describe_packing, describe_random_part
 
 __all__ = ["Probe", "WholeEpoch", "prepare_trainer", "trainer_in_construction"]
 
@@ -86,7 +87,9 @@ class Probe(Callback):
         self.facts = describe(trainer, pl_module)
         self.step()  # that is none: it waits for the turn, as nothing is computed beside processes that start
         if self.mode == "loader":
-            self.load(combined_loader(trainer))
+            loader = combined_loader(trainer)
+            self.facts["packing"] = describe_packing(loader.flattened[0])
+            self.load(loader)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
@@ -170,6 +173,7 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
         "batches": int(batches) if batches != float("inf") else None,
         "lacks": [need for need, there in has.items() if not there],
         "accumulate": int(trainer.accumulate_grad_batches),
+        "random_part": describe_random_part(getattr(loader, "dataset", None)),
     }
 
 
@@ -215,6 +219,8 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
         set_up()
 
     begun = ReplacedMethod(strategy, "setup_environment", begin_silently)  # which a run calls first
+    if settings["augment_batches"]:
+        MovedAugmentation(trainer, strategy)
     if probe.mode == "one batch":
         ReplacedMethod(strategy, "process_dataloader", lambda process, loader: Repeat(process(loader)))
     return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]

@@ -105,12 +105,19 @@ def _next(search: Search, command: Sequence[str]) -> str:
         return (
             "Give the Trainer's arguments to turbo() of turbo.py, as Trainer(**turbo(max_epochs=3, callbacks=[...])); "
             f"with LightningCLI add --config turbo.yaml after your own. Measure whole epochs with --confirm. {start}"
-        ).strip()
+        ).strip() + _by_hand(search)
     if search.interrupted or any(
         trial.why.startswith("not tried because the time") for trial in search.trials.values()
     ):
         return "Give it more time with --minutes, or fewer settings with --only."
     return "Leave the script as it is, or ask lightning-turbo doctor which lines take the time."
+
+
+def _by_hand(search: Search) -> str:
+    """Return what no argument of a Trainer does, or nothing."""
+    if search.facts is None or not _settings(search).augment_batches:
+        return ""
+    return f" For augment-batches {search.facts.random_part}."
 
 
 def _curves(search: Search) -> dict[str, list[float]]:
@@ -211,10 +218,11 @@ def _bars(search: Search, step_ms: float) -> list[Bar]:
 def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list[Path]:
     """Write the files; the picture only where matplotlib is installed."""
     settings, command = _settings(search), results["command"]
+    headline = ". ".join(filter(None, (results["verdict"], _by_hand(search).strip(" ."))))
     texts = {
         "tune.md": as_text(results),
-        "turbo.yaml": yaml_text(settings, results["verdict"], command),
-        "turbo.py": script_text(settings, results["verdict"], command),
+        "turbo.yaml": yaml_text(settings, headline, command),
+        "turbo.py": script_text(settings, headline, command),
     }
     paths = [write_json(results, out / "tune.json")]
     for name, text in texts.items():

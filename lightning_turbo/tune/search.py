@@ -118,6 +118,7 @@ class Search:
         rows = self._measure(cases)
         step, one_batch, loader = (1e3 * _seconds(rows[case]) for case in cases)
         one_batch = one_batch or step
+        facts["packing"] = rows[cases[2]]["numbers"].get("facts", {}).get("packing", "")
         return Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
 
     def _begin(self, facts: Facts) -> None:

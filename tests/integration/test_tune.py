@@ -70,7 +70,7 @@ Path("behind").touch()
 """
 TABLE = {each.name: each for each in list_candidates(2)}
 ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch", "cudnn-benchmark", "tf32")]
-UNTRIED = {"compile"} if KNOWS_WEIGHTS_ONLY else {"compile", "lean"}
+UNTRIED = {"compile", "pack", "augment-batches"} | (set() if KNOWS_WEIGHTS_ONLY else {"lean"})
 
 
 @pytest.fixture
@@ -128,6 +128,54 @@ def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
     assert facts["num_workers"] == (int(name.split("-")[1]) if name.startswith("workers-") else 0)
     assert ("own strategy" in lacks) == bool(TABLE[name].strategy)
     assert ("own precision" in lacks) == (TABLE[name].slot == "precision")
+
+
+def with_monai(steps, extra=""):
+    """The script, with images that transforms of MONAI change."""
+    data = f"""
+from monai import transforms as m
+from monai.data import Dataset
+items = [{{"x": torch.randn(1, 8, 8), "mask": torch.ones(1, 8, 8), "y": n % 2}} for n in range(32)]
+data = Dataset(items, m.Compose([m.ScaleIntensityd("x"), {steps}]))
+{extra}
+"""
+    text = SCRIPT.replace("batch[0]", 'batch["x"]').replace("batch[1]", 'batch["y"]')
+    return re.sub("data = TensorDataset.*", lambda found: data, text)
+
+
+RANDOM = (
+    'm.RandFlipd(["x", "mask"], prob=0.5, spatial_axis=[0]), m.RandGaussianNoised("x", prob=1.0), m.EnsureTyped("x")'
+)
+
+
+def test_the_random_part_is_moved_behind_the_collate(script):
+    pytest.importorskip("monai")
+    program = script(with_monai(RANDOM))
+    plain, _ = run(program)
+    assert plain["facts"]["random_part"] == (
+        "take RandFlipd, RandGaussianNoised out of the dataset's transforms, put augment.IndexedDataset around the "
+        "dataset, and add AugmentBatches(augment.BatchAugmentation([augment.RandomFlip(p=0.5), "
+        "augment.RandomGaussianNoise(p=1.0)], seed=0, image='x', mask=['mask'])) to the callbacks, with your axes and "
+        "ranges"
+    )
+    calls = "data[0]; assert len(data.transform.transforms) == 4"
+    found, _ = run(script(with_monai(RANDOM, calls)), "augment-batches", "prefetch")
+    assert len(found["losses"]) == 20
+    assert found["facts"]["random_part"] == "", "it is moved"
+    still, _ = run(script(with_monai('m.EnsureTyped("x")')))
+    assert found["losses"] != still["losses"], "batches are augmented"
+    assert still["facts"]["random_part"] == ""
+
+
+@pytest.mark.parametrize(("steps", "words"), [
+    (RANDOM, r"packing takes .* s \(32 samples: .* ms each to load, .* packed\) and (pays from epoch|saves nothing)"),
+    ('m.Lambdad("x", lambda x: x + torch.rand(1))', "its samples draw random numbers; pack what comes before"),
+    ('m.Lambdad("y", lambda y: torch.tensor(y).bfloat16())', r"its samples cannot be packed: TypeError\('y: expected"),
+])  # fmt: skip
+def test_packing_is_timed_without_what_is_random(script, steps, words):
+    pytest.importorskip("monai")
+    facts = run(script(with_monai(steps)), mode="loader")[0]["facts"]
+    assert re.match(words, facts["packing"])
 
 
 @pytest.mark.parametrize(("text", "arguments", "reason"), [

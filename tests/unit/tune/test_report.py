@@ -20,7 +20,7 @@ class Still:
     cost, left = 1.0, 1e6
 
     def __init__(self, factors, manual=False):
-        self.factors, self.manual = factors, manual
+        self.factors, self.manual, self.facts = factors, manual, {"lacks": ["cuda"]}
 
     def set_pace(self, step_seconds, accumulate):
         pass
@@ -34,7 +34,7 @@ class Still:
             seconds *= self.factors.get(name, 1.001)
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
         losses = [] if self.manual else [2.0, 1.5 + 0.2 * ("O1" in case.names)]
-        numbers = {"facts": {"lacks": ["cuda"]}, "losses": losses}
+        numbers = {"facts": self.facts, "losses": losses}
         return {**new_row(), "status": "ok", "rounds": rounds, "numbers": numbers}
 
 
@@ -87,6 +87,17 @@ def test_the_files_hold_what_was_found(tmp_path):
     assert (chosen["ratio"], chosen["interval"]) == (pytest.approx(0.4), pytest.approx([0.4, 0.4]))
     assert all(path.read_text().startswith((f"# {HEADLINE}", f'"""{HEADLINE}')) for path in paths[2:4])
     assert paths[4].read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_to_be_written_by_hand_stands_in_every_file(tmp_path):
+    runner = Still({"augment-batches": 0.5})
+    runner.facts = {"lacks": ["cuda"], "random_part": "take RandFlipd out of the dataset's transforms"}
+    found = Search(select(list_candidates(2), ["augment-batches"]), runner)
+    found.run()
+    results = make_results(found, ["python", "train.py"])
+    assert (results["chosen"]["settings"], results["chosen"]["result"]) == (["augment-batches"], "other maths")
+    for path in write_results(found, results, tmp_path)[:4]:
+        assert "For augment-batches take RandFlipd out of the dataset's transforms" in path.read_text()
 
 
 def test_the_words_come_first_and_fit_a_terminal_and_markdown():
