@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, TextIO
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import Interrupt, Progress, count_cores, print_lines, why_no_picture
+from lightning_turbo.measure import (
+    Interrupt,
+    Progress,
+    count_cores,
+    describe_machine,
+    print_lines,
+    why_no_picture,
+    write_json,
+)
 from lightning_turbo.tune.candidates import list_candidates, select
 from lightning_turbo.tune.epochs import describe_epochs, train_epochs
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
@@ -13,6 +24,8 @@ from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
 from lightning_turbo.tune.search import Search
 
 __all__ = ["run_tune"]
+
+STATE = "measured.json"  # what --resume goes on from
 
 
 def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
@@ -29,13 +42,17 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
         TurboError: If the script cannot be measured, or the settings leave nothing to try.
     """
     candidates = select(list_candidates(count_cores()), settings.only, settings.without, settings.same_maths)
+    state = _read_state(settings) if settings.resume else None
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
     with interrupt.caught(), Progress(interrupt.deadline) as progress:
         runner = ScriptRunner(settings, {each.name: each for each in candidates}, interrupt, progress)
         search = Search(candidates, runner, same_maths=settings.same_maths)
         search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
+        if state is not None:
+            search.restore(state)
         search.run()
+    write_json({"of": _origin(settings), **search.state()}, settings.out / STATE)
     results = make_results(search, settings.command)
     paths = write_results(search, results, settings.out)
     if settings.confirm and search.chosen.names and search.facts is not None and not interrupt.pressed:
@@ -45,6 +62,24 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
         paths = write_results(search, results, settings.out)
     print_lines(as_text(results), *map(str, paths), *filter(None, [why_no_picture()]), stream=stream)
     return 130 if interrupt.pressed else 0
+
+
+def _origin(settings: TuneSettings) -> dict[str, Any]:
+    """Return what has to be the same for a second run to go on."""
+    script = "" if settings.module else hashlib.sha256(Path(settings.program).read_bytes()).hexdigest()
+    asked = {name: getattr(settings, name) for name in ("seed", "device")}
+    machine = {name: describe_machine("cpu")[name] for name in ("processor", "cores", "versions")}
+    return {"command": settings.command, "script": script, **asked, **machine}
+
+
+def _read_state(settings: TuneSettings) -> dict[str, Any]:
+    path = settings.out / STATE
+    if not path.is_file():
+        raise TurboError(f"--resume: expected {path} of an earlier run. Leave it out, or name the folder by --out.")
+    state, origin = json.loads(path.read_text()), _origin(settings)
+    if other := [name for name, value in state.pop("of").items() if value != origin[name]]:
+        raise TurboError(f"--resume: {path} has another {' and '.join(other)}. Leave --resume out to begin again.")
+    return state
 
 
 def _check(settings: TuneSettings) -> None:

@@ -42,6 +42,7 @@ class TuneSettings:
     without: tuple[str, ...] = ()
     same_maths: bool = False  # only what keeps every bit is kept
     seed: int = 0
+    resume: bool = False  # go on from the measurements in ``out``
     confirm: bool = False  # by a whole epoch with and one without
     device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
 

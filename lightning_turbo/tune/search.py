@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightning_turbo.errors import TurboError
@@ -95,7 +95,7 @@ class Search:
             TurboError: If the script cannot be measured.
         """
         try:
-            self.facts = self.measure_headroom()
+            self.facts = self.facts or self.measure_headroom()
             self._begin(self.facts)
             self.screen(self._reserve)
             if not self.winners():  # nothing is to be confirmed yet, so that the time for it is free
@@ -128,6 +128,20 @@ class Search:
         for trial in self.trials.values():
             reason = why_not(trial.candidate, facts)
             trial.why = f"not tried because {reason}" if reason else ""
+
+    def state(self) -> dict[str, Any]:
+        """Return what was measured of the script and of each candidate alone, in plain values."""
+        alone = {name: asdict(trial.alone) for name, trial in self.trials.items()}
+        facts = None if self.facts is None else asdict(self.facts)
+        return {"facts": facts, "times": self.times.get(DEFAULT, []), "losses": self._defaults, "alone": alone}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state``; what winners do together is measured again."""
+        self.facts = None if state["facts"] is None else Facts(**state["facts"])
+        self.times[DEFAULT], self._defaults = list(state["times"]), list(state["losses"])
+        for name, alone in state["alone"].items():
+            if name in self.trials:
+                self.trials[name].alone = Comparison(**alone)
 
     def screen(self, reserve: Callable[[], float]) -> None:
         """Compare candidates with the script as it is: each once, then the undecided ones, the best first.

@@ -295,11 +295,14 @@ def test_the_command_finds_and_writes(script, tmp_path, capsys):
     assert set(results) >= {"default", "headroom", "candidates", "chosen"}
     assert {"tune.json", "turbo.yaml", "turbo.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
     assert "nothing" in capsys.readouterr().out
+    assert main(["tune", "--resume", "--seed", "1", *options]) == 2
+    assert "measured.json has another seed. Leave --resume out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
     (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
+    (["--resume", "train.py"], "--resume: expected runs/tune/measured.json of an earlier run"),
     (["--seed", str(2**32), "train.py"], f"seed={2**32}: expected a whole number from 0 to 2**32 - 1"),
     (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
     (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),

@@ -1,5 +1,6 @@
 """The search on a machine of the test's own: times come from a table, with noise, and a clock that is told."""
 
+import json
 import math
 import random
 
@@ -270,6 +271,20 @@ def test_same_maths_keeps_only_what_keeps_every_bit():
     assert not {"fused", "compile", "O1"} & set(made.trials)
     assert made.chosen.names == ("release-gradients",)
     assert made.trials["lean"].why == "failed: it changes the losses, which --same-maths refuses"
+
+
+def test_a_second_search_goes_on_where_the_first_one_ended():
+    first = search(Machine({"lean": 0.7, "fused": 0.97}, noise=0.01, stop=6))
+    assert first.interrupted
+    machine = Machine({"lean": 0.7, "fused": 0.97}, noise=0.01)
+    second = Search(list_candidates(2), machine)
+    second.restore(json.loads(json.dumps(first.state())))
+    second.run()
+    assert not any(case.mode != "step" for cases in machine.calls for case in cases), "the headroom is known"
+    assert second.chosen.names[0] == "lean"
+    for name, trial in first.trials.items():
+        assert second.trials[name].alone.logs[: len(trial.alone.logs)] == trial.alone.logs
+    assert len(second.trials["fused"].alone.logs) > len(first.trials["fused"].alone.logs) > 0
 
 
 @pytest.mark.parametrize(("losses", "other", "result"), [
