@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import multiprocessing
 import os
 import random
 import signal
@@ -25,10 +26,16 @@ NOTING = ("fabric", "utilities", "data.py")  # where Lightning wraps the methods
 def pytest_addoption(parser):
     if importlib.util.find_spec("pytest_timeout") is None:
         parser.addini("timeout", "seconds for a test; not in force, because pytest-timeout is not installed")
+    methods = multiprocessing.get_all_start_methods()
+    parser.addoption("--start-method", choices=methods, help="of worker processes, where a test names none")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "timeout(seconds): for a test; in force where pytest-timeout is installed")
+    if config.option.start_method:
+        multiprocessing.set_start_method(config.option.start_method, force=True)
+    # A worker process that is forked off a server with these imports starts in milliseconds.
+    multiprocessing.set_forkserver_preload(["torch", "lightning.pytorch"])
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,5 +1,6 @@
 """Epochs that are broken off, begun twice, or not begun yet: the next one is that of a plain DataLoader."""
 
+import functools
 import gc
 import threading
 import time
@@ -20,8 +21,13 @@ def shuffled():
     return {"shuffle": True, "generator": seeded(3)}
 
 
+def after(seconds, index):
+    time.sleep(seconds)
+    return index
+
+
 def waiting(seconds):
-    return Rows(20, lambda index: [index, time.sleep(seconds)][0])
+    return Rows(20, functools.partial(after, seconds))
 
 
 def some(loader, batches, pause=0.0, kept=None):

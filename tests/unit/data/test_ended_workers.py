@@ -1,5 +1,6 @@
 """Worker processes that end while the thread waits for them: nothing hangs, and no epoch is short without a word."""
 
+import functools
 import math
 import threading
 import time
@@ -19,9 +20,18 @@ WORKERS = {"num_workers": 2, "persistent_workers": True, "multiprocessing_contex
 ENDED = "worker processes of this iterator were ended before it was"
 
 
-def slow(length=200, seconds=lambda index: 0.05):
+def always(index):
+    return 0.05
+
+
+def after(seconds, index):
+    time.sleep(seconds(index))
+    return index
+
+
+def slow(length=200, seconds=always):
     """The thread is always waiting for it: it wants more batches ahead than there are in the time of a test."""
-    return Rows(length, lambda index: [index, time.sleep(seconds(index))][0])
+    return Rows(length, functools.partial(after, seconds))
 
 
 class SlowStream(IterableDataset):
@@ -44,8 +54,12 @@ def stateful(dataset, batch_size, **settings):
     return PrefetchLoader.of(StatefulDataLoader(dataset, batch_size=batch_size, **settings))
 
 
+def from_six_on(index):
+    return 5.0 * (index >= 6)
+
+
 def test_a_loader_that_another_thread_closes_says_so_to_the_one_that_waits_for_a_batch():
-    loader = PrefetchLoader(slow(seconds=lambda index: 5.0 * (index == 6)), batch_size=2, num_workers=1)
+    loader = PrefetchLoader(slow(seconds=from_six_on), batch_size=2, num_workers=1)
     closing = threading.Timer(0.5, loader.close)
     iterator = iter(loader)
     assert take(iterator, 3) == [[0, 1], [2, 3], [4, 5]]

@@ -24,16 +24,25 @@ from tests.unit.data.samples import Rows, holds_in_a_fork, seeded, take, values
 ENDLESS = 10**6
 
 
+def act_at(at, act, index):
+    return act() if index == at else index
+
+
 def failing(act, at=9, length=40):
     """A dataset that does something else where one of its rows is asked for."""
-    return Rows(length, lambda index: act() if index == at else index)
+    return Rows(length, functools.partial(act_at, at, act))
+
+
+def fail(error):
+    raise error
 
 
 def raising(error):
-    def fail():
-        raise error
+    return failing(functools.partial(fail, error))
 
-    return failing(fail)
+
+def kill_this_process():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("workers", "several"), [(0, 1), (0, 3), (2, 1), (1, 3)])
@@ -75,7 +84,7 @@ def test_error_in_collate_and_sampler(broken, workers):
 
 
 def test_a_worker_that_is_killed_is_an_error():
-    killed = failing(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    killed = failing(kill_this_process)
     with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
         list(PrefetchLoader(killed, 2, num_workers=1))
 
@@ -244,9 +253,14 @@ def test_leaving_the_interpreter_in_mid_epoch(way):
         assert (status, said) == (0, "")
 
 
+def late(index):
+    time.sleep(1.2 if index >= 2 else 0)
+    return index
+
+
 def test_a_timeout_of_a_loader_with_workers_counts_from_when_a_batch_is_asked_for():
     seen = []
-    data = Rows(5, lambda index: [index, time.sleep(1.2 if index >= 2 else 0)][0])
+    data = Rows(5, late)
     for batch in PrefetchLoader(data, batch_size=1, num_workers=1, prefetch_factor=1, timeout=1):
         seen.append(batch.item())
         time.sleep(1.4)

@@ -36,8 +36,12 @@ from tests.unit.data.samples import Rows, Stream, seeded, take, values
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
+def several(n):
+    return torch.tensor([n, n * n]), {"name": str(n), "half": n / 2}
+
+
 def numbers():
-    return Rows(23, lambda n: (torch.tensor([n, n * n]), {"name": str(n), "half": n / 2}))
+    return Rows(23, several)
 
 
 class RandomBatches:
@@ -129,7 +133,7 @@ def test_random_augmentation_is_that_of_the_plain_loader(threads, capfd):
     with pytest.warns(NoEffectWarning, match="torch and random and numpy"):
         ours = epochs(PrefetchLoader, augmented(), {**settings, "threads": threads})
     assert ours == epochs(DataLoader, augmented(), settings)
-    settings["num_workers"] = 1
+    settings.update(num_workers=1, multiprocessing_context="fork")
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the worker inherits it
         warnings.showwarning = lambda message, *_: os.write(2, str(message).encode())

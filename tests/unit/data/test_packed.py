@@ -127,15 +127,17 @@ def _as_they_are(samples):
     return samples
 
 
+def halve(batch):
+    return {"x": batch["x"].float() / 2, "y": batch["y"]}
+
+
+def turn(sample):
+    assert sample["x"].shape == (4, 5)
+    return {**sample, "x": sample["x"].T, "n": len(sample)}
+
+
 @pytest.mark.parametrize(("collate", "workers"), [(None, 0), (PackedDataset.collate, 1)])
 def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, collate, workers):
-    def halve(batch):
-        return {"x": batch["x"].float() / 2, "y": batch["y"]}
-
-    def turn(sample):
-        assert sample["x"].shape == (4, 5)
-        return {**sample, "x": sample["x"].T, "n": len(sample)}
-
     dataset = PackedDataset(
         arrays, keys={"x": "train_images", "y": "train_labels"}, transform=halve, sample_transform=turn
     )
