@@ -31,6 +31,7 @@ from lightning_turbo.data.resume import (
     wrong_kind,
 )
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
+from lightning_turbo.data.spawned import check_workers_can_start
 from lightning_turbo.data.threads import ThreadedDataset
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
@@ -92,7 +93,8 @@ class PrefetchLoader(DataLoader[T]):
 
     Raises:
         TypeError: If ``prefetch_batches``, ``threads`` or ``sample_seeds`` is not an integer, or the dataset is a
-            loader or, with ``sample_seeds``, an ``IterableDataset``.
+            loader or, with ``sample_seeds``, an ``IterableDataset``; if worker processes are not forked and what they
+            are to be given cannot be pickled, with the name of the attribute.
         ValueError: If ``prefetch_batches`` or ``threads`` is below 1, or ``sample_seeds`` is out of range.
 
     Warns:
@@ -141,6 +143,7 @@ class PrefetchLoader(DataLoader[T]):
         self._profile = LoadProfile()
         self._run = _Run()
         self._kind = self._find_kind()
+        check_workers_can_start(self)
 
     def _find_kind(self) -> _Kind:
         behind: Any = super()

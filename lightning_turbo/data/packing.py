@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_turbo._checks import check_count, check_functions, check_switches, expect, is_list, is_whole
 from lightning_turbo._optional import require
 from lightning_turbo.data.rows import Encoded, RowWriter, encode_row
+from lightning_turbo.data.spawned import check_workers_can_start
 from lightning_turbo.errors import TurboWarning
 
 __all__ = ["CONTENTS", "Packing", "Progress", "digest_of", "pack", "stamp_of"]
@@ -171,6 +172,7 @@ class Packing:
             encoder, None, sampler=left, num_workers=self.workers, collate_fn=_same, generator=torch.Generator(),
             worker_init_fn=_end_with_parent,
         )  # fmt: skip
+        check_workers_can_start(loader)
         for loaded in loader:
             try:
                 writer.append(loaded if isinstance(loaded, str) else encoder.check(loaded, writer.done))
@@ -352,10 +354,10 @@ def _locked(folder: Path) -> Iterator[Any]:
 
 def _lock(journal: Any) -> None:
     """Wait until this process alone holds a file; it lets go when it closes the file or ends."""
-    if sys.platform == "win32":
+    try:
+        import fcntl
+    except ImportError:  # Windows: there one process packs at a time
         return
-    import fcntl
-
     try:
         # Of the process alone: with flock(2) worker processes that outlive a killed one would hold its lock.
         fcntl.lockf(journal, fcntl.LOCK_EX)

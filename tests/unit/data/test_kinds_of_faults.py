@@ -111,6 +111,9 @@ def test_a_dataset_that_iterates_a_loader_of_ours(threads):
     assert run(PrefetchLoader, threads=threads) == run(DataLoader)
 
 
+FORK = {"multiprocessing_context": "fork"}
+
+
 def test_no_process_begins_with_a_lock_of_a_dataset_held():
     lock = threading.Lock()
 
@@ -122,7 +125,7 @@ def test_no_process_begins_with_a_lock_of_a_dataset_held():
     running = iter(PrefetchLoader(Rows(200, load), 2))
     take(running, 2)
     for _ in range(3):
-        assert values(DataLoader(Rows(4, load), 2, num_workers=1, timeout=20)) == [[0, 1], [2, 3]]
+        assert values(DataLoader(Rows(4, load), 2, num_workers=1, timeout=20, **FORK)) == [[0, 1], [2, 3]]
     running.close()
 
 
