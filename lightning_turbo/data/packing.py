@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

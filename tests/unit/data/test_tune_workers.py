@@ -1,5 +1,6 @@
 """tune_workers: the choice, the time budget, and that nothing is left."""
 
+import functools
 import importlib
 import random
 import time
@@ -16,8 +17,13 @@ module = importlib.import_module("lightning_turbo.data.tune_workers")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
+def after(seconds, index):
+    time.sleep(seconds)
+    return index
+
+
 def waits(seconds=0.001):
-    return Rows(4000, lambda index: [index, time.sleep(seconds)][0])
+    return Rows(4000, functools.partial(after, seconds))
 
 
 def bad(index):
@@ -113,7 +119,7 @@ def test_workers_that_cannot_be_started_are_told():
         warnings.simplefilter("ignore", UserWarning)
         tuning = tune_workers(make_loader, seconds=1, max_workers=1, show=None)
     assert tuning.num_workers == 0
-    assert "local object 'test_workers_that" in tuning.rows[1]
+    assert "ocal object" in tuning.rows[1]
 
 
 def test_an_error_in_the_step_is_raised_and_nothing_is_left():
