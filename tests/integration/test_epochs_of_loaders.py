@@ -81,7 +81,8 @@ def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
     assert len(first + list(iterator)) == 16
     for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert len(list(copied)) == 16
-    del data.trainer, data
+    data.trainer = None
+    del data
     gc.collect()
     assert len(list(loader)) == 16
 
