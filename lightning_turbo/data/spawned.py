@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+__all__ = ["check_workers_can_start"]
+
 MAX_DEPTH = 20
 
 
