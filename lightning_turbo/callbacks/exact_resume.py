@@ -7,6 +7,7 @@ import inspect
 import random
 import sys
 import warnings
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
 from lightning_turbo._trainer import is_fitting
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import count_from, length_of, write_used_batches
+from lightning_turbo.data.resume import count_from, length_of, used_samples, write_used_batches
 from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import TurboWarning
 
@@ -42,6 +43,7 @@ class _Restored(NamedTuple):
     used: int | None  # batches of the epoch that were used; None if a step may take several
     loaders: list[Any]  # states of the training loaders
     ranks: int  # how many the run had, 0 if the checkpoint does not tell
+    batch_sizes: list[int]  # of its training loaders, empty if the checkpoint does not tell
     random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
 
 
@@ -93,6 +95,7 @@ class ExactResume(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of every rank."""
         own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device), "ranks": rank_and_size()[1]}
+        own["batch_sizes"] = list(map(_batch_size, _stateful(trainer.fit_loop._combined_loader)))
         own["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
         checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
@@ -105,7 +108,8 @@ class ExactResume(Callback):
         fit: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
         if self._training or not _is_starting(trainer) or "epoch_loop.batch_progress" not in fit:
             return
-        ranks, random = _take_states_of_rank(checkpoint)
+        (first, *_), random = checkpoint.get(KEY) or [{}], _take_states_of_rank(checkpoint)
+        ranks = first.get("ranks", len(checkpoint.get(KEY, [])))
         loaders = fit["state_dict"].pop("combined_loader", [])
         over, begins, used = _read_position(trainer, fit)
         write_used_batches(loaders, over=over, used=used)
@@ -113,7 +117,7 @@ class ExactResume(Callback):
         over = over and not _resume_validation(fit)
         if over or begins:
             _complete_epoch(fit)
-        self._restored = _Restored(over, begins, used, loaders, ranks, random)
+        self._restored = _Restored(over, begins, used, loaders, ranks, first.get("batch_sizes", []), random)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
@@ -223,7 +227,7 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
     if restored.loaders:
         loop._combined_loader._load_state_dicts(restored.loaders)
         if not restored.begins:
-            _warn_of_other_ranks(loop._combined_loader.flattened, restored)
+            _warn_of_other_batches(_stateful(loop._combined_loader), restored)
             _count_whole_epoch(trainer, restored)
             said = _count_on(trainer, restored)
     for loader in loop._combined_loader.flattened:
@@ -232,23 +236,33 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
     return said
 
 
-def _warn_of_other_ranks(loaders: list[Any], restored: _Restored) -> None:
-    """Warn of loaders in the middle of an epoch that were of other ranks, and of which no order over all is known."""
+def _stateful(combined: Any) -> list[Any]:
+    """Return the training loaders whose states a checkpoint has, in their order there."""
+    return [] if combined is None else [each for each in combined.flattened if hasattr(each, "load_state_dict")]
+
+
+def _batch_size(loader: Any) -> int:
+    return getattr(loader, "batch_size", None) or 1
+
+
+def _warn_of_other_batches(loaders: list[Any], restored: _Restored) -> None:
+    """Warn of loaders in an epoch of other ranks or batch sizes, of which no order over all ranks is known."""
     size = rank_and_size()[1]
-    stateful = [each for each in loaders if hasattr(each, "load_state_dict")]
-    for loader, state in zip(stateful, restored.loaders, strict=True):
-        samples = state.get("samples")
-        used = state.get("consumed", restored.used)
-        if restored.ranks in (0, size) or state.get("whole") or not used:
+    sizes = restored.batch_sizes or list(map(_batch_size, loaders))
+    for loader, state, batch_size in zip(loaders, restored.loaders, sizes, strict=True):
+        samples, used, now = state.get("samples"), state.get("consumed", restored.used), _batch_size(loader)
+        was = now if "consumed" in state else batch_size  # a PrefetchLoader tells of other batch sizes itself
+        if (restored.ranks in (0, size) and was == now) or state.get("whole") or not used:
             continue
         if samples is not None and samples["ranks"] == restored.ranks:
             continue
-        number = used * (getattr(loader, "batch_size", None) or 1)
+        used, skipped = (used * was, used * now) if samples is None else [used_samples(state)] * 2
+        before, left_out = restored.ranks * used, size * skipped
         rank_zero_warn(
-            f"A {type(loader).__name__} goes on with {size} ranks in place of {restored.ranks} in the middle of an "
-            f"epoch, and no order of its samples over all ranks is known: {number * restored.ranks} were used, and "
-            f"{number * size} are left out now, so that {number * abs(restored.ranks - size)} or more are seen "
-            f"{'twice' if size < restored.ranks else 'never'} in this epoch. Add Prefetch to the Trainer, with "
+            f"A {type(loader).__name__} goes on with {size} ranks x {now} samples in place of {restored.ranks} x {was} "
+            f"in the middle of an epoch, and no order of its samples over all ranks is known: {before} were used, and "
+            f"{left_out} count as used now, so that about {abs(before - left_out)} are seen "
+            f"{'twice' if left_out < before else 'never'} in this epoch. Add Prefetch to the Trainer, with "
             "shuffle=True or a SeededSampler, or go on from a checkpoint of the end of an epoch.",
             category=TurboWarning,
         )
@@ -266,7 +280,7 @@ class _Loaded(NamedTuple):
     def is_adapted(self) -> bool:
         """Whether the loader goes on with other ranks or batches, and counts otherwise than the state."""
         before, now = self.old.get("samples"), self.new.get("samples")
-        return before is not None and now is not None and before["at"] != now["at"]
+        return before is not None and now is not None and before["at"] is not now["at"]
 
 
 def _loaded(combined: Any, states: list[Any]) -> list[_Loaded]:
@@ -291,16 +305,16 @@ def _count_on(trainer: Any, restored: _Restored) -> list[str]:
         return []
     in_step = max(each.old["consumed"] for each in loaded)
     used = restored.used or in_step  # not known where a step takes its batches itself
-    # No less than none: a limit counts batches, and less of them may be more samples than before.
-    left = max(0, length - _count_batches(loaded, loop._combined_loader._mode))
+    # No more than all: a limit counts batches, and less of them may be more samples than before.
+    done = min(length, _count_batches(loaded, loop._combined_loader._mode))
     # Loaders that are as far as the run count the same number of batches.
-    for each in [each for each in adapted if each.old["consumed"] == in_step or not left]:
-        each.loader.load_state_dict(count_from(each.new, length - left, ended=not left))
-    _shift_batches(loop.epoch_loop, length - left - used)
-    if not left:
+    for each in [each for each in adapted if each.old["consumed"] == in_step or done == length]:
+        each.loader.load_state_dict(count_from(each.new, done, ended=done == length))
+    _shift_batches(loop.epoch_loop, done - used)
+    if done == length:
         _update_schedulers(loop.epoch_loop)
     epoch = loop.epoch_progress.current.processed
-    return [_tell_of_samples(epoch, used, left, length, each.old, each.new) for each in adapted]
+    return [_tell_of_samples(epoch, used, done, length, each.old, each.new) for each in adapted]
 
 
 def _count_whole_epoch(trainer: Any, restored: _Restored) -> None:
@@ -315,7 +329,7 @@ def _count_whole_epoch(trainer: Any, restored: _Restored) -> None:
 def _count_batches(loaded: list[_Loaded], mode: str) -> int:
     """Return after how many batches of its epoch a run goes on, by what is left of its loaders."""
     counts = [(each.limit, each.new["consumed"]) for each in loaded]
-    if mode != "min_size":
+    if mode != "min_size" or inf in dict(counts):
         return max(counts)[1]
     return int(min(limit for limit, _ in counts) - min(limit - consumed for limit, consumed in counts))
 
@@ -337,19 +351,19 @@ def _update_schedulers(loop: Any) -> None:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
-def _tell_of_samples(epoch: int, used: int, left: int, number: int, old: dict[str, Any], new: dict[str, Any]) -> str:
+def _tell_of_samples(epoch: int, used: int, done: int, length: float, old: dict[str, Any], new: dict[str, Any]) -> str:
     before, now = old["samples"], new["samples"]
+    how, left = (f"{each['ranks'] or 'each rank'} x {each['batch_size']}" for each in (before, now))
+    whole = now["order"]["length"]
     return (
-        f"Epoch {epoch} goes on at sample {now['at']['samples']} of {now['order']['length']}: {used} batches of "
-        f"{before['ranks']} x {before['batch_size']} samples were used, {left} of {number} batches of {now['ranks']} x "
-        f"{now['batch_size']} are left."
+        f"Epoch {epoch} goes on at sample {now['at']['samples']} of {whole or 'each stream'}: {used} batches of {how} "
+        f"samples were used, {f'{length - done} of {length} ' if length < inf else ''}batches of {left} are left."
     )
 
 
 def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
     """Load the states of loaders that begin the next epoch with them; the others start afresh."""
-    stateful = [each for each in loop._combined_loader.flattened if hasattr(each, "load_state_dict")]
-    for loader, state in zip(stateful, states, strict=False):
+    for loader, state in zip(_stateful(loop._combined_loader), states, strict=False):
         if _begins_an_epoch(loader, state):
             loader.load_state_dict(state)
 
@@ -365,21 +379,20 @@ def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
-def _take_states_of_rank(checkpoint: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """Replace rank 0's loader states in a checkpoint by this rank's; return the number of ranks and random states.
+def _take_states_of_rank(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Replace rank 0's loader states in a checkpoint by this rank's; return its random states, if there are any.
 
     A rank that the run did not have goes on with the loaders of rank 0, and with random states of its own.
     """
     ranks = checkpoint.get(KEY, [])
     rank, _ = rank_and_size()
     if not ranks:
-        return 0, None
-    size = ranks[0].get("ranks", len(ranks))
+        return None
     if rank >= len(ranks):
-        return size, _derive_random_states(ranks[0]["random"], rank)
+        return _derive_random_states(ranks[0]["random"], rank)
     if "combined_loader" in _loop_state(checkpoint):
         _loop_state(checkpoint)["combined_loader"] = ranks[rank]["loaders"][0]
-    return size, ranks[rank]["random"]
+    return ranks[rank]["random"]
 
 
 # Random generators

@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_turbo._checks import check_count
 from lightning_turbo._random import generator_state, generators_in, same_random_numbers, set_shared_state, shared_state
+from lightning_turbo.data import streams
 from lightning_turbo.data.prefetcher import TURNS, LoadingLock, LoadProfile, PrefetchIterator
 from lightning_turbo.data.resume import (
     FRESH_STATE,
@@ -239,7 +240,7 @@ class PrefetchLoader(DataLoader[T]):
             behind.load_state_dict(self._run.loaded)
         source = behind.__iter__()
         state_dict, position = getattr(source, "state_dict", behind.state_dict), Position()
-        position.state = copy.deepcopy(state_dict())
+        position.keep(copy.deepcopy(state_dict()))
         return self._make_iterator(source, position, snapshot=lambda: copy.deepcopy(state_dict()))
 
     def _begin_counted(self, state: dict[str, Any]) -> PrefetchIterator:
@@ -250,12 +251,13 @@ class PrefetchLoader(DataLoader[T]):
         # torch draws a seed for its processes here, which an epoch that is continued has drawn already.
         with same_random_numbers() if began else contextlib.nullcontext():
             is_stream = self._kind is _Kind.STREAM
-            source = self._begin_stream(began, position) if is_stream else self._begin_order(state, position)
-            for _ in range(0 if self._kind is _Kind.INDICES else done - batches_before(state)):
+            source = self._begin_stream(state, position) if is_stream else self._begin_order(state, position)
+            for _ in range(done - batches_before(state) if self._kind is _Kind.RUN_THROUGH else 0):
                 next(source, None)
         if self._profile.uses_rng is not False:
             position.go_on(state.get("held", ()))
-        return self._make_iterator(source, position)
+        snapshot = streams.state_of(self, position.samples is not None) if is_stream else None
+        return self._make_iterator(source, position, snapshot=snapshot)
 
     def _generators_of_dataset(self) -> list[Any]:
         """The random generators that the dataset holds, if it is loaded in this process and may draw from them."""
@@ -268,8 +270,23 @@ class PrefetchLoader(DataLoader[T]):
         order.begin(state, skip, position)
         return self._make_source()
 
-    def _begin_stream(self, began: dict[str, Any] | None, position: Position) -> Any:
-        """Begin a stream; one that is continued draws what it drew from the random generators at its beginning."""
+    def _begin_stream(self, state: dict[str, Any], position: Position) -> Any:
+        """Begin a stream, or go on in it: by its own state, if it has an exact one, or through what was used of it."""
+        began = None if state.get("whole") else state["order"]
+        if not streams.is_within_epoch(state):
+            return self._open_stream(began, position)
+        position.samples = state.get("samples")
+        if state.get("ended") and (position.samples or {}).get("at") is not None:
+            return iter(())  # another batch size has come to the end of the epoch already
+        count = streams.restore(self, state, position)
+        source = self._open_stream(began, position)
+        count = streams.skip_samples(source, state) if count is None else count
+        for _ in range(position.consumed - count):
+            next(source, None)
+        return source
+
+    def _open_stream(self, began: dict[str, Any] | None, position: Position) -> Any:
+        """Open a stream; one that is continued draws what it drew from the random generators at its beginning."""
         if began is not None:
             set_shared_state(began["iter"], position.dataset_generators)
         self._run.stream_rng = shared_state(position.dataset_generators)
@@ -368,7 +385,7 @@ class PrefetchLoader(DataLoader[T]):
         if loaded is not None:
             return dict(loaded)
         if self._kind is _Kind.OWN_STATE:
-            return cast(Any, super()).state_dict() if position is None else position.state
+            return cast(Any, super()).state_dict() if position is None else position.states[-1][1]
         if position is None:
             return dict(FRESH_STATE)
         with same_random_numbers():  # from which a sampler may draw to tell its length
@@ -379,7 +396,7 @@ class PrefetchLoader(DataLoader[T]):
         state["before"] = position.rng_before_latest
         if run.order is None:
             order = {"iter": run.stream_rng, "first": position.rng_before_first}
-            return {**FRESH_STATE, **state, "order": order, "batch_size": self.batch_size}
+            return {**FRESH_STATE, **state, "order": order, "samples": streams.place_of(self, position)}
         run.order.counters.warn(state["whole"])
         left = run.order.states_here()
         own = run.order.states_at_end() if state["whole"] else left
@@ -417,8 +434,10 @@ class PrefetchLoader(DataLoader[T]):
         counts = {"consumed", "order"} <= state_dict.keys()
         if counts == (self._kind is _Kind.OWN_STATE):
             raise ValueError(wrong_kind(self, state_dict))
-        if counts and self._kind is not _Kind.STREAM:
-            state_dict = cast(Any, self._index_sampler).adapt(state_dict)
+        if counts:
+            is_stream = self._kind is _Kind.STREAM
+            adapt = functools.partial(streams.adapt, self) if is_stream else cast(Any, self._index_sampler).adapt
+            state_dict = adapt(state_dict)
         if counts:
             warn_of_gaps(self, state_dict)
         self.close()

@@ -360,7 +360,7 @@ class PrefetchIterator(Iterator[Any]):
         profile: What is known of the source, if anything is.
         dataset: What the source loads from, whose random generators are looked at.
         lock: What is held while an item is taken; ``None`` for the one that all loaders share.
-        snapshot: Called after each item; the latest result of an item that was returned is ``position.state``.
+        snapshot: Called after each item; ``position.states`` has the results of the latest items that were returned.
         on_close: Called once, when the source is done with.
 
     Raises:
@@ -435,7 +435,8 @@ class PrefetchIterator(Iterator[Any]):
             finally:
                 del error  # its traceback holds this frame
         self.position.consumed += 1
-        self.position.state = state
+        if state is not None:
+            self.position.keep(state)
         while self.transfer is not None and self._is_room():
             self._send()
         return batch
@@ -449,7 +450,9 @@ class PrefetchIterator(Iterator[Any]):
         Who was interrupted has no batch, which a state has to keep for later, but the source has gone on: close.
         """
         if isinstance(error, StopIteration):
-            self.position.ended, self.position.state = True, state
+            self.position.ended = True
+            if state is not None:
+                self.position.keep(state)
             self._finalizer()
         elif isinstance(error, Exception):
             self.position.consumed += 1

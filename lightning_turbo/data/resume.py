@@ -35,7 +35,7 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = [
     "FRESH_STATE", "Counters", "Position", "ResumableOrder", "batches_before", "count_from", "describe", "end_workers",
-    "generators_of", "length_of", "warn_of_gaps", "write_used_batches", "wrong_kind",
+    "generators_of", "length_of", "used_samples", "warn_of_gaps", "write_used_batches", "wrong_kind",
 ]  # fmt: skip
 
 # The state of a loader that has returned nothing yet. What stands under each key:
@@ -49,7 +49,7 @@ __all__ = [
 #   before: the global RNGs before the latest batch. next_rng: before the batch that comes next, if that was loaded
 #     already when the state was taken; there only in states that write_used_batches has changed.
 #   held: the generators that the dataset holds.
-#   samples: what ResumableOrder.samples returned. batch_size: that of a stream.
+#   samples: what ResumableOrder.samples or, of a stream, streams.place_of returned.
 FRESH_STATE: dict[str, Any] = {
     "consumed": 0, "whole": False, "ended": False, "length": None, "order": None, "own": [], "left": [],
     "before": None, "held": [],
@@ -70,8 +70,9 @@ class Position:
         consumed: Batches that were returned or raised, those of an iterator before this one included; ``begun`` those
             alone.
         ended: Whether the end was reached.
-        state: What the source said of itself after the last batch that was returned, for loaders with such a state.
-        samples: What ``ResumableOrder.samples`` said where the epoch began with other ranks or batches.
+        states: What the source said of itself after the last two batches that were returned, with the numbers of
+            batches; the last one may be of the end. For loaders and streams with such a state.
+        samples: What the state that this iterator began with told of its samples, if it is one of other batches.
         rng_before_first: The global RNGs before the first batch of the epoch; ``None`` if nobody noted them.
         rng_before_latest: The same before the latest batch, where loading may draw from them.
         rng_for_next: How they are to be for the next batch, which a Trainer had loaded ahead when the state was taken.
@@ -81,7 +82,7 @@ class Position:
     def __init__(self, consumed: int = 0, rng_for_next: Any = None, dataset_generators: Sequence[Any] = ()) -> None:
         self.consumed = self.begun = consumed
         self.ended = False
-        self.state: Any = None
+        self.states: list[tuple[int, Any]] = []
         self.samples: dict[str, Any] | None = None
         self.rng_before_first: Any = None
         self.rng_before_latest: Any = None
@@ -91,6 +92,11 @@ class Position:
     def is_untouched(self) -> bool:
         """Whether the iterator has returned nothing, so that a state that was loaded before it still holds."""
         return self.consumed == self.begun and not self.ended
+
+    def keep(self, state: Any) -> None:
+        """Keep what the source said of itself at this place."""
+        earlier = [each for each in self.states if each[0] < self.consumed]  # the end is at the last batch's number
+        self.states = [*earlier[-1:], (self.consumed, state)]
 
     def note(self) -> AbstractContextManager[None]:
         """Note the random generators before a batch is loaded, and return in what it is to be loaded."""
@@ -222,7 +228,7 @@ class ResumableOrder:
         as_before = order["sampler"] == type(dealing.sampler).__name__ and samples["ranks"] == dealing.ranks
         if as_before and (samples["batch_size"] == dealing.batch_size or not state["consumed"]):
             return state
-        used = self._used_samples(state, samples)
+        used = used_samples(state)
         if not used:
             return dict(FRESH_STATE)
         number = dealing.count_batches() - dealing.count_batches(used)
@@ -234,14 +240,6 @@ class ResumableOrder:
             "order": {**state["order"], "epochs": [order["epoch"]] * len(self._counting)},
             "samples": {**here, "order": order, "at": {"samples": used, "batches": number}},
         }  # fmt: skip
-
-    @staticmethod
-    def _used_samples(state: dict[str, Any], samples: dict[str, Any]) -> int:
-        """Return how many samples of the order were used by all ranks together."""
-        at = samples["at"] or {"samples": 0, "batches": 0}
-        used = at["samples"] + (state["consumed"] - at["batches"]) * samples["batch_size"] * samples["ranks"]
-        length = samples["order"]["length"]
-        return length if state["ended"] else min(used, length)
 
     def begin(self, state: dict[str, Any], skip: int, position: Position) -> None:
         """Make the next epoch the one that a loader's ``state`` is of, or the one after it where it is whole.
@@ -499,11 +497,26 @@ def batches_before(state: dict[str, Any]) -> int:
     return 0 if at is None or state.get("whole") else at["batches"]
 
 
+def used_samples(state: dict[str, Any]) -> int:
+    """Return how many samples of the order were used by all ranks together, or of a stream by this one."""
+    samples = state["samples"]
+    at = samples["at"] or {"samples": 0, "batches": 0}
+    used = at["samples"] + (state["consumed"] - at["batches"]) * samples["batch_size"] * (samples["ranks"] or 1)
+    length = samples["order"]["length"]
+    if length is None:
+        return used
+    return length if state["ended"] else min(used, length)
+
+
 def count_from(state: dict[str, Any], number: int, ended: bool) -> dict[str, Any]:
     """Return a state that ``ResumableOrder.adapt`` made, with so many batches as used; if it ended, none is left."""
     samples = state["samples"]
-    at = samples["order"]["length"] if ended else samples["at"]["samples"]
-    return {**state, "consumed": number, "samples": {**samples, "at": {"samples": at, "batches": number}}}
+    # Of a stream the samples are not counted; one that ended is not begun.
+    at = samples["order"]["length"] if ended and samples["ranks"] else samples["at"]["samples"]
+    changed = {**samples, "at": {"samples": at, "batches": number}}
+    if "own" in samples:  # what a stream said of itself at this place
+        changed["own"] = [(number, each) for _, each in samples["own"]]
+    return {**state, "consumed": number, "ended": ended, "samples": changed}
 
 
 def write_used_batches(states: Iterable[Any], over: bool, used: int | None = None) -> None:
@@ -527,6 +540,8 @@ def write_used_batches(states: Iterable[Any], over: bool, used: int | None = Non
         state["own"] = state.get("left", state.get("own", []))  # a Trainer does not ask for the end
         if unused:  # the one batch that Lightning had fetched ahead is loaded as it was then
             state["next_rng"] = state.get("before") if unused == 1 else None
+        if unused > 1 and "own" in (state.get("samples") or {}):
+            state["held"] = []  # a stream that is run through leaves its generators as they were there
         state["consumed"] = max(0, rest)
         state["whole"] = over and rest > 0  # at 0 it is the epoch after that was begun
 
@@ -547,12 +562,12 @@ def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
     why = []
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         why.append("in_order=False returns batches as they are ready. Leave in_order=False out to go on exactly.")
-    if before is not None and before != now and not state.get("samples"):
+    # The length of an order of samples is looked at when the state is loaded. Nothing but this is known of a stream.
+    if before is not None and before != now and not (state.get("samples") or {}).get("ranks"):
         why.append(
             f"The loader had {before} batches then and has {'no length' if now is None else now} now. Go on with the "
             "same dataset, batch_size and number of ranks, or from a checkpoint of a whole epoch."
         )
-    why += _gaps_of_stream(loader, state)
     for reason in why:
         warnings.warn(
             f"The state says that {state['consumed']} batches of this epoch were used, but not which ones: samples may "
@@ -560,16 +575,3 @@ def warn_of_gaps(loader: Any, state: dict[str, Any]) -> None:
             TurboWarning,
             stacklevel=3,
         )
-
-
-def _gaps_of_stream(loader: Any, state: dict[str, Any]) -> list[str]:
-    """Return what to tell of a stream whose batches have another size than those that a state counts."""
-    size, now = state.get("batch_size"), getattr(loader, "batch_size", None)
-    if None in (size, now) or size == now:
-        return []
-    used, left_out = state["consumed"] * size, state["consumed"] * now
-    text = (
-        f"{used} samples of the stream were used, and {left_out} are left out now: {abs(used - left_out)} are seen "
-        f"{'twice' if left_out < used else 'never'}. Go on with batch_size={size}."
-    )
-    return [text]

@@ -84,7 +84,6 @@ LOADERS = {
     "stream": lambda cls: cls(Stream(8), 2),
     "stream of a worker": lambda cls: cls(Stream(8), 2, num_workers=1),
     "own": lambda cls: cls(Own(), 2),
-    "single": lambda cls: cls(Own(), 8),
 }
 IN_A_STEP = ["shuffled", "workers", "two", "unequal", "stream", "distributed"]
 
@@ -239,7 +238,8 @@ STOPS = [
 ]
 
 
-@matrix(("name", "stops", "strategy"), [name for name in LOADERS if name not in ("own", "single")], STOPS, STRATEGIES)
+@pytest.mark.filterwarnings("ignore:Loading a batch draws")
+@matrix(("name", "stops", "strategy"), list(LOADERS), STOPS, STRATEGIES)
 def test_runs_that_are_stopped_again_and_again(name, stops, strategy, tmp_path):
     base, cls = sides(strategy)
     check_stops(lambda: LOADERS[name](cls), base, stops, tmp_path, strategy=strategy)

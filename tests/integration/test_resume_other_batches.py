@@ -15,7 +15,7 @@ from lightning_turbo.callbacks.exact_resume import KEY
 from lightning_turbo.errors import TurboWarning
 from tests.integration.anywhere_worker import Net, Stop
 from tests.trainers import quiet_trainer
-from tests.unit.data.samples import Rows
+from tests.unit.data.samples import Rows, Stream, take, values
 from tests.versions import unpickling
 
 # torchdata calls a function of torch that is on its way out.
@@ -122,9 +122,17 @@ def test_a_loader_of_no_known_order_tells_in_numbers_what_other_ranks_do(tmp_pat
     fit(stateful(), ExactResume(), Stop(tmp_path / "c", 3), use_distributed_sampler=False)
     saved = torch.load(tmp_path / "c", weights_only=True)
     torch.save({**saved, KEY: [{**each, "ranks": 2} for each in saved[KEY] * 2]}, tmp_path / "c")
-    said = "goes on with 1 ranks in place of 2.*12 were used, and 6 are.*6 or more.*twi"
+    said = "goes on with 1 ranks x 2 samples in place of 2 x 2.*12 were used, and 6 count.*about 6 are seen twice"
     with pytest.warns(TurboWarning, match=said):
         fit(stateful(), ExactResume(), ckpt=tmp_path / "c")
+
+
+def test_torchdatas_loader_tells_in_numbers_what_another_batch_size_does(tmp_path):
+    fit(StatefulDataLoader(Rows(24), 2), ExactResume(), Stop(tmp_path / "c", 3))
+    said = "goes on with 1 ranks x 4 samples in place of 1 x 2.*6 were used, and 12 .*about 6 are seen never"
+    with pytest.warns(TurboWarning, match=said):
+        seen, _ = fit(StatefulDataLoader(Rows(24), 4), ExactResume(), ckpt=tmp_path / "c")
+    assert len([index for epoch, *_, parts in seen if epoch == 0 for index in parts["a"]]) == 24 - 6 - 6
 
 
 def test_a_checkpoint_of_before_samples_were_counted_goes_on():
@@ -138,3 +146,40 @@ def test_a_checkpoint_of_before_samples_were_counted_goes_on():
         [16, 12, 5], [6, 19, 9], [2, 18, 1], [15, 11, 13], [8, 4],
         [19, 11, 3], [5, 0, 14], [8, 1, 17], [7, 4, 16], [18, 2, 10], [6, 13, 9], [15, 12],
     ]  # fmt: skip
+
+
+def test_a_stream_of_a_state_without_samples_goes_on():
+    loader, other = PrefetchLoader(Stream(), 3), PrefetchLoader(Stream(), 3)
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = loader.state_dict()
+    del state["samples"]
+    other.load_state_dict(state)
+    assert values(other) == values(iterator)
+
+
+class Sized(Stream):
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize(("stream", "sizes", "limit", "left"), [
+    (Stream, (4, 2, 3), 1.0, 6), (Stream, (3, 8, 4), 1.0, 2), (Sized, (4, 2, 3), 1.0, 6), (Sized, (3, 5, 4), 1.0, 4),
+    (Stream, (4, 2, 3), 8, 4), (Sized, (4, 2, 1), 9, 0),
+])  # fmt: skip
+def test_a_stream_goes_on_at_its_sample(stream, sizes, limit, left, tmp_path):
+    """Twenty-nine samples of a stream in three lives, with two steps in each of the first two."""
+    seen, trainer = lives(lambda size: DataLoader(stream(29), size), sizes, (2, 2), tmp_path, limit_train_batches=limit)
+    first = [index for epoch, *_, parts in seen if epoch == 0 for index in parts["a"]]
+    assert first == list(range(len(first)))
+    assert len(first) == 29 or limit != 1.0
+    second = [index for epoch, *_, parts in seen if epoch == 1 for index in parts["a"]]
+    assert second == list(range(29 if limit == 1.0 else limit * sizes[2]))
+    assert [number for epoch, number, *_ in seen if epoch == 1] == list(range(len(seen) - len(first_steps(seen))))
+    assert len(first_steps(seen)) == 4 + left
+    assert trainer.global_step == len(seen)
+
+
+def first_steps(seen):
+    return [step for step in seen if step[0] == 0]

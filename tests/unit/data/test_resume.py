@@ -325,14 +325,6 @@ def test_a_loader_of_another_length_without_a_known_order_cannot_go_on_exactly_w
     build(3).load_state_dict({"consumed": 2, "order": None})  # of an older version
 
 
-@pytest.mark.parametrize(("size", "said"), [(4, "8 are left out now: 2 are seen never"), (2, "4 .* 2 are seen twice")])
-def test_a_stream_of_other_batches_tells_in_numbers_what_it_leaves_out(size, said):
-    loader = PrefetchLoader(Stream(), 3)
-    take(iter(loader), 2)
-    with pytest.warns(TurboWarning, match=f"6 samples of the stream were used, and {said}. Go on with batch_size=3"):
-        PrefetchLoader(Stream(), size).load_state_dict(loader.state_dict())
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("at", [0, 2, 5])
 @pytest.mark.parametrize("make", [plain, by_threads])
