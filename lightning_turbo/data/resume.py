@@ -538,12 +538,17 @@ def write_used_batches(states: Iterable[Any], over: bool, used: int | None = Non
         # One that had ended before the others gave nothing to what was not used.
         rest = min(state["consumed"], most - unused) if state.get("ended") else state["consumed"] - unused
         state["own"] = state.get("left", state.get("own", []))  # a Trainer does not ask for the end
-        if unused:  # the one batch that Lightning had fetched ahead is loaded as it was then
-            state["next_rng"] = state.get("before") if unused == 1 else None
-        if unused > 1 and "own" in (state.get("samples") or {}):
-            state["held"] = []  # a stream that is run through leaves its generators as they were there
+        if unused:
+            _put_back(state, unused)
         state["consumed"] = max(0, rest)
         state["whole"] = over and rest > 0  # at 0 it is the epoch after that was begun
+
+
+def _put_back(state: dict[str, Any], unused: int) -> None:
+    """Let a state begin where the unused batches were loaded; one is what Lightning had fetched ahead."""
+    state["next_rng"] = state.get("before") if unused == 1 else None
+    if unused > 1 and "own" in (state.get("samples") or {}):
+        state["held"] = []  # a stream that is run through leaves its generators as they were there
 
 
 def wrong_kind(loader: Any, state: dict[str, Any]) -> str:
