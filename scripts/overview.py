@@ -49,7 +49,8 @@ def table(page):
     for path in cards():
         fields = front_matter(path)
         link = f"[{fields['name']}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
-        cells = [link, _code(fields["class"]), _code(fields["function"]), _words(fields["maths_unchanged"])]
+        names = (_code(fields[key]).replace("lightning_turbo.", "") for key in ("class", "function"))
+        cells = [link, *names, _words(fields["maths_unchanged"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
