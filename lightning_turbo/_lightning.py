@@ -20,6 +20,7 @@ from lightning_turbo.errors import LightningMismatchError
 # ruff: noqa: F401
 # The list of Lightning's names, for type checkers.
 if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.utilities.apply_func import move_data_to_device
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -93,6 +94,7 @@ _HOMES = {
     "StrategyRegistry": "{pytorch}.strategies:StrategyRegistry",
     "TorchCheckpointIO": "{pytorch}.plugins.io:TorchCheckpointIO",
     "Trainer": "{pytorch}:Trainer",
+    "TorchElasticEnvironment": "{fabric}.plugins.environments:TorchElasticEnvironment",
     "TrainingEpochLoop": "{pytorch}.loops.training_epoch_loop:_TrainingEpochLoop",
     "Tuner": "{pytorch}.tuner.tuning:Tuner",
     "WrappingCheckpointIO": "{pytorch}.plugins.io.wrapper:_WrappingCheckpointIO",

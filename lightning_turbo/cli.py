@@ -294,6 +294,8 @@ def _add_tune(commands: Commands) -> None:
     add("--same-maths", action="store_true", help="keep only what keeps every bit of the losses")
     add("--seed", type=int, default=0, metavar="N", help="of torch, numpy and random before the script (default: 0)")
     add("--device", default="auto", help="auto (default) leaves it to the script; cpu hides every GPU; cuda")
+    add("--ranks", type=int, default=1, metavar="N", help="processes that train together on this machine by DDP")
+    add("--batch-size", action="store_true", help="find the largest batch that fits and the fastest a sample instead")
     add("--resume", action="store_true", help="go on from what an earlier run measured in --out")
     add("--confirm", action="store_true", help="then train a whole epoch without and one with the recommendation")
     add("-m", dest="module", action="store_true", help="run a module or package, as python -m does")
@@ -312,7 +314,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     from lightning_turbo.tune.runner import TuneSettings
 
     names = ("program", "module", "minutes", "out", "only", "without", "same_maths", "seed", "device")
-    names += ("resume", "confirm")
+    names += ("resume", "confirm", "ranks", "batch_size")
     given = {name: getattr(arguments, name) for name in names}
     own = _arguments_of_script("tune", arguments.program, arguments)
     return run_tune(TuneSettings(arguments=tuple(own), **given))

@@ -9,7 +9,7 @@ from lightning_turbo.measure.progress import Progress
 from lightning_turbo.measure.report import markdown_table, print_lines, three_digits, write_json
 from lightning_turbo.measure.statistics import interval_of, log_quotients, seconds_by_sweep
 from lightning_turbo.measure.turns import LATE, Interrupt, InterruptedRunError, Turns, new_row
-from lightning_turbo.measure.worker import Channel, SkippedError, open_channel, peak_bytes, serve
+from lightning_turbo.measure.worker import Channel, SkippedError, limit_memory, open_channel, peak_bytes, serve
 
 __all__ = [
     "LATE",
@@ -29,6 +29,7 @@ __all__ = [
     "draw_bars",
     "huge_pages",
     "interval_of",
+    "limit_memory",
     "log_quotients",
     "markdown_table",
     "new_row",

@@ -6,9 +6,11 @@ on what was standard output; whatever the code prints goes to standard error, wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import resource
 import sys
 import textwrap
 import traceback
@@ -21,7 +23,7 @@ import torch
 from lightning_turbo.errors import MissingExtraError
 from lightning_turbo.measure.meter import Meter
 
-__all__ = ["Channel", "SkippedError", "open_channel", "peak_bytes", "serve"]
+__all__ = ["Channel", "SkippedError", "limit_memory", "open_channel", "peak_bytes", "serve"]
 
 STATUS = Path("/proc/self/status")
 LINE = 200  # characters of an error that a table shows; the log has the rest
@@ -108,12 +110,37 @@ def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) 
 
 def _status(field: str) -> int | None:
     """One size of /proc/self/status in bytes, or ``None`` where the system has no such file."""
-    if not STATUS.exists():
+    return _field(STATUS, field)
+
+
+def _field(path: Path, field: str) -> int | None:
+    if not path.exists():
         return None
-    for line in STATUS.read_text().splitlines():
+    for line in path.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def limit_memory(share: float) -> None:
+    """Let this process take no more than a share of the memory that is free; beyond it, torch raises an error.
+
+    On a CPU that is the size of its data, where the system tells: the kernel would not refuse memory, but kill.
+    """
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(share * free / total)
+    elif (data := _status("VmData")) is not None and (free := _free_bytes()) is not None:
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (data + int(share * free), hard))
+
+
+def _free_bytes() -> int | None:
+    """The memory that is available in the machine, and in the control group of a container."""
+    free, group = [_field(Path("/proc/meminfo"), "MemAvailable")], Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min((each for each in free if each is not None), default=None)
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning_turbo.errors import TurboError
 
-__all__ = ["SMALL_SHARE", "Candidate", "Facts", "Settings", "combine", "list_candidates", "select", "why_not"]
+__all__ = [
+    "SMALL_SHARE",
+    "Candidate",
+    "Facts",
+    "Settings",
+    "combine",
+    "list_candidates",
+    "list_rank_candidates",
+    "select",
+    "why_not",
+]
 
 Result = Literal["same bits", "rounding", "other maths"]
 SMALL_SHARE = 0.03  # of a step; what cannot save more than this is not tried
@@ -59,6 +69,8 @@ class Facts:
             return self.one_batch_ms < SMALL_SHARE * self.step_ms
         if need == "short epochs":
             return self.batches is None or self.batches > SHORT_EPOCH
+        if need == "no accumulation":
+            return self.accumulate > 1
         if need == "short step":
             return self.one_batch_ms * SMALL_SHARE >= LIGHTNING_MS
         if need == "random part":
@@ -75,6 +87,7 @@ NEEDS = {
     "no thread": "the loader prepares batches in a thread already",
     "short epochs": "epochs are long, so that their starts hardly count",
     "own strategy": "the script sets a strategy",
+    "no accumulation": "gradients are accumulated, which a static graph does not allow",
     "own precision": "the script sets a precision",
     "float32 weights": "the network's weights are float64, whose digits half precision would lose",
     "short step": "a step is long beside Lightning's loop",
@@ -94,7 +107,8 @@ NEEDS = {
 class Settings:
     """What a Trainer and its process are given."""
 
-    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of a TurboStrategy
+    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of a TurboStrategy, or TurboDDPStrategy
+    ranks: int = 1
     precision: str = ""  # the Trainer's
     opt_level: str = ""  # of an ApexAMP
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
@@ -151,8 +165,19 @@ def _workers(count: int) -> list[Candidate]:
     ]
 
 
+def list_rank_candidates(cores: int, ranks: int) -> list[Candidate]:
+    """Return the table for several ranks, which share the cores, with what changes their exchange."""
+    ddp: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "host-signals": (("own strategy", "Lightning 2.6"), {"lean": False}),  # what the strategy does by itself
+        "bucket-view": (("own strategy",), {"gradient_as_bucket_view": True}),
+        "static-graph": (("own strategy", "no accumulation"), {"static_graph": True}),
+    }
+    table = [Candidate(name=name, needs=needs, strategy=changes) for name, (needs, changes) in ddp.items()]
+    return [replace(each, ranks=ranks) for each in [*table, *list_candidates(max(1, cores // ranks))]]
+
+
 def list_candidates(cores: int) -> list[Candidate]:
-    """Return the table, for a machine with so many cores."""
+    """Return the table, for a process with so many cores."""
     counts = [count for count in (1, 2, 4, 8) if count <= cores]
     half = str(max(1, cores // 2))
     threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
@@ -239,8 +264,10 @@ def combine(candidates: Iterable[Candidate]) -> Settings:
     """Return the settings of some candidates together."""
     settings = Settings()
     for each in candidates:
+        off = OFF | ({"gradient_as_bucket_view": False} if each.ranks > 1 else {})
         settings = Settings(
-            strategy={**OFF, **settings.strategy, **each.strategy} if each.strategy else settings.strategy,
+            ranks=each.ranks,
+            strategy={**off, **settings.strategy, **each.strategy} if each.strategy else settings.strategy,
             precision=each.precision or settings.precision,
             opt_level=each.opt_level or settings.opt_level,
             callbacks={**settings.callbacks, **each.callbacks},

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
+from lightning_turbo._files import whole_file
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import (
     Interrupt,
@@ -17,7 +18,8 @@ from lightning_turbo.measure import (
     why_no_picture,
     write_json,
 )
-from lightning_turbo.tune.candidates import list_candidates, select
+from lightning_turbo.tune.batch_size import BatchSizes
+from lightning_turbo.tune.candidates import Candidate, list_candidates, list_rank_candidates, select
 from lightning_turbo.tune.epochs import describe_epochs, train_epochs
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
@@ -41,12 +43,15 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     Raises:
         TurboError: If the script cannot be measured, or the settings leave nothing to try.
     """
-    candidates = select(list_candidates(count_cores()), settings.only, settings.without, settings.same_maths)
+    candidates = select(_list(settings.ranks), settings.only, settings.without, settings.same_maths)
     state = _read_state(settings) if settings.resume else None
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
     with interrupt.caught(), Progress(interrupt.deadline) as progress:
         runner = ScriptRunner(settings, {each.name: each for each in candidates}, interrupt, progress)
+        if settings.batch_size:
+            _tune_batch_size(runner, settings.out, stream)
+            return 130 if interrupt.pressed else 0
         search = Search(candidates, runner, same_maths=settings.same_maths)
         search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
         if state is not None:
@@ -64,10 +69,23 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     return 130 if interrupt.pressed else 0
 
 
+def _list(ranks: int) -> list[Candidate]:
+    cores = count_cores()
+    return list_candidates(cores) if ranks == 1 else list_rank_candidates(cores, ranks)
+
+
+def _tune_batch_size(runner: ScriptRunner, out: Path, stream: TextIO | None) -> None:
+    sizes = BatchSizes(runner)
+    sizes.run()
+    with whole_file(out / "batch_size.md") as part:
+        part.write_text(f"{sizes.as_text()}\n")
+    print_lines(sizes.as_text(), "", str(out / "batch_size.md"), stream=stream)
+
+
 def _origin(settings: TuneSettings) -> dict[str, Any]:
     """Return what has to be the same for a second run to go on."""
     script = "" if settings.module else hashlib.sha256(Path(settings.program).read_bytes()).hexdigest()
-    asked = {name: getattr(settings, name) for name in ("seed", "device")}
+    asked = {name: getattr(settings, name) for name in ("seed", "device", "ranks")}
     machine = {name: describe_machine("cpu")[name] for name in ("processor", "cores", "versions")}
     return {"command": settings.command, "script": script, **asked, **machine}
 

@@ -27,8 +27,11 @@ class Case:
 
     names: tuple[str, ...] = ()
     mode: str = "step"
+    batch_size: int = 0  # of the training loaders; 0 leaves the script's
 
     def __str__(self) -> str:
+        if self.batch_size:
+            return f"batch size {self.batch_size}"
         names = " + ".join(self.names)
         return names or "default" if self.mode == "step" else f"{self.mode} with {names}" if names else self.mode
 

@@ -11,19 +11,21 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 import lightning_turbo
 from lightning_turbo._lightning import (
     Callback,
+    DDPStrategy,
     DummyLogger,
     MixedPrecision,
     Precision,
+    TorchElasticEnvironment,
     Trainer,
 )
 from lightning_turbo._replaced import ReplacedMethod
@@ -44,6 +46,7 @@ UNWANTED = {
     *("LearningRateMonitor", "ModelSummary", "ProgressBar", "SaveConfigCallback", "Timer"),
 }
 STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy")
+STRATEGIES_OF_RANKS = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class Repeat:
@@ -85,6 +88,7 @@ class Probe(Callback):
             trainer.strategy.lr_scheduler_configs = []
         self.meter.device = trainer.strategy.root_device
         self.facts = describe(trainer, pl_module)
+        self.numbers["batches"] = describe_batches(trainer)
         self.step()  # that is none: it waits for the turn, as nothing is computed beside processes that start
         if self.mode == "loader":
             loader = combined_loader(trainer)
@@ -155,7 +159,9 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
     has = {
         "dataloader": isinstance(loader, DataLoader),
         "no thread": not isinstance(loader, PrefetchLoader),
-        "own strategy": type(trainer.strategy).__name__ == "SingleDeviceStrategy",
+        # What a script tells DDP, as to find unused parameters, would be lost in another one.
+        "own strategy": type(trainer.strategy).__name__ in STRATEGIES_OF_RANKS
+        and not getattr(trainer.strategy, "_ddp_kwargs", {}),
         # A plugin of another class sets the precision too, whatever it is called.
         "own precision": type(trainer.precision_plugin) is Precision,
         "automatic": module.automatic_optimization,
@@ -174,6 +180,17 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
         "lacks": [need for need, there in has.items() if not there],
         "accumulate": int(trainer.accumulate_grad_batches),
         "random_part": describe_random_part(getattr(loader, "dataset", None)),
+    }
+
+
+def describe_batches(trainer: Any) -> dict[str, Any]:
+    """Return what the size of a batch depends on: the script's, the samples of an epoch, and the optimizers."""
+    loader = combined_loader(trainer).flattened[0]
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    return {
+        "size": getattr(sampler, "batch_size", None),
+        "samples": len(sampler.sampler) if isinstance(getattr(sampler, "sampler", None), Sized) else None,
+        "optimizers": sorted({type(optimizer).__name__ for optimizer in trainer.optimizers}),
     }
 
 
@@ -198,15 +215,40 @@ def trainer_in_construction() -> Any:
     raise RuntimeError("No Trainer is under construction: this version of Lightning calls its entry points elsewhere.")
 
 
-def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> list[Callback]:
-    """Put the settings into a Trainer in construction, and silence it when it begins to run."""
+def replace_in_construction(trainer: Any, options: Mapping[str, Any], ranks: int, probe: Probe) -> None:
+    """Give a Trainer in construction a turbo strategy if there are options for it, and DDP on several ranks."""
     old = trainer.strategy
-    if (name := type(old).__name__) not in STRATEGIES:  # before it starts the processes of further ranks
-        probe.refuse(f"its Trainer has strategy {name}; expected one device and the default strategy, or 'turbo'.")
-    if settings["strategy"]:
-        new = lightning_turbo.TurboStrategy(device=old.root_device, accelerator=old.accelerator, **settings["strategy"])
-        new.precision_plugin = old.precision_plugin
-        replace_strategy(trainer, new)
+    name, devices = type(old).__name__, len(getattr(old, "parallel_devices", None) or [old.root_device])
+    # Before it starts the processes of further ranks.
+    if name not in (STRATEGIES if ranks == 1 else STRATEGIES_OF_RANKS) or devices not in (1, ranks):
+        expected = "one device and the default strategy, or 'turbo', or 'ddp' with its number of devices as --ranks"
+        probe.refuse(f"its Trainer has strategy {name} and {devices} devices; expected {expected}.")
+    if ranks > 1 and (options or name != "DDPStrategy"):
+        kind, placed = (lightning_turbo.TurboDDPStrategy if options else DDPStrategy), old.root_device
+        where = [placed if placed.type == "cpu" else torch.device(placed.type, rank) for rank in range(ranks)]
+        place = {"parallel_devices": where, "cluster_environment": TorchElasticEnvironment()}
+    elif options:
+        kind, place = lightning_turbo.TurboStrategy, {"device": old.root_device}
+    else:
+        return
+    new: Any = kind(accelerator=old.accelerator, **place, **options)
+    new.precision_plugin = old.precision_plugin
+    replace_strategy(trainer, new)
+
+
+def resize(loader: Any, batch_size: int, probe: Probe) -> Any:
+    """Give a loader batches of another size."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if type(sampler) is not BatchSampler:
+        probe.refuse("its training loader has no BatchSampler of torch; expected a DataLoader with a batch_size.")
+    sampler.batch_size = batch_size
+    return loader
+
+
+def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list[Callback]:
+    """Put the settings of a task into a Trainer in construction, and silence it when it begins to run."""
+    settings = task["settings"]
+    replace_in_construction(trainer, settings["strategy"], task["ranks"], probe)
     strategy = trainer.strategy
     if settings["precision"]:
         strategy.precision_plugin = MixedPrecision(settings["precision"], strategy.root_device.type)
@@ -221,6 +263,8 @@ def prepare_trainer(trainer: Any, settings: Mapping[str, Any], probe: Probe) -> 
     begun = ReplacedMethod(strategy, "setup_environment", begin_silently)  # which a run calls first
     if settings["augment_batches"]:
         MovedAugmentation(trainer, strategy)
+    if size := task["batch_size"]:
+        ReplacedMethod(strategy, "process_dataloader", lambda process, loader: process(resize(loader, size, probe)))
     if probe.mode == "one batch":
         ReplacedMethod(strategy, "process_dataloader", lambda process, loader: Repeat(process(loader)))
     return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]

@@ -136,13 +136,18 @@ def _start_line(settings: Settings, command: Sequence[str]) -> str:
     return f"Start it with: {variables} {shlex.join(command)}" if variables else ""
 
 
+def _strategy(settings: Settings) -> str:
+    return "TurboStrategy" if settings.ranks == 1 else "TurboDDPStrategy"
+
+
 def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
     """Return ``turbo.yaml``: a further ``--config`` for LightningCLI."""
     import yaml  # Lightning brings it
 
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = {"devices": settings.ranks, "strategy": "ddp"} if settings.ranks > 1 else {}
     if settings.strategy:
-        trainer["strategy"] = {"class_path": "lightning_turbo.TurboStrategy", "init_args": dict(settings.strategy)}
+        where = f"lightning_turbo.{_strategy(settings)}"
+        trainer["strategy"] = {"class_path": where, "init_args": dict(settings.strategy)}
     if settings.precision:
         trainer["precision"] = settings.precision
     if settings.opt_level:
@@ -162,15 +167,17 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
 def script_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
     """Return ``turbo.py``: a function that puts the settings among the arguments of a script's Trainer."""
     callbacks = [_call(name, arguments) for name, arguments in settings.callbacks.items()]
-    lines = [f"callbacks=[{', '.join(['*as_list(callbacks)', *callbacks])}]"]
+    lines = [f"devices={settings.ranks}", "strategy='ddp'"] if settings.ranks > 1 else []
+    lines += [f"callbacks=[{', '.join(['*as_list(callbacks)', *callbacks])}]"]
     if settings.strategy:
-        lines.append(f"strategy={_call('TurboStrategy', settings.strategy)}")
+        lines.append(f"strategy={_call(_strategy(settings), settings.strategy)}")
     if settings.precision:
         lines.append(f"precision={settings.precision!r}")
     if settings.opt_level:
         lines.append("precision=None")
         lines.append(f"plugins=[*as_list(arguments.get('plugins')), ApexAMP({settings.opt_level!r})]")
-    names = [*settings.callbacks, *["TurboStrategy"] * bool(settings.strategy), *["ApexAMP"] * bool(settings.opt_level)]
+    parts = {_strategy(settings): settings.strategy, "ApexAMP": settings.opt_level}
+    names = [*settings.callbacks, *(name for name, used in parts.items() if used)]
     imports = f"from lightning_turbo import {', '.join(sorted(names))}\n" if names else ""
     start = _start_line(settings, command)
     return SCRIPT.format(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,9 @@ class TuneSettings:
     without: tuple[str, ...] = ()
     same_maths: bool = False  # only what keeps every bit is kept
     seed: int = 0
+    batch_size: bool = False  # look for the best batch size instead
     resume: bool = False  # go on from the measurements in ``out``
+    ranks: int = 1
     confirm: bool = False  # by a whole epoch with and one without
     device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
 
@@ -51,6 +54,8 @@ class TuneSettings:
             check_script(Path(self.program))
         if not 0 < self.minutes < math.inf:
             raise TurboError(f"minutes={self.minutes!r}: expected a number above 0.")
+        if not 1 <= self.ranks <= 64:
+            raise TurboError(f"ranks={self.ranks!r}: expected a whole number from 1 to 64.")
         if not 0 <= self.seed < 2**32:  # as numpy takes them
             raise TurboError(f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -112,11 +117,15 @@ class ScriptRunner:
         """Start the process of a case."""
         put_together = combine(self.candidates[name] for name in case.names)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
+        if self.settings.ranks > 1:
+            hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
         task = {
             "program": self.settings.program,
             "arguments": list(self.settings.arguments),
             "module": self.settings.module,
             "mode": case.mode,
+            "ranks": self.settings.ranks,
+            "batch_size": case.batch_size,
             "settings": dataclasses.asdict(put_together),
             "seed": self.settings.seed,
             "warmup": self.warmup,
@@ -126,5 +135,5 @@ class ScriptRunner:
             task,
             log=self.settings.out.absolute() / "logs" / f"{next(self._numbers):03d} {case}.log",
             folder=Path.cwd(),
-            environment={**put_together.environment, **hidden, "WANDB_MODE": "disabled"},
+            environment={**hidden, **put_together.environment, "WANDB_MODE": "disabled"},
         )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +16,7 @@ import numpy as np
 import torch
 
 from lightning_turbo.doctor.script import Ending, run_program
-from lightning_turbo.measure import Meter, SkippedError, open_channel, serve
+from lightning_turbo.measure import Meter, SkippedError, limit_memory, open_channel, serve
 
 if TYPE_CHECKING:
     from lightning_turbo.tune.probe import Probe
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "measure_program"]
 
 # Modules of torch whose errors say that a network cannot be compiled.
+MARGIN = 0.9  # of the memory that is free
+OUT_OF_MEMORY = "out of memory"
 TRACERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch.fx")
 
 
@@ -30,7 +38,7 @@ def measure_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
 
         kind = probe.WholeEpoch if task["mode"] == "epoch" else probe.Probe
         made.append(kind(meter, task["mode"]))
-        return [*probe.prepare_trainer(probe.trainer_in_construction(), task["settings"], made[-1]), made[-1]]
+        return [*probe.prepare_trainer(probe.trainer_in_construction(), task, made[-1]), made[-1]]
 
     _check(run_program(task["program"], task["arguments"], callbacks, module=task["module"]), made, meter)
     used = next(each for each in made if each.facts)
@@ -45,10 +53,46 @@ def _check(ending: Ending, made: list[Probe], meter: Meter) -> None:
     if ending.error is not None:
         if any(type(each).__module__.startswith(TRACERS) for each in (ending.error, ending.error.__cause__)):
             raise SkippedError("torch cannot trace this network; the log has its words.")
+        if _is_out_of_memory(ending.error):
+            raise SkippedError(OUT_OF_MEMORY)
         raise ending.error
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # Of a CPU's allocator torch raises a RuntimeError.
+    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def start_ranks(task: Mapping[str, Any]) -> list[subprocess.Popen[bytes]]:
+    """Start the ranks behind this one, as torchrun would, in its session, so that all are held still with it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = str(task["ranks"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(TORCHELASTIC_RUN_ID="tune", GROUP_RANK="0", RANK="0", LOCAL_RANK="0")
+    others = []
+    for rank in map(str, range(1, task["ranks"])):
+        environment = {**os.environ, "RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, "-m", "lightning_turbo.tune.worker"]
+        others.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment))
+        others[-1].stdin.write(json.dumps({**task, "rank": rank}).encode() + b"\n")
+        others[-1].stdin.flush()
+    return others
+
+
+def follow(task: Mapping[str, Any]) -> None:
+    """Run the program on a rank behind the first, which ends it; if it fails, the first one would wait in vain."""
+    meter = Meter(lambda event: {"order": "round", "lead": 0, "steps": sys.maxsize}, warmup=1)
+    try:
+        measure_program(task, meter)
+    except SkippedError:
+        pass  # the first rank says why
+    except BaseException:
+        os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
@@ -57,7 +101,21 @@ def main() -> None:
     task = channel.receive()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(task["seed"])
-    meter = Meter(channel.ask, warmup=task["warmup"])
+    if "rank" in task:
+        follow(task)
+        return
+    others = start_ranks(task) if task["ranks"] > 1 else []
+
+    def ask(event: dict[str, Any]) -> dict[str, Any]:
+        order = channel.ask(event)
+        if order["order"] == "end":
+            for each in others:
+                each.kill()
+        return order
+
+    if task["batch_size"]:
+        limit_memory(MARGIN)
+    meter = Meter(ask, warmup=task["warmup"])
     serve(channel, meter, lambda: measure_program(task, meter))
 
 

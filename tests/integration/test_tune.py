@@ -18,9 +18,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from examples.tune.answers import ANSWERS, Answer
 from lightning_turbo import GradToNone
 from lightning_turbo.cli import main
-from lightning_turbo.measure import Channel, Meter, SkippedError, serve
-from lightning_turbo.tune.candidates import combine, list_candidates
+from lightning_turbo.measure import Channel, Interrupt, Meter, Progress, SkippedError, serve
+from lightning_turbo.tune.candidates import combine, list_candidates, list_rank_candidates
+from lightning_turbo.tune.evidence import DEFAULT, Case
 from lightning_turbo.tune.report import script_text, yaml_text
+from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
 from lightning_turbo.tune.worker import measure_program
 from tests.trainers import FLAGS
 from tests.versions import KNOWS_WEIGHTS_ONLY, TURBO_CANDIDATE
@@ -83,14 +85,15 @@ def script(tmp_path):
     return write
 
 
-def run(program, *names, mode="step", steps=20, warmup=4, module=False, arguments=("--rate", "1")):
+def run(program, *names, mode="step", steps=20, warmup=4, module=False, arguments=("--rate", "1"), batch_size=0):
     """Run a script in this process for so many steps."""
     asked = []
     orders = iter([{"order": "round", "lead": warmup, "steps": steps - warmup}, {"order": "end"}])
     meter = Meter(lambda event: asked.append(event) or next(orders), warmup=warmup)
     settings = dataclasses.asdict(combine(TABLE[name] for name in names))
     task = {"program": str(program), "module": module, "arguments": list(arguments), "mode": mode}
-    return measure_program({**task, "settings": settings}, meter), asked
+    task |= {"settings": settings, "ranks": 1, "batch_size": batch_size}
+    return measure_program(task, meter), asked
 
 
 @pytest.mark.parametrize("mode", ["step", "one batch", "loader"])
@@ -112,6 +115,15 @@ def test_a_whole_epoch_validates_as_the_script_does_and_ends_there(script, tmp_p
     assert 0.0 < found["steps_seconds"] < found["seconds"]
     assert set(found["metrics"]) == {"train_loss"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "validated"], "no checkpoint, log, or end"
+
+
+@pytest.mark.parametrize(("size", "batches"), [(0, 8), (16, 2), (20, 2)])
+def test_a_script_runs_with_batches_of_another_size(script, size, batches):
+    found, _ = run(script(), batch_size=size)
+    assert found["facts"]["batches"] == batches
+    assert found["batches"] == {"size": size or 4, "samples": 32, "optimizers": ["Adam"]}
+    with pytest.raises(SkippedError, match="expected a DataLoader with a batch_size"):
+        run(script(SCRIPT.replace("DataLoader(data, 4, shuffle=True)", "DataLoader(data, None)")), batch_size=size or 4)
 
 
 @pytest.mark.parametrize("name", [name for name in ON_CPU if name not in UNTRIED])
@@ -179,7 +191,7 @@ def test_packing_is_timed_without_what_is_random(script, steps, words):
 
 
 @pytest.mark.parametrize(("text", "arguments", "reason"), [
-    (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy; expected one device"),
+    (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy and 2 devices; expected one"),
     ("print('no training')", {}, "it made no Trainer; expected a script that makes a Trainer and calls fit"),
     ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
 ])  # fmt: skip
@@ -188,6 +200,8 @@ def test_a_script_that_cannot_be_run_so_says_why(script, text, arguments, reason
         run(script(text, **arguments))
 
 
+# What torch says of a CPU on which memory is over.
+TOO_LARGE = "import torch\ntorch.empty(2**50)"
 # What a callback says of a network through which torch.fx finds no way.
 UNTRACED = "import torch.fx.proxy\nraise ValueError('a page\\n' * 60) from torch.fx.proxy.TraceError('its words')"
 UNTRACEABLE = "import torch._dynamo\nraise torch._dynamo.exc.Unsupported('a page\\n' * 60)"
@@ -196,12 +210,13 @@ UNTRACEABLE = "import torch._dynamo\nraise torch._dynamo.exc.Unsupported('a page
 @pytest.mark.parametrize(("text", "event", "reason"), [
     ("raise RuntimeError('no data')", "failed", "RuntimeError: no data"),
     ("raise OSError('a word ' * 99)", "failed", r"OSError: (a word )+.*\.\.\."),
+    (TOO_LARGE, "skipped", "out of memory"),
     (UNTRACED, "skipped", "torch cannot trace this network; the log has its words."),
     (UNTRACEABLE, "skipped", "torch cannot trace this network; the log has its words."),
 ])  # fmt: skip
 def test_a_failure_is_told_in_one_line_once(script, text, event, reason, capfd):
     told, program = io.StringIO(), script(text)
-    task = {"program": str(program), "module": False, "arguments": [], "mode": "step", "settings": {}}
+    task = {"program": str(program), "module": False, "arguments": [], "mode": "step"}
     meter = Meter(dict)
     serve(Channel(io.StringIO(), told), meter, lambda: measure_program(task, meter))
     said = json.loads(told.getvalue())
@@ -209,6 +224,33 @@ def test_a_failure_is_told_in_one_line_once(script, text, event, reason, capfd):
     assert re.fullmatch(reason, said["reason"])
     assert len(said["reason"]) <= 200
     assert "Traceback" in capfd.readouterr().err, "the log has the rest"
+
+
+RANKS = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, STRATEGY).fit(BoringModel())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["devices=1", "devices=2, strategy='ddp'"])
+def test_two_ranks_are_measured_in_turns_as_one_process_is(script, strategy, tmp_path):
+    settings = TuneSettings(program=str(script(RANKS.replace("STRATEGY", strategy))), ranks=2, out=tmp_path)
+    table = {each.name: each for each in list_rank_candidates(2, 2)}
+    interrupt = Interrupt()
+    runner = ScriptRunner(settings, table, interrupt, Progress())
+    cases = [DEFAULT, Case(("bucket-view",)), Case(("host-signals", "static-graph", "workers-1"))]
+    rows = runner.measure(cases)
+    assert [row["status"] for row in rows.values()] == ["ok"] * 3, rows
+    assert all(len(row["rounds"]) == 4 for row in rows.values())
+    losses = [row["numbers"]["losses"] for row in rows.values()]
+    assert losses[0] == losses[1] == losses[2]
+    assert rows[DEFAULT]["numbers"]["facts"]["batches"] == 32, "of 64 samples, each rank has its half"
+    fails = runner.measure([Case(("fused",))]) if strategy == "devices=1" else {}
+    assert all(row["status"] == "ok" for row in fails.values())
 
 
 PROGRAM = """
@@ -282,6 +324,26 @@ def test_the_configuration_that_is_written_runs_whatever_the_first_one_names(nam
     assert {type(callback).__name__ for callback in trainer.callbacks} >= {"GradToNone", *settings.callbacks}
 
 
+@pytest.mark.parametrize(("names", "strategy", "arguments"), [
+    (("workers-1",), "DDPStrategy", {}),
+    (("bucket-view", "static-graph"), "TurboDDPStrategy", {"gradient_as_bucket_view": True, "static_graph": True}),
+    (("host-signals", "bucket-view"), "TurboDDPStrategy", {"gradient_as_bucket_view": True, "static_graph": False}),
+])  # fmt: skip
+def test_what_is_written_for_ranks_makes_a_trainer_with_them(names, strategy, arguments, tmp_path, monkeypatch):
+    table = {each.name: each for each in list_rank_candidates(2, 2)}
+    settings = combine(table[name] for name in names)
+    (tmp_path / "turbo.py").write_text(script_text(settings, "1.40 times as fast", ["python", "train.py"]))
+    made = [Trainer(**runpy.run_path(str(tmp_path / "turbo.py"))["turbo"](**FLAGS))]
+    if cli := pytest.importorskip("lightning.pytorch.cli"):
+        (tmp_path / "turbo.yaml").write_text(yaml_text(settings, "1.40 times as fast", ["python", "train.py"]))
+        (tmp_path / "own.yaml").write_text(json.dumps({"trainer": FLAGS}))
+        monkeypatch.setattr(sys, "argv", ["train.py", "--config", "own.yaml", "--config", "turbo.yaml"])
+        made.append(cli.LightningCLI(Line, run=False, save_config_callback=None, seed_everything_default=0).trainer)
+    for trainer in made:
+        assert (type(trainer.strategy).__name__, trainer.num_devices) == (strategy, 2)
+        assert {**trainer.strategy._ddp_kwargs, **arguments} == trainer.strategy._ddp_kwargs
+
+
 def test_the_command_finds_and_writes(script, tmp_path, capsys):
     script()
     options = ["--minutes", "0.05", "--only", "release-gradients", "--out", "out", "train.py", "--rate", "1"]
@@ -302,6 +364,7 @@ def test_the_command_finds_and_writes(script, tmp_path, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
     (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
+    (["--ranks", "0", "train.py"], "ranks=0: expected a whole number from 1 to 64"),
     (["--resume", "train.py"], "--resume: expected runs/tune/measured.json of an earlier run"),
     (["--seed", str(2**32), "train.py"], f"seed={2**32}: expected a whole number from 0 to 2**32 - 1"),
     (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),

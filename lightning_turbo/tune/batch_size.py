@@ -1,0 +1,135 @@
+"""The largest batch that fits into the memory, and the size that is the fastest a sample."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import InterruptedRunError, markdown_table, seconds_by_sweep, three_digits
+from lightning_turbo.tune.evidence import Case, Comparison
+from lightning_turbo.tune.search import Runner
+
+__all__ = ["BatchSizes"]
+
+RIVALS = 3  # sizes that are compared with the script's
+PASSES = 6  # over these; their number is fixed beforehand, as in the last comparison of a search
+SHORT_EPOCH = 16  # batches; Lightning fetches one batch ahead, so that a round of a few steps may miss the loading
+SQUARE_ROOT = ("Adam", "Lamb")  # in names of optimizers whose steps do not grow with the gradient
+
+
+class BatchSizes:
+    """Doubles the batch until it does not fit, halves what is between, and compares the fastest sizes.
+
+    Each process runs alone, because two would share the memory: sizes take turns process by process.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.rows: dict[int, dict[str, Any]] = {}  # by size: its first process; the script's size is the first one
+        self.against: dict[int, Comparison] = {}  # times a sample, against the script's size
+        self.ended = "the time was over"  # why no larger one was tried
+        self.facts: dict[str, Any] = {}  # of ``probe.describe_batches``
+
+    @property
+    def base(self) -> int:
+        """The script's size."""
+        return next(iter(self.rows))
+
+    @property
+    def fitting(self) -> list[int]:
+        """The sizes that fit, from small to large."""
+        return sorted(size for size, row in self.rows.items() if row["status"] == "ok")
+
+    @property
+    def best(self) -> int:
+        """The fastest size a sample that gains beyond noise, or the script's."""
+        gaining = [size for size, each in self.against.items() if each.gains and len(each.logs) == PASSES]
+        return min(gaining, key=lambda size: self.against[size].ratio, default=self.base)
+
+    def run(self) -> None:
+        """Measure until it is done, the time is over, or Ctrl-C; the attributes hold what is known.
+
+        Raises:
+            TurboError: If the script cannot be measured.
+        """
+        try:
+            self._grow()
+            self._compare()
+        except InterruptedRunError:
+            if not self.rows:
+                raise TurboError("the time was over before the script's own batch size was measured.") from None
+
+    def _grow(self) -> None:
+        first = self._measure(0)
+        if first["status"] != "ok" or not first["numbers"]["batches"]["size"]:
+            reason = first["reason"] or "expected a training DataLoader with a batch_size"
+            raise TurboError(f"the script cannot be measured: {reason}.")
+        self.facts = first["numbers"]["batches"]
+        low, most = self.facts["size"], self.facts["samples"] or math.inf
+        high, self.rows[low] = 2 * low, first
+        while high - low > max(1, low // 8):
+            size = (low + high) // 2 if high in self.rows else high
+            if size > most:
+                self.ended = f"an epoch has {most} samples"
+                return
+            self.rows[size] = self._measure(size)
+            fits = self.rows[size]["status"] == "ok"
+            low, high = (size, 2 * size if size == high else high) if fits else (low, size)
+        self.ended = f"{high} does not fit: {self.rows[high]['reason']}"
+
+    def _compare(self) -> None:
+        rivals = sorted((size for size in self.fitting if size != self.base), key=self._seconds)[:RIVALS]
+        self.against = {size: Comparison() for size in rivals}
+        for _ in range(PASSES if rivals else 0):
+            rows = {size: self._measure(size) for size in (self.base, *rivals)}
+            for size, comparison in self.against.items():
+                comparison.add(rows[size], rows[self.base])
+                factor = self._samples(size) / self._samples(self.base)
+                comparison.logs[-1:] = [log - math.log(factor) for log in comparison.logs[-1:]]
+
+    def _measure(self, size: int) -> dict[str, Any]:
+        case = Case(batch_size=size)
+        if self.rows:
+            epoch = math.ceil((self.facts["samples"] or 0) / size)
+            window = epoch if 0 < epoch <= SHORT_EPOCH else 1  # a round is of whole epochs, where they are short
+            self.runner.set_pace(self._seconds(self.fitting[-1]) * size, window)
+        return dict(self.runner.measure([case])[case])
+
+    def _seconds(self, size: int) -> float:
+        """Of a sample, in the first process of a size."""
+        return statistics.median(seconds_by_sweep(self.rows[size]).values()) / self._samples(size)
+
+    def _samples(self, size: int) -> float:
+        """Of a step in the mean: the last batch of an epoch may be smaller."""
+        batches = self.rows[size]["numbers"]["facts"].get("batches")
+        return min(size, self.facts["samples"] / batches) if batches and self.facts["samples"] else size
+
+    def as_text(self) -> str:
+        """Return what was found in words, and a row for each size."""
+        said = f"The largest batch that fits is {self.fitting[-1]} ({self.ended})."
+        if self.best == self.base:
+            said += f" None is faster a sample than the script's {self.base} beyond noise."
+        else:
+            rule = (
+                "square-root"
+                if any(part in name for name in self.facts["optimizers"] for part in SQUARE_ROOT)
+                else "linear"
+            )
+            factor = (self.best / self.base) ** (0.5 if rule == "square-root" else 1.0)
+            names = " and ".join(self.facts["optimizers"])
+            said += (
+                f" The fastest a sample is {self.best}: {self.against[self.best]}, against {self.base}. "
+                f"The learning rate was not changed: for {names} the {rule} rule multiplies it by {factor:.3g}."
+            )
+        columns = ["batch size", "us a sample", "times as fast a sample", "MB", "how it ended"]
+        return said + "\n\n" + "\n".join(markdown_table(columns, [self._cells(size) for size in sorted(self.rows)]))
+
+    def _cells(self, size: int) -> list[str]:
+        row = self.rows[size]
+        if row["status"] != "ok":
+            return [str(size), "", "", "", row["reason"]]
+        factor = str(self.against[size]) if size in self.against else ""
+        peak = f"{row['peak_bytes'] / 1e6:.0f}" if row["peak_bytes"] else ""
+        return [str(size), three_digits(1e6 * self._seconds(size)), factor, peak, "fits"]

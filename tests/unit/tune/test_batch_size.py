@@ -1,0 +1,111 @@
+"""The search for a batch size, on a machine of the test's own with a limit of memory."""
+
+import math
+import random
+
+import pytest
+
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import InterruptedRunError, new_row
+from lightning_turbo.measure import worker as measured
+from lightning_turbo.tune.batch_size import BatchSizes
+
+
+class Machine:
+    """A step takes a fixed time and one for each sample; a batch takes memory for each sample."""
+
+    def __init__(self, *, fits, samples=10_000, fixed=0.010, each=0.001, size=8, stop=math.inf, optimizers=("SGD",)):
+        self.fits, self.fixed, self.each, self.size, self.stop = fits, fixed, each, size, stop
+        self.batches = {"size": size, "samples": samples, "optimizers": list(optimizers)}
+        self.luck, self.calls, self.windows = random.Random(0), [], []
+
+    def set_pace(self, step_seconds, accumulate):
+        assert 0.0 < step_seconds < math.inf
+        self.windows.append(accumulate)
+
+    def measure(self, cases):
+        (case,) = cases  # alone: two would share the memory
+        size = case.batch_size or self.size or 8
+        self.calls.append(size)
+        if len(self.calls) > self.stop:
+            raise InterruptedRunError
+        if size > self.fits:
+            return {case: {**new_row(), "status": "skipped", "reason": "out of memory"}}
+        seconds = (self.fixed + self.each * size) * math.exp(self.luck.gauss(0.0, 0.01))
+        rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(4)]
+        row = {**new_row(), "status": "ok", "rounds": rounds, "peak_bytes": 10**6 * size}
+        batches = math.ceil(self.batches["samples"] / size)
+        # A last batch that is smaller takes less time.
+        mean = self.batches["samples"] / batches
+        for part in rounds:
+            part["seconds"] *= (self.fixed + self.each * mean) / (self.fixed + self.each * size)
+        return {case: {**row, "numbers": {"batches": self.batches, "facts": {"batches": batches}}}}
+
+
+def find(**settings):
+    sizes = BatchSizes(Machine(**settings))
+    sizes.run()
+    return sizes
+
+
+@pytest.mark.parametrize("fits", [8, 9, 15, 16, 100, 1000])
+def test_the_largest_that_fits_is_found_and_out_of_memory_is_a_row(fits):
+    sizes = find(fits=fits)
+    assert 0.87 * fits <= sizes.fitting[-1] <= fits
+    assert "does not fit: out of memory" in sizes.ended
+    assert "| out of memory |" in sizes.as_text()
+    assert f"The largest batch that fits is {sizes.fitting[-1]}" in sizes.as_text()
+
+
+def test_an_epoch_has_no_more_samples():
+    sizes = find(fits=10_000, samples=100)
+    assert sizes.fitting == [8, 16, 32, 64]
+    assert "(an epoch has 100 samples)" in sizes.as_text()
+    # Of 64 and 36 samples, 50 a step in the mean; rounds are of whole epochs.
+    assert sizes._seconds(64) == pytest.approx((0.010 + 0.050) / 50, rel=0.05)
+    assert sizes.runner.windows[:3] == [7, 4, 2]
+
+
+@pytest.mark.parametrize(("optimizers", "rule"), [
+    (["SGD"], "for SGD the linear rule multiplies it by 16"),
+    (["AdamW"], "for AdamW the square-root rule multiplies it by 4"),
+])  # fmt: skip
+def test_the_fastest_a_sample_is_told_with_the_rule_for_the_learning_rate(optimizers, rule):
+    sizes = find(fits=128, optimizers=optimizers, fixed=0.1)
+    assert sizes.best == 128
+    assert rule in sizes.as_text()
+    low, high = sizes.against[128].interval
+    assert low < (0.1 / 128 + 0.001) / (0.1 / 8 + 0.001) < high < 1.0
+
+
+def test_where_none_is_faster_a_sample_the_scripts_own_stays():
+    sizes = find(fits=64, fixed=0.0)
+    assert sizes.best == 8
+    assert "None is faster a sample than the script's 8 beyond noise." in sizes.as_text()
+
+
+@pytest.mark.parametrize("stop", [1, 3, 8])
+def test_what_is_measured_when_the_time_is_over_is_told(stop):
+    sizes = find(fits=64, stop=stop)
+    assert len(sizes.fitting) == min(stop, 4)
+    assert ("(the time was over)" in sizes.as_text()) == (stop < 8)
+
+
+def test_a_script_without_a_batch_size_is_refused():
+    with pytest.raises(TurboError, match="expected a training DataLoader with a batch_size"):
+        find(fits=8, size=None)
+    with pytest.raises(TurboError, match="the time was over"):
+        find(fits=8, stop=0)
+
+
+def test_a_process_takes_no_more_than_what_is_free(monkeypatch, tmp_path):
+    limits = []
+    monkeypatch.setattr(measured.resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    monkeypatch.setattr(measured.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measured, "_free_bytes", lambda: 1000)
+    before = measured._status("VmData")
+    measured.limit_memory(0.9)
+    ((soft, _),) = limits
+    assert abs(soft - before - 900) < 2**26
+    monkeypatch.undo()
+    assert 0 < measured._free_bytes() < 2**50
