@@ -156,6 +156,12 @@ def test_each_page_by_symptom_says_how_to_see_it_and_what_helps():
         assert f"(symptoms/{page.name})" in (DOCS / "symptoms.md").read_text()
 
 
+def test_the_chinese_readme_has_no_factor_that_the_english_one_lacks():
+    factors = [set(re.findall(r"\d+\.\d+", prose(ROOT / name))) for name in ("README.zh-CN.md", "README.md")]
+    assert len(factors[0]) > 10
+    assert factors[0] - factors[1] == set()
+
+
 def test_what_assistants_read_has_each_card_and_leads_nowhere_else():
     full = (DOCS / "llms-full.txt").read_text()
     assert [card.stem for card in CARDS if card.read_text().partition("\n# ")[2].partition("\n")[0] not in full] == []
@@ -165,8 +171,9 @@ def test_what_assistants_read_has_each_card_and_leads_nowhere_else():
         assert (DOCS / path).exists(), path
 
 
-def test_the_readme_links_to_no_file_that_a_package_index_lacks():
-    assert re.findall(r"(?<!!)\[[^\]]*\]\((?!https://)([^)]*)\)", prose(ROOT / "README.md")) == []
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_readme_links_to_no_file_that_a_package_index_lacks(name):
+    assert re.findall(r"(?<!!)\[[^\]]*\]\((?!https://)([^)]*)\)", prose(ROOT / name)) == []
 
 
 def test_every_extra_that_is_named_exists():
