@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import sys
 import textwrap
 import traceback
@@ -131,6 +130,8 @@ def limit_memory(share: float) -> None:
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(share * free / total)
     elif (data := _status("VmData")) is not None and (free := _free_bytes()) is not None:
+        import resource  # POSIX only, as VmData is
+
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (data + int(share * free), hard))
 

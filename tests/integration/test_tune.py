@@ -66,9 +66,10 @@ torch.manual_seed(0)
 data = TensorDataset(torch.randn(32, 1, 8, 8), torch.arange(32) % 2)
 loader = DataLoader(data, 4, shuffle=True)
 callbacks = [EarlyStopping("val_loss"), LearningRateMonitor(), ModelCheckpoint("kept")]
-trainer = Trainer(accelerator="cpu", max_epochs=1, logger=CSVLogger("logged"), callbacks=callbacks, ARGUMENTS)
-trainer.fit(Module(), loader, loader)
-Path("behind").touch()
+if __name__ == "__main__":  # worker processes that are not forked read this file as well
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=CSVLogger("logged"), callbacks=callbacks, ARGUMENTS)
+    trainer.fit(Module(), loader, loader)
+    Path("behind").touch()
 """
 TABLE = {each.name: each for each in list_candidates(2)}
 ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch", "cudnn-benchmark", "tf32")]

@@ -1,0 +1,88 @@
+"""A platform without fork, POSIX signals and /proc, made by hiding them: what Windows and macOS lack in part."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The names are hidden after torch and Lightning are imported, which chose their ways by then.
+HIDDEN = """
+import builtins, io, multiprocessing, os, signal, sys, lightning.pytorch, torch.distributed
+from lightning.pytorch.trainer.connectors import signal_connector
+from torch.utils.data._utils import signal_handling
+
+kept = {"SIGINT", "SIGTERM", "SIGABRT", "SIGFPE", "SIGILL", "SIGSEGV"}
+for name in [each for each in dir(signal) if each.startswith("SIG") and each.isupper() and each not in kept]:
+    if not name.startswith("SIG_"):
+        delattr(signal, name)
+signal.valid_signals = lambda: {getattr(signal, name) for name in kept}
+signal_connector._IS_WINDOWS = signal_handling.IS_WINDOWS = True
+for name in ("fork", "killpg", "register_at_fork", "sched_getaffinity", "setsid", "sysconf", "uname", "statvfs"):
+    delattr(os, name)
+sys.modules.update(fcntl=None, resource=None)
+real_open = builtins.open
+
+def without_proc(path, *args, **kwargs):
+    if str(path).startswith("/proc"):
+        raise FileNotFoundError(path)
+    return real_open(path, *args, **kwargs)
+
+builtins.open = io.open = without_proc
+"""
+PROGRAM = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from lightning_turbo import ApexAMP, Doctor, Prefetch
+from lightning_turbo.data import PackedDataset, PrefetchLoader, cache_transforms, pack
+import lightning_turbo.cli, lightning_turbo.tune
+
+class Rows(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)), index % 2
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def fit(**flags):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=2, enable_checkpointing=False, **quiet, **flags)
+    trainer.fit(Model(), DataLoader(Rows(), 4, shuffle=True))
+    assert trainer.global_step == 8
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn", force=True)
+    fit(plugins=[ApexAMP("O1")])
+    fit(plugins=[ApexAMP("O2")], strategy="turbo")
+    fit(callbacks=[Prefetch(num_workers=1), Doctor()])
+    assert len(list(PrefetchLoader(Rows(), 4))) == 4
+    pack(Rows(), "packed", num_workers=1)
+    assert PackedDataset("packed")[3][1] == 1
+    cache_transforms(Rows(), "cached")
+    print("all of it ran")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has")
+def test_loading_precision_and_callbacks_run_without_what_only_posix_has(tmp_path):
+    (tmp_path / "program.py").write_text(HIDDEN + PROGRAM)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "program.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout.strip().endswith("all of it ran"), done.stderr[-6000:]
