@@ -32,6 +32,8 @@ unit: $(STAMP)
 # The long suites: every kill, every pair, every benchmark case. Nightly and before a release.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit/data --start-method forkserver $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit/data --start-method spawn $(PYTEST_ARGS)
 
 # On a machine with a CUDA device; fails if no test ran.
 gpu: $(STAMP)

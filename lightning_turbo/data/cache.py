@@ -151,7 +151,8 @@ class _Digest:
             self._tell("class", each.__module__, each.__qualname__, _version_of(each.__module__))
             for name, part in sorted(vars(each).items()):
                 part = getattr(part, "__func__", getattr(part, "fget", part))  # of a method of the class, or a property
-                if isinstance(part, (types.FunctionType, str, *PLAIN)):
+                # Python 3.14 keeps annotations as a function, which holds the whole class.
+                if name != "__annotate_func__" and isinstance(part, (types.FunctionType, str, *PLAIN)):
                     self._tell(name)
                     self.add(part)
 

@@ -57,6 +57,10 @@ class Process:
         environment: Mapping[str, str] | None = None,
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
+        if not hasattr(os, "killpg"):
+            raise OSError(
+                "expected a POSIX system, whose signals stop and continue what is measured, got " + sys.platform
+            )
         self.log = log
         self._buffer = b""
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
