@@ -112,7 +112,7 @@ def _datamodule(loader: Endless, data: str, epochs: bool) -> LightningDataModule
             batches: Any = loader.batches * (EPOCH // len(loader.batches)) if epochs else _Stream(loader)
             return DataLoader(batches, batch_size=None)
 
-    class Prefetched(PrefetchDataModule, Data):
+    class Prefetched(PrefetchDataModule, Data):  # pyright: ignore[reportIncompatibleVariableOverride]
         pass
 
     return Prefetched() if data == "prefetch" else Data()
