@@ -2,6 +2,7 @@
 
 import math
 import random
+import resource
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_a_script_without_a_batch_size_is_refused():
 
 def test_a_process_takes_no_more_than_what_is_free(monkeypatch, tmp_path):
     limits = []
-    monkeypatch.setattr(measured.resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
     monkeypatch.setattr(measured.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measured, "_free_bytes", lambda: 1000)
     before = measured._status("VmData")
