@@ -50,7 +50,7 @@ class Trial:
     """What became of a candidate."""
 
     candidate: Candidate
-    why: str = ""  # how it ended: kept; no gain; no better than another of its kind; failed; not tried
+    why: str = ""  # how it ended: kept; no gain; undecided; no better than another of its kind; failed; not tried
     alone: Comparison = field(default_factory=Comparison)  # against the script as it is
     beside: Comparison = field(default_factory=Comparison)  # all winners against all winners but this one
     kept: bool = False
@@ -104,6 +104,7 @@ class Search:
         except InterruptedRunError:
             self.interrupted = True
             self.verdict = f"nothing is recommended: {self._why_ended()} before the last comparison"
+            self.verdict += self._best_so_far()
         for trial in self.trials.values():
             trial.why = trial.why or self._end(trial)
 
@@ -161,8 +162,7 @@ class Search:
         own where it does not differ beyond noise. Where the time was too short to decide about any, the last comparison
         decides about the best.
         """
-        promising = [trial for trial in self._undecided() if trial.alone.ratio < 1.0 - SMALL_SHARE]
-        gaining = list(filter(self._keeps_maths, self._gaining() or promising[:1]))
+        gaining = list(filter(self._keeps_maths, self._gaining() or self._promising()[:1]))
         return [self._choose(kind, gaining) for kind in dict.fromkeys(trial.candidate.kind for trial in gaining)]
 
     def _choose(self, kind: str, gaining: Sequence[Trial]) -> Trial:
@@ -254,8 +254,10 @@ class Search:
             return trial.alone.error
         if trial.alone.gains:
             return f"no gain confirmed, because {self._why_ended()}: {trial.alone}"
-        if trial.alone.logs:
+        if trial.alone.interval:
             return f"no gain: {trial.alone}"
+        if trial.alone.logs:
+            return f"undecided because {LATE if self.final.logs else self._why_ended()}: {trial.alone}"
         if self.interrupted:
             return f"not tried because {self._why_ended()}"
         return f"not tried because {LATE if self.final.logs else 'the time was over'}"
@@ -270,14 +272,25 @@ class Search:
 
     def _undecided(self) -> list[Trial]:
         """Return those that need processes: first what was not tried and can save most, then the best."""
+        untried = [trial for trial in self.trials.values() if not (trial.why or trial.alone.error or trial.alone.logs)]
+        return sorted(untried, key=self._share, reverse=True) or self._rivals()
+
+    def _rivals(self) -> list[Trial]:
+        """Return those that were tried and may still turn out the best of their kind, the best first."""
         best: dict[str, Trial] = {}
         for trial in self._gaining():
             best.setdefault(trial.candidate.kind, trial)
-        waiting = [trial for trial in self.trials.values() if not trial.why and not trial.alone.decided]
-        untried = [trial for trial in waiting if not trial.alone.logs]
-        rivals = [trial for trial in waiting if trial.alone.logs and _can_beat(trial, best.get(trial.candidate.kind))]
-        by_share = sorted(untried, key=self._share, reverse=True)
-        return by_share or sorted(rivals, key=lambda trial: trial.alone.ratio)
+        tried = [trial for trial in self.trials.values() if trial.alone.logs and not (trial.why or trial.alone.decided)]
+        rivals = [trial for trial in tried if _can_beat(trial, best.get(trial.candidate.kind))]
+        return sorted(rivals, key=lambda trial: trial.alone.ratio)
+
+    def _promising(self) -> list[Trial]:
+        """Return those that may gain, the best first, although too few processes say so."""
+        return [trial for trial in self._rivals() if trial.alone.ratio < 1.0 - SMALL_SHARE]
+
+    def _best_so_far(self) -> str:
+        best = next(iter(self._gaining() or self._promising()), None)
+        return f"; the best so far is {best.case}: {best.alone}" if best else ""
 
     def _gaining(self) -> list[Trial]:
         """Return those that gain, the best first."""

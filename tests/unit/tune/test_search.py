@@ -143,7 +143,7 @@ def test_what_the_headroom_rules_out_is_not_tried_and_says_so(step, lacks, tried
         assert "the network's weights are float64" in made.trials["O1"].why
 
 
-ENDS = ("kept: ", "no gain", "no better than ", "failed: ", "not tried because ")
+ENDS = ("kept: ", "no gain", "undecided because ", "no better than ", "failed: ", "not tried because ")
 
 
 @pytest.mark.parametrize("seconds", [60.0, 120.0, 180.0, 600.0, 3000.0])
@@ -209,8 +209,17 @@ def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
     made = search(machine, ("lean", "fused", "O1"))
     assert [len(trial.alone.logs) for trial in made.trials.values()] == [1, 1, 1]
     assert made.chosen.names == ("lean",)
-    assert made.trials["fused"].why.startswith("no gain: 1.")
+    assert made.trials["fused"].why.startswith(
+        "undecided because the time that was left was needed to confirm a gain: 1."
+    )
     assert made.trials["fused"].why.endswith("times as fast (in one process)")
+
+
+def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tried():
+    machine = Machine({"workers-2": 0.4}, step=(0.035, 0.002, 0.027), noise=0.02, cost=5.0, seconds=120.0)
+    made = search(machine)
+    assert made.chosen.names == ("workers-2",)
+    assert made.trials["fused"].why == "not tried because the time that was left was needed to confirm a gain"
 
 
 @pytest.mark.parametrize(("one_batch", "first"), [(0.009, "lean"), (0.003, "prefetch")])
@@ -226,7 +235,9 @@ def test_ctrl_c_keeps_what_was_measured(stop):
     made = search(machine)
     assert made.interrupted
     assert made.chosen.names == ()
-    assert made.verdict == "nothing is recommended: the search was ended before the last comparison"
+    ended, _, best = made.verdict.partition("; the best so far is ")
+    assert ended == "nothing is recommended: the search was ended before the last comparison"
+    assert best.startswith("lean: 1.4") == (stop > 2)
     assert not any("the time" in trial.why for trial in made.trials.values())
     assert (made.facts is not None) == (stop > 1)
     assert sum(bool(trial.alone.logs) for trial in made.trials.values()) >= 4 * (stop > 2)
