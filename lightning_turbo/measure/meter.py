@@ -14,6 +14,9 @@ __all__ = ["Meter"]
 class Meter:
     """Counts steps, times rounds of them, and waits while other processes are measured.
 
+    The measured process makes it before its work begins, and it is over when the program that measures says so. Between
+    rounds, and nowhere else, ``step`` waits for an order: whatever is timed runs without a word to anybody.
+
     Args:
         ask: Sends an event to the program that measures and returns its next order.
         device: Kind of device: ``"cpu"`` or ``"cuda"``.
@@ -27,6 +30,8 @@ class Meter:
         self.device = torch.device(device)
         self.over = False
         self._ask = ask
+        # The first call of ``step`` ends a phase of its own: one step shows that the code runs, and what compiles or
+        # allocates at first does so while others start as well.
         self._left = 1
         self._warmup = warmup - 1
         self._phase = "start"
@@ -67,6 +72,7 @@ class Meter:
                 self._steps = max(1, round(self._seconds / took))
             self._open("round", self._steps)
             return True
+        # Before the clock is read: a device may still be at work on the steps that the host has queued.
         self.synchronise()
         event: dict[str, Any] = {"event": "ready"}
         if self._phase == "round":

@@ -69,6 +69,7 @@ def draw_bars(
         axes.hlines(position, bar.low, bar.high, color="black", linewidth=1, alpha=0.7)
         axes.annotate(f" {bar.text}", (bar.high, position), va="center", fontsize=8)
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    # The first bar is on top, as the first line of a table is; the room at the right is for the text behind the bars.
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.18 * max(bar.high for bar in bars))
     axes.set_xlabel(label)

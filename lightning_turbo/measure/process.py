@@ -36,7 +36,8 @@ class Process:
 
     It has a session of its own together with whatever it starts: Ctrl-C in the terminal does not reach it, and all of
     it can be held still. A small second process, the guard, kills it when it is closed or when the program that
-    measures dies, even by SIGKILL while the process is held.
+    measures dies, even by SIGKILL while the process is held. It starts with this object and ends with ``close``, which
+    its owner calls whatever happens.
 
     Args:
         arguments: Of the Python interpreter, such as ``["-m", "package.worker"]``.
@@ -63,6 +64,7 @@ class Process:
             )
         self.log = log
         self._buffer = b""
+        # It runs in another folder, where a relative entry, or the empty one, would name another place.
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as errors:
@@ -110,6 +112,7 @@ class Process:
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout
         while b"\n" not in self._buffer:
+            # Both before the short wait for more: an interruption is seen also while the process says nothing.
             check()
             if time.monotonic() > deadline:
                 raise ProcessError(f"no answer within {timeout:.0f} s")
@@ -133,6 +136,7 @@ class Process:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
+        # A process that has ended has nothing to hold; ``listen`` says how it ended.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -142,6 +146,7 @@ class Process:
         Args:
             grace: Seconds in which the process may end by itself.
         """
+        # First of all: a process that is held would not see the end of its input.
         self.resume()
         process, guard = self._process, self._guard
         assert process.stdin is not None

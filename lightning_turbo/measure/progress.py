@@ -53,6 +53,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self._said = time.monotonic()
+        # The changing line goes, this one takes its place, and the changing one comes back below.
         self._erase()
         self._stream.write(f"{text}\n")
         self._stream.flush()

@@ -9,7 +9,8 @@ from typing import Any
 
 __all__ = ["interval_of", "log_quotients", "seconds_by_sweep"]
 
-FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # the 97.5 % quantile of Student's t for few degrees of freedom
+# The 97.5 % quantile of Student's t for few degrees of freedom, where the series below is too coarse.
+FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 def seconds_by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
@@ -38,6 +39,7 @@ def log_quotients(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[floa
     lower = seconds_by_sweep(other)
     logs: dict[int, list[float]] = {}
     for part in row["rounds"]:
+        # Of a sweep that was broken off the other row may lack its round.
         if lower.get(part["sweep"]):
             quotient = part["seconds"] / part["steps"] / lower[part["sweep"]]
             logs.setdefault(part.get("process", 0), []).append(math.log(quotient))

@@ -79,6 +79,9 @@ def new_row() -> dict[str, Any]:
 class Turns:
     """Starts processes, lets each measure a round in turn while all others are held still, and ends them.
 
+    ``run`` starts processes, and none of them is left when it returns or raises. While one measures, every other one is
+    stopped by a signal. A process that fails takes itself out, with its reason in its row, and never the others.
+
     Args:
         spawn: Starts the process of a name.
         rows: The row of each name, as ``new_row`` makes it; rounds and results are written there.
@@ -143,6 +146,7 @@ class Turns:
             self._measure(able, order, rounds, number, fewest, min(until, time.monotonic() + seconds))
             self._finish(number, END_TIMEOUT)
         except InterruptedRunError:
+            # The rounds so far count only with what their process returns at its end, so that this much is waited for.
             self._finish(number, END_TIMEOUT_INTERRUPTED)
             raise
         finally:
@@ -207,6 +211,7 @@ class Turns:
         Each sweep begins with another process, so that none always follows the same neighbour.
         """
         begun = time.monotonic()
+        # Sweeps are numbered on from those of earlier processes: a ratio is taken of rounds of one sweep.
         for sweep in range(rounds if self.alive else 0):
             first = sweep % max(len(names), 1)
             for name in [*names[first:], *names[:first]]:

@@ -52,6 +52,7 @@ class Channel:
     def receive(self) -> dict[str, Any]:
         """Wait for an order; end the process if the program that measures is gone."""
         line = self.orders.readline()
+        # The end of the pipe: nobody would ever read what goes on to be measured.
         if not line:
             sys.exit(1)
         return json.loads(line)
@@ -67,6 +68,7 @@ def open_channel() -> Channel:
     # The pipe moves to descriptors of its own, so that whatever the program prints cannot break a line of it.
     orders = os.fdopen(os.dup(0), "r")
     events = os.fdopen(os.dup(1), "w")
+    # A program that reads its standard input finds the end of it, and takes no order from the pipe.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
