@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_turbo._checks import expect, is_number, is_whole
-from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
+from lightning_turbo.amp.levels import HALF_DTYPES, INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
 __all__ = ["ApexGradScaler", "OptimizerState", "has_non_finite", "params_of"]
@@ -197,8 +197,9 @@ class ApexGradScaler(GradScaler):
         if not self.dynamic:
             torch._foreach_mul_([_numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
             return None
-        # In float64, because a float32 division may round.
-        inverse = self._scale_on(grads[0].device).double().reciprocal_().float()
+        # In float64, which MPS does not have, because a float32 division may round.
+        scale = self._scale_on(grads[0].device)
+        inverse = (scale if scale.device.type == "mps" else scale.double()).reciprocal().float()
         found = _check_and_multiply(grads, inverse)
         self._passes.append(found)
         return found
@@ -369,8 +370,8 @@ def _check_and_multiply(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
         alike.setdefault((numbers.device, numbers.dtype), []).append(numbers)
     found = torch.zeros_like(factor)
     for (device, dtype), numbers in alike.items():
-        # CUDA's kernel does not take bfloat16.
-        wide = [each.float() for each in numbers] if dtype is torch.bfloat16 else numbers
+        # CUDA's kernel does not take bfloat16, and in older torch that of MPS sets half gradients to 0.
+        wide = [each.float() for each in numbers] if dtype in HALF_DTYPES else numbers
         here = found if device == found.device else torch.zeros_like(found, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(wide, here, factor.to(device))
         if wide is not numbers:
@@ -398,9 +399,14 @@ def _add(before: dict[Tensor, Tensor]) -> None:
 
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` reads ``found_inf`` on the device: torch's own where they are fused."""
+    """Whether an optimizer's ``step`` reads ``found_inf`` on the device: torch's own where they are fused.
+
+    Not on MPS, where those of older torch do not read it.
+    """
     fused = type(optimizer) in (SGD, Adam, AdamW) and all(group.get("fused") for group in optimizer.param_groups)
-    return fused and not (type(optimizer) is SGD and _makes_momentum(optimizer))
+    if not fused or any(param.device.type == "mps" for param in params_of(optimizer)):
+        return False
+    return type(optimizer) is not SGD or not _makes_momentum(optimizer)
 
 
 def _makes_momentum(optimizer: SGD) -> bool:

@@ -44,7 +44,8 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lamb
 
 _HINT = (
     "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
-    "Keep the module that calls it in float32: keep_fp32_modules=[its name or its class]."
+    "Keep the module that calls it in float32: keep_fp32_modules=[its name or its class]. Or, where a step calls a "
+    "layer's forward, call the layer itself, which casts what it is given: layer(x)."
 )
 
 
@@ -373,7 +374,7 @@ class HalfForward:
             try:
                 yield
             except RuntimeError as error:
-                if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type")):
+                if any(word in str(error) for word in ("Half", "BFloat16", "dtype", "scalar type", "primitive")):
                     error.args = (f"{error}\n{_HINT}",)
                 raise
             finally:

@@ -1,5 +1,6 @@
 """Who sees the half copies of O2 and O3, and who does not: torch.func, hooks, exports, sums, losses, shared weights."""
 
+import contextlib
 import copy
 
 import lightning.pytorch as pl
@@ -376,6 +377,21 @@ def test_a_step_uses_weights_outside_of_calls(way, level):
     wanted, true = fit(Own(way)), fit(Own(way), precision="bf16-true")
     limit = 0.06 if level == "O2" else max(0.06, 1.5 * apart(true, wanted, Own(way)))
     assert apart(fit(Own(way), ApexAMP(level)), wanted, Own(way)) < limit
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.Bilinear(4, 4, 4)])
+def test_at_o3_a_layer_that_autocast_leaves_alone_is_called_and_not_its_forward(layer, by_name):
+    class Model(Regression):
+        def loss(self, batch):
+            run = self.net[0].forward if by_name else self.net[0]
+            return nn.functional.mse_loss(self.net[1:](run(*[batch[0]] * self.inputs)), batch[1])
+
+    module = Model()
+    module.net.insert(0, copy.deepcopy(layer))
+    module.inputs = 1 + isinstance(layer, nn.Bilinear)
+    with pytest.raises(RuntimeError, match=r"call the layer itself") if by_name else contextlib.nullcontext():
+        fit(module, ApexAMP("O3"), max_epochs=1)
 
 
 class Kept(nn.Module):
