@@ -445,8 +445,7 @@ class HalfForward:
         if not plan.holds():
             plan.note(module, self._positions_below(module))
         # A module that a backward pass calls again gives what it gave before: half, if it was called inside of another.
-        is_repeated = torch._C._current_graph_task_id() != -1
-        plan.is_outermost = plan.is_outermost or not is_repeated
+        plan.is_outermost = plan.is_outermost or not _in_backward_pass()
         looks = plan.looks > 0 and module.training and not torch.jit.is_tracing()
         plan.looks -= looks
         self._call = _Call(module, plan.is_outermost, looks, self.autocast(enabled=False))
@@ -481,6 +480,7 @@ class _Float32Island:
     def __init__(self, forward: HalfForward) -> None:
         self._forward = forward
         self._autocasts: list[Any] = []  # switched off, by calls of the module under way; None where it was off
+        self._is_inner = False  # whether the module was called inside of another, when it was called last
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._autocasts.append(self._switch_off() if self._forward.is_autocast_on() else None)
@@ -490,7 +490,11 @@ class _Float32Island:
         autocast = self._autocasts.pop() if self._autocasts else None
         if autocast is not None:
             self._switch_on(autocast)
-        return cast_floats(output, self._forward.dtype) if self._forward._call is not None else None
+        is_inner = self._forward._call is not None
+        # A backward pass may call it again on its own: it gives what it gave before.
+        if is_inner or not _in_backward_pass():
+            self._is_inner = is_inner
+        return cast_floats(output, self._forward.dtype) if self._is_inner else None
 
     @_untraced
     def _switch_off(self) -> Any:
@@ -602,6 +606,10 @@ def _is_kept(module: nn.Module) -> bool:
     # The hook tells, and no list of ours, so that copies of the module are kept in float32 too.
     hooks = module._forward_pre_hooks.values()
     return any(isinstance(getattr(hook, "__self__", None), _Float32Island) for hook in hooks)
+
+
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _has_weights(module: nn.Module) -> bool:

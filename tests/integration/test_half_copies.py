@@ -123,10 +123,11 @@ class Blocks(nn.Module):
         return self.last(checkpoint(part, x, use_reentrant=self.reentrant))
 
 
+@pytest.mark.parametrize("kept", [(), ("net.middle",)])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("way", ["module", "function", "whole"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_what_runs_again_gives_what_it_gave(level, way, reentrant):
+def test_what_runs_again_gives_what_it_gave(level, way, reentrant, kept):
     class Repeating(Regression):
         def loss(self, batch):
             x = batch[0].clone().requires_grad_()
@@ -141,10 +142,10 @@ def test_what_runs_again_gives_what_it_gave(level, way, reentrant):
         module.net = Blocks("module" if way == "whole" else way, reentrant and way != "whole")
         return module
 
-    module, wanted = fit(make(), ApexAMP(level)), fit(make())
+    module, wanted = fit(make(), ApexAMP(level, keep_fp32_modules=kept)), fit(make())
     assert apart(module, wanted, make()) < (0.06 if level == "O2" else 0.2)
     assert len(module.net.dtypes) > 24  # it did run again
-    assert set(module.net.dtypes) == {(torch.bfloat16, torch.bfloat16)}
+    assert set(module.net.dtypes) == {(torch.float32,) * 2 if kept else (torch.bfloat16,) * 2}
 
 
 # What is exported in mid-run
