@@ -4,15 +4,14 @@ import random
 from pathlib import Path
 
 
-def main() -> None:
+def write(path: Path) -> None:
     """Write 12,000 lines of 25 words out of 5,000."""
     draw = random.Random(0)
     words = [f"w{number}" for number in range(5000)]
     weights = [1 / rank for rank in range(1, 5001)]
-    path = Path("data/wikitext-2.txt")
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(" ".join(draw.choices(words, weights, k=25)) for _ in range(12_000)) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    write(Path("data/wikitext-2.txt"))

@@ -69,6 +69,9 @@ class BatchSizes:
         self.facts = first["numbers"]["batches"]
         low, most = self.facts["size"], self.facts["samples"] or math.inf
         high, self.rows[low] = 2 * low, first
+        # Its rounds were of three steps: of a short epoch they may miss the start, or have two of them.
+        again = self._measure(low)
+        self.rows[low] = again if again["status"] == "ok" else first
         while high - low > max(1, low // 8):
             size = (low + high) // 2 if high in self.rows else high
             if size > most:
@@ -92,10 +95,19 @@ class BatchSizes:
     def _measure(self, size: int) -> dict[str, Any]:
         case = Case(batch_size=size)
         if self.rows:
-            epoch = math.ceil((self.facts["samples"] or 0) / size)
+            epoch = self._batches(size)
             window = epoch if 0 < epoch <= SHORT_EPOCH else 1  # a round is of whole epochs, where they are short
             self.runner.set_pace(self._seconds(self.fitting[-1]) * size, window)
         return dict(self.runner.measure([case])[case])
+
+    def _batches(self, size: int) -> int:
+        """Of an epoch, as measured or as those of the script's size let expect; 0 where it is not known."""
+        known = self.rows[size if size in self.fitting else self.base]["numbers"]["facts"].get("batches") or 0
+        if size in self.fitting or not self.facts["samples"]:
+            return known
+        whole, rest = divmod(self.facts["samples"], size)
+        # A limit of the Trainer holds for every size.
+        return min(known, whole + (rest > 0 and not self.facts["drop_last"]))
 
     def _seconds(self, size: int) -> float:
         """Of a sample, in the first process of a size."""

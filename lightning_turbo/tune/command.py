@@ -20,7 +20,7 @@ from lightning_turbo.measure import (
 )
 from lightning_turbo.tune.batch_size import BatchSizes
 from lightning_turbo.tune.candidates import Candidate, list_candidates, list_rank_candidates, select
-from lightning_turbo.tune.epochs import describe_epochs, train_epochs
+from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
 from lightning_turbo.tune.search import Search
@@ -62,8 +62,9 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     paths = write_results(search, results, settings.out)
     if settings.confirm and search.chosen.names and search.facts is not None and not interrupt.pressed:
         # What is known is written by now: an epoch takes as long as it takes.
-        epochs = train_epochs(runner, search.chosen, search.facts.step_ms / 1e3 * (search.facts.batches or 0))
-        results["epochs"] = {**epochs, "sentence": describe_epochs(epochs, search.final)}
+        seconds = search.facts.step_ms / 1e3 * (search.facts.batches or 0)
+        epochs = compare_epochs(train_epochs(runner, search.chosen, seconds), search.final)
+        results["epochs"] = {**epochs, "sentence": describe_epochs(epochs)}
         paths = write_results(search, results, settings.out)
     print_lines(as_text(results), *map(str, paths), *filter(None, [why_no_picture()]), stream=stream)
     return 130 if interrupt.pressed else 0

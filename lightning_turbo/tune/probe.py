@@ -189,6 +189,7 @@ def describe_batches(trainer: Any) -> dict[str, Any]:
     sampler: Any = getattr(loader, "batch_sampler", None)
     return {
         "size": getattr(sampler, "batch_size", None),
+        "drop_last": getattr(sampler, "drop_last", False),
         "samples": len(sampler.sampler) if isinstance(getattr(sampler, "sampler", None), Sized) else None,
         "optimizers": sorted({type(optimizer).__name__ for optimizer in trainer.optimizers}),
     }

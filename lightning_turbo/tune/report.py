@@ -45,6 +45,18 @@ def describe_headroom(facts: Facts) -> str:
     return f"{text}: loading ahead can make it {facts.step_ms / left:.2f} times as fast at most."
 
 
+def _describe_epoch(search: Search) -> str:
+    """Return in words how long the training steps of an epoch take without and with what is chosen, or nothing."""
+    facts = search.facts
+    if facts is None or facts.batches is None or not search.chosen.names:
+        return ""
+    seconds = facts.step_ms / 1e3 * facts.batches
+    return (
+        f"The {facts.batches} training steps of an epoch take about {three_digits(seconds)} s without and "
+        f"{three_digits(seconds * search.final.ratio)} s with it; --confirm says what share of an epoch they are."
+    )
+
+
 def _numbers(comparison: Comparison) -> dict[str, Any]:
     ratio = comparison.ratio
     return {
@@ -67,7 +79,7 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
         "command": list(command),
         "interrupted": search.interrupted,
         "verdict": _verdict(search),
-        "why": " ".join([*([headroom["sentence"]] if headroom else []), COVERS]),
+        "why": " ".join(filter(None, [headroom.get("sentence"), _describe_epoch(search), COVERS])),
         "next": _next(search, command),
         "machine": describe_machine("cpu" if facts is None else facts.device),
         "default": {"step_ms": None if facts is None else facts.step_ms, "processes_ms": search.times.get(DEFAULT, [])},

@@ -122,7 +122,7 @@ def test_a_whole_epoch_validates_as_the_script_does_and_ends_there(script, tmp_p
 def test_a_script_runs_with_batches_of_another_size(script, size, batches):
     found, _ = run(script(), batch_size=size)
     assert found["facts"]["batches"] == batches
-    assert found["batches"] == {"size": size or 4, "samples": 32, "optimizers": ["Adam"]}
+    assert found["batches"] == {"size": size or 4, "drop_last": False, "samples": 32, "optimizers": ["Adam"]}
     with pytest.raises(SkippedError, match="expected a DataLoader with a batch_size"):
         run(script(SCRIPT.replace("DataLoader(data, 4, shuffle=True)", "DataLoader(data, None)")), batch_size=size or 4)
 

@@ -15,10 +15,11 @@ from lightning_turbo.tune.batch_size import BatchSizes
 class Machine:
     """A step takes a fixed time and one for each sample; a batch takes memory for each sample."""
 
-    def __init__(self, *, fits, samples=10_000, fixed=0.010, each=0.001, size=8, stop=math.inf, optimizers=("SGD",)):
+    def __init__(self, *, fits, samples=10_000, fixed=0.010, each=0.001, size=8, stop=math.inf, optimizers=("SGD",),
+                 drop_last=False, limit=math.inf):  # fmt: skip
         self.fits, self.fixed, self.each, self.size, self.stop = fits, fixed, each, size, stop
-        self.batches = {"size": size, "samples": samples, "optimizers": list(optimizers)}
-        self.luck, self.calls, self.windows = random.Random(0), [], []
+        self.batches = {"size": size, "samples": samples, "drop_last": drop_last, "optimizers": list(optimizers)}
+        self.luck, self.calls, self.windows, self.limit = random.Random(0), [], [], limit
 
     def set_pace(self, step_seconds, accumulate):
         assert 0.0 < step_seconds < math.inf
@@ -35,9 +36,10 @@ class Machine:
         seconds = (self.fixed + self.each * size) * math.exp(self.luck.gauss(0.0, 0.01))
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(4)]
         row = {**new_row(), "status": "ok", "rounds": rounds, "peak_bytes": 10**6 * size}
-        batches = math.ceil(self.batches["samples"] / size)
+        whole = math.floor if self.batches["drop_last"] else math.ceil
+        batches = min(self.limit, whole(self.batches["samples"] / size))
         # A last batch that is smaller takes less time.
-        mean = self.batches["samples"] / batches
+        mean = min(size, self.batches["samples"] / batches)
         for part in rounds:
             part["seconds"] *= (self.fixed + self.each * mean) / (self.fixed + self.each * size)
         return {case: {**row, "numbers": {"batches": self.batches, "facts": {"batches": batches}}}}
@@ -64,7 +66,22 @@ def test_an_epoch_has_no_more_samples():
     assert "(an epoch has 100 samples)" in sizes.as_text()
     # Of 64 and 36 samples, 50 a step in the mean; rounds are of whole epochs.
     assert sizes._seconds(64) == pytest.approx((0.010 + 0.050) / 50, rel=0.05)
-    assert sizes.runner.windows[:3] == [7, 4, 2]
+    assert sizes.runner.windows[:4] == [13, 7, 4, 2]
+
+
+@pytest.mark.parametrize(("settings", "windows"), [
+    ({"drop_last": True}, [12, 6, 3, 1]),
+    ({"limit": 5}, [5, 5, 4, 2]),
+    ({"samples": 1000}, [1, 1, 1, 16, 8, 4, 2]),
+])  # fmt: skip
+def test_rounds_are_of_whole_epochs_where_these_are_short(settings, windows):
+    assert find(fits=10_000, **{"samples": 100, **settings}).runner.windows[: len(windows)] == windows
+
+
+def test_the_scripts_own_size_is_measured_again_in_rounds_of_whole_epochs():
+    sizes = find(fits=8)
+    assert sizes.runner.calls[:3] == [8, 8, 16]
+    assert sizes.fitting == [8]
 
 
 @pytest.mark.parametrize(("optimizers", "rule"), [
@@ -85,11 +102,11 @@ def test_where_none_is_faster_a_sample_the_scripts_own_stays():
     assert "None is faster a sample than the script's 8 beyond noise." in sizes.as_text()
 
 
-@pytest.mark.parametrize("stop", [1, 3, 8])
+@pytest.mark.parametrize("stop", [1, 3, 9])
 def test_what_is_measured_when_the_time_is_over_is_told(stop):
     sizes = find(fits=64, stop=stop)
-    assert len(sizes.fitting) == min(stop, 4)
-    assert ("(the time was over)" in sizes.as_text()) == (stop < 8)
+    assert len(sizes.fitting) == {1: 1, 3: 2, 9: 4}[stop]
+    assert ("(the time was over)" in sizes.as_text()) == (stop < 9)
 
 
 def test_a_script_without_a_batch_size_is_refused():

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_turbo.measure import new_row
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
-from lightning_turbo.tune.epochs import describe_epochs
+from lightning_turbo.tune.epochs import compare_epochs, describe_epochs
 from lightning_turbo.tune.evidence import Comparison
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.search import Search
@@ -51,16 +51,31 @@ EPOCHS = {
 
 
 def test_whole_epochs_are_told_beside_what_was_to_be_expected():
-    text = describe_epochs(EPOCHS, Comparison([math.log(0.4), math.log(0.6)]))
+    compared = compare_epochs(EPOCHS, Comparison([math.log(0.4), math.log(0.6)]))
+    text = describe_epochs(compared)
     assert "10.0 s without and 6.00 s with it: 1.67 times as fast" in text
     # The mean is 0.49 of 8 s; the interval of two pairs is wide.
     low, high = map(float, re.search(r"of it: (\S+) to (\S+) times", text).groups())
+    assert compared["expected"] == pytest.approx([low, high], abs=0.005)
+    assert (compared["share"], compared["factor"]) == (0.8, 10.0 / 6.0)
     assert low < 10 / (2 + 8 * 0.49) < high
     assert "80 % of it" in text
     assert "val_loss 0.3125 and 0.3" in text
     results = make_results(search({"O1": 0.5}, "O1"), ["python", "train.py"])
     assert as_text({**results, "epochs": {"sentence": text}}).split("\n\n")[2] == text
-    assert "not measured: chosen failed: no data" in describe_epochs({"error": "chosen failed: no data"}, Comparison())
+    failed = compare_epochs({**EPOCHS, "error": "chosen failed: no data"}, Comparison())
+    assert "not measured: chosen failed: no data" in describe_epochs(failed)
+
+
+def test_the_training_steps_of_an_epoch_are_told_where_their_number_is_known():
+    runner = Still({"O1": 0.5})
+    runner.facts = {"lacks": ["cuda"], "batches": 250}
+    found = Search(select(list_candidates(2), ["O1"]), runner)
+    found.run()
+    why = make_results(found, ["python", "train.py"])["why"]
+    assert "The 250 training steps of an epoch take about 1.00 s without and 0.500 s with it; --confirm says" in why
+    for factors in ({"O1": 0.5}, {}):  # of an unknown number, or without a recommendation
+        assert "steps of an epoch" not in make_results(search(factors, "O1"), ["python", "train.py"])["why"]
 
 
 NAMES = ("O1", "fused", "lean", "tf32")

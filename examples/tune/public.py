@@ -1,0 +1,287 @@
+"""``python -m examples.tune.public``: tune public scripts made small, and confirm what is recommended by whole epochs.
+
+No script is here: each comes from a clone of its repository in the folder that ``--repositories`` names, at the commit
+of the table. What is made small is outside of it: arguments, limits of the Trainer by variables of the environment
+that Lightning reads, and files of random data where its data set looks for those that it would download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.tune import words
+from lightning_turbo._optional import installed_version
+from lightning_turbo.measure import describe_machine, markdown_table, print_lines, three_digits
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("torch", "lightning", "torchvision", "hydra-core", "pyro-ppl", "lightly", "gym")
+COLUMNS = (
+    "Script",
+    "Recommended",
+    "A step, times as fast (95 % interval)",
+    "Epoch without and with it, s",
+    "Epoch, times as fast",
+    "Expected",
+    "Within",
+)
+SOURCES = ("Script", "Trains", "From", "Commit", "Licence", "Made small by")
+DRAW = np.random.default_rng(0)
+
+
+def write_words(folder: Path) -> None:
+    """Write a text for ``WikiText2`` of Lightning's demos."""
+    words.write(folder / "wikitext-2.txt")
+
+
+def write_mnist(folder: Path) -> None:
+    """Write images and labels as torchvision's ``MNIST`` reads them, in the number of the real ones."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", 60_000), ("t10k", 10_000)):
+        head = np.array([2051, count, 28, 28], ">i4").tobytes()
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + DRAW.bytes(count * 28 * 28))
+        labels = DRAW.integers(10, size=count, dtype=np.uint8).tobytes()
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(np.array([2049, count], ">i4").tobytes() + labels)
+
+
+def write_cifar(folder: Path) -> None:
+    """Write images and labels as torchvision's ``CIFAR10`` reads them, in the number of the real ones."""
+    batches = folder / "cifar-10-batches-py"
+    batches.mkdir(parents=True)
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        images = DRAW.integers(256, size=(10_000, 3072), dtype=np.uint8)
+        labels = DRAW.integers(10, size=10_000).tolist()
+        (batches / name).write_bytes(pickle.dumps({"data": images, "labels": labels}))
+    (batches / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {each}" for each in range(10)]}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script of the public, and what makes it small."""
+
+    repository: str  # on GitHub
+    commit: str
+    licence: str
+    path: str
+    trains: str
+    folder: str = ""  # of the repository, what the script needs of it; the script's own if empty
+    arguments: tuple[str, ...] = ()
+    trainer: Mapping[str, Any] = field(default_factory=dict)  # arguments of the Trainer that the script does not give
+    data: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)  # folder -> what writes its files
+    downloads: bool = False  # runs by ``examples.tune.offline``
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What is set for it."""
+        limits = {f"PL_TRAINER_{name.upper()}": str(value) for name, value in self.trainer.items()}
+        return {"MPLBACKEND": "Agg", "PATH_DATASETS": "data", **limits}
+
+    @property
+    def command(self) -> list[str]:
+        """It and its arguments, behind ``lightning-turbo tune``."""
+        return [*(["-m", "examples.tune.offline"] if self.downloads else []), self.path, *self.arguments]
+
+
+LIGHTNING: dict[str, Any] = {
+    "repository": "Lightning-AI/pytorch-lightning",
+    "commit": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
+    "licence": "Apache-2.0",
+}
+TUTORIALS: dict[str, Any] = {
+    "repository": "Lightning-AI/tutorials",
+    "commit": "15817658a2d63afa338b9e1cd8454fb98d746fac",
+    "licence": "CC BY-SA",
+    "downloads": True,
+}
+UVA = "course_UvA-DL"
+SCRIPTS = {
+    "transformer": Script(
+        **LIGHTNING,
+        path="examples/pytorch/basics/transformer.py",
+        trains="a language model",
+        data={"data": write_words},
+    ),
+    "autoencoder": Script(
+        **LIGHTNING,
+        path="examples/pytorch/basics/autoencoder.py",
+        trains="an autoencoder of MNIST, with LightningCLI",
+        data={"data": write_mnist, "examples/Datasets": write_mnist},
+    ),
+    "gan": Script(
+        **TUTORIALS,
+        path="lightning_examples/basic-gan/gan.py",
+        trains="a GAN of MNIST, in manual optimization",
+        data={"data": write_mnist},
+    ),
+    "resnet": Script(
+        **TUTORIALS,
+        path="lightning_examples/cifar10-baseline/baseline.py",
+        trains="a ResNet-18 on CIFAR-10",
+        trainer={"limit_train_batches": 40, "limit_val_batches": 5},
+        data={"data": write_cifar},
+    ),
+    "vit": Script(
+        **TUTORIALS,
+        path=f"{UVA}/11-vision-transformer/VT.py",
+        trains="a vision transformer on CIFAR-10",
+        trainer={"limit_train_batches": 30, "limit_val_batches": 5},
+        data={"data": write_cifar},
+    ),
+    "deep-autoencoder": Script(
+        **TUTORIALS,
+        path=f"{UVA}/08-deep-autoencoders/notebook.py",
+        trains="a convolutional autoencoder of CIFAR-10",
+        trainer={"limit_train_batches": 60, "limit_val_batches": 5},
+        data={"data": write_cifar},
+    ),
+    "attention": Script(
+        **TUTORIALS,
+        path=f"{UVA}/05-transformers-and-MH-attention/MHAttention.py",
+        trains="a small transformer that reverses sequences",
+        data={"data": write_cifar},
+    ),
+    "hydra": Script(
+        repository="ashleve/lightning-hydra-template",
+        commit="bddbc24b82ab6ccfa6243e815a49dc5bfe8d4144",
+        licence="MIT",
+        path="src/train.py",
+        folder=".",
+        trains="a classifier of MNIST, put together by Hydra",
+        data={"data": write_mnist},
+    ),
+    "svi": Script(
+        repository="pyro-ppl/pyro",
+        commit="ff6ae1c9572591791aae8842bcd702fcf0b46fd6",
+        licence="Apache-2.0",
+        path="examples/svi_lightning.py",
+        trains="a probabilistic model, with Pyro",
+        arguments=("--size", "500000", "--max_epochs", "1"),
+    ),
+    "simsiam": Script(
+        repository="lightly-ai/lightly",
+        commit="e8d317fc5a87f4387a85a35e689869039ec249ee",
+        licence="MIT",
+        path="examples/pytorch_lightning/simsiam.py",
+        trains="a ResNet-18 without labels",
+        trainer={"limit_train_batches": 10},
+        data={"datasets/cifar10": write_cifar},
+        downloads=True,
+    ),
+    "ppo": Script(
+        **LIGHTNING,
+        path="examples/pytorch/domain_templates/reinforce_learn_ppo.py",
+        trains="a policy, on steps that it takes itself",
+        arguments=("--env", "CartPole-v1"),
+    ),
+}
+
+
+def tune(script: Script, repositories: Path, folder: Path, minutes: float) -> dict[str, Any]:
+    """Tune a script in a folder that gets what it needs of its repository; return what tune wrote, or an error."""
+    clone = repositories / script.repository.partition("/")[2]
+    archive, part = folder / "part.zip", script.folder or str(Path(script.path).parent)
+    words = ["archive", "--format", "zip", "--output", str(archive), script.commit, part]
+    subprocess.run(["git", "-C", str(clone), *words], check=True)
+    shutil.unpack_archive(archive, folder)
+    for name, write in script.data.items():
+        write(folder / name)
+    environment = {**os.environ, **script.environment}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "lightning_turbo", "tune", "--minutes", str(minutes), "--confirm"]
+    ended = subprocess.run([*command, "--out", "tuned", *script.command], cwd=folder, env=environment, check=False)
+    if ended.returncode:
+        return {"error": f"tune ended with exit status {ended.returncode}"}
+    return json.loads((folder / "tuned" / "tune.json").read_text())
+
+
+def confirmed(results: Mapping[str, Any]) -> str:
+    """Return whether the epochs were as the steps let expect; nothing where none was trained."""
+    epochs = results.get("epochs", {})
+    if "expected" not in epochs:
+        return epochs.get("error", "")
+    low, high = epochs["expected"]
+    return "yes" if low <= epochs["factor"] <= high else "no"
+
+
+def row(name: str, results: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a script."""
+    if "error" in results:
+        return [f"`{name}`", results["error"], *[""] * 5]
+    chosen, epochs = results["chosen"], results.get("epochs", {})
+    low, high = chosen["interval"] or (1.0, 1.0)
+    step = f"{1 / chosen['ratio']:.2f} ({1 / high:.2f}-{1 / low:.2f})" if chosen["settings"] else ""
+    seconds = [three_digits(epochs[which]["seconds"]) for which in ("default", "chosen") if which in epochs]
+    factor, expected = epochs.get("factor"), epochs.get("expected")
+    return [
+        f"`{name}`",
+        " + ".join(chosen["settings"]) or "nothing",
+        step,
+        ", ".join(seconds),
+        f"{factor:.2f}" if factor else "",
+        "-".join(f"{each:.2f}" for each in expected) if expected else "",
+        confirmed(results),
+    ]
+
+
+def source(name: str, script: Script) -> list[str]:
+    """Return the cells that say where a script is from, and what makes it small."""
+    limits = [f"{each}={value}" for each, value in script.trainer.items()]
+    where = f"[{script.repository}](https://github.com/{script.repository}/blob/{script.commit}/{script.path})"
+    small = ", ".join([*limits, *filter(None, [shlex.join(script.arguments)])])
+    return [f"`{name}`", script.trains, where, script.commit[:7], script.licence, small]
+
+
+def page(results: Mapping[str, Mapping[str, Any]], minutes: float) -> list[str]:
+    """Return the lines of the page."""
+    answers = [confirmed(each) for each in results.values()]
+    facts = describe_machine("cpu")
+    versions = [f"{name} {found}" for name in PACKAGES if (found := installed_version(name))]
+    return [
+        "# Public scripts, tuned and confirmed\n",
+        f"Whole epochs confirmed {answers.count('yes')} of {len(answers) - answers.count('')} recommendations.\n",
+        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m examples.tune.public --minutes {minutes:g}`.",
+        f"{facts['processor']}, {facts['cores']} cores, {', '.join(versions)}.\n",
+        *markdown_table(COLUMNS, [row(name, each) for name, each in results.items()]),
+        "\nNo script was edited. Data are random, in files as the real ones.\n",
+        *markdown_table(SOURCES, [source(name, SCRIPTS[name]) for name in results]),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line, tune, and return 1 where epochs were not as the steps let expect."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tune.public", description="Tune public scripts made small."
+    )
+    parser.add_argument("--repositories", type=Path, required=True, help="folder of clones, named as on GitHub")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of each, without the epochs (default: 2)")
+    parser.add_argument("--page", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="scripts")
+    asked = parser.parse_args(arguments)
+    found: dict[str, dict[str, Any]] = {}
+    for name in asked.only:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = tune(SCRIPTS[name], asked.repositories.absolute(), Path(folder), asked.minutes)
+        print_lines(" | ".join(row(name, found[name])))  # what is known is not lost
+    print_lines("", *page(found, asked.minutes))
+    if asked.page is not None:
+        asked.page.write_text("\n".join(page(found, asked.minutes)) + "\n")
+    return 1 if any(confirmed(results) == "no" for results in found.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

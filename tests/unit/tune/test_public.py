@@ -1,0 +1,129 @@
+"""The table of public scripts, on a repository and with results of the test's own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+
+from examples.tune import offline, public
+from examples.tune.public import SCRIPTS, Script
+
+EPOCHS = {"default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factor": 1.5, "expected": [1.4, 1.6]}
+FOUND = {"chosen": {"settings": ["lean", "fused"], "ratio": 0.5, "interval": [0.4, 0.625]}, "epochs": EPOCHS}
+NOTHING = {"chosen": {"settings": [], "ratio": None, "interval": None}}
+
+
+def test_a_row_tells_what_was_recommended_and_whether_epochs_confirm_it():
+    assert public.row("gan", FOUND) == [
+        "`gan`", "lean + fused", "2.00 (1.60-2.50)", "12.0, 8.00", "1.50", "1.40-1.60", "yes",
+    ]  # fmt: skip
+    slow = {**FOUND, "epochs": {**EPOCHS, "factor": 1.3}}
+    assert public.row("gan", slow)[4:] == ["1.30", "1.40-1.60", "no"]
+    assert public.row("gan", NOTHING) == ["`gan`", "nothing", "", "", "", "", ""]
+    failed = {**FOUND, "epochs": {"default": {"seconds": 12.0}, "error": "chosen failed: no data"}}
+    assert public.row("gan", failed)[3:] == ["12.0", "", "", "chosen failed: no data"]
+    assert public.row("gan", {"error": "tune ended with exit status 2"})[1] == "tune ended with exit status 2"
+    text = "\n".join(public.page({"gan": FOUND, "svi": slow, "vit": NOTHING}, 2.0))
+    assert "Whole epochs confirmed 1 of 2 recommendations." in text
+    assert f"blob/{SCRIPTS['gan'].commit}/lightning_examples/basic-gan/gan.py" in text
+
+
+@pytest.mark.parametrize(("name", "script"), SCRIPTS.items())
+def test_each_script_has_a_commit_a_licence_and_a_path(name, script):
+    assert len(bytes.fromhex(script.commit)) == 20
+    assert script.path.endswith(".py")
+    assert script.licence
+    assert script.command[-1 - len(script.arguments)] == script.path
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository whose newest commit is not the one of the table."""
+    clone = tmp_path / "clones" / "theirs"
+    (clone / "deep").mkdir(parents=True)
+
+    def commit(text):
+        (clone / "deep" / "train.py").write_text(text)
+        options = ["-c", "user.name=a", "-c", "user.email=a", "-c", "commit.gpgsign=false"]
+        for words in (["init", "-q"], ["add", "."], [*options, "commit", "-qm", "a"]):
+            subprocess.run(["git", "-C", str(clone), *words], check=True)
+        asked = ["git", "-C", str(clone), "rev-parse", "HEAD"]
+        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+
+    first = commit("the first")
+    commit("the second")
+    own: dict = {"trainer": {"limit_train_batches": 5}, "data": {"data": public.write_words}}
+    where = {"repository": "owner/theirs", "commit": first, "path": "deep/train.py"}
+    return Script(**where, **own, licence="MIT", trains="nothing", arguments=("--rate", "1"))
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_path, monkeypatch, status):
+    ran, run = [], subprocess.run
+
+    def record(command, **options):
+        if command[0] != sys.executable:
+            return run(command, **options)
+        folder = options["cwd"]
+        ran.append((command, options["env"], (folder / "deep" / "train.py").read_text()))
+        (folder / "tuned").mkdir()
+        (folder / "tuned" / "tune.json").write_text(json.dumps(FOUND))
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(public.subprocess, "run", record)
+    monkeypatch.setitem(SCRIPTS, "gan", repository)
+    page = tmp_path / "page.md"
+    words = ["--repositories", str(tmp_path / "clones"), "--page", str(page), "--minutes", "0.5", "--only", "gan"]
+    assert public.main(words) == 0
+    ((command, environment, text),) = ran
+    assert text == "the first"
+    assert command[-3:] == ["deep/train.py", "--rate", "1"]
+    assert {"--confirm", "0.5"} < set(command)
+    assert environment["PL_TRAINER_LIMIT_TRAIN_BATCHES"] == "5"
+    assert ("lean + fused" in page.read_text()) == (status == 0)
+    assert ("exit status 2" in page.read_text()) == (status == 2)
+
+
+TRAIN = """
+import urllib.request
+from urllib.error import HTTPError
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+try:
+    urllib.request.urlretrieve("https://example.invalid/weights", "weights")
+except HTTPError as error:
+    print(error)
+Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False).fit(BoringModel())
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_tuned_really(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "lightning_turbo", "tune", "--minutes", "0.1", "--only", "lean"]
+    environment = {**public.os.environ, "PYTHONPATH": str(public.ROOT)}
+    command += ["-m", "examples.tune.offline", "train.py"]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert "HTTP Error 404" in next(Path("runs/tune/logs").iterdir()).read_text()
+
+
+def test_what_a_script_downloads_is_not_found():
+    with pytest.raises(HTTPError, match="HTTP Error 404"):
+        offline.refuse("https://example.invalid/weights", "weights")
+
+
+def test_data_are_in_the_format_of_the_real_files(tmp_path):
+    public.write_mnist(tmp_path)
+    public.write_cifar(tmp_path)
+    raw = tmp_path / "MNIST" / "raw"
+    images, labels = raw / "t10k-images-idx3-ubyte", raw / "t10k-labels-idx1-ubyte"
+    assert images.stat().st_size == 16 + 10_000 * 28 * 28
+    assert images.read_bytes()[:16] == bytes.fromhex("00000803 00002710 0000001c 0000001c")
+    assert labels.stat().st_size == 8 + 10_000
+    datasets = pytest.importorskip("torchvision.datasets")
+    assert len(datasets.MNIST(tmp_path)) == 60_000
