@@ -1,28 +1,32 @@
-"""The suites ``overhead`` and ``compiled``: microseconds that Lightning, and each part of ours, adds to a step."""
+"""The suites ``overhead``, ``compiled`` and ``versions``: what Lightning, and each part of ours, adds to a step."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, Meter, SkippedError, Suite
 from benchmarks.work import Endless, image_batches, plain_loop, sgd, toy_net
 
 if TYPE_CHECKING:
     from lightning_turbo._lightning import Callback, LightningDataModule
 
-__all__ = ["COMPILED", "SUITE"]
+__all__ = ["COMPILED", "SUITE", "VERSIONS"]
 
 BATCH = 16
 WINDOW = 4  # batches a step, where gradients are accumulated
 EPOCH = 40  # batches, where epochs end
+LIGHTNINGS = ("2.5.6", "2.6.1", "2.6.6")  # each in a folder of its own
+FOLDER = Path("runs", "lightning")
 
 
 def _task(meter: Meter, demo: str) -> tuple[nn.Module, Endless]:
@@ -77,6 +81,25 @@ def lightning(
     callbacks = [_callback(callback)] if callback else []
     source = _datamodule(loader, data, epochs) if data else loader
     return train(meter, module, source, samples=len(loader.batches[0][0]), callbacks=callbacks, **options)
+
+
+def other_lightning(meter: Meter, *, version: str, **options: Any) -> dict[str, float]:
+    """The step of ``lightning`` under a version of Lightning that stands in a folder of its own.
+
+    Raises:
+        SkippedError: If the folder is missing.
+        RuntimeError: If this process has another version.
+    """
+    folder = FOLDER / version
+    path = Path(__file__).resolve().parent.parent / folder
+    if not path.exists():
+        raise SkippedError(f"needs `pip install --no-deps --target {folder} lightning=={version}`")
+    sys.path.insert(0, str(path))
+    from lightning import __version__
+
+    if __version__ != version:
+        raise RuntimeError(f"{folder}: expected Lightning {version}, got {__version__}")
+    return lightning(meter, **options)
 
 
 def _optimizer(parameters: Iterable[Any], schedule: str) -> Any:
@@ -210,5 +233,23 @@ COMPILED = Suite(
     ],
     aims=[Aim(f"strategy turbo, {task}", f"plain loop, {task}", 1.05) for task in TASKS],
     quick=("plain loop, toy", "strategy turbo, toy"),
+    **TIMES,
+)  # fmt: skip
+
+VERSIONS = Suite(
+    name="versions",
+    about="A step of the toy network of the suite overhead, under versions of Lightning.",
+    cases=[
+        Case(name="plain loop", run=plain),
+        *(
+            Case(
+                name=f"{STOCK} {version}{suffix}", run=other_lightning, config={"version": version, **config},
+                against=() if version == LIGHTNINGS[0] else (f"{STOCK} {LIGHTNINGS[0]}{suffix}",),
+            )
+            for suffix, config in LOGGING.items()
+            for version in LIGHTNINGS
+        ),
+    ],
+    quick=("plain loop", *(f"{STOCK} {version}" for version in LIGHTNINGS)),
     **TIMES,
 )  # fmt: skip

@@ -26,6 +26,7 @@ SUITES: dict[str, str] = {
     "precision": "benchmarks.precision:SUITE",
     "overhead": "benchmarks.overhead:SUITE",
     "compiled": "benchmarks.overhead:COMPILED",
+    "versions": "benchmarks.overhead:VERSIONS",
     "memory": "benchmarks.memory:SUITE",
     "saves": "benchmarks.saves:SUITE",
     "loaders": "benchmarks.loaders:SUITE",
@@ -35,7 +36,7 @@ SUITES: dict[str, str] = {
     "grid": "benchmarks.prefetch:GRID",
     "gpu": "benchmarks.gpu:SUITE",
 }
-APART = ("grid", "gpu")  # what `all` leaves out
+APART = ("versions", "grid", "gpu")  # what `all` leaves out
 
 
 class BenchError(TurboError, ValueError):

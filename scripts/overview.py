@@ -4,6 +4,7 @@ python scripts/overview.py            write the pages
 python scripts/overview.py --check    only tell, by the exit status, whether they are up to date
 """
 
+import importlib
 import inspect
 import os
 import re
@@ -15,11 +16,14 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
 API, SITE = ROOT / "docs" / "api" / "README.md", ROOT / "zensical.toml"
+AUGMENTATION = CARDS / "batch-augmentation.md"
 SKILL = ROOT / "skills" / "lightning-turbo" / "SKILL.md"
 GUIDES = (
     "quick-start", "prefetching", "resume", "levels", "migration", "coming-from", "peers", "segmentation-monai",
     "scale-out", "from-plain-pytorch", "dali-sharding-and-resume", "apex-levels",
 )  # fmt: skip
+# Modules whose functions pages name with them -> where they are.
+MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
 KEYS = ("name", "class", "function", "maths_unchanged", "needs")
 
 
@@ -85,10 +89,26 @@ def reference(page):
     for kind, names in public_names().items():
         lines += [f"## {kind}", ""]
         for name in names:
-            first = " ".join(inspect.getdoc(getattr(lightning_turbo, name)).partition("\n\n")[0].split())
-            lines += [f"- [`{name}`]({name}.md): {first.replace('``', '`')}"]
+            lines += [f"- [`{name}`]({name}.md): {first_paragraph(getattr(lightning_turbo, name))}"]
         lines += [""]
     return "\n".join(lines).strip()
+
+
+def first_paragraph(named):
+    """What a docstring begins with, on one line."""
+    return " ".join(inspect.getdoc(named).partition("\n\n")[0].split()).replace("``", "`")
+
+
+def transforms(page):
+    """The table of the transforms of batches, with their defaults."""
+    from lightning_turbo import augment
+
+    lines = ["| Transform | What it does |", "|---|---|"]
+    for name in augment.__all__:
+        transform = getattr(augment, name)
+        if transform.__module__.rpartition(".")[2] not in ("batch", "indexed"):
+            lines.append(f"| `{name}{arguments(transform)}` | {first_paragraph(transform)} |")
+    return "\n".join(lines)
 
 
 def navigation(page):
@@ -142,12 +162,13 @@ def index_for_assistants():
 
 def everything_for_assistants():
     """llms-full.txt: cards, symptoms and guides one after another, and the arguments of every public name."""
+    texts = {path: updated(path) if path in PARTS else path.read_text() for path in cards()}
     parts = [summary()]
     for path in cards():
         fields = front_matter(path)
         trainer, loop = _code(fields["class"]), _code(fields["function"])
         used = f"In the Trainer: {trainer}. In any loop: {loop}. Maths unchanged: {_words(fields['maths_unchanged'])}."
-        body = path.read_text().partition("\n---\n")[2].strip()
+        body = re.sub(r"<!--.*?-->\n", "", texts[path].partition("\n---\n")[2]).strip()
         parts.append(body.replace("\n", f"\n\n{used}\n", 1))
     parts += [path.read_text().strip() for path in symptoms()]
     parts += [(ROOT / "docs" / f"{name}.md").read_text().strip() for name in GUIDES]
@@ -155,17 +176,24 @@ def everything_for_assistants():
 
 
 def signatures():
-    """The arguments of each public name that can be called, with their defaults."""
+    """The arguments of each public name that can be called, with their defaults; then those of the modules below."""
     import lightning_turbo
 
-    lines = ["# Arguments of every public name\n"]
-    for names in public_names().values():
-        for name in names:
-            if callable(getattr(lightning_turbo, name)):
-                arguments = inspect.signature(getattr(lightning_turbo, name)).parameters.values()
-                bare = [argument.replace(annotation=inspect.Parameter.empty) for argument in arguments]
-                lines.append(f"- `{name}{inspect.Signature(bare)}`")
-    return "\n".join(lines)
+    named = {name: getattr(lightning_turbo, name) for names in public_names().values() for name in names}
+    for module, place in MODULES.items():
+        home = importlib.import_module(f"lightning_turbo.{place}")
+        found = {f"{module}.{name}": getattr(home, name) for name in home.__all__}
+        named |= {name: value for name, value in found.items() if value not in named.values()}
+    calls = {name: value for name, value in named.items() if callable(value) and not name.endswith(("Error", "Report"))}
+    lines = [f"- `{name}{arguments(value)}`" for name, value in calls.items()]
+    return "\n".join(["# Arguments of every public name\n", *lines])
+
+
+def arguments(function):
+    """The arguments of a function or class as it is called: defaults, functions among them by name, and no types."""
+    given = inspect.signature(function).parameters.values()
+    bare = inspect.Signature([argument.replace(annotation=inspect.Parameter.empty) for argument in given])
+    return re.sub(r"<(?:built-in )?function (\w+).*?>", r"\1", str(bare))
 
 
 # Page -> the word in the markers around its generated part, and what makes that part.
@@ -174,6 +202,7 @@ PARTS = {
     API: ("public names", reference),
     SITE: ("public names", navigation),
     SKILL: ("techniques", advice),
+    AUGMENTATION: ("transforms", transforms),
 }
 
 

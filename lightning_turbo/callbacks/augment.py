@@ -15,7 +15,7 @@ __all__ = ["AugmentBatches"]
 
 
 class AugmentBatches(Callback):
-    """AugmentBatches each training batch on the device, right before ``training_step``.
+    """Augment each training batch on the device, right before ``training_step``.
 
     It comes after the move to the device and after ``on_after_batch_transfer``, where the strategy returns the batch.
     Hooks from ``transfer_batch_to_device`` on, and steps, see batches without their indices. The epoch is that of the

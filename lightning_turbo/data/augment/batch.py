@@ -22,7 +22,7 @@ Name = str | int
 
 
 class BatchAugmentation:
-    """AugmentBatches the images of a batch, and masks with them, at once, on the device on which they are.
+    """Augments the images of a batch, and masks with them, at once, on the device on which they are.
 
     Every random number is a function of ``(seed, epoch, index of the sample, position of the transform)``. So a sample
     gets the same parameters in any batch, of any size, with any number of worker processes and ranks, on any device,
