@@ -49,6 +49,11 @@ _HINT = (
 )
 
 
+# What a call wrote in a module: to a buffer, as a count or a queue; or what half precision would stop, as an average of
+# weights.
+_Written = Literal["buffer", "average"]
+
+
 class _Position(NamedTuple):
     """Where a tensor stands that calls cast: under which name in which dict of a module."""
 
@@ -107,28 +112,28 @@ class _Plan:
     def __init__(self) -> None:
         self.positions: list[_Position] = []
         self.is_outermost = False  # whether the module was called on its own in a forward pass
-        self.looks = 0  # training calls that are still to be looked at, see _Call
+        self.calls_to_compare = 0  # training calls that still compare values, see _Call
         self._children: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
-        self._seen: Any = None
+        self._found: Any = None
 
-    def _look(self) -> tuple[list[Any], list[str]]:
+    def _modules_and_names(self) -> tuple[list[Any], list[str]]:
         return [*chain.from_iterable(map(dict.values, self._children))], [*chain.from_iterable(self._tensors)]
 
     def holds(self) -> bool:
         """Tell whether the modules, and the names of their tensors, are those that were found."""
-        return self._look() == self._seen
+        return self._modules_and_names() == self._found
 
     def note(self, root: nn.Module, positions: list[_Position]) -> None:
         modules = [*root.modules()]
         self.positions = positions
-        self.looks = 2
+        self.calls_to_compare = 2
         self._children = [module._modules for module in modules]
         self._tensors = [holder for module in modules for holder in (module._parameters, module._buffers)]
-        self._seen = self._look()
+        self._found = self._modules_and_names()
 
     def expire(self) -> None:
-        self._seen = None
+        self._found = None
 
 
 class _Call:
@@ -136,18 +141,18 @@ class _Call:
 
     From ``begin`` to ``end`` half copies stand in the positions of float32 tensors; ``end`` puts these back, whatever
     happened in between, and lets them take what the call wrote to the copies. Version counters tell what it wrote, but
-    not what it wrote through ``.data``: a call that ``looks`` compares values.
+    not what it wrote through ``.data``: a call that ``compares`` looks at the values.
     """
 
-    def __init__(self, module: nn.Module, casts_output: bool, looks: bool, autocast: Any) -> None:
+    def __init__(self, module: nn.Module, casts_output: bool, compares: bool, autocast: Any) -> None:
         # A number, which torch.compile, as it traces the hooks of inner calls, can follow better than a module.
         self.module_id = id(module)
         self.casts_output = casts_output
         self.recursions = 0  # calls of the module within its own call
-        self._looks = looks
+        self._compares = compares
         self._autocast = autocast
         self._swaps: list[tuple[_Position, Any, Any]] = []
-        self._addresses: dict[int, int | None] = {}  # of half copies, by their ids, in a call that looks
+        self._addresses: dict[int, int | None] = {}  # of half copies, by their ids, if it compares
 
     def begin(self, positions: Iterable[_Position], copies: _Copies) -> None:
         self._autocast.__enter__()
@@ -158,27 +163,28 @@ class _Call:
             half = copies.list_of(wide) if kind == "list" else copies.of(wide, keep=keep)
             if half is not wide:
                 holder[name] = half
-                if self._looks:
+                if self._compares:
                     self._addresses[id(half)] = _address_of(half)
             if half is not wide or kind == "list":
                 self._swaps.append((position, wide, half))
 
-    def end(self, copies: _Copies) -> dict[nn.Module, bool]:
-        """End the call; returns the modules whose sums it wrote to, with whether half copies would lose them."""
+    def end(self, copies: _Copies) -> dict[nn.Module, _Written]:
+        """End the call; returns the modules that it wrote to, with what it wrote there."""
         self._autocast.__exit__(None, None, None)
-        swaps, self._swaps, written = self._swaps, [], {}
+        swaps, self._swaps = self._swaps, []
+        written: dict[nn.Module, _Written] = {}
         for position, wide, half in reversed(swaps):
             if position.kind == "list":
                 copies.keep_list(wide, position.holder.get(position.name))
                 position.holder[position.name] = wide
                 continue
-            is_lost = self._put_back(position, wide, half)
-            if is_lost is not None:
-                written[position.module] = written.get(position.module, False) or is_lost
+            what = self._put_back(position, wide, half)
+            if what is not None and written.get(position.module) != "average":
+                written[position.module] = what
         return written
 
-    def _put_back(self, position: _Position, wide: Tensor, half: Tensor) -> bool | None:
-        """Let a float32 tensor take its position again; returns what ``end`` tells of it, ``None`` for all else."""
+    def _put_back(self, position: _Position, wide: Tensor, half: Tensor) -> _Written | None:
+        """Let a float32 tensor take its position again; returns what was written to it, if it may add up."""
         module, holder, name, kind = position
         now, is_unseen = holder.get(name), False
         if now is half:
@@ -192,13 +198,14 @@ class _Call:
             holder[name] = now.detach().to(wide.dtype)
         else:
             return None
-        # A weight without gradients that changes is an average of others, as in a momentum encoder.
+        # A weight without gradients that changes is an average of others, as in a momentum encoder. What is written
+        # through ``.data`` may be one too.
         if is_unseen or (kind == "weight" and not wide.requires_grad):
-            return True
-        return False if kind == "buffer" and not _is_batch_norm(module) else None
+            return "average"
+        return "buffer" if kind == "buffer" and not _is_batch_norm(module) else None
 
     def _differs(self, position: _Position, wide: Tensor, half: Tensor) -> bool:
-        """Tell whether a call that looks wrote to a half copy, or set it, through ``.data``; waits for the device."""
+        """Tell whether a call that compares wrote to a half copy through ``.data``, or set it; waits for the device."""
         address = self._addresses.get(id(half))
         if address is None:
             return False
@@ -352,8 +359,8 @@ class HalfForward:
         """
         call, self._call = self._call, None
         written = {} if call is None else call.end(self._copies)
-        for module, is_lost in written.items():
-            if module._modules and not is_lost:
+        for module, what in written.items():
+            if module._modules and what == "buffer":
                 name = type(module).__name__
                 warnings.warn(
                     f"{name} writes to a buffer of its own in a call, in half precision: a queue of features loses "
@@ -446,9 +453,9 @@ class HalfForward:
             plan.note(module, self._positions_below(module))
         # A module that a backward pass calls again gives what it gave before: half, if it was called inside of another.
         plan.is_outermost = plan.is_outermost or not _in_backward_pass()
-        looks = plan.looks > 0 and module.training and not torch.jit.is_tracing()
-        plan.looks -= looks
-        self._call = _Call(module, plan.is_outermost, looks, self.autocast(enabled=False))
+        compares = plan.calls_to_compare > 0 and module.training and not torch.jit.is_tracing()
+        plan.calls_to_compare -= compares
+        self._call = _Call(module, plan.is_outermost, compares, self.autocast(enabled=False))
         self._call.begin(plan.positions, self._copies)
 
     @_untraced
