@@ -120,9 +120,10 @@ def set_generator_state(generator: Any, state: torch.Tensor | str) -> None:
 
 
 def set_shared_state(state: dict[str, Any], held: Sequence[Any] = ()) -> None:
-    """Set the global RNGs, and ``held`` ones, to a state that ``shared_state`` returned."""
+    """Set the global RNGs, and ``held`` ones, to a state that ``shared_state`` returned, or a part of one."""
     torch.set_rng_state(state["torch"])
-    random.setstate(state["random"])
+    if "random" in state:
+        random.setstate(state["random"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         keys, *rest = state["numpy"]

@@ -31,9 +31,10 @@ LOCK_TIMEOUT = 30.0
 # Seconds. How long the thread waits for a worker process before it looks whether it is to end.
 POLL_INTERVAL = 0.1
 # Seconds. Batches that are loaded faster than this are loaded by the calling thread: to pass one from thread to thread
-# costs 0.1 to 0.4 ms. The first few count as so many, because one that is slow by chance says little.
+# costs 0.1 to 0.4 ms. The first few count as so many: on a busy machine one takes milliseconds by chance, and a thread
+# that was started stays for its epoch.
 MIN_BATCH_SECONDS = 5e-4
-FEW_BATCHES = 4
+FEW_BATCHES = 16
 ENDED = (
     "The worker processes of this iterator were ended before it was, by its loader or by the Trainer that used it. "
     "Call iter() on the loader again."
@@ -48,6 +49,9 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_process = (
+    os.getpid()
+)  # kept up to date by the hook behind a fork: to ask the system for each batch costs as much as a lock
 _locks: weakref.WeakSet[LoadingLock] = weakref.WeakSet()
 
 
@@ -81,7 +85,8 @@ class LoadingLock:
         _locks.add(self)
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=LOCK_TIMEOUT):
+        # To ask with a timeout costs seven times as much, even where nobody holds the lock.
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=LOCK_TIMEOUT):
             warnings.warn(
                 f"A loader or a fork waited {LOCK_TIMEOUT:g} s for the batch that another thread loads, and goes on "
                 "beside it. Load that dataset with num_workers=1 if the two share a file or a lock.",
@@ -121,6 +126,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _process
+    _process = os.getpid()
     _here.prefetches, _here.loads, _here.serves, _here.entered = False, 0, False, ()
     for lock in list(_locks):
         lock.renew()
@@ -187,7 +194,7 @@ class _PrefetchThread:
         self.limit, self.snapshot, self.on_close = limit, snapshot, on_close
         self.stages: list[Callable[[Any], Any]] = []
         self.taken = 0
-        self.process = os.getpid()
+        self.process = _process
         self.background: Any = None  # the BackgroundGenerator, a thread
         self.stop = threading.Event()
         self.room = threading.Semaphore(0)  # for batches that the thread may still load
@@ -304,7 +311,7 @@ class _PrefetchThread:
 
     def close(self) -> None:
         """End the thread, then release the source. May be called twice, by the collector, and in a forked child."""
-        if self.process != os.getpid():
+        if self.process != _process:
             return
         self.stop.set()
         self.room.release()
@@ -420,7 +427,7 @@ class PrefetchIterator(Iterator[Any]):
             raise self._cannot_continue()
         if self.position.ended:
             raise StopIteration
-        if self.thread.process != os.getpid():
+        if self.thread.process != _process:
             raise RuntimeError(
                 "A prefetching iterator does not work in a forked child of the process that made it. "
                 "Call iter() on the loader in the child."

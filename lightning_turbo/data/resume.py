@@ -29,6 +29,7 @@ from lightning_turbo._random import (
     set_generator_state,
     set_shared_state,
     shared_state,
+    torch_state,
 )
 from lightning_turbo.data.global_order import Dealing, draw_order, refuse
 from lightning_turbo.errors import TurboWarning
@@ -390,7 +391,9 @@ class ResumableOrder:
             set_generator_state(generator, state)
 
     def _all_states(self) -> dict[str, Any]:
-        return {"shared": shared_state(), "own": self._generator_states()}
+        # Samplers of torch draw from torch alone, and to read NumPy's state takes as long as to load a small batch.
+        shared = {"torch": torch_state()} if _is_torchs(self.sampler) else shared_state()
+        return {"shared": shared, "own": self._generator_states()}
 
     def _set_states(self, states: dict[str, Any]) -> None:
         self._set_generators(states["own"])
@@ -445,9 +448,14 @@ class Counters:
 
 def _is_drawn_at_once(sampler: Any) -> bool:
     """Whether all entries of a sampler can be drawn at its first one, with nothing changed by that."""
+    return _is_torchs(sampler) and len(sampler) <= LONGEST_ORDER
+
+
+def _is_torchs(sampler: Any) -> bool:
+    """Whether a sampler, with the one that its batches are made of, is of a class of torch's."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
-    return type(sampler) in _TORCHS and len(sampler) <= LONGEST_ORDER
+    return type(sampler) in _TORCHS
 
 
 def generators_of(generator: torch.Generator | None, sampler: Any) -> list[Any]:
