@@ -4,7 +4,7 @@ from lightning_turbo._machine import count_cores
 from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machine, huge_pages
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
-from lightning_turbo.measure.process import Process, ProcessError
+from lightning_turbo.measure.process import CAN_HOLD, Process, ProcessError
 from lightning_turbo.measure.progress import Progress
 from lightning_turbo.measure.report import markdown_table, print_lines, three_digits, write_json
 from lightning_turbo.measure.statistics import interval_of, log_quotients, seconds_by_sweep
@@ -12,6 +12,7 @@ from lightning_turbo.measure.turns import LATE, Interrupt, InterruptedRunError, 
 from lightning_turbo.measure.worker import Channel, SkippedError, limit_memory, open_channel, peak_bytes, serve
 
 __all__ = [
+    "CAN_HOLD",
     "LATE",
     "Bar",
     "Channel",

@@ -79,7 +79,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
         "cores": count_cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_instructions": computes_in_bfloat16(),
         "transparent_huge_pages": huge_pages(),

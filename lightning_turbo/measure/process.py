@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Process", "ProcessError"]
+__all__ = ["CAN_HOLD", "Process", "ProcessError"]
+
+CAN_HOLD = hasattr(os, "killpg") and hasattr(signal, "SIGSTOP")  # not on Windows
 
 # The end of its input tells the guard that the process was closed, or that the program that measures died.
 GUARD = """
 import os, signal, sys
 sys.stdin.buffer.read()
 try:
-    os.killpg(int(sys.argv[1]), signal.SIGKILL)
-except ProcessLookupError:
+    getattr(os, "killpg", os.kill)(int(sys.argv[1]), getattr(signal, "SIGKILL", signal.SIGTERM))
+except OSError:
     pass
 """
 
@@ -58,12 +61,8 @@ class Process:
         environment: Mapping[str, str] | None = None,
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
-        if not hasattr(os, "killpg"):
-            raise OSError(
-                "expected a POSIX system, whose signals stop and continue what is measured, got " + sys.platform
-            )
         self.log = log
-        self._buffer = b""
+        self._lines = queue.SimpleQueue[bytes]()
         # It runs in another folder, where a relative entry, or the empty one, would name another place.
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,11 @@ class Process:
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
                 start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # of Windows, for the same
             )
+        # Windows can wait for a socket with a limit, but not for a pipe: a thread waits for the pipe.
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         # Isolated (-I, -S), so that it imports nothing of the project and starts in milliseconds.
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", GUARD, str(self._process.pid)],
@@ -109,36 +112,42 @@ class Process:
         Raises:
             ProcessError: If the process ends or hangs first.
         """
-        assert self._process.stdout is not None
         deadline = time.monotonic() + timeout
-        while b"\n" not in self._buffer:
-            # Both before the short wait for more: an interruption is seen also while the process says nothing.
+        while True:
+            # An interruption is seen also while the process says nothing.
             check()
+            with contextlib.suppress(queue.Empty):
+                line = self._lines.get(timeout=0.2)
+                break
             if time.monotonic() > deadline:
                 raise ProcessError(f"no answer within {timeout:.0f} s")
-            if select.select([self._process.stdout], [], [], 0.2)[0]:
-                chunk = os.read(self._process.stdout.fileno(), 65536)
-                if not chunk:
-                    raise ProcessError(self._obituary())
-                self._buffer += chunk
-            elif self._process.poll() is not None:
-                # What it started may hold the pipe open after its end.
+            # What it started may hold the pipe open after its end.
+            if self._process.poll() is not None:
                 raise ProcessError(self._obituary())
-        line, self._buffer = self._buffer.split(b"\n", 1)
+        if not line.endswith(b"\n"):  # the end of the pipe, within a line or after one
+            raise ProcessError(self._obituary())
         return json.loads(line)
 
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put(b"")
+
     def hold(self) -> None:
-        """Stop every thread and process of it until ``resume``."""
-        self._signal(signal.SIGSTOP)
+        """Stop every thread and process of it until ``resume``; without ``CAN_HOLD``, do nothing."""
+        self._signal("SIGSTOP")
 
     def resume(self) -> None:
         """Let it run again if it is held."""
-        self._signal(signal.SIGCONT)
+        self._signal("SIGCONT")
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, name: str) -> None:
         # A process that has ended has nothing to hold; ``listen`` says how it ended.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            if CAN_HOLD:
+                os.killpg(self._process.pid, getattr(signal, name))
 
     def close(self, grace: float = 5.0) -> None:
         """End the process and all that it started.
@@ -150,7 +159,6 @@ class Process:
         self.resume()
         process, guard = self._process, self._guard
         assert process.stdin is not None
-        assert process.stdout is not None
         assert guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
@@ -163,7 +171,7 @@ class Process:
             guard.wait()
             process.kill()
             process.wait()
-            process.stdout.close()
+            self._reader.join(5.0)
 
     def _obituary(self) -> str:
         """How the process ended, with the last line of its log."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from lightning_turbo.measure.process import Process, ProcessError
+from lightning_turbo.measure.process import CAN_HOLD, Process, ProcessError
 from lightning_turbo.measure.progress import Progress
 
 __all__ = ["LATE", "UNENDED", "Interrupt", "InterruptedRunError", "Turns", "new_row"]
@@ -80,7 +80,8 @@ class Turns:
     """Starts processes, lets each measure a round in turn while all others are held still, and ends them.
 
     ``run`` starts processes, and none of them is left when it returns or raises. While one measures, every other one is
-    stopped by a signal. A process that fails takes itself out, with its reason in its row, and never the others.
+    stopped by a signal; on a system without such a signal, each process measures all its rounds before the next one
+    starts. A process that fails takes itself out, with its reason in its row, and never the others.
 
     Args:
         spawn: Starts the process of a name.
@@ -141,10 +142,14 @@ class Turns:
             InterruptedRunError: If the run was interrupted; what was measured is in the rows.
         """
         able = [name for name in names if self.rows[name]["status"] in (UNENDED, "ok")]
+        groups = [able] if CAN_HOLD else [[name] for name in able]
         try:
-            self._start(able, start_until)
-            self._measure(able, order, rounds, number, fewest, min(until, time.monotonic() + seconds))
-            self._finish(number, END_TIMEOUT)
+            for position, group in enumerate(groups):
+                self._start(group, start_until)
+                now, left = time.monotonic(), len(groups) - position
+                share = min((until - now) / left, seconds / len(groups))
+                self._measure(group, order, rounds, number, fewest, now + share)
+                self._finish(number, END_TIMEOUT)
         except InterruptedRunError:
             # The rounds so far count only with what their process returns at its end, so that this much is waited for.
             self._finish(number, END_TIMEOUT_INTERRUPTED)

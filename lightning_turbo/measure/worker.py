@@ -115,11 +115,10 @@ def _status(field: str) -> int | None:
 
 
 def _field(path: Path, field: str) -> int | None:
-    if not path.exists():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_turbo.doctor.script import check_script
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import Interrupt, Process, Progress, Turns, new_row
+from lightning_turbo.measure import CAN_HOLD, Interrupt, Process, Progress, Turns, new_row
 from lightning_turbo.tune.candidates import Candidate, combine
 from lightning_turbo.tune.evidence import Case
 
@@ -56,6 +56,8 @@ class TuneSettings:
             raise TurboError(f"minutes={self.minutes!r}: expected a number above 0.")
         if not 1 <= self.ranks <= 64:
             raise TurboError(f"ranks={self.ranks!r}: expected a whole number from 1 to 64.")
+        if self.ranks > 1 and not CAN_HOLD:
+            raise TurboError(f"ranks={self.ranks}: expected 1 on a system without POSIX signals, which end ranks.")
         if not 0 <= self.seed < 2**32:  # as numpy takes them
             raise TurboError(f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -108,7 +110,8 @@ class ScriptRunner:
         rows = {name: new_row() for name in by_name}
         turns = Turns(lambda name: self.spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
         begun = time.monotonic()
-        turns.run(list(by_name), self.order, rounds=ROUNDS)
+        # Where they are measured one after the other, A B B A cancels a steady drift of the machine.
+        turns.run(list(by_name)[:: (-1) ** len(self._took)], self.order, rounds=ROUNDS)
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
         return {case: rows[name] for name, case in by_name.items()}

@@ -8,7 +8,7 @@ import pytest
 
 # The names are hidden after torch and Lightning are imported, which chose their ways by then.
 HIDDEN = """
-import builtins, io, multiprocessing, os, signal, sys, lightning.pytorch, torch.distributed
+import builtins, io, multiprocessing, os, signal, subprocess, sys, lightning.pytorch, torch.distributed
 from lightning.pytorch.trainer.connectors import signal_connector
 from torch.utils.data._utils import signal_handling
 
@@ -20,6 +20,7 @@ signal.valid_signals = lambda: {getattr(signal, name) for name in kept}
 signal_connector._IS_WINDOWS = signal_handling.IS_WINDOWS = True
 for name in ("fork", "killpg", "register_at_fork", "sched_getaffinity", "setsid", "sysconf", "uname", "statvfs"):
     delattr(os, name)
+subprocess.Popen.kill = subprocess.Popen.terminate
 sys.modules.update(fcntl=None, resource=None)
 real_open = builtins.open
 
@@ -74,15 +75,44 @@ if __name__ == "__main__":
     cache_transforms(Rows(), "cached")
     print("all of it ran")
 """
+TUNE = """
+if __name__ == "__main__":
+    from lightning_turbo.cli import main
+    from lightning_turbo.measure import Interrupt, Progress, describe_machine
+    from lightning_turbo.tune.evidence import DEFAULT, Case
+    from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
+
+    assert describe_machine("cpu")["memory_bytes"] is None
+    with Progress() as progress:
+        runner = ScriptRunner(TuneSettings(program="train.py"), {}, Interrupt(), progress)
+        rows = runner.measure([DEFAULT, Case(mode="loader")])
+    assert [(row["status"], len(row["rounds"])) for row in rows.values()] == [("ok", 4)] * 2, rows
+    assert main(["tune", "--ranks", "2", "train.py"]) == 2
+    print("all of it ran")
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has")
-def test_loading_precision_and_callbacks_run_without_what_only_posix_has(tmp_path):
-    (tmp_path / "program.py").write_text(HIDDEN + PROGRAM)
+def run(tmp_path, program):
+    (tmp_path / "program.py").write_text(HIDDEN + program)
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "program.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout.strip().endswith("all of it ran"), done.stderr[-6000:]
+    return done.stderr
+
+
+def test_loading_precision_and_callbacks_run_without_what_only_posix_has(tmp_path):
+    run(tmp_path, PROGRAM)
+
+
+def test_tune_measures_one_after_the_other_without_what_only_posix_has(tmp_path):
+    (tmp_path / "train.py").write_text(HIDDEN + PROGRAM.partition("if __name__")[0] + "fit()")
+    assert "ranks=2: expected 1" in run(tmp_path, TUNE)

@@ -206,6 +206,8 @@ LEAVE = """
 import _thread, json, os, signal, sys, tempfile, threading, time, torch
 from lightning_turbo.data import PrefetchLoader, prefetcher
 
+torch.multiprocessing.set_start_method("fork")  # a process of another kind has no class of a program behind -c
+
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 10000

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_turbo.measure import Interrupt, InterruptedRunError, Process, ProcessError
+from lightning_turbo.measure import process as module
 
 ECHO = """
 import json, subprocess, sys
@@ -86,6 +87,24 @@ def test_waiting_ends_after_its_time_and_when_the_check_says_so(start):
         process.listen(0.0)
     with pytest.raises(InterruptedRunError):
         process.listen(30.0, Interrupt(-1.0).check)
+
+
+@needs_proc
+def test_without_signals_that_hold_a_process_it_waits_for_orders_only(start, monkeypatch):
+    monkeypatch.setattr(module, "CAN_HOLD", False)
+    running = start({"n": 1})
+    child = running.listen(30.0)["child"]
+    running.hold()
+    running.tell({"n": 2})
+    assert running.listen(30.0) == {"child": child, "n": 2}
+    assert wait_for("RS", child)
+
+
+def test_an_answer_that_is_cut_off_is_no_answer(tmp_path):
+    made = Process(["-S", "-c", "print('{', end='')"], {}, log=tmp_path / "log", folder=tmp_path)
+    with pytest.raises(ProcessError, match="ended with exit status 0"):
+        made.listen(30.0)
+    made.close()
 
 
 @needs_proc

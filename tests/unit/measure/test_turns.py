@@ -35,9 +35,11 @@ class Machine:
         self.most = 0
         self.order = []
         self.open = set()
+        self.most_open = 0
 
     def __call__(self, name):
         self.open.add(name)
+        self.most_open = max(self.most_open, len(self.open))
         return FakeProcess(self, name)
 
 
@@ -86,6 +88,17 @@ def test_each_sweep_begins_with_another_process(clock):
     assert [(part["sweep"], part["process"]) for part in rows["a"]["rounds"]] == [(3, 1), (4, 1), (5, 1)]
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert rows["b"]["numbers"] == {"n": 1}
+    assert not machine.open
+
+
+def test_without_signals_that_hold_a_process_each_one_is_measured_by_itself(clock, monkeypatch):
+    monkeypatch.setattr(turns, "CAN_HOLD", False)
+    machine = Machine(clock)
+    rows = run(machine, seconds=6.0, rounds=1000, number=1)
+    assert "".join(machine.order) == "aa" + "bb" + "cc", "a third of the time each"
+    assert machine.most_open == 1
+    assert [part["sweep"] for part in rows["c"]["rounds"]] == [1000, 1001]
+    assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open
 
 
