@@ -8,39 +8,24 @@ import functools
 import inspect
 from abc import ABC
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from collections.abc import Callable, Mapping, MutableMapping
+from types import MemberDescriptorType
 from typing import Any
 
-import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 __all__ = [
-    "holders_in",
     "map_tensors",
+    "movable_in",
     "move_batch",
     "pin_batch",
     "tensors_in",
 ]
 
-_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_SPARSE = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: _ROWS,
-    torch.sparse_bsr: _ROWS,
-    torch.sparse_csc: _COLUMNS,
-    torch.sparse_bsc: _COLUMNS,
-}
-
-# What holds no tensor, or leads away from the batch.
-_LEAVES = (
-    str, bytes, int, float, complex, type(None), type, np.ndarray, np.generic, torch.device, torch.dtype,
-    ModuleType, FunctionType, BuiltinFunctionType, MethodType,
-)  # fmt: skip
-# Where the search behind an object ends: one that knows its dataset or its Trainer leads to everything there is.
-MOST_PARTS = 10_000
+# What holds no tensor and is in many batches, or leads away from the batch.
+_LEAVES = (str, bytes, int, float, type(None), type, torch.nn.Module)
 
 
 class _Movable(ABC):  # noqa: B024  # its hook decides
@@ -73,6 +58,18 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         return part.to(device)
 
     return apply_to_collection(batch, _Movable, move)
+
+
+def movable_in(batch: Any) -> list[Any]:
+    """Return what ``move_batch`` moves: the tensors and the objects with ``.to``, without a look into these."""
+    found: list[Any] = []
+
+    def note(part: Any) -> Any:
+        found.append(part)
+        return part  # the walk makes each container anew, and some classes refuse other parts
+
+    apply_to_collection(batch, _Movable, note)
+    return found
 
 
 @functools.cache
@@ -111,7 +108,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, (*_LEAVES, torch.nn.Module)):
+    if isinstance(value, _LEAVES):
         return value
     if isinstance(value, tuple):
         items = [map_tensors(item, change) for item in value]
@@ -150,47 +147,16 @@ def _parts_of(value: Any) -> dict[Any, Any]:
     return _attributes(value) if dataclasses.is_dataclass(value) or isinstance(value, _Movable) else {}
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a batch, those in the attributes of objects and of what these hold included.
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in any structure that ``map_tensors`` knows."""
+    found: list[Tensor] = []
 
-    A sparse tensor comes as the strided ones that it is made of: its memory is theirs.
-    """
-    return (part for part in holders_in(batch) if isinstance(part, Tensor))
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
 
-
-def holders_in(batch: Any) -> Iterator[Any]:
-    """Yield what ``tensors_in`` does, and every object with ``.to``.
-
-    Such an object may keep tensors where Python does not see them. Each comes once, and what is near comes first.
-    """
-    seen: dict[int, Any] = {}  # the parts themselves, because a part that is gone leaves its id to another
-    waiting = deque([batch, *(batch.values() if isinstance(batch, Mapping) else ())])
-    while waiting:
-        part = waiting.popleft()
-        if isinstance(part, _LEAVES) or id(part) in seen:
-            continue
-        seen[id(part)] = part
-        if isinstance(part, Tensor):
-            yield from _strided(part)
-            continue
-        if isinstance(part, _Movable):
-            yield part
-        if len(seen) < MOST_PARTS:
-            waiting.extend(_directly_in(part))
-
-
-def _strided(tensor: Tensor) -> list[Tensor]:
-    parts = _SPARSE.get(tensor.layout)
-    return [tensor] if parts is None else [getattr(tensor, name)() for name in parts]
-
-
-def _directly_in(part: Any) -> Iterator[Any]:
-    """Yield the items of a container, and the values of an object's attributes; no lazy mapping is read."""
-    if isinstance(part, dict):
-        yield from dict.values(part)
-    elif isinstance(part, (list, tuple, set, frozenset, deque)):
-        yield from part
-    yield from _attributes(part).values()
+    map_tensors(value, note)
+    return found
 
 
 def _attributes(value: Any) -> dict[str, Any]:

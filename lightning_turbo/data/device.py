@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_count, check_functions, expect
-from lightning_turbo._pytree import holders_in, move_batch, pin_batch, tensors_in
+from lightning_turbo._pytree import movable_in, move_batch, pin_batch
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.prefetcher import PrefetchIterator
 from lightning_turbo.errors import NoEffectWarning
@@ -34,7 +34,8 @@ class DeviceTransfer:
     Args:
         device: ``"cpu"``, or a CUDA device.
         prefetch_batches: How many batches to keep on the device beyond the one in use, 1 or more.
-        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more.
+        min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more; one that holds
+            objects with ``.to`` or sparse tensors never counts as smaller.
         transform: Called on each batch on the device when its turn comes.
         ahead: ``False`` for no side stream: each batch is moved when it is returned.
 
@@ -81,17 +82,17 @@ class DeviceTransfer:
 
         What the loader made on the device is not copied, and its memory is not the side stream's.
         """
-        stream, tensors = self.stream(), list(tensors_in(batch))
-        is_small = sum(tensor.nbytes for tensor in tensors) < self.min_bytes
-        if stream is None or is_small or any(tensor.is_cuda for tensor in tensors):
-            return self._move(batch), None
+        stream, parts = self.stream(), movable_in(batch)
+        self._tell_if_nothing_moves(batch, parts)
+        if stream is None or _is_below(parts, self.min_bytes) or any(map(_is_on_cuda, parts)):
+            return move_batch(batch, self.device), None
         # The memory of a batch goes back to the side stream when the caller lets go of it, be it steps later, and the
         # next copy may take it at once. So a copy waits for all steps that were begun before it, which are those that
         # read such a batch, and runs beside the one that follows. The allocator need not watch any step, so that a host
         # that is far ahead of the device holds no memory for it.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            return self._move(batch), stream.record_event()
+            return move_batch(batch, self.device), stream.record_event()
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """Make the current stream wait for a batch, and transform it there.
@@ -104,9 +105,8 @@ class DeviceTransfer:
             torch.cuda.current_stream(self.device).wait_event(event)
         return batch if self.transform is None else self.transform(batch)
 
-    def _move(self, batch: Any) -> Any:
-        moved = move_batch(batch, self.device)
-        if not self._checked and self.device.type != "cpu" and not self._is_there(moved):
+    def _tell_if_nothing_moves(self, batch: Any, parts: list[Any]) -> None:
+        if not parts and not self._checked and self.device.type != "cpu":
             warnings.warn(
                 f"Batches of {type(batch).__name__} hold no tensor and no object with .to, so nothing moves to "
                 f"{self.device}. Let the dataset or collate_fn return tensors, or pass device_prefetch=False.",
@@ -114,11 +114,16 @@ class DeviceTransfer:
                 stacklevel=2,
             )
         self._checked = True
-        return moved
 
-    def _is_there(self, batch: Any) -> bool:
-        """Whether any part of a batch is on the device; an object may keep tensors where Python does not see them."""
-        return any(not isinstance(part, torch.Tensor) or part.device == self.device for part in holders_in(batch))
+
+def _is_below(parts: list[Any], size: int) -> bool:
+    """Whether the parts of a batch are known to have fewer bytes; an object and a sparse tensor do not say theirs."""
+    known = all(isinstance(part, torch.Tensor) and part.layout is torch.strided for part in parts)
+    return known and sum(part.nbytes for part in parts) < size
+
+
+def _is_on_cuda(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.is_cuda
 
 
 @functools.cache

@@ -63,6 +63,32 @@ def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
     assert got == [([float(n) for n in range(k, k + 8)], list(range(k, k + 8))) for k in range(0, 64, 8)]
 
 
+class Graph:
+    """A batch of a class of its own, as torch_geometric's."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, device):
+        return Graph(self.nodes.to(device))
+
+
+def test_objects_and_sparse_tensors_are_copied_ahead_whatever_their_size():
+    transfer = DeviceTransfer(DEVICE)
+    for batch, is_ahead in (
+        (torch.ones(4), False),
+        (Graph(torch.ones(4)), True),
+        ([torch.ones(4), torch.eye(4).to_sparse()], True),
+        (torch.ones(1 << 20), True),
+        (torch.ones(1 << 20, device=DEVICE), False),
+    ):
+        moved, event = transfer.send(batch)
+        assert (event is not None) == is_ahead
+        received = transfer.receive((moved, event))
+        parts = [received.nodes] if isinstance(received, Graph) else received if isinstance(batch, list) else [received]
+        assert all(part.is_cuda for part in parts)
+
+
 def test_what_a_transform_keeps_is_ready_for_batches_of_other_sizes():
     class Count:
         def __init__(self):

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo._pytree import MOST_PARTS, holders_in, map_tensors, move_batch, tensors_in
+from lightning_turbo._pytree import move_batch, tensors_in
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
 from lightning_turbo.data.prefetcher import PrefetchIterator
 from lightning_turbo.data.resume import Position
@@ -22,7 +22,6 @@ META = torch.device("meta")  # a second device that every machine has
 
 
 Sample = dataclasses.make_dataclass("Sample", ["image", "name"])
-Sealed = dataclasses.make_dataclass("Sealed", ["x"], slots=True, frozen=True)
 Pair = namedtuple("Pair", "x y")
 
 
@@ -76,77 +75,6 @@ def test_any_structure_is_moved_and_kept(make):
         assert batch.seen is False
         move_batch(batch, META)
         assert batch.seen is True
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch's own word that the layout is in beta
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-def test_a_sparse_tensor_comes_as_the_tensors_it_is_made_of(layout):
-    parts = list(tensors_in({"x": torch.eye(4).to_sparse(layout=layout)}))
-    assert {part.layout for part in parts} == {torch.strided}
-    assert sum(part.is_floating_point() for part in parts) == 1
-    assert len(parts) == (2 if layout is torch.sparse_coo else 3)
-
-
-def never(*_):
-    raise AssertionError("nobody asked for it")
-
-
-class Slots:
-    __slots__ = ("__hidden", "rest")
-
-    def __init__(self, tensor):
-        self.__hidden = tensor  # the slot "rest" stays empty
-
-
-class Plain:
-    def __init__(self, *parts):
-        self.parts = parts
-        self.owner = self  # a ring has an end
-        self.__dict__["all"] = self.__dict__
-
-
-class Guarded(Plain):
-    record_stream = never
-    lazy = property(never)
-
-    def to(self, device):
-        return self
-
-
-class Closed(UserDict):
-    values = never
-
-
-class Film:
-    record_stream = never  # which is about another kind of stream
-
-
-WRAPPED = {
-    "object in an object with .to": lambda t: Movable(Plain(t)),
-    "objects in containers": lambda t: {"a": [Plain({"b": (Slots(t),)})]},
-    "set": lambda t: Plain({1, "text"}, Plain(frozenset([t]))),
-    "mapping that may not be read": lambda t: Plain(t, Closed(a=1)),
-    "named tuple": lambda t: Pair(Slots(t), Film),
-    "dataclass": lambda t: Plain(Sealed(t), Film()),
-    "things without tensors": lambda t: Guarded(torch, len, t.sum, Slots, META, torch.float32, Slots(t)),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
-def test_what_objects_hold_is_found_once(wrap):
-    tensor = one()
-    (found,) = tensors_in(wrap(tensor))
-    assert found is tensor
-
-
-def test_the_search_behind_an_object_finds_what_can_move_and_ends():
-    guarded, tensor, chain = Guarded(), one(), Plain()
-    assert list(holders_in([tensor, Plain(guarded), Film(), 3, "text"])) == [tensor, guarded]
-    for _ in range(MOST_PARTS + 10):
-        chain = Plain(chain)
-    assert list(tensors_in(Plain(chain, tensor))) == [tensor]  # what is near first
-    part = object()
-    assert map_tensors([part, 1], lambda t: t) == [part, 1]
 
 
 # ---- DevicePrefetcher.
