@@ -15,7 +15,8 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = ["SignalExchange", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank"]
 
-_group: tuple[Any, Any] = (None, None)  # the run's group, and the gloo group that belongs to it
+# The run's group, and the gloo group that belongs to it: a process may end one group, and train in another.
+_group: tuple[Any, Any] = (None, None)
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -103,6 +104,7 @@ def tell_first_rank(own: Any, name: str, seconds: float) -> list[Any]:
 
 def _error_under_way() -> BaseException | None:
     error = sys.exc_info()[1]
+    # By its name: which copy of Lightning the class is from is not known on this floor.
     return None if type(error).__name__ == "SIGTERMException" else error
 
 
@@ -127,6 +129,7 @@ class SignalExchange:
         """Return ``sigterm`` and ``requeue`` of all ranks, as they were at the end of the batch before."""
         # The largest of all ranks counts: a signal to one is a signal to all.
         own = torch.tensor([int(self.sigterm), self.requeue], dtype=torch.int32)
+        # A job is requeued once. SIGTERM stays: it ends the run, at whichever batch that can be.
         self.requeue = 0
         work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
         pending, self._pending = self._pending, (work, own)

@@ -29,6 +29,7 @@ class HostCopier:
                 event.synchronize()
             yield _Unpickler(io.BytesIO(pickled), copies).load()
         finally:
+            # What this copy did not need is let go, so that the memory is that of the last checkpoint alone.
             buffers: Buffers = {}
             for copy in copies:
                 buffers.setdefault((copy.numel(), copy.is_pinned()), []).append(copy)
@@ -40,6 +41,7 @@ class HostCopier:
         Tensors of CUDA devices are copied in the order of the current stream: no work that is given to it afterwards
         changes the copy, and the host waits for nothing. The block begins when they have arrived, in any thread.
         """
+        # Nobody else gets this memory until the block ends.
         free, self._buffers = self._buffers, {}
         stream = io.BytesIO()
         pickler = _Pickler(stream, free)
@@ -73,6 +75,7 @@ class _Pickler(pickle.Pickler):
         size, pinned = storage.nbytes(), storage.device.type == "cuda"
         kept = self._free.get((size, pinned))
         buffer = kept.pop() if kept else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        # As bytes, because tensors of several dtypes and shapes may lie on one storage.
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return buffer.copy_(content, non_blocking=pinned)
 

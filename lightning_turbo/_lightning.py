@@ -206,6 +206,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in NAMES:
             return None
+        # Before find_spec, which asks every finder, and so would ask this one again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
@@ -216,6 +217,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             run(module)
             self.callback()
 
+        # On this loader, which serves one module; its class stays as it is.
         spec.loader.exec_module = exec_module
         return spec
 

@@ -201,6 +201,7 @@ class GeneratorWatch:
     def _compare(self, frame: Any, *event: Any) -> Any:
         if frame.f_globals.get("__name__", "").partition(".")[0] in QUIET:
             return None  # what they set, the next line of the dataset's code shows
+        # To read the states at each line is slow, and where all of them are drawn from, nothing is left to find.
         self._left -= 1
         if self._left < 0 or len(self._names) == len(self._before):
             sys.settrace(None)
@@ -227,6 +228,8 @@ def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -
     whole by ``is_whole``, is not looked into.
     """
     seen: dict[int, Any] = {}  # the objects themselves, because one that is gone leaves its id to another
+    # Level by level, and not into whatever comes first: states are saved in this order, which has to be the same in a
+    # process that resumes.
     level = [owner]
     while level and len(seen) < MOST_OBJECTS:
         new = {id(part): part for each in level for part in _parts_of(each) if id(part) not in seen}

@@ -37,6 +37,7 @@ def batch_limit(trainer: Any, loader: Any) -> float:
 
     Infinity where it does not say: before its loop has counted its loaders, and while it does not run.
     """
+    # What its loops still have then is from the run before.
     if trainer.state.status.value != "running":
         return math.inf
     loops = (

@@ -179,6 +179,7 @@ def _add_convert(commands: Commands) -> None:
 def _convert(arguments: argparse.Namespace) -> int:
     from lightning_turbo.amp.convert import convert_checkpoint
 
+    # A shell shows no line of Python with each warning.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TurboWarning)
         new = convert_checkpoint(arguments.old, arguments.new, prefix=arguments.prefix, trust=arguments.trust)

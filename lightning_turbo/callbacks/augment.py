@@ -85,6 +85,7 @@ class AugmentBatches(Callback):
         data = move(data, *args, **kwargs)
         if self.training_only and not trainer.training:
             return data
+        # With each batch, because Lightning calls no on_train_epoch_start where it resumes within an epoch.
         self._was_called = True
         self.augmentation.set_epoch(trainer.current_epoch)
         return self.augmentation(data, index)

@@ -60,7 +60,10 @@ class DropBiasBeforeNorm(Callback):
         rank_zero_info(f"DropBiasBeforeNorm: {self.report}")
 
     def _check_order(self, callbacks: list[Any]) -> None:
-        """Refuse a callback that has already copied the module with its biases."""
+        """Refuse a callback that has already copied the module with its biases.
+
+        Such a copy has more parameters, and torch pairs the two lists by their places without a word.
+        """
         averaging = callbacks_named("StochasticWeightAveraging", "WeightAveraging")
         for callback in takewhile(lambda each: each is not self, callbacks):
             if isinstance(callback, averaging):

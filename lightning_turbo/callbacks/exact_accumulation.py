@@ -114,6 +114,8 @@ class ExactAccumulation(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the batch into the window."""
+        # Here and not in training_step: the loss is what Lightning divides and a precision plugin scales, and a batch
+        # without one never comes here.
         self._window.add(loss, self._batch_weight)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -122,6 +124,7 @@ class ExactAccumulation(Callback):
         # Every batch of the window returned None.
         if window.count == 0:
             return
+        # No rank has returned above alone: with several of them, a step without a loss is an error of Lightning's.
         if total is not None and trainer.world_size > 1:
             total = _sum_over_ranks(trainer.strategy, total)
         factor = window.factor(trainer.accumulate_grad_batches, total, trainer.world_size)

@@ -110,6 +110,8 @@ class ExactResume(Callback):
             return
         (first, *_), random = checkpoint.get(KEY) or [{}], _take_states_of_rank(checkpoint)
         ranks = first.get("ranks", len(checkpoint.get(KEY, [])))
+        # Lightning is to find none: it loads them where its loaders are set up after this, and drops them where they
+        # were set up before. ``on_train_start`` loads them in both.
         loaders = fit["state_dict"].pop("combined_loader", [])
         over, begins, used = _read_position(trainer, fit)
         write_used_batches(loaders, over=over, used=used)
@@ -134,6 +136,7 @@ class ExactResume(Callback):
                 _restore_loaders_of_whole_epoch(trainer.fit_loop, restored.loaders)
         else:
             said += _restore_loaders_in_epoch(trainer, restored)
+        # After the loaders, whose iter() draws numbers that a run without a stop drew long before.
         if restored.random is not None:
             _set_random_states(trainer.strategy.root_device, restored.random)
             said += _tell_of_random_states(restored.ranks)
@@ -230,6 +233,8 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
             _warn_of_other_batches(_stateful(loop._combined_loader), restored)
             _count_whole_epoch(trainer, restored)
             said = _count_on(trainer, restored)
+    # Before iter(), with which worker processes get their first indices. Lightning's own iter() was made before the
+    # states were loaded.
     for loader in loop._combined_loader.flattened:
         set_sampler_epoch(loader, loop.epoch_progress.current.processed)
     iter(loop._data_fetcher)
@@ -413,6 +418,7 @@ def _set_random_states(device: torch.device, state: dict[str, Any]) -> None:
 
 def _derive_random_states(first: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return states that follow from those of rank 0 and the number of a rank."""
+    # From a saved state and not from a seed, because a checkpoint of another epoch has to give other numbers.
     digest = hashlib.blake2b(first["torch"].numpy().tobytes(), digest_size=4).digest()
     for_torch, for_python, for_numpy = seeds_of(int.from_bytes(digest, "little"), 0, rank, "rank")
     with same_random_numbers():

@@ -24,6 +24,7 @@ def can_fuse(optimizer: Optimizer) -> bool:
 
 def fuse(optimizer: Optimizer) -> None:
     """Switch an optimizer to its fused step, whose counts are on the device of the parameters."""
+    # The steps read these from the groups; only the constructor looks at the arguments.
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)
     for parameter, state in optimizer.state.items():

@@ -57,6 +57,7 @@ def lr_range(
     valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
     expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
     check_choice("lr_range(mode)", mode, ("exponential", "linear"))
+    # Lightning's running mean counts the steps that the Trainer has made before, see _correct_bias.
     before = trainer.global_step
     finder = Tuner(trainer).lr_find(
         model,

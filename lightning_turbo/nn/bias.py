@@ -175,8 +175,6 @@ def _reason_to_keep(
         return "it or its norm is used more than once"
     if f"{node.target}.bias" in read or id(layer.bias) in shared:
         return "its bias is also used elsewhere"
-    if layer.out_channels != norm.num_features:
-        return "its norm has another number of channels"
     if not norm.training and norm.running_mean is not None:
         return "its norm is in evaluation mode, where it cancels nothing"
     if _is_hooked(layer) or _is_hooked(norm):
@@ -219,6 +217,7 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     if mean is not None:
         # Evaluation subtracts the running mean, which held what the bias had added to every activation.
         mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
+    # Hooks and not a new class: the layer keeps its type, by which others find it, and a copy keeps its hooks.
     layer.register_parameter("bias", None)
     layer.register_state_dict_post_hook(_write_zeros)
     # The common parent takes part in every load of both.

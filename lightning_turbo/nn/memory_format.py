@@ -66,6 +66,7 @@ def check_format(memory_format: Any, formats: tuple[str | None, ...] = FORMATS) 
 def _convert(tensor: Tensor, memory_format: torch.memory_format) -> None:
     # In .data, so that the parameter stays the object that optimizers and hooks know.
     tensor.data = tensor.data.contiguous(memory_format=memory_format)
+    # torch's fast optimizer steps want a parameter and its gradient in one order.
     if tensor.grad is not None:
         tensor.grad = tensor.grad.contiguous(memory_format=memory_format)
 

@@ -138,6 +138,7 @@ class AccumulationWindow:
             return divisor / self.count if self.count else 1.0
         # Ranks average their gradients, while the total is a sum over ranks.
         whole = divisor * ranks * self.reference_weight
+        # A tensor stays on its device: to ask it for its value would make the host wait.
         if isinstance(total, Tensor):
             return torch.where(total == 0, 0.0, whole / total)
         return whole / total if total > 0 else 0.0

@@ -51,7 +51,7 @@ class CyclicSchedule(CyclicLR):
         Args:
             epoch: Deprecated by torch; leave it out.
         """
-        # torch's constructor makes the first call, at -1.
+        # torch's constructor makes the first call, at -1, when the Trainer does not know the length of an epoch yet.
         if self.last_epoch >= 0 and not self._is_sized:
             up, down = self._count_steps(_steps_per_epoch(self._trainer and self._trainer()))
             self.total_size, self.step_ratio = float(up + down), up / (up + down)
@@ -68,6 +68,7 @@ class CyclicSchedule(CyclicLR):
         Args:
             state_dict: Result of ``state_dict``.
         """
+        # torch's takes an entry out of what it is given, and a checkpoint may be loaded twice.
         super().load_state_dict(dict(state_dict))
 
     def _count_steps(self, unit: float) -> tuple[int, int]:

@@ -42,6 +42,7 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
     split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
+            # A norm over several axes has parameters of as many dimensions, and some biases have them to broadcast.
             is_weight = parameter.ndim >= 2 and name.rpartition(".")[2] != "bias" and id(parameter) not in in_norms
             split[0 if is_weight else 1].append(parameter)
     return split

@@ -69,6 +69,7 @@ def _finite_part(lrs: Sequence[float], losses: Sequence[float]) -> list[tuple[fl
 
 def _falling_part(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the part of the curve from its highest loss before the minimum to the minimum."""
+    # Back from the minimum: the loss is highest after it, where the rate is too large.
     lowest = min(range(len(curve)), key=lambda index: curve[index][1])
     highest = max(range(lowest + 1), key=lambda index: curve[index][1])
     return curve[highest : lowest + 1]

@@ -107,7 +107,7 @@ def _found_inf(scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    # torch has no isfinite for a sparse tensor; what reads it has a dense output, which is looked at.
+    # torch has no isfinite for a sparse tensor.
     if tensor.layout is not torch.strided:
         return False
     return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())

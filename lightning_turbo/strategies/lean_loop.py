@@ -43,7 +43,6 @@ __all__ = ["LeanStrategy", "find_custom_loops", "install_lean", "is_unprofiled"]
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _CLIP = "clip_gradients", "configure_gradient_clipping"
 _AROUND_STEP = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients")
-_KEPT = (torch.float32, torch.float64)  # dtypes of logged values that Lightning does not convert
 
 
 class LeanPlan(NamedTuple):
@@ -51,7 +50,6 @@ class LeanPlan(NamedTuple):
 
     transfer: bool  # the hooks around a batch's way to the device
     batch_index: bool  # the index of the batch as an argument of `training_step`
-    strategy: bool  # the strategy's and the precision plugin's parts of `training_step`
     zero_grad: bool  # the clearing of gradients that are all None
     backward: bool  # what the precision plugin does before and after backward
     step: bool  # what the precision plugin does around the optimizer's step
@@ -66,9 +64,6 @@ def plan_lean(trainer: Any) -> LeanPlan:
         transfer=all(inherits(mover, DataHooks, _TRANSFER) for mover in movers)
         and inherits(strategy, Strategy, ("batch_to_device",)),
         batch_index=not takes_batch_index(module.training_step),
-        strategy=strategy.model is module
-        and inherits(strategy, Strategy, ("training_step",))
-        and inherits(plugin, Precision, ("train_step_context", "forward_context")),
         zero_grad=inherits(module, LightningModule, ("optimizer_zero_grad",))
         and all(
             isinstance(each, Optimizer) and inherits(each, Optimizer, ("zero_grad",)) for each in trainer.optimizers
@@ -112,6 +107,8 @@ def install_lean(trainer: Any, *, lean: bool, signals: bool) -> Callable[[], Non
     Returns:
         A function that undoes all of it; call it once.
     """
+    # What is installed last is taken away first. The lean loop may take the place of the one for signals, whose class
+    # it extends: both share the __dict__ of Lightning's.
     undo = contextlib.ExitStack()
     loop = trainer.fit_loop.epoch_loop
     if signals:
@@ -127,6 +124,7 @@ def install_lean(trainer: Any, *, lean: bool, signals: bool) -> Callable[[], Non
     stock, connector = loop._results, trainer._logger_connector
     if lean and type(connector) is LoggerConnector and type(stock) is ResultCollection:
         results, connector = LeanResults(stock), LeanLoggerConnector(connector)
+        # Lightning's own collection is read after the run.
         undo.callback(stock.update, results)
         _replace(undo, loop, "_results", results)
         _replace(undo, trainer, "_logger_connector", connector)
@@ -207,7 +205,10 @@ class LeanEpochLoop(SignalEpochLoop):
         self._end_batch(trainer._logger_connector)
 
     def _advance_profiled(self, data_fetcher: Any) -> None:
-        """Run a batch by Lightning's own calls, each of which tells the profiler its name."""
+        """Run a batch by Lightning's own calls, each of which tells the profiler its name.
+
+        The Doctor sets a profiler for some steps in the middle of a run.
+        """
         strategy: Any = self.trainer.strategy
         lean = self.automatic_optimization, strategy.lean_plan
         self.automatic_optimization, strategy.lean_plan = AutomaticOptimization(self.trainer), None
@@ -285,11 +286,6 @@ class LeanEpochLoop(SignalEpochLoop):
         step = self._batches_that_stepped + 1
         return trainer.should_stop or trainer.fast_dev_run or step % (trainer.log_every_n_steps or 1) == 0
 
-    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Step the schedulers of this interval. Follows ``_TrainingEpochLoop.update_lr_schedulers``."""
-        if self.trainer.lr_scheduler_configs:
-            super().update_lr_schedulers(interval, update_plateau_schedulers)
-
 
 class LeanOptimization(InPlaceOf, AutomaticOptimization):
     """Automatic optimization with direct calls."""
@@ -327,6 +323,7 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """Clear the gradients, if there are any. Follows ``_AutomaticOptimization._optimizer_zero_grad``."""
         trainer, module, plan = self.trainer, self.trainer.lightning_module, self._plan
+        # With release_gradients there are none after a step, so that each window begins without any.
         if not plan.zero_grad or any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         self.optim_progress.optimizer.zero_grad.increment_completed()
@@ -334,9 +331,9 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         """Return the loss of a batch. Follows ``_AutomaticOptimization._training_step``."""
         trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
-        owner = module if self._plan.strategy else strategy
-        output = call_hook(owner, module, "training_step", *kwargs.values())
+        output = call_hook(strategy, module, "training_step", *kwargs.values())
         strategy.post_training_step()
+        # Lightning divides by accumulate_grad_batches, be it 1: a kernel, and a node of the graph.
         if type(output) is Tensor and trainer.accumulate_grad_batches == 1:
             return ClosureResult(output)
         if output is None and trainer.world_size > 1:
@@ -431,16 +428,6 @@ class LeanMetric(ResultMetric):
     settings: dict[str, Any] | None = None
     device_of_all: torch.device | None = None
 
-    def forward(self, value: Any, batch_size: int) -> None:
-        """Take a value; one of steps alone is not accumulated. Follows ``_ResultMetric.forward``."""
-        meta = self.meta
-        if meta.on_epoch or not self.is_tensor or value.requires_grad or value.dtype not in _KEPT:
-            super().forward(value, batch_size)
-            return
-        self._computed = None
-        self._update_count += 1
-        self.value = self._forward_cache = meta.sync(value.clone())
-
     def to(self, *args: Any, **kwargs: Any) -> LeanMetric:
         """Move to a device. Follows ``_ResultMetric.to``."""
         if not self.is_tensor or args != (self.device_of_all,):
@@ -457,6 +444,7 @@ class LeanResults(InPlaceOf, ResultCollection):
         self.update(stock)
 
     def __setitem__(self, key: str, metric: Any) -> None:
+        # Lightning stores each new metric here, right after it has made it.
         super().__setitem__(key, LeanMetric(metric.meta, metric.is_tensor))
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:

@@ -54,6 +54,7 @@ class SignalEpochLoop(InPlaceOf, TrainingEpochLoop):
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate where it is due, and act on signals. Follows ``_TrainingEpochLoop.on_advance_end``."""
+        # First what is due after this batch, so that a checkpoint for Slurm counts the validation as made.
         super().on_advance_end(data_fetcher)
         trainer: Any = self.trainer
         # A checkpoint holds no gradients, so that a run is left between optimizer steps, not in mid-window.

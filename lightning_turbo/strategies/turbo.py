@@ -119,6 +119,8 @@ class TurboParts(Strategy):
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, with the parts before and after."""
         self._cleanup.close()  # after an error in on_exception Lightning calls no teardown
+        # The format is set before Lightning's setup, in which DDP lays its buckets out by the strides of the weights.
+        # The rest comes after it: a network is compiled on its device, and optimizers are made there.
         self._set_switches()
         if self.memory_format is not None:
             MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
@@ -198,6 +200,7 @@ class TurboParts(Strategy):
                 category=NoEffectWarning,
             )
             return loader
+        # A transfer that the user gave a loader is kept, and is the loader's again after the run.
         transfer, own = None, getattr(loader, "transfer", None)
         if own is None:
             transfer = DeviceTransfer(self.root_device)
@@ -244,6 +247,7 @@ class _OneDeviceStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        # Lightning's has to be given one; the Trainer's takes its place before anything is moved.
         super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin)
         self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 

@@ -56,6 +56,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         Raises:
             MisconfigurationException: If both are set, which torch does not support.
         """
+        # First the base class, which applies what a GradientAccumulationScheduler says of this epoch.
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
         if self._ddp_kwargs["static_graph"] and trainer.accumulate_grad_batches > 1:

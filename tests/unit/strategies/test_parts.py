@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader
 
 from lightning_turbo import DALILoader, TurboStrategy
-from lightning_turbo._pytree import pin_batch
 from lightning_turbo._trainer import hooks_before_transfer
 from lightning_turbo.strategies import turbo as module
 
@@ -69,17 +67,6 @@ def test_the_precision_of_matrix_products_is_put_back():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-def test_nobody_is_asked_for_what_the_prefetching_thread_does(said, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(module, "hooks_before_transfer", lambda *_: [])
-    strategy = on_cuda()
-    prefetcher = strategy.process_dataloader(DataLoader(range(4)))
-    assert prefetcher.transfer.stages == [pin_batch]
-    assert said == []
-    strategy._cleanup.close()
 
 
 def test_dali_s_loaders_are_not_wrapped():
