@@ -66,7 +66,7 @@ def movable_in(batch: Any) -> list[Any]:
 
     def note(part: Any) -> Any:
         found.append(part)
-        return part  # the walk makes each container anew, and some classes refuse other parts
+        return part  # the walk makes each container again, and some classes refuse other parts
 
     apply_to_collection(batch, _Movable, note)
     return found
