@@ -68,6 +68,7 @@ def cache_transforms(
     """
     described = _Digest()
     described.add(dataset)
+    # The instructions of one source differ between versions of Python.
     key = digest_of(described.hexdigest(), sys.version_info[:2], version, foreground, compress)
     packing = Packing(Path(folder) / key[:32], compress, num_workers, progress=progress, exist_ok=True)
     if not packing.target.exists():
@@ -100,6 +101,7 @@ class _Digest:
             self._add_text(os.fspath(value))
         elif isinstance(value, PLAIN):
             self._tell(type(value).__name__, value)
+        # Seen before, or around itself: told by its number, so that two that are one differ from two that are equal.
         elif id(value) in self._seen:
             self._tell("again", self._seen[id(value)][0])
         else:

@@ -95,6 +95,7 @@ class PackedDataset(Dataset[Any]):
         samples = WholeBatch(split_batch(batch))
         if self.sample_transform is not None:
             return [self._finish(index, sample) for index, sample in zip(indices, samples, strict=True)]
+        # For ``collate``, which returns it as it is instead of copying every row a second time.
         samples.batch = batch
         return samples
 

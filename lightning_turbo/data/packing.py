@@ -158,6 +158,8 @@ class Packing:
                 arrays = [name for name in arrays if name not in beside]
             contents = {"arrays": arrays, **contents, "samples": writer.count, "skipped": len(writer.broken)}
             (folder / CONTENTS).write_text(json.dumps(contents, indent=1))
+            # Without its journal the folder holds what a packed dataset holds. After a kill before the rename, the next
+            # call begins again from the first sample.
             (folder / JOURNAL).unlink()
             if self.target.exists():
                 shutil.rmtree(self.target)
@@ -166,6 +168,7 @@ class Packing:
 
     def _append_all(self, writer: RowWriter, encoder: _Encoder) -> None:
         """Load and write what is not written yet."""
+        # A generator of its own: the loader would draw its seed from the global one, whose numbers are the user's.
         total, left = len(encoder), range(writer.done, len(encoder))
         loader = DataLoader(
             encoder, None, sampler=left, num_workers=self.workers, collate_fn=_same, generator=torch.Generator(),
@@ -346,6 +349,7 @@ def _locked(folder: Path) -> Iterator[Any]:
             continue
         with journal:
             _lock(journal)
+            # The process that held the lock may have renamed or removed the folder since: then this is another file.
             if (folder / JOURNAL).exists() and os.path.samestat((folder / JOURNAL).stat(), os.fstat(journal.fileno())):
                 yield journal
                 return

@@ -133,6 +133,7 @@ def _write(data: Any, index: Any, row: Encoded) -> None:
     begin = data.tell() - HEADER
     # A row of a wider dtype than the one before has to begin at a multiple of its size.
     gap = 0 if row.kind == TEXT else -begin % np.dtype(row.kind.removeprefix(COMPRESSED)).itemsize
+    # The row before its place in the index: whatever the index names has been written.
     data.write(bytes(gap))
     data.write(row.data)
     data.flush()

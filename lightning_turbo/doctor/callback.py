@@ -97,6 +97,7 @@ class Doctor(Callback):
 
     def _note_begin(self, log: Any) -> None:
         """Begin to measure the start: fit gives callbacks the module's ``log`` before this rank meets the others."""
+        # No hook is called that early. From here on the ranks wait for one another, and a late one could not be told.
         self._laps = Laps(self._begin)
         self._lap("before fit")
 
@@ -181,9 +182,11 @@ class Doctor(Callback):
 
     def _finish(self, trainer: Trainer, interrupted: str = "") -> None:
         """Make the report, if there is none yet, and leave."""
+        # Taken first: an error in what follows ends in ``on_exception``, which must not begin it again.
         session, self._session = self._session, None
         if session is None:
             return
+        # The Trainer's profiler is back before anything is summed up, whatever becomes of the report.
         session.stop()
         ranks = self._gather(trainer, session, 0.0 if interrupted else PATIENCE)
         if not self.reports:

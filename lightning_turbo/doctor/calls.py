@@ -51,6 +51,7 @@ class CallTable:
 
     def _note_call(self, frame: FrameType, kind: str, name: str) -> None:
         given = frame.f_locals
+        # Clipping is judged by which of the two came last: gradients of a scaled loss are scaled until ``unscale_``.
         if kind in ("scale", "unscale"):
             self.scaled = kind == "scale"
         elif kind == "log":

@@ -91,6 +91,7 @@ def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loa
 
 def _inner(loader: Any) -> Any:
     """Return the DataLoader that a loader of another kind wraps, else the loader itself."""
+    # A wrapper names its loader as it likes, so that all its attributes are looked at.
     held = (loader, *getattr(loader, "__dict__", {}).values())
     return next((each for each in held if isinstance(each, DataLoader)), loader)
 
@@ -138,6 +139,7 @@ def _sharded(loader: Any) -> bool | None:
     samplers = {type(each) for each in found} - {type(None)}
     if any(issubclass(each, DistributedSampler) for each in samplers):
         return True
+    # A sampler of somebody else's may split the data or not: nothing is said about it.
     names = " ".join({each.__module__.rpartition(".")[0] for each in samplers})
     return {"torch.utils.data": False}.get(names)
 

@@ -61,6 +61,7 @@ def examine(
     if not module:
         check_script(Path(program))
     _clear(folder, out)
+    # Lightning starts further ranks as processes of the script; they find the entry point and this variable.
     os.environ[RANKS] = json.dumps(steps)
     try:
         run = run_program(str(program), argv, make_doctors, module=module)

@@ -75,6 +75,7 @@ def _new_findings(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     before = [(each["rule"], LEVELS.index(each["level"])) for each in old["findings"] for _ in range(each["count"])]
     for each in new["findings"]:
         for _ in range(each["count"]):
+            # Each earlier finding of the rule excuses one later one, of its own level or a milder one.
             known = [key for key in before if key[0] == each["rule"] and key[1] <= LEVELS.index(each["level"])]
             if known:
                 before.remove(known[-1])

@@ -65,11 +65,13 @@ class GraphCheck:
         self._calls.append((name, shapes, numbers))
         if self._differs or not self._before:
             return
+        # Behind a call too many or too few all others stand at other places, so that only the first difference is told.
         then = self._before[place] if place < len(self._before) else ("", [], [])
         if then[0] != name:
             self._differs = True
             self._note("another path than in the step before", self.sources.site(frame))
         elif then[1] != shapes:
+            # Where the batch itself changes its shape, that is the cause, and is told once.
             self._differs = True
             if not self._changing_batch():
                 self._note(f"{generic_name(name)} gets other shapes than before", self.sources.site(frame))

@@ -119,11 +119,13 @@ def _first(steps: Sequence[Sequence[dict[str, float]]], places: Sequence[str]) -
 
 
 def _slow(steps: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> Slow | None:
+    # Step by step: a machine that is busy for a while slows the same steps of all its ranks, which cancels.
     others = [_column(each, place) for other, each in enumerate(steps) if other != rank]
     own, usual = _column(steps[rank], place), [median(row) for row in zip(*others, strict=True)]
     more = [mine - theirs for mine, theirs in zip(own, usual, strict=True)]
     low, high = (more[0], more[0]) if len(more) == 1 else map(math.log, interval_of(more) or (1.0, 1.0))
     at, waited = _waiting(steps, rank, _after(steps, rank, place))
+    # Longer alone makes nobody wait: the others have to lose at least half of it somewhere else.
     if low <= _limit(usual, steps[rank]) or 2 * waited <= fmean(more):
         return None
     factor = fmean(own) / fmean(usual) if any(usual) else math.inf

@@ -42,6 +42,7 @@ class Retention:
     def find(self, sources: Sources) -> tuple[Part, ...]:
         """Return what was held with its graph after each of the last two steps or more."""
         owners = _owners(self.module, self.others)
+        # Once may be this step's own output; what two steps running leave behind is kept.
         before, now = self._history[-2:] if len(self._history) > 1 else ({}, {})
         return tuple(
             Part(
@@ -73,6 +74,7 @@ def _count_nodes(value: Any, depth: int = 0) -> int:
     if isinstance(value, torch.Tensor):
         return _count_from(value.grad_fn)
     items = list(value.values()) if isinstance(value, dict) else value
+    # Lists of lists of losses are deep enough, and a container that holds itself has an end.
     if depth == 3 or not isinstance(items, (list, tuple, set, deque)):
         return 0
     return sum(_count_nodes(each, depth + 1) for each in list(items)[-LIMIT:])

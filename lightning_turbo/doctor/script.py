@@ -119,6 +119,7 @@ def _add_callbacks(callbacks: Callable[[], list[Callback]]) -> Iterator[None]:
         )
         sys.path.append(folder)
         _factories.append(callbacks)
+        # For the processes of further ranks, which find the entry point by the path alone.
         before, root = os.environ.get("PYTHONPATH"), Path(__file__).parents[2]
         clone = [] if root.name.endswith("-packages") else [str(root)]  # which further ranks may not find by themselves
         os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), folder, *clone])

@@ -91,6 +91,7 @@ class Session:
         self.graph = GraphCheck(trainer, self.sources)
         self.watch = Watch(self.sources, cuda=cuda, before=self._note_call)
         self.retention = Retention(module, [each for each in own if self.sources.owns(type(each))])
+        # Counted at three moments: what the warm-up compiles does not count as compiled again.
         self.compiled = [compile_counts()]
         told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
         # Fields of ``Facts`` and ``Seen``.
@@ -127,6 +128,7 @@ class Session:
 
     def _between(self) -> None:
         """Between two steps: close one, and see what the next one is for."""
+        # First of all, so that the Doctor's own work between two steps is neither watched nor read as loading.
         self.watch.pause()
         self.reads.end()
         if self.plan.timing:

@@ -58,6 +58,7 @@ class Sources:
         ``None`` if Lightning or torch's optimizers, scalers or loaders come first, whose business it then is; they
         are passed over with ``through``.
         """
+        # A user's line beats a line of an adopted library that is nearer: it is the one that they can change.
         adopted = None
         for each in _stack(frame):
             kind = self._kind_of(each.f_code.co_filename)

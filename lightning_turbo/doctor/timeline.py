@@ -230,6 +230,7 @@ class Recorder:
 
     def _begin(self, action: str) -> None:
         hook = action.rpartition(".")[2]
+        # The fetch of the next batch is the one action that ends a step in automatic and in manual optimization alike.
         if hook == NEXT and not self._stack:
             self.timeline.end()
             self.on_step()
@@ -260,6 +261,7 @@ class Recorder:
 
     def _end(self, action: str) -> None:
         names, hook = [name for name, _ in self._stack], action.rpartition(".")[2]
+        # Actions that an exception left open end with the one around them.
         if action in names:
             del self._stack[names.index(action) :]
         if hook == "on_train_batch_end":

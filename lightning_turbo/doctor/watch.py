@@ -129,6 +129,7 @@ class Watch:
         if not self._waited:
             return "", ""
         uploaded = upload(name, args, kwargs)
+        # A wait is a copy to the device if a value has arrived there and not all that went in was there before.
         arrived = name == "__setitem__" or (isinstance(result, torch.Tensor) and result.is_cuda)
         if uploaded or (arrived and not (tensors and all(each.is_cuda for each in tensors))):
             return "moved", uploaded or f".{name}(...)"

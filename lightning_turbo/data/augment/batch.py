@@ -96,6 +96,7 @@ class BatchAugmentation:
             TypeError: If a part is not a tensor, or images are not of a floating-point dtype and ``dtype`` is ``None``.
             ValueError: If there is no index, or parts have shapes that do not fit.
         """
+        # The indices of an ``IndexedDataset`` count: they went through workers and samplers with their samples.
         if isinstance(batch, Indexed):
             index, batch = batch
         if index is None:
@@ -104,12 +105,14 @@ class BatchAugmentation:
                 "Load from DataLoader(IndexedDataset(dataset), ...)."
             )
         parts, dtype = self._read(batch, index), self.dtype or _part(batch, self.images[0]).dtype
+        # The caller's autocast would blur and interpolate in half precision, and a sample would differ by level.
         with torch.autocast(parts.images[0].device.type, enabled=False):
             draws = draws_of(self.seed, self.epoch, index, len(self.transforms))
             for transform, own in zip(self.transforms, draws, strict=True):
                 transform(parts, own)
         changed: dict[Any, Any] = {} if self.label is None else {self.label: parts.label}
         changed.update({name: image.to(dtype) for name, image in zip(self.images, parts.images, strict=True)})
+        # A mask that came without an axis of channels goes back without it.
         for name, mask in zip(self.masks, parts.masks, strict=True):
             changed[name] = mask if _part(batch, name).dim() == mask.dim() else mask[:, 0]
         return _with_parts(batch, changed)
@@ -178,6 +181,7 @@ def _part(batch: Any, name: Any) -> Any:
 
 def _with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
     """Return a batch like ``batch`` with other parts."""
+    # A tuple is made again, by ``_make`` where it is a named one; of anything else a shallow copy gets the other parts.
     if isinstance(batch, tuple):
         items = list(batch)
         for name, part in parts.items():

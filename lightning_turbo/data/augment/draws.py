@@ -43,6 +43,8 @@ class Draws:
 
     def __init__(self, keys: Tensor, position: int, samples: tuple[int, int, list[int]]) -> None:
         self.position, self.samples = position, samples
+        # A key for each sample and position of a transform: however much one transform draws, the next one gets the
+        # numbers that it would get without it.
         self._keys = _mix(keys + STEP * torch.tensor(position + 1))
         self._drawn = 0
 
@@ -61,6 +63,7 @@ class Draws:
 
     def rows(self, p: float) -> Tensor:
         """Draw which samples are changed, each with probability ``p``; return their positions in the batch."""
+        # One number of every sample, also of those that stay: what is drawn next belongs to the same place in each.
         return (self.uniform(0, 1) < p).nonzero()[:, 0]
 
     def beta(self, alpha: float) -> Tensor:
@@ -108,6 +111,7 @@ def draws_of(seed: int, epoch: int, indices: Sequence[int], count: int) -> list[
         indices: The index of each sample in its dataset.
         count: How many transforms there are.
     """
+    # torch has no unsigned integers of 64 bits: the seed, from 0 to 2**64, moves into the signed range.
     base = seeds_of(seed, epoch, 0, kind="augment")[0] - 2**63
     keys = _mix(torch.tensor(list(indices), dtype=torch.int64) * STEP + base)
     return [Draws(keys, position, (seed, epoch, list(indices))) for position in range(count)]

@@ -72,6 +72,7 @@ class IndexedDataset(Dataset[Indexed]):
     def __getitem__(self, index: int) -> Indexed:
         return Indexed(int(index), self.dataset[index])
 
+    # A property: where it is ``None``, torch loads sample by sample, as it would without such a method.
     @property
     def __getitems__(self) -> Callable[[Any], list[Indexed]] | None:
         """What loads a batch in one call, where the dataset does."""
@@ -97,5 +98,6 @@ class IndexedCollate:
 
     def __call__(self, samples: list[Indexed]) -> Indexed:
         """Return the batch with its indices."""
+        # The very list that the dataset returned: ``PackedDataset.collate`` finds the whole batch on it.
         data = samples.samples if isinstance(samples, _Loaded) else [each.data for each in samples]
         return Indexed([each.index for each in samples], self.collate_fn(data))

@@ -74,6 +74,7 @@ class RandomGamma(_Intensity):
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images to the power of ``value``."""
         low, high = _bounds(image)
+        # A constant channel has no span; the small number keeps its quotient at 0.
         span = high - low
         return ((image - low) / (span + 1e-7)).pow_(value).mul_(span).add_(low)
 
@@ -96,6 +97,7 @@ class RandomContrast(_Intensity):
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images with ``value`` times their contrast."""
+        # As with MONAI's ``preserve_range``, no voxel becomes brighter than the brightest one was, or darker.
         mean = image.mean(_space(image), keepdim=True)
         low, high = _bounds(image)
         return ((image - mean) * value + mean).clamp_(low, high)
@@ -168,6 +170,7 @@ class RandomGaussianBlur(_Intensity):
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images blurred with standard deviation ``value``."""
+        # A deviation of 0 would divide by 0; a thousandth of a voxel blurs nothing.
         scale = value.clamp(min=1e-3).view(-1, 1, 1) * 2**0.5
 
         def weights(size: int) -> Tensor:
@@ -201,6 +204,7 @@ class RandomLowResolution(_Intensity):
         """Return the images as from ``value`` times as many voxels along each axis."""
 
         def weights(size: int) -> Tensor:
+            # Both samplings, down and up again, in one product of matrices, whose sizes are alike for all samples.
             kept = (value.view(-1, 1) * size).round().clamp(min=1)
             at = ((torch.arange(size, device=image.device) + 0.5) * (kept / size) - 0.5).clamp(min=0)
             first = at.floor()
@@ -230,6 +234,7 @@ class NormalizeIntensity(Transform):
     @staticmethod
     def change(image: Tensor) -> Tensor:
         """Return the images normalised."""
+        # A constant channel becomes 0 and not NaN, as in MONAI.
         std, mean = torch.std_mean(image, _space(image), correction=0, keepdim=True)
         return (image - mean) / torch.where(std == 0, 1, std)
 

@@ -40,6 +40,7 @@ class MixUp(Transform):
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and labels."""
+        # A mixed mask would hold classes that do not exist, and an image that is mixed needs its label mixed alike.
         if parts.masks or parts.label is None:
             got = "masks" if parts.masks else "label=None"
             raise ValueError(
@@ -57,6 +58,7 @@ class MixUp(Transform):
     @staticmethod
     def blend(batch: Tensor, share: Tensor) -> Tensor:
         """Return each sample times its share and its neighbour times the rest."""
+        # Samples that stay keep their bits: with a NaN in the neighbour, 0 times it would be one too.
         weight = per_sample(share, batch)
         return torch.where(weight == 1, batch, batch * weight + batch.roll(1, 0) * (1 - weight))
 
@@ -95,6 +97,8 @@ class CutMix(MixUp):
         if parts.label is None and not parts.masks:
             raise ValueError("CutMix: expected label= or mask=, got neither.")
         axes, share = len(parts.space), self._share(draws)
+        # The box has the image's shape, so that each edge is the root of the share; what hangs over an end is cut off,
+        # and the labels follow what is really inside.
         half = (1 - share).pow(1 / axes)[:, None] / 2
         centre = draws.uniform(0, 1, axes)
         size = torch.tensor(parts.space)

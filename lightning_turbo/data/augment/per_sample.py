@@ -54,11 +54,13 @@ class PerSample(Transform):
                 f"{self.transform!r}, {images} image(s) and {masks} mask(s). Take MONAI's with keys, torchvision's "
                 "v2, or kornia's AugmentationSequential."
             )
+        # It finds the generators that the transform holds, and seeds them by the sample, as it does the global RNGs.
         seeder = Seeder(self.transform, seed)
         device = parts.images[0].device
         with same_random_numbers(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for row, index in enumerate(indices):
                 seeder(f"augment {draws.position}", epoch, index)
+                # torchvision and kornia draw on the device of the image, where the seeder seeds nothing.
                 if device.type == "cuda":
                     torch.cuda.manual_seed(torch.default_generator.initial_seed())
                 # Copies, because a transform may change its argument, which may be the caller's batch.
@@ -108,6 +110,7 @@ def _package(kind: type) -> str:
 
 def _has_keys(transform: Any) -> bool:
     """Whether a transform of MONAI, or the first one of a ``Compose``, takes a dictionary."""
+    # All of a chain take the same, so that its first one tells.
     inside = getattr(transform, "transforms", None)
     return _has_keys(inside[0]) if inside else hasattr(transform, "keys")
 

@@ -48,10 +48,12 @@ class _Corners:
         self.first, self.weights = torch.zeros(1, dtype=torch.int32, device=source.device), []
         for axis, size in enumerate(space):
             at = source[:, axis]
+            # About the outer edges of the border voxels, as in grid_sample without align_corners.
             if padding_mode == "reflection":
                 at = size / 2 - ((at + size / 2).remainder_(2 * size) - size).abs_()
             low, high = (0, size + 1) if padding_mode == "zeros" else (1, size)
             at = (at + (size + 1) / 2).clamp_(low, high)  # in the image with its border
+            # At the last voxel its left neighbour is the first corner, so that the second one is still inside.
             first = at.floor().clamp_(max=high - 1)
             self.weights.append(at.sub_(first)[:, None])
             self.first = torch.add(first.to(torch.int32), self.first, alpha=size + 2)
@@ -132,6 +134,7 @@ class RandomAffine(_Resampled):
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and masks."""
         axes, rows = len(parts.space), draws.rows(self.p)
+        # Of all samples, in float64 on the CPU: some dozen numbers, which are the same on each device.
         matrix = self.matrix(
             torch.deg2rad(draws.uniform(*self.degrees, 1 if axes == 2 else 3)),
             draws.uniform(*self.scale),
@@ -160,6 +163,7 @@ class RandomAffine(_Resampled):
             matrix = matrix @ turn
         lean = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
         lean[:, ~torch.eye(axes, dtype=torch.bool)] = shear
+        # From the result back to the image: what makes the content grow divides, and the shift is undone first.
         matrix = matrix @ lean / scale[:, None, None]
         return torch.cat([matrix, -matrix @ shift[:, :, None]], 2)
 
@@ -215,6 +219,7 @@ class RandomElastic(_Resampled):
     @staticmethod
     def source(points: Tensor, space: Sequence[int]) -> Tensor:
         """Return where voxels come from, of displacements of control points, ``(n, axes, *points)``, all in voxels."""
+        # ``along_axes`` goes through the axes in order, each of which has another number of voxels.
         sizes = iter(space)
         source = along_axes(points, lambda count: _spline(next(sizes), count, points.device)[None])
         for axis in range(len(space)):
@@ -295,4 +300,5 @@ class RandomCrop(Transform):
             shape = [-1 if each == axis else 1 for each in range(axes)]
             steps = torch.arange(length, device=batch.device).view(1, *shape)
             at.append(begin[:, axis].view(-1, *[1] * axes) + steps)
+        # Indices on both sides of a slice put its axis, the channels, last.
         return batch[(samples, slice(None), *at)].movedim(-1, 1).contiguous()

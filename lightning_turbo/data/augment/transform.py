@@ -54,6 +54,7 @@ class Transform:
 
 def on_rows(batch: Tensor, rows: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return ``batch`` with ``change`` applied to its samples at ``rows``; it is not changed itself."""
+    # The positions are known on the host, so that nothing is copied where none or all of the samples are meant.
     if len(rows) == 0:
         return batch
     if len(rows) == len(batch):
@@ -74,6 +75,7 @@ def along_axes(image: Tensor, matrix_of: Callable[[int], Tensor]) -> Tensor:
         image: ``(n, channels, *space)``.
         matrix_of: Returns the matrix for an axis of so many voxels, ``(n or 1, new size, size)``.
     """
+    # One axis after another, each a product with all other axes as columns: matrices are what devices are fast at.
     for axis in range(2, image.dim()):
         lines = image.movedim(axis, 1)
         done = matrix_of(image.shape[axis]) @ lines.flatten(2)

@@ -29,6 +29,7 @@ def _level(facts: Facts, bound: str) -> str:
 def _compute_bound(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "compute":
         return
+    # What may help is a guess from the settings, and tune measures it.
     remedies = []
     if facts.run.precision.startswith("32"):
         where = "" if facts.cuda else ", on a CPU with instructions for bfloat16,"
@@ -57,6 +58,7 @@ def _copy_bound(facts: Facts) -> Iterator[Hit]:
 
 @rule("loop-overhead", "turbo-strategy", "Do the work of hooks and callbacks every so many steps only.")
 def _loop_overhead(facts: Facts) -> Iterator[Hit]:
+    # A step that waits for data may pay for the loop as well; then both are said.
     if facts.bound != "loop" and not facts.pays_for_loop:
         return
     what = "{share} of the step is hooks, callbacks and logging"

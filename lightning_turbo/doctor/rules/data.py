@@ -31,6 +31,7 @@ FASTER = "PackedDataset serves data that fits one file, DALI images."
 def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "data":
         return
+    # What helps follows from how long the step waits, and from whether something loads ahead already.
     what, remedy = f"{facts.waiting:.0%} of the step is spent waiting for data", ""
     if not _is_slow(facts):
         remedy = (
@@ -65,6 +66,7 @@ def _whole_reads(facts: Facts) -> Iterator[Hit]:
 def _workers(facts: Facts) -> Iterator[Hit]:
     workers, slow = facts.loader.workers, _is_slow(facts)
     what, cost = f"num_workers={workers} on {facts.run.cores} cores", "part of what the step waits for data"
+    # Too many is said of any step, because they cost memory; too few only where the step waits for them.
     if workers > facts.run.cores:
         yield Hit(what, facts.loader.site, "memory and switches for each worker", "warning" if slow else "info")
     elif slow and facts.loader.standard and 2 * workers < facts.run.cores:
@@ -91,6 +93,7 @@ def _pin_memory(facts: Facts) -> Iterator[Hit]:
 )
 def _persistent_workers(facts: Facts) -> Iterator[Hit]:
     loader = facts.loader
+    # A start is dear against an epoch of few batches, and lost in one of many.
     if loader.workers and facts.run.epochs != 1 and not loader.persistent_workers:
         what = f"persistent_workers=False: each epoch starts {loader.workers} new workers"
         cost = "the start of the processes and the import of the program, once an epoch"
@@ -105,6 +108,7 @@ def _persistent_workers(facts: Facts) -> Iterator[Hit]:
 )
 def _lost_sampler(facts: Facts) -> Iterator[Hit]:
     loader, ranks = facts.loader, facts.run.world_size
+    # ``None`` is a sampler that may split the data itself; an IterableDataset has no sampler to lose.
     if ranks > 1 and loader.sharded is False and not loader.iterable_dataset:
         what = f"{loader.type} with sampler {loader.sampler} does not split the data over {ranks} ranks"
         yield Hit(what, loader.site, f"{ranks - 1} of {ranks} ranks do no new work", "error")

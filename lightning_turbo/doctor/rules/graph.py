@@ -19,6 +19,7 @@ CALLS = {"sync": "fetches a value", "moved": "copies from the CPU", "housekeepin
     "numbers, masks in place of branches, optimizers with capturable=True, no hooks in Python.",
 )
 def _cuda_graph(facts: Facts) -> Iterator[Hit]:
+    # The calls that other rules name as waits stop a graph as well, on a CPU too, where they cost nothing.
     calls = (each for each in facts.seen.calls if each.kind in CALLS)
     stops = [Part(name=f"{each.name} {CALLS[each.kind]}", site=each.site) for each in calls]
     for each in (*stops, *facts.seen.graph):

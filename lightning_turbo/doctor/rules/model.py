@@ -38,6 +38,7 @@ def _graph_breaks(facts: Facts) -> Iterator[Hit]:
 )
 def _recompiles(facts: Facts) -> Iterator[Hit]:
     if facts.seen.recompilations:
+        # One reason stands for all: a shape that changes gives one for each size.
         count, (why, *_) = sum(facts.seen.recompilations.values()), facts.seen.recompilations
         what = f"torch.compile compiled {count} times again after the warmup, such as {why}"
         yield Hit(what, None, "seconds for each (estimated)")
@@ -51,6 +52,7 @@ def _recompiles(facts: Facts) -> Iterator[Hit]:
 )
 def _anomaly_mode(facts: Facts) -> Iterator[Hit]:
     cost = "each operation records a stack trace and each gradient is checked for NaN, with a host sync"
+    # Switched on for the run by an option, which has no line, or within the step, at a line.
     if facts.seen.anomaly:
         yield Hit("autograd's anomaly detection is on", None, cost)
     yield from hits_of_calls(facts, "anomaly", "{name} is entered in the step", cost, "warning")

@@ -17,6 +17,7 @@ __all__: list[str] = []
 )
 def _loop_optimizer(facts: Facts) -> Iterator[Hit]:
     cost = f"part of {facts.phases.get('optimizer', 0.0) * 1e3:.2f} ms a step in the optimizer (measured)"
+    # Left to itself torch takes foreach on a GPU, where fused is worth a word; elsewhere only a foreach=False is.
     for each in facts.optimizers:
         if each.one_by_one:
             yield Hit(f"{each.name}(foreach=False) steps its parameters one by one", each.site, cost)
@@ -39,6 +40,7 @@ def _short_window(facts: Facts) -> Iterator[Hit]:
     "Return {'scheduler': ..., 'interval': 'step'} from configure_optimizers; cyclic_lr does it for CyclicLR.",
 )
 def _stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
+    # In manual optimization the user steps the schedule, and ``interval`` says nothing.
     for each in facts.schedulers * facts.run.automatic:
         if each.interval == "epoch" and each.length > facts.run.epochs:
             what = (
@@ -54,6 +56,7 @@ def _stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
     "torch.set_float32_matmul_precision('high').",
 )
 def _float32(facts: Facts) -> Iterator[Hit]:
+    # Tensor cores came with capability 7.0, and TF32, which they take from float32, with 8.0.
     major, minor = facts.run.capability
     fast = facts.run.tf32 and major >= 8
     if major >= 7 and facts.run.precision.startswith("32") and not fast:

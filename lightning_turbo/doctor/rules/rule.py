@@ -69,6 +69,7 @@ class Rule:
 
     def findings(self, facts: Facts) -> list[Finding]:
         """Apply the rule to ``facts``; hits of one cause become one finding."""
+        # By the remedy as well: lines with one cause that need another change are another finding.
         groups: dict[tuple[str, str, str], list[Hit]] = {}
         for hit in self.check(facts):
             groups.setdefault((hit.level, hit.cause or hit.what, hit.remedy or self.remedy), []).append(hit)
@@ -138,6 +139,7 @@ def hits_of_calls(
 
 
 def _level(call: Call, steps: int) -> str:
+    # In fewer than half of the steps it may be meant, as logging every so often is; a layer of torch is not the user's.
     return "warning" if 2 * call.steps >= steps and call.within != LAYER else "info"
 
 
