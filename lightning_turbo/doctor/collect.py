@@ -35,11 +35,9 @@ __all__ = [
 
 
 TRANSFORMS = ("transform", "transforms", "target_transform")
-READS = (
-    r"\b(np|numpy)\.load\((?!.*mmap_mode)|\bReadImage\(|\btorch\.load\((?!.*mmap=True)"
-    r"|\.get_fdata\(|\basarray\([^)]*\.dataobj\b(?!\[)"
-)
-"""How a line has a whole file read: by NumPy, SimpleITK, torch, and nibabel."""
+READS = r"\b(np|numpy)\.load\((?!.*mmap_mode)|\bReadImage\(|\btorch\.load\((?!.*mmap=True)"
+NIFTI = r"\.get_fdata\(|\basarray\([^)]*\.dataobj\b(?!\[)"
+"""How a line has a whole file read: by NumPy, SimpleITK and torch, and by nibabel."""
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 
 
@@ -83,7 +81,8 @@ def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loa
         sampler=type(getattr(inner, "sampler", None)).__name__,
         sharded=_sharded(inner),
         iterable_dataset=isinstance(getattr(inner, "dataset", None), IterableDataset),
-        whole_read=sources.line(dataset, READS),
+        whole_read=sources.line(dataset, f"{READS}|{NIFTI}"),
+        whole_nifti=sources.line(dataset, NIFTI),
         site=sources.call(owner, "train_dataloader", *names) or fit,
         **(_standard_facts(loader) if isinstance(loader, DataLoader) else {}),
     )

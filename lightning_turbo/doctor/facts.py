@@ -71,6 +71,7 @@ class Loader:
     persistent_workers: bool = False
     sampler: str = ""
     whole_read: Site | None = None  # a line of the dataset's file that reads a whole file
+    whole_nifti: Site | None = None  # one that has nibabel read a whole volume
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if it cannot be told
     iterable_dataset: bool = False
     copied_generators: tuple[str, ...] = ()  # of the dataset, which give every worker the same numbers
@@ -151,6 +152,7 @@ class Facts:
     longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
     loader: Loader = Loader()
     read: float = 0.0  # bytes that loading reads, a timed step; 0 where it is not counted
+    indexed_gzip: bool = False  # whether nibabel reads .gz by indexed_gzip
     batch: int = 0  # bytes of a batch's tensors
     wide: tuple[str, ...] = ()  # tensors of the batch in double precision
     convolutions: bool = False  # whether a weight has four or five dimensions and is not in channels-last format

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["fetch", "find_tensors", "generic_name", "upload"]
+__all__ = ["copied_array", "fetch", "find_tensors", "generic_name", "upload"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -72,6 +72,12 @@ def upload(name: str, args: Args, kwargs: Kwargs) -> str:
     else:
         uploads = name in _UPLOADS and not (isinstance(args[0], torch.Tensor) or _is_host(kwargs.get("device")))
     return _UPLOADS[name] if uploads else ""
+
+
+def copied_array(name: str, args: Args, kwargs: Kwargs) -> str:
+    """Return how the user writes a call that copies a NumPy array on the host; empty of other calls."""
+    copied = name == "tensor" and args and isinstance(args[0], np.ndarray) and _is_host(kwargs.get("device"))
+    return "torch.tensor(array)" if copied else ""
 
 
 def generic_name(name: str) -> str:

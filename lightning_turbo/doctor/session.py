@@ -216,6 +216,7 @@ class Session:
             steps=tuple(sum(step.values()) for step in self.recorder.timeline.each_step()),
             phases=sum_phases(segments),
             read=sum(self.reads.steps) / max(len(self.reads.steps), 1),
+            indexed_gzip="indexed_gzip" in sys.modules,
             longest_hook=longest_action(segments, BOUNDS["loop"]),
             loader=collect.loader_facts(trainer, sources, self.fit),
             convolutions=collect.has_contiguous_convolutions(module),

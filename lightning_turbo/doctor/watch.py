@@ -21,7 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.doctor.calls import CallTable
 from lightning_turbo.doctor.facts import Call, Site
-from lightning_turbo.doctor.names import fetch, find_tensors, generic_name, upload
+from lightning_turbo.doctor.names import (
+    copied_array,
+    fetch,
+    find_tensors,
+    generic_name,
+    upload,
+)
 from lightning_turbo.doctor.source import Sources
 
 __all__ = ["Watch", "report_waits"]
@@ -126,9 +132,9 @@ class Watch:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
         """Return the kind and the name of what a call did, in a run on a CUDA device: torch has told if it waited."""
+        copied, uploaded = copied_array(name, args, kwargs), upload(name, args, kwargs)
         if not self._waited:
-            return "", ""
-        uploaded = upload(name, args, kwargs)
+            return ("copied", copied) if copied else ("", "")
         # A wait is a copy to the device if a value has arrived there and not all that went in was there before.
         arrived = name == "__setitem__" or (isinstance(result, torch.Tensor) and result.is_cuda)
         if uploaded or (arrived and not (tensors and all(each.is_cuda for each in tensors))):
@@ -139,6 +145,8 @@ class Watch:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
         """Return the same in a run on the CPU, where nothing waits: what the call would do in a run on a GPU."""
+        if copied := copied_array(name, args, kwargs):
+            return "copied", copied
         if fetched := fetch(name, args, kwargs):
             return "sync", fetched
         uploaded = upload(name, args, kwargs)

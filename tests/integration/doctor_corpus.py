@@ -36,6 +36,10 @@ SICK_STEPS = [
     ("housekeeping", ["torch.cuda.empty_cache()"]),
     ("host-sync", ["self.kept = batch[0][batch[0] > 0].sum()"]),
     ("made-on-host", ["loss = loss + torch.tensor([0.5, 0.5], device=self.device).sum()"]),
+    ("made-on-host", ["loss = loss + torch.as_tensor(np.ones(2), device=loss.device).sum()"]),
+    ("made-on-host", ["loss = loss + batch[0].new_tensor([0.5, 0.5]).sum()"]),
+    ("made-on-host", ["loss = loss + batch[0][:, [0, 2]].mean()"]),
+    ("copied-array", ["loss = loss + torch.tensor(np.ones(3)).sum() * 0"]),
     ("progress-bar-sync", ["self.log('loss', loss, prog_bar=True)"]),
     ("progress-bar-sync", ["self.log_dict({'loss': loss, 'half': loss / 2}, prog_bar=True)"]),
     ("retained-graph", ["self.last_loss = loss"]),
@@ -182,10 +186,11 @@ class Scans(Dataset):
         self.load = nibabel.load
         noise = np.random.default_rng(0).normal(size=(80, 80, 80)).astype(np.float32)
         nibabel.save(nibabel.Nifti1Image(noise, np.eye(4)), FOLDER + "/scan.nii.gz")
+        sys.modules["indexed_gzip"] = None  # installed and imported by nibabel, as far as the Doctor sees
     def __len__(self):
         return 28
     def __getitem__(self, i):
-        scan = self.load(FOLDER + "/scan.nii.gz").get_fdata(dtype=np.float32)  # <- whole-reads
+        scan = self.load(FOLDER + "/scan.nii.gz").get_fdata(dtype=np.float32)  # <- whole-reads, indexed-gzip
         return torch.from_numpy(scan[i, i, :8]), i % 4
 
 class Model(Base):

@@ -58,6 +58,17 @@ def _whole_reads(facts: Facts) -> Iterator[Hit]:
 
 
 @rule(
+    "indexed-gzip",
+    "patches",
+    "Read a part by img.dataobj[...], pack the scans, or uninstall indexed_gzip where volumes are read whole.",
+)
+def _indexed_gzip(facts: Facts) -> Iterator[Hit]:
+    if facts.indexed_gzip and facts.loader.whole_nifti is not None:
+        what = "nibabel reads whole volumes by indexed_gzip, which is made for parts of .nii.gz files"
+        yield Hit(what, facts.loader.whole_nifti, "slower than gzip on a whole file: it writes an index", "info")
+
+
+@rule(
     "workers",
     "worker-tuning",
     "Set num_workers by measurement: lightning_turbo.tune_workers does it. An IterableDataset has "

@@ -10,6 +10,7 @@ from lightning_turbo.doctor.rules.rule import LAYER, Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
+COPYING = 0.01  # share of the step from which the copy of an array is worth a warning; a choice
 FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
 
 # A library that fetches values when the user's line calls it -> what the user can do about it.
@@ -61,6 +62,16 @@ def _progress_bar_sync(facts: Facts) -> Iterator[Hit]:
 )
 def _made_on_host(facts: Facts) -> Iterator[Hit]:
     return _price(facts, hits_of_calls(facts, "moved", "{name} copies from the CPU to the device, {rate}"))
+
+
+@rule(
+    "copied-array",
+    "device-prefetch",
+    "Use torch.as_tensor(array) or torch.from_numpy(array), which share the memory of the array.",
+)
+def _copied_array(facts: Facts) -> Iterator[Hit]:
+    for hit in hits_of_calls(facts, "copied", "{name} copies the array, {rate}"):
+        yield replace(hit, level="warning" if hit.seconds > COPYING * facts.step else "info")
 
 
 @rule(

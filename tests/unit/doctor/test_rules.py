@@ -77,6 +77,11 @@ CASES = {
         (replace(CPU, calls=calls("moved")), "info"),
         (CPU, None),
     ],
+    "copied-array": [
+        (replace(CPU, calls=calls("copied", seconds=0.0041), phases={"forward": 0.1}), "warning"),
+        (replace(CPU, calls=calls("copied", seconds=0.0039), phases={"forward": 0.1}), "info"),  # not above 1 %
+        (CPU, None),
+    ],
     "housekeeping": [(replace(CPU, calls=calls("housekeeping")), "warning"), (CPU, None)],
     "retained-graph": [
         (replace(CPU, retained=(Part(name="self.losses", growing=True, site=SITE),)), "warning"),
@@ -161,6 +166,11 @@ CASES = {
         (replace(CPU, read=4 * MIB + 1, batch=MIB, phases=SLOW), "warning"),
         (replace(CPU, read=4 * MIB, batch=MIB), None),
         (replace(CPU, read=MIB, batch=1000), None),
+    ],
+    "indexed-gzip": [
+        (replace(CPU, indexed_gzip=True, loader=replace(LOADER, whole_nifti=SITE)), "info"),
+        (replace(CPU, loader=replace(LOADER, whole_nifti=SITE)), None),
+        (replace(CPU, indexed_gzip=True), None),
     ],
     "cuda-graph": [
         (replace(CPU, calls=calls("sync")), "info"),

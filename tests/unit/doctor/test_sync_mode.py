@@ -54,7 +54,7 @@ HOST = torch.ones(3)
     (named("__getitem__", True), (HOST, HOST > 0), [("sync", "tensor[mask]")]),
     (named("__getitem__", True), (HOST, [0, 1]), [("moved", "a list as an index")]),
     (named("new_tensor", True), (HOST, [0, 1]), [("moved", ".new_tensor(...)")]),
-    (named("tensor", False), (np.ones(3),), []),
+    (named("tensor", False), (np.ones(3),), [("copied", "torch.tensor(array)")]),
     (named("item", False), (HOST,), []),
     (named("cpu", False), (HOST,), []),
     (named("new_tensor", False), (HOST, [0, 1]), []),

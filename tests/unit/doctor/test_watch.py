@@ -88,9 +88,19 @@ def test_what_a_gpu_would_get_from_the_host_counts_once():
         assert seen(Watch(Sources([])), function, torch.rand(3)) == [("moved", expected, 1)], expected
 
 
+@pytest.mark.parametrize(("function", "copied"), [
+    (lambda x: torch.tensor(np.ones(3)), True),
+    (lambda x: torch.tensor(np.float32(1.0)), False),
+    (lambda x: torch.as_tensor(np.ones(3)), False),
+    (lambda x: torch.from_numpy(np.ones(3)), False),
+    (lambda x: torch.tensor([1.0, 2.0]), False),
+])  # fmt: skip
+def test_an_array_that_is_copied_is_noted(watch, function, copied):
+    assert seen(watch, function, torch.rand(3)) == [("copied", "torch.tensor(array)", 1)] * copied
+
+
 HARMLESS = [
     lambda x: torch.tensor([1.0], device="cpu"),
-    lambda x: (torch.tensor(np.ones(3)), torch.as_tensor(np.ones(3)), torch.from_numpy(np.ones(3))),
     lambda x: torch.as_tensor(x, device=x.device),
     lambda x: (x[0], x[(0,)], x[1:2], x[None], x[..., 0], x[()]),
     lambda x: torch.full((2,), 0.5, device=x.device),
