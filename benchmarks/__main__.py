@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from benchmarks.report import suite_tables, write_report
+from benchmarks.report import load_results, suite_tables, write_report
 from benchmarks.runner import Settings, choose_suites, measure
 from benchmarks.suite import SUITES, BenchError
 from lightning_turbo._optional import require
@@ -35,6 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="the main cases in short rounds: under two minutes")
     add("--only", nargs="+", action="extend", default=[], metavar="PATTERN", help="cases to run, as 'O1*' 'O2*'")
     add("--out", type=Path, default=Path("runs/benchmarks"), metavar="FOLDER", help="default: runs/benchmarks")
+    add("--resume", action="store_true", help="go on with the results in the folder; what is done is kept")
     add("--device", default="auto", help="auto (default), cpu or cuda")
     add("--threads", type=int, metavar="N", help="threads of torch in each case (default: torch's own)")
     add("--rounds", type=int, metavar="N", help="rounds a case, however long (default: the suite's)")
@@ -57,13 +58,14 @@ def run(settings: Settings) -> int:
         OSError: If the folder cannot be written to.
     """
     require("matplotlib", "python -m benchmarks")
-    file = settings.out / "results.json"
-    if file.exists():
-        raise BenchError(f"{str(file)!r} is there: expected an --out without results")
+    former = settings.out / "results.json"
+    if former.exists() and not settings.resume:
+        raise BenchError(f"{str(former)!r} is there: expected an --out without results, or --resume to go on with them")
     settings.out.mkdir(parents=True, exist_ok=True)
     with TemporaryFile(dir=settings.out):  # an error now, not when the first case has been measured
         pass
-    results = measure(settings, save=lambda part: write_json(part, file))
+    known = load_results(former) if former.exists() else None
+    results = measure(settings, former=known, save=lambda part: write_json(part, former))
     paths = write_report(results, settings.out)
     for suite in results["suites"]:
         for columns, lines in suite_tables(suite, results["machine"]):

@@ -1,13 +1,20 @@
-"""The suite ``gpu``: networks of a real size on one GPU, in order of value, so that a run that ends early is of use.
+"""The suite ``gpu``: all that is to be known of one GPU, in order of value, so that a run that ends early is of use.
 
-``python -m benchmarks gpu --minutes 27`` fills half an hour. On a CPU every network and batch is tiny, and the numbers
-say nothing but that the cases run. The other suites have what a GPU changes in small steps, memory, and loading.
+``python -m benchmarks gpu --minutes 27`` fills half an hour, and goes on with ``--resume``. On a CPU every network and
+batch is tiny, and the numbers say nothing but that the cases run.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,14 +22,102 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import overhead
 from benchmarks.loaders import Pillow, forever, make_loader, make_photos
+from benchmarks.memory import memory
 from benchmarks.precision import autocast, half_inputs, plain_o2
 from benchmarks.suite import Case, Meter, SkippedError, Suite
 from benchmarks.work import Endless, plain_loop, resnet50, sgd
 
-__all__ = ["SUITE", "TASKS"]
+__all__ = ["SUITE", "Watch", "count_kernels", "kernels_of"]
+
+ROOT = Path(__file__).parents[1]
+LOOKED_AT = 3  # steps under the profiler
+
+
+def count_kernels(spans: Iterable[tuple[float, float]], steps: int) -> dict[str, float]:
+    """Return how many kernels a step has, and the share of the time in which at least one of them runs.
+
+    Args:
+        spans: Begin and end of each kernel, in any unit.
+        steps: In which they ran.
+    """
+    ordered = sorted(spans)
+    if not ordered:
+        return {}
+    busy, reached = 0.0, ordered[0][0]
+    for begin, end in ordered:
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return {"kernels_a_step": len(ordered) / steps, "busy_share": busy / (reached - ordered[0][0])}
+
+
+class Watch:
+    """A meter that lets its case go on for some steps after the timing, and looks into them.
+
+    The case calls ``step`` as ever, which ends the looking when it returns ``False``. ``numbers`` then holds the memory
+    that was reserved, how often a step waits for the device because a value is fetched, and its kernels; on a CPU,
+    where there is neither, the operators that call no other.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._steps = 0
+        self._rest = self._look()
+        self.numbers: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._meter, name)
+
+    def step(self, samples: int = 0) -> bool:
+        """Say that a step is done, and learn whether to do another."""
+        self._steps += 1
+        if not self._meter.over and self._meter.step(samples):
+            return True
+        return next(self._rest, False)
+
+    def _look(self) -> Iterator[bool]:
+        cuda = self._meter.device.type == "cuda"
+        if cuda:
+            self.numbers["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        while self._steps < 30:  # so that all cases have the loss of these steps
+            yield True
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                yield True
+            torch.cuda.set_sync_debug_mode("default")
+            self.numbers["fetched_a_step"] = sum("synchronizing CUDA operation" in str(each.message) for each in seen)
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+            for _ in range(LOOKED_AT):
+                yield True
+            self._meter.synchronise()
+        self.numbers |= kernels_of(found.events(), cuda)
+
+
+def kernels_of(events: Any, cuda: bool) -> dict[str, float]:
+    """Return what the profiler saw of the kernels; on a CPU, of the operators that call no other."""
+    if not cuda:
+        leaves = [each for each in events if each.name.startswith("aten::") and not each.cpu_children]
+        return {"operators_a_step": len(leaves) / LOOKED_AT}
+    # Annotations, as torch's optimizers make them, lie on the device's line of time too.
+    there = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [each.time_range for each in there if not getattr(each, "is_user_annotation", False)]
+    return count_kernels([(each.start, each.end) for each in kernels], LOOKED_AT)
+
+
+def watched(meter: Meter, *, what: str, **config: Any) -> dict[str, float]:
+    """Run one of ``RUNS``, and look into a few steps after it was timed."""
+    float16 = "'16-mixed'" in str(config) or "fp16" in str(config)
+    if meter.device.type == "cpu" and (float16 or config.get("graph")):
+        raise SkippedError("needs a GPU")
+    watch = Watch(meter)
+    numbers = RUNS[what](cast(Meter, watch), **config)
+    return {**numbers, **watch.numbers}
 
 
 class _UNet(nn.Module):
@@ -89,11 +184,6 @@ def _task(meter: Meter, task: str, tuned: bool = True) -> tuple[nn.Module, Endle
     return _formatted(meter, resnet50(len(shape) - 2, 10), batches, tuned)
 
 
-def _check_device(meter: Meter, needs_gpu: bool) -> None:
-    if needs_gpu and meter.device.type == "cpu":
-        raise SkippedError("needs a GPU")
-
-
 def _texts(shape: tuple[int, int], tokens: int, here: dict[str, Any]) -> list[Any]:
     texts = [torch.randint(tokens, shape, **here) for _ in range(2)]
     return [(text, text.roll(1, 1)) for text in texts]
@@ -118,7 +208,6 @@ def plain(
     lists: str = "",
 ) -> dict[str, float]:
     """A loop as well as it can be written by hand: the bound of what runs under Lightning. ``lists`` adds ours."""
-    _check_device(meter, needs_gpu=graph or dtype == "fp16")
     net, loader = _task(meter, task)
     if o2:
         return plain_o2(meter, net, loader)
@@ -181,7 +270,6 @@ def lightning(meter: Meter, *, task: str, tuned: bool = True, **options: Any) ->
     """The same training under a Trainer; the options are those of ``train``."""
     from benchmarks.training import Classifier, train
 
-    _check_device(meter, needs_gpu=options.get("precision") == "16-mixed" or "fp16" in str(options))
     net, loader = _task(meter, task, tuned)
     module = Classifier(net, partial(sgd, fused=tuned))
     return train(meter, module, loader, samples=len(loader.batches[0][1]), benchmark=tuned, **options)
@@ -225,6 +313,69 @@ def _feed(meter: Meter, folder: Path, feed: str) -> Iterable[Any]:
     return make_loader(Pillow(root, size, raw=feed == "timm"), 2, feed, meter.device)
 
 
+def program(meter: Meter, *, name: str) -> dict[str, Any]:
+    """Run the tests that need a GPU, or ``tune`` or ``doctor`` on an example, and return what it found."""
+    with tempfile.TemporaryDirectory() as folder:
+        minutes = "0.3" if meter.quick else "3"
+        words = {
+            "tests": ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *["--collect-only"] * meter.quick],
+            "tune": ["lightning_turbo", "tune", "--minutes", minutes, "--out", folder, "examples/tune/toy.py"],
+            "doctor": ["lightning_turbo", "doctor", "--out", folder, "examples/tune/toy.py"],
+        }[name]
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=280)
+        numbers: dict[str, Any] = {"program_seconds": time.perf_counter() - began, "exit_status": done.returncode}
+        sys.stderr.write(done.stdout + done.stderr)
+        for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|finding)", done.stdout):
+            numbers[what] = int(count)
+        if (found := Path(folder, "tune.json")).is_file():
+            chosen = json.loads(found.read_text())["chosen"]
+            numbers |= {"chosen": ", ".join(chosen["settings"]) or "nothing", "chosen_time_ratio": chosen["ratio"]}
+    while meter.step():
+        time.sleep(0.01)  # a step of nothing: what counts is `program_seconds`
+    return numbers
+
+
+def prepare(meter: Meter) -> dict[str, Any]:
+    """Return the facts of the card: what it is, how it is set, and the ceilings of copying and of multiplying."""
+    device, cuda = meter.device, meter.device.type == "cuda"
+    facts: dict[str, Any] = {
+        "TF32 of matmul": str(torch.backends.cuda.matmul.allow_tf32),
+        "TF32 of cuDNN": str(torch.backends.cudnn.allow_tf32),
+    }
+    if cuda and shutil.which("nvidia-smi"):
+        fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+        asked = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        values = subprocess.run(asked, capture_output=True, text=True).stdout.partition("\n")[0].split(", ")
+        facts |= dict(zip(fields.split(","), values, strict=False))
+
+    def seconds(work: Callable[[], object]) -> float:
+        for _ in range(3):
+            work()
+        meter.synchronise()
+        began = time.perf_counter()
+        for _ in range(10):
+            work()
+        meter.synchronise()
+        return (time.perf_counter() - began) / 10
+
+    size = 8192 if cuda and not meter.quick else 256
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        facts[f"matmul {name}, TFLOP/s"] = 2e-12 * size**3 / seconds(partial(torch.mm, matrix, matrix))
+    host = torch.empty(size, size, pin_memory=cuda)
+    there, other = host.to(device), host.to(device)
+    facts["copy host to device, GB/s"] = 4e-9 * size**2 / seconds(partial(there.copy_, host, non_blocking=True))
+    facts["copy on the device, GB/s"] = 4e-9 * size**2 / seconds(partial(there.copy_, other))
+    if cuda:
+        torch.cuda.empty_cache()
+    return facts
+
+
+RUNS: dict[str, Any] = {
+    "plain": plain, "lightning": lightning, "fed": fed,
+    "toy plain": overhead.plain, "toy lightning": overhead.lightning,
+}  # fmt: skip
 # Kind of network, batch size, and size of an image or of a text.
 TASKS = {
     "ResNet-50, batch 128": ("ResNet-50", 128, 224),
@@ -280,20 +431,21 @@ def _training(task: str) -> list[Case]:
 
     What compiles comes last: its start takes a minute, in which many others start.
     """
-    rows = [(run, *row) for run, all_rows in ((plain, BOUNDS), (lightning, TRAINED)) for row in all_rows]
+    rows = [(what, *row) for what, all_rows in (("plain", BOUNDS), ("lightning", TRAINED)) for row in all_rows]
     rows.sort(key=lambda row: "mode" in row[2] or "compile" in row[2].get("turbo", {}))
     return [
         Case(
-            name=f"{task}: {name}", run=run, config={"task": task, **config},
+            name=f"{task}: {name}", run=watched, config={"what": what, "task": task, **config},
             base=f"{task}: {base}", against=(f"{task}: {MIXED}" if name[0] == "O" else f"{task}: {FLOAT}",),
             kind="ours" if name[0] == "O" else "torch",
         )
-        for run, name, config, base, everywhere in rows
+        for what, name, config, base, everywhere in rows
         if everywhere or task == next(iter(TASKS))
     ]  # fmt: skip
 
 
-SYNTHETIC = "feed: images on the device"
+SYNTHETIC, TOY, EVEN = "feed: images on the device", "toy step: plain loop", "memory: Lightning 32-true"
+LEAN = {"lean": True}
 # Name, arguments, kind.
 FEEDS = [
     (SYNTHETIC, {"feed": "synthetic"}, "torch"),
@@ -303,19 +455,43 @@ FEEDS = [
     ("feed: DALILoader, photographs", {"feed": "dali"}, "ours"),
     ("feed: timm's PrefetchLoader, photographs", {"feed": "timm"}, "peer"),
 ]
+TOYS: list[tuple[str, dict[str, Any], str]] = [
+    (TOY, {}, "torch"),
+    ("toy step: Lightning", {}, "torch"),
+    ("toy step: ApexAMP O1", {"amp": {"opt_level": "O1", "dtype": "bf16"}}, "ours"),
+    ("toy step: strategy turbo, lean", {"turbo": LEAN}, "ours"),
+]
+LEVELS: list[tuple[str, dict[str, Any], str]] = [
+    (EVEN, {}, "torch"),
+    ("memory: GradToNone", {"release": True}, "ours"),
+    ("memory: O2", {"amp": {"opt_level": "O2", "dtype": "bf16"}}, "ours"),
+]
+PROGRAMS = {"tests": "the tests that need a GPU", "tune": "tune on the toy example", "doctor": "doctor on it"}
 FIRST, *OTHERS = TASKS
 SUITE = Suite(
     name="gpu",
     about="One GPU: what Lightning and this package add to a loop written by hand, in the same configuration.",
     cases=[
         *_training(FIRST),
-        *(Case(name=name, run=fed, config=config, base=SYNTHETIC, kind=kind) for name, config, kind in FEEDS),
-        *(case for task in OTHERS for case in _training(task)),
+        *(Case(name=n, run=watched, config={"what": "fed", **c}, base=SYNTHETIC, kind=k) for n, c, k in FEEDS),
+        *(case for task in OTHERS[:2] for case in _training(task)),
+        *(
+            Case(name=name, run=watched, base=TOY, kind=kind,
+                 config={"what": "toy plain" if name == TOY else "toy lightning", **config})
+            for name, config, kind in TOYS
+        ),
+        *(Case(name=f"program: {text}", run=program, config={"name": name}, base=f"program: {text}", kind="ours")
+          for name, text in PROGRAMS.items()),
+        *(case for task in OTHERS[2:] for case in _training(task)),
+        *(Case(name=n, run=memory, config={"kind": "even", **c}, base=EVEN, kind=k) for n, c, k in LEVELS),
     ],
-    quick=(SYNTHETIC, FEEDS[2][0]),
-    steps=5,
+    quick=(TOY, "toy step: strategy turbo, lean"),
+    steps=1,
     rounds=9,
     warmup=10,
     lead=3,
+    round_seconds=0.5,
     seconds=7200,
-)
+    forked=True,
+    prepare=prepare,
+)  # fmt: skip

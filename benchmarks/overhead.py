@@ -186,7 +186,6 @@ OUR_ROWS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("EffectiveBatchSize", {"callback": "EffectiveBatchSize"}, ()),
     ("cyclic_lr", {"schedule": "ours"}, ("Lightning, CyclicLR",)),
     ("PrefetchDataModule", {"data": "prefetch"}, ("LightningDataModule",)),
-    ("ExactResume", {"data": "prefetch", "callback": "ExactResume"}, ("PrefetchDataModule",)),
     (EPOCHS, {"data": "prefetch", "epochs": True}, ()),
     ("strategy turbo", {"turbo": dict.fromkeys(LEAN, False)}, (STOCK,)),
     *((f"strategy turbo, lean{suffix}", {"turbo": LEAN, **c}, (f"{STOCK}{suffix}",)) for suffix, c in LOGGING.items()),

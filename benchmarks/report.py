@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 from benchmarks import figures
 from benchmarks.figures import Summary, interval, step_seconds, summarise
+from benchmarks.runner import FORMAT
+from benchmarks.suite import BenchError
 from lightning_turbo._files import whole_file
 from lightning_turbo.measure import Bar, draw_bars, markdown_table, three_digits, write_json
 
-__all__ = ["aim_verdicts", "figure", "markdown", "ratio", "suite_tables", "write_report"]
+__all__ = ["aim_verdicts", "figure", "load_results", "markdown", "ratio", "suite_tables", "write_report"]
 
 QUANTITIES = {"seconds": "time", "peak_bytes": "peak memory"}
 SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -179,10 +182,13 @@ def markdown(results: Row, pictures: Sequence[str] = ()) -> str:
         if suite["suite"] in pictures:
             lines += [f"![{suite['suite']}]({suite['suite']}.png)", ""]
         rounds = max((len(row["rounds"]) for row in suite["rows"]), default=0)
-        steps = f"{rounds} rounds of {suite['steps']} x {suite['unit']}, after {suite['warmup']} to warm up."
+        size = f"{suite['round_seconds']} s" if suite["round_seconds"] else f"{suite['steps']} x {suite['unit']}"
+        steps = f"{rounds} rounds of {size}, after {suite['warmup']} x {suite['unit']} to warm up."
         lines += [suite["about"], "", f"{steps} {_baselines(suite['rows'])}"]
         for table in suite_tables(suite, machine):
             lines += ["", *markdown_table(*table)]
+        if suite["prepared"]:
+            lines += ["", *markdown_table(["prepared", ""], [[k, _number(k, v)] for k, v in suite["prepared"].items()])]
         if suite["left_out"]:
             lines += ["", "Left out by the settings: " + ", ".join(suite["left_out"]) + "."]
     return "\n".join([*lines, "", *_settings(results)]) + "\n"
@@ -259,3 +265,19 @@ def write_report(results: Row, folder: Path) -> list[Path]:
     with whole_file(paths[1]) as part:
         part.write_text(markdown(results, drawn), encoding="utf-8")
     return paths + [pictures[name] for name in drawn]
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """Read a ``results.json``, or that of a folder.
+
+    Raises:
+        BenchError: If it is not one, or of another format.
+    """
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        results = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise BenchError(f"expected a results.json or its folder, got {str(path)!r} ({error})") from None
+    if not isinstance(results, dict) or results.get("format") != FORMAT:
+        raise BenchError(f"expected results that `python -m benchmarks` wrote, of format {FORMAT}, got {str(path)!r}")
+    return results

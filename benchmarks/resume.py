@@ -12,23 +12,26 @@ import argparse
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import socket
+import statistics
 import subprocess
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo.measure import print_lines
 
-__all__ = ["count", "main"]
+__all__ = ["cost", "count", "main"]
 
 SAMPLES, EPOCHS, STOP, SEED = 64, 2, 3, 0
 
@@ -171,15 +174,70 @@ def count(tool: str, cases: Sequence[str]) -> list[tuple[int, int]]:
         return counts
 
 
+def cost(rounds: int, batches: int = 2000) -> dict[str, list[float]]:
+    """Return microseconds of a step over a ``PrefetchLoader``, by turns without and with ``ExactResume``."""
+    import lightning.pytorch as pl
+
+    from lightning_turbo import ExactResume, PrefetchLoader
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.began, self.seconds = torch.nn.Parameter(torch.zeros(())), 0.0, 0.0
+
+        def on_train_start(self) -> None:
+            self.began = time.perf_counter()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.weight.square()
+
+        def on_train_end(self) -> None:
+            self.seconds = time.perf_counter() - self.began
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    microseconds: dict[str, list[float]] = {"without": [], "with": []}
+    for number, name in itertools.product(range(rounds + 1), microseconds):
+        net, data = Net(), cast(Any, range(4 * batches))
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[ExactResume()] if name == "with" else [],
+        )  # fmt: skip
+        trainer.fit(net, PrefetchLoader(data, 4, shuffle=True))
+        if number:  # the first round warms up
+            microseconds[name].append(1e6 * net.seconds / batches)
+    return microseconds
+
+
+def _print_cost(rounds: int) -> None:
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    both = cost(rounds)
+    differences = [second - first for first, second in zip(*both.values(), strict=True)]
+    low, middle, high = statistics.quantiles(differences, n=4)
+    print_lines(
+        f"A step takes {statistics.median(both['without']):.0f} microseconds without ExactResume and "
+        f"{statistics.median(both['with']):.0f} with it; the difference is {middle:+.1f}, half of {rounds} rounds are "
+        f"between {low:+.1f} and {high:+.1f}."
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks resume", description=__doc__)
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES), help="cases to run")
+    parser.add_argument("--cost", type=int, metavar="ROUNDS", help="measure instead what ExactResume adds to a step")
     parser.add_argument("--life", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.life:
         tool, life, folder, *cases = options.life
         _live(tool, int(life), Path(folder), cases)
+        return 0
+    if options.cost:
+        _print_cost(options.cost)
         return 0
     tools = ["Lightning with Prefetch", "Lightning"]
     tools += ["Accelerate"] * (importlib.util.find_spec("accelerate") is not None)

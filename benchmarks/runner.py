@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 import lightning_turbo
-from benchmarks.suite import APART, SUITES, BenchError, Suite, load_suite
+from benchmarks.forks import Fork
+from benchmarks.suite import APART, SUITES, BenchError, Meter, Suite, load_suite
 from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import (
     LATE,
@@ -29,8 +31,9 @@ from lightning_turbo.measure import (
     new_row,
 )
 
-__all__ = ["Settings", "choose_suites", "measure"]
+__all__ = ["FORMAT", "Settings", "choose_suites", "differences", "measure"]
 
+FORMAT = 2  # of results.json; raised when a field changes its meaning
 FEWEST_SWEEPS = 3  # however little time there is: a median needs some values
 START_SHARE = 2 / 3  # of a group's time; after it no further case is started, so that those which are get some rounds
 # Cases that start at the same time. The largest groups are some 20 ResNet-50 at batch 128 on one GPU. Computed, not
@@ -38,6 +41,9 @@ START_SHARE = 2 / 3  # of a group's time; after it no further case is started, s
 STARTS = {"cpu": 4, "cuda": 2}
 # With --quick: of the measuring in all and of the rounds of a suite; the pictures come after it.
 QUICK_SECONDS, QUICK_ROUNDS_SECONDS = 105.0, 5.0
+# What must be alike for times of two runs to be compared directly, or to stand in one table.
+SAME = ("processor", "cores", "system", "environment", "gpu")
+SAME_SETTINGS = ("device", "threads", "quick")
 
 
 @dataclass(kw_only=True)
@@ -50,6 +56,7 @@ class Settings:
 
     suite: str = "all"  # or a key of SUITES
     quick: bool = False  # short rounds of the suites' main cases, and small data
+    resume: bool = False  # go on with the results in `out`: what is measured already is kept
     out: Path = Path("runs/benchmarks")
     only: tuple[str, ...] = ()  # patterns of cases, as in a shell, upper and lower case alike; empty for all
     device: str = "auto"
@@ -109,6 +116,7 @@ class SuiteRun:
     Args:
         suite: What to measure.
         settings: How.
+        former: The entry of the suite in the results that are gone on with, or ``None``.
         folder: Working directory of the cases.
         progress: Where to show how far it is.
         interrupt: Whether to stop.
@@ -119,6 +127,7 @@ class SuiteRun:
         self,
         suite: Suite,
         settings: Settings,
+        former: Mapping[str, Any] | None,
         folder: Path,
         progress: Progress,
         interrupt: Interrupt,
@@ -130,21 +139,30 @@ class SuiteRun:
         self.progress = progress
         self.interrupt = interrupt
         self.chosen = settings.chosen(suite)
-        self.rows = {
-            name: {
-                "case": name,
-                "config": dict(suite.known[name].config),
-                "base": suite.base(name),
-                "against": list(suite.known[name].against),
-                "kind": suite.known[name].kind,
-                **new_row(),
-            }
-            for name in self.chosen
-        }
+        self.prepared: dict[str, Any] = {} if former is None else former["prepared"]
+        self.rows = self._rows({} if former is None else {row["case"]: row for row in former["rows"]})
         self.turns = Turns(
             self.spawn, self.rows, interrupt=interrupt, progress=progress, title=suite.name,
             at_once=STARTS[settings.device], save=save,
         )  # fmt: skip
+
+    def _rows(self, former: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The rows of the cases that are chosen, or were before; what did not come to an end begins again."""
+        rows = {}
+        for case in self.suite.cases:
+            row = former.get(case.name)
+            if row is not None and (row["status"] == "ok" or (row["status"] == "skipped" and row["reason"] != LATE)):
+                rows[case.name] = row
+            elif row is not None or case.name in self.chosen:
+                rows[case.name] = {
+                    "case": case.name,
+                    "config": dict(case.config),
+                    "base": self.suite.base(case.name),
+                    "against": list(case.against),
+                    "kind": case.kind,
+                    **new_row(),
+                }
+        return rows
 
     def results(self) -> dict[str, Any]:
         """Return what is known so far, in plain values."""
@@ -152,8 +170,9 @@ class SuiteRun:
         aims = [aim for aim in suite.aims if {aim.case, aim.against or aim.case} <= set(self.rows)]
         return {
             "suite": suite.name,
-            **{name: getattr(suite, name) for name in ("about", "unit", "quantity", "warmup", "lead")},
+            **{name: getattr(suite, name) for name in ("about", "unit", "quantity", "warmup", "lead", "round_seconds")},
             "steps": self.steps,
+            "prepared": self.prepared,
             "left_out": [name for name in suite.known if name not in self.rows],
             "rows": list(self.rows.values()),
             "aims": [vars(aim) for aim in aims],
@@ -181,19 +200,36 @@ class SuiteRun:
         }  # fmt: skip
         safe = "".join(letter if letter.isalnum() else "_" for letter in name)
         log = settings.out.absolute() / "logs" / f"{suite.name}.{safe}.log"
-        return Process(["-m", "benchmarks.worker"], task, log=log, folder=self.folder, environment=environment)
+        popen = Fork if suite.forked else subprocess.Popen
+        arguments = ["-m", "benchmarks.worker"]
+        return Process(arguments, task, log=log, folder=self.folder, environment=environment, popen=popen)
 
     def left(self) -> list[list[str]]:
-        """Return the groups that are measured together, without the cases that failed or were skipped."""
-        able = {name for name in self.chosen if self.rows[name]["status"] in ("interrupted", "ok")}
-        groups = [[name for name in group if name in able] for group in self.suite.groups()]
-        return [group for group in groups if group]
+        """Return the groups that are left to measure: cases that lack a process, with what they are divided by."""
+        lacking = {name for name in self.chosen if self._lacks(self.rows[name])}
+        wanted = lacking | {other for name, other in self.suite.pairs() if name in lacking and other in self.chosen}
+        groups = [[name for name in group if name in wanted] for group in self.suite.groups()]
+        return [group for group in groups if lacking & set(group)]
+
+    def _lacks(self, row: Mapping[str, Any]) -> bool:
+        processes = {part["process"] for part in row["rounds"]}
+        return row["status"] in ("interrupted", "ok") and len(processes) < self.settings.processes
+
+    def _first(self) -> int:
+        """The number of the next process.
+
+        Rounds are paired by the number of their sweep, from ``number * sweeps`` on: those of a run that goes on come
+        after those of the former one.
+        """
+        parts = [part for row in self.rows.values() for part in row["rounds"]]
+        after = max((part["process"] + 1 for part in parts), default=0)
+        return max([after, *(math.ceil((part["sweep"] + 1) / self.sweeps) for part in parts)])
 
     def _skip(self) -> None:
         """Leave out the cases whose packages are not installed."""
         for name in self.chosen:
             missing = [each for each in self.suite.known[name].needs if installed_version(each) is None]
-            if missing:
+            if missing and self.rows[name]["status"] != "skipped":
                 self.turns.lose(name, "skipped", f"{' and '.join(missing)} not installed")
 
     def run(self, later: int) -> None:
@@ -204,12 +240,16 @@ class SuiteRun:
         """
         settings = self.settings
         self._skip()
+        if self.suite.prepare is not None and self.left() and not self.prepared:
+            meter = Meter(None, device=settings.device, seed=settings.seed, quick=settings.quick)
+            self.prepared = dict(self.suite.prepare(meter))
+        first = self._first()
         try:
             for number in range(settings.processes):
                 groups = self.left()
                 again = (settings.processes - 1 - number) * sum(map(len, groups))
                 for position, group in enumerate(groups):
-                    self._measure(group, number, sum(map(len, groups[position:])) + again + later)
+                    self._measure(group, first + number, sum(map(len, groups[position:])) + again + later)
         except InterruptedRunError:
             for name, row in self.rows.items():
                 if row["status"] == "interrupted" and not self.interrupt.pressed:
@@ -223,7 +263,7 @@ class SuiteRun:
         seconds = limit * size / (len(self.chosen) * settings.processes)
         self.turns.run(
             group,
-            {"lead": self.suite.lead, "steps": self.steps},
+            {"lead": self.suite.lead, "steps": self.steps, "seconds": self.suite.round_seconds},
             rounds=self.sweeps,
             number=number,
             fewest=math.ceil(FEWEST_SWEEPS / settings.processes),
@@ -233,8 +273,16 @@ class SuiteRun:
         )
 
 
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return in words what differs between the circumstances of two results; times compare directly if it is empty."""
+    pairs = [(key, before["machine"].get(key) or None, after["machine"].get(key) or None) for key in SAME]
+    pairs += [(key, before["settings"].get(key), after["settings"].get(key)) for key in SAME_SETTINGS]
+    return [f"{key}: {old!r} -> {new!r}" for key, old, new in pairs if old != new]
+
+
 def _new_results(settings: Settings) -> dict[str, Any]:
     return {
+        "format": FORMAT,
         "lightning_turbo": lightning_turbo.__version__,
         "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
         "settings": {**vars(settings), "out": str(settings.out), "only": list(settings.only)},
@@ -247,7 +295,9 @@ def _new_results(settings: Settings) -> dict[str, Any]:
     }
 
 
-def measure(settings: Settings, *, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def measure(
+    settings: Settings, *, former: Mapping[str, Any] | None = None, save: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
     """Measure the suites that the settings name.
 
     A case that fails is reported in its row. Ctrl-C or SIGTERM ends the measuring and keeps what there is; a second one
@@ -255,24 +305,32 @@ def measure(settings: Settings, *, save: Callable[[dict[str, Any]], object]) -> 
 
     Args:
         settings: What to measure and how.
+        former: Results to go on with, or ``None``.
         save: Called with the results so far after every sweep of rounds, and at the end.
 
     Returns:
         The results in plain values, as ``results.json`` holds them.
 
     Raises:
-        BenchError: If ``only`` matches no case of any suite.
+        BenchError: If ``only`` matches no case of any suite, or the former results are from other circumstances.
     """
     suites, results = choose_suites(settings), _new_results(settings)
+    known: dict[str, Any] = {}
+    if former is not None:
+        if differing := differences(former, results):
+            raise BenchError(f"expected the machine and settings of the results in {settings.out}; got {differing}")
+        known = {entry["suite"]: entry for entry in former["suites"]}
+        results["started"] = former["started"]
     interrupt = Interrupt(settings.seconds)
 
     def keep() -> None:
-        results.update(suites=[run.results() for run in begun], interrupted=interrupt.pressed)
+        current = {**known, **{run.suite.name: run.results() for run in begun}}
+        results.update(suites=list(current.values()), interrupted=interrupt.pressed)
         save(results)
 
     begun: list[SuiteRun] = []
     with interrupt.caught(), Progress(interrupt.deadline) as progress, tempfile.TemporaryDirectory() as folder:
-        runs = [SuiteRun(s, settings, Path(folder), progress, interrupt, keep) for s in suites]
+        runs = [SuiteRun(s, settings, known.get(s.name), Path(folder), progress, interrupt, keep) for s in suites]
         for position, run in enumerate(runs):
             if interrupt.left < 0:
                 results["not_run"].append(run.suite.name)

@@ -116,10 +116,14 @@ class Suite:
         warmup: Steps before the first round, not measured.
         lead: Steps at the head of each round, not measured, in which queues and caches settle after the case was held.
             At least 1 on a GPU, whose memory a case gives back while it is held.
+        round_seconds: Of a round, whose steps are then as many as fit by the time of its lead; 0 for ``steps``.
         seconds: After which no further sweep of rounds begins, unless the number of rounds is asked for.
         quantity: What ratios and the picture are about: ``"seconds"``, ``"peak_bytes"`` or a number of the cases.
         unit: What a step is, in the report.
         environment: Variables of all its processes.
+        forked: Whether its processes are forked from one that has imported torch and Lightning, where it has many.
+        prepare: Run once, in the runner, before the cases: facts for the report. It gets a meter for seed and device,
+            and calls no ``step``.
 
     Raises:
         ValueError: If a name is taken twice, or refers to nothing.
@@ -134,10 +138,13 @@ class Suite:
     rounds: int = 15
     warmup: int = 5
     lead: int = 1
+    round_seconds: float = 0.0
     seconds: float = 240.0
     quantity: str = "seconds"
     unit: str = "step"
     environment: Mapping[str, str] = field(default_factory=dict)
+    forked: bool = False
+    prepare: Callable[[Meter], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.known = {case.name: case for case in self.cases}

@@ -35,6 +35,8 @@ class Meter:
         self._left = 1
         self._warmup = warmup - 1
         self._phase = "start"
+        self._lead = 0
+        self._seconds = 0.0  # of a round, where its steps are as many as fit, by the time of the lead
         self._steps = 0
         self._samples = 0
         self._start = 0.0
@@ -63,6 +65,11 @@ class Meter:
         if self.over:
             return False
         if self._phase == "lead":
+            # The steps of the lead, which are not measured, tell how many fit into the seconds of a round.
+            if self._seconds:
+                self.synchronise()
+                took = (time.perf_counter() - self._start) / self._lead
+                self._steps = max(1, round(self._seconds / took))
             self._open("round", self._steps)
             return True
         # Before the clock is read: a device may still be at work on the steps that the host has queued.
@@ -77,9 +84,9 @@ class Meter:
         if order["order"] == "end":
             self.over = True
             return False
-        self._steps = order["steps"]
+        self._steps, self._seconds = order["steps"], order.get("seconds", 0.0)
         # What is left of the warm-up is done here, in this process's own turn.
-        lead = max(order["lead"], self._warmup)
+        self._lead = lead = max(order["lead"], self._warmup)
         self._warmup = 0
         self._open(*(("lead", lead) if lead > 0 else ("round", self._steps)))
         return True

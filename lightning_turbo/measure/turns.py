@@ -116,7 +116,7 @@ class Turns:
     def run(
         self,
         names: Sequence[str],
-        order: Mapping[str, int],
+        order: Mapping[str, float],
         *,
         rounds: int,
         number: int = 0,
@@ -129,7 +129,8 @@ class Turns:
 
         Args:
             names: Which; those that failed or were skipped before are left out.
-            order: ``steps`` of a round, and ``lead``: the steps before it that are not measured.
+            order: ``steps`` of a round, and ``lead``: the steps before it that are not measured; with ``seconds``, a
+                round has as many steps as fit into these.
             rounds: Rounds of each process.
             number: Which process of its name this is, counted from 0; it is written into the rounds.
             fewest: Rounds that are measured even beyond ``until``.
@@ -208,7 +209,7 @@ class Turns:
                     self.alive[name].hold()
 
     def _measure(
-        self, names: Sequence[str], order: Mapping[str, int], rounds: int, number: int, fewest: int, until: float
+        self, names: Sequence[str], order: Mapping[str, float], rounds: int, number: int, fewest: int, until: float
     ) -> None:
         """One round of each in turn, until there are enough or the time is up.
 
@@ -229,7 +230,7 @@ class Turns:
             if sweep + 1 >= fewest and now + (now - begun) / (sweep + 1) > until:
                 break
 
-    def _round(self, name: str, order: Mapping[str, int], sweep: int, number: int) -> None:
+    def _round(self, name: str, order: Mapping[str, float], sweep: int, number: int) -> None:
         """Let one process measure a round."""
         if not self._tell(name, {"order": "round", **order}):
             return

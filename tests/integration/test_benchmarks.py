@@ -10,12 +10,16 @@ import pytest
 from benchmarks.__main__ import main, run
 from benchmarks.runner import Settings, measure
 from benchmarks.suite import SUITES, BenchError
+from lightning_turbo.measure import write_json
 from tests.leftovers import wait_until
 
 TOY = """
 import time
 from benchmarks.suite import Aim, Case, SkippedError, Suite
 from lightning_turbo.errors import MissingExtraError
+
+def prepare(meter):
+    return {"card": "a card"}
 
 def nap(meter, *, times):
     naps = 0
@@ -38,7 +42,7 @@ def leave(meter):
     return {}
 
 SUITE = Suite(
-    name="toy", about="Naps.", steps=3, rounds=3, warmup=2, aims=[Aim("one", "three", 0.5)],
+    name="toy", about="Naps.", steps=3, rounds=3, warmup=2, prepare=prepare, aims=[Aim("one", "three", 0.5)],
     quick=("one",),
     cases=[
         Case(name="one", run=nap, config={"times": 1}),
@@ -88,6 +92,7 @@ def test_one_bad_case_stops_nothing_else(toy, names, processes, sweeps, capsys):
     assert rows["one"]["numbers"] == {"naps": naps, "loss": None}, "of the last process"
     assert all(part["seconds"] >= 0.03 for part in rows["one"]["rounds"])
     assert rows["one"]["peak_bytes"] > 2**20
+    assert results["suites"][0]["prepared"] == {"card": "a card"}
 
     reasons = {name: (row["status"], row["reason"]) for name, row in rows.items() if row["status"] != "ok"}
     assert reasons == {name: REASONS[name] for name in REASONS if name in rows}
@@ -101,16 +106,38 @@ def test_one_bad_case_stops_nothing_else(toy, names, processes, sweeps, capsys):
     assert "\x1b" not in shown.err, "no bar where there is no terminal"
 
 
-def test_former_results_are_kept_and_what_has_no_time_is_named(toy, monkeypatch):
-    toy["out"].mkdir()
-    (toy["out"] / "results.json").write_text("kept")
-    with pytest.raises(BenchError, match="expected an --out without results"):
-        run(Settings(**toy, only=("one",)))
-    assert (toy["out"] / "results.json").read_text() == "kept"
+def test_a_run_goes_on_where_the_last_one_ended(toy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Settings, "seconds", 0.0)
         results = measure(Settings(**toy, only=("one",)), save=len)
     assert (results["suites"], results["not_run"], results["interrupted"]) == ([], ["toy"], False)
+
+    rounds = [{"sweep": n, "process": 0, "seconds": 0.03, "steps": 3, "samples": 15} for n in range(3)]
+    rows = [
+        {"case": "one", "status": "ok", "base": "one", "against": [], "kind": "torch", "reason": "", "numbers": {},
+         "rounds": rounds, "peak_bytes": 1},
+        {"case": "three", "status": "skipped", "reason": "no time was left for it", "rounds": []},
+        {"case": "skips", "status": "skipped", "reason": "not today", "rounds": []},
+    ]  # fmt: skip
+    results["suites"] = [{"suite": "toy", "prepared": {"card": "the same"}, "rows": rows}]
+    path = write_json(results, toy["out"] / "results.json")
+    before = path.read_text()
+    with pytest.raises(BenchError, match="expected an --out without results, or --resume to go on with them"):
+        run(Settings(**toy, only=("one",)))
+    with pytest.raises(BenchError, match=r"expected the machine and settings of the results in .*'threads: 1 -> 2'"):
+        run(Settings(**{**toy, "threads": 2}, only=("one",), resume=True))
+    assert path.read_text() == before, "refused before anything is written"
+
+    assert measure(Settings(**toy, only=("one",)), former=results, save=len)["suites"][0]["rows"][0] == rows[0]
+    results = measure(Settings(**toy, only=("three", "skips")), former=results, save=len)
+    (suite,) = results["suites"]
+    found = {row["case"]: row for row in suite["rows"]}
+    assert list(found) == ["one", "three", "skips"]
+    assert suite["prepared"] == {"card": "the same"}
+    sweeps = {name: [(part["process"], part["sweep"]) for part in row["rounds"]] for name, row in found.items()}
+    assert sweeps["three"] == [(1, 3), (1, 4), (1, 5)]
+    assert sweeps["one"] == [(0, 0), (0, 1), (0, 2), *sweeps["three"]], "measured again, for the ratios of the new case"
+    assert found["skips"]["status"] == "skipped"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_case(toy, tmp_path, capsys):
@@ -159,7 +186,7 @@ def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):
 def test_every_case_runs_in_its_smallest_form(name, tmp_path):
     only = {
         "grid": ("free step, even io load x1, ?*",),
-        "gpu": ("*batch 128: O[0-3], bf16", "*UNet*: O1, bf16", "trans*: *compiled", "feed*"),
+        "gpu": ("toy*", "*batch 128: O[0-3], bf16", "*UNet*: O1, bf16", "trans*: *compiled", "feed*", "*doctor*"),
     }.get(name, ("*",))
     out = tmp_path / "out"
     settings = Settings(suite=name, device="cpu", threads=1, rounds=1, quick=True, minutes=18, only=only, out=out)

@@ -1,36 +1,94 @@
-"""The suite for a GPU in its smallest form, on a CPU."""
+"""What the suite for a GPU counts, on a CPU and on made-up kernels."""
+
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu import TASKS
+from benchmarks.gpu import TASKS, Watch, count_kernels, kernels_of, watched
 from benchmarks.suite import Meter, SkippedError, load_suite
 
 
 def meter_of(steps):
-    orders = iter([{"order": "round", "lead": 1, "steps": steps}])
-    return Meter(lambda event: next(orders, {"order": "end"}), quick=True)
+    orders = iter(
+        [{"order": "round", "lead": 2, "steps": 1, "seconds": 0.0}, {"order": "round", "lead": 1, "steps": steps}]
+    )
+    events = []
+
+    def ask(event):
+        events.append(event)
+        return next(orders, {"order": "end"})
+
+    return Meter(ask, quick=True), events
+
+
+def test_kernels_and_the_time_in_which_one_runs():
+    assert count_kernels([], 3) == {}
+    # Two overlap, one lies within another, and nothing runs from 6 to 8.
+    found = count_kernels([(8, 10), (0, 4), (3, 6), (1, 2)], steps=2)
+    assert found == {"kernels_a_step": 2, "busy_share": pytest.approx(8 / 10)}
+
+
+def test_annotations_and_what_runs_on_the_host_are_not_kernels():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [
+        SimpleNamespace(device_type=kind, is_user_annotation=note, time_range=SimpleNamespace(start=0, end=end))
+        for kind, note, end in ((cuda, False, 3), (cuda, True, 9), (cpu, False, 9), (cuda, False, 2), (cuda, False, 1))
+    ]
+    assert kernels_of(events, cuda=True) == {"kernels_a_step": 1, "busy_share": 1}
+
+
+def test_the_steps_that_are_looked_into_come_after_the_timing():
+    meter, events = meter_of(steps=4)
+    watch, steps = Watch(meter), 0
+    weight = torch.ones(3)
+    running = True
+    while running:
+        for _ in range(5):
+            weight.mul_(weight)
+        steps += 1
+        running = watch.step(samples=2)
+    assert [event["event"] for event in events] == ["ready", "round", "round"]
+    assert (events[-1]["steps"], events[-1]["samples"]) == (4, 8)
+    assert steps == 30 + 3, "thirty for the loss, three under the profiler"
+    assert watch.numbers == {"operators_a_step": 5}
+
+
+def test_a_round_by_time_has_the_steps_that_fit():
+    orders = iter([{"order": "round", "lead": 2, "steps": 1, "seconds": 0.1}])
+    events = []
+
+    def ask(event):
+        events.append(event)
+        return next(orders, {"order": "end"})
+
+    meter = Meter(ask)
+    while meter.step():
+        time.sleep(0.02)
+    assert 1 <= events[-1]["steps"] <= 5, "at most so many; fewer where sleeping takes longer"
 
 
 @pytest.mark.parametrize("task", ["transformer 12 x 768", pytest.param("3D UNet, 4 x 96^3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["PyTorch autocast bf16", "O2, bf16"])
 def test_a_case_trains_in_its_smallest_form(task, name):
+    meter, _ = meter_of(steps=1)
     case = load_suite("gpu").known[f"{task}: {name}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cudnn, "benchmark", False)  # the case changes it
-        assert case.run(meter_of(steps=1), **case.config)["loss"] > 0
+        numbers = case.run(meter, **case.config)
+    assert numbers["loss"] > 0
+    assert numbers["operators_a_step"] > 10
 
 
 def test_what_needs_a_gpu_says_so():
-    suite, task = load_suite("gpu"), next(iter(TASKS))
-    graphed = "PyTorch autocast bf16, the whole step a graph"
-    for name in ("PyTorch autocast fp16", graphed, "Lightning 16-mixed", "O2, fp16"):
-        case = suite.known[f"{task}: {name}"]
+    meter, _ = meter_of(steps=1)
+    for config in ({"precision": "16-mixed"}, {"graph": True}, {"amp": {"dtype": "fp16"}}):
         with pytest.raises(SkippedError, match="needs a GPU"):
-            case.run(meter_of(steps=1), **case.config)
+            watched(meter, what="plain", task=next(iter(TASKS)), **config)
 
 
 def test_rows_are_in_the_order_of_their_worth():
     suite = load_suite("gpu")
     assert suite.groups()[0] == [name for name in suite.known if name.startswith("ResNet-50, batch 128: ")]
-    assert len(suite.groups()) == len(TASKS) + 1, "of the tasks, and feeds"
+    assert len(suite.groups()) == len(TASKS) + 3 + 3, "of the tasks; feeds, a toy step, memory; three programs"

@@ -3,7 +3,8 @@ import re
 
 import pytest
 
-from benchmarks.report import aim_verdicts, markdown, suite_tables, write_report
+from benchmarks.report import aim_verdicts, load_results, markdown, suite_tables, write_report
+from benchmarks.runner import FORMAT
 
 MACHINE = {"processor": "a CPU", "memory_bytes": 2**34, "bfloat16_instructions": False, "versions": {"torch": "2.13"}}
 SETTINGS = {"suite": "toy", "quick": False, "device": "cpu"}
@@ -35,10 +36,11 @@ def results():
     ]
     suite = {
         "suite": "toy", "about": "Toys.", "unit": "step", "quantity": "seconds", "steps": 1,
-        "warmup": 2, "lead": 0, "left_out": ["peer"], "rows": rows, "aims": [aim(0.7)],
+        "warmup": 2, "lead": 0, "round_seconds": 0.0, "prepared": {"nap seconds": 0.5, "card": "a card"},
+        "left_out": ["peer"], "rows": rows, "aims": [aim(0.7)],
     }  # fmt: skip
     return {
-        "lightning_turbo": "0", "command": ["python", "-m", "benchmarks"], "settings": SETTINGS,
+        "format": FORMAT, "lightning_turbo": "0", "command": ["python", "-m", "benchmarks"], "settings": SETTINGS,
         "machine": MACHINE, "started": "then", "finished": "now", "interrupted": False, "not_run": [],
         "suites": [suite],
     }  # fmt: skip
@@ -101,7 +103,7 @@ def test_markdown_holds_circumstances_and_tables(results):
     for part in (
         "| setting only | `['toy: *', '*fast']` |", "# Benchmark on a CPU", "| torch | 2.13 |", "| memory | 16.0 GiB |",
         "`python -m benchmarks`", "a\\|b not installed", "Left out by the settings: peer.", "![toy](toy.png)",
-        " to warm up. Baseline: slow.\n",
+        " to warm up. Baseline: slow.\n", "| nap seconds | 0.5 |", "| card | a card |",
     ):  # fmt: skip
         assert part in text
     assert "interrupted" not in text
@@ -121,6 +123,22 @@ def test_the_folder_holds_json_markdown_and_pictures(results, tmp_path):
     assert sorted(path.name for path in paths) == ["results.json", "results.md", "toy.png"]
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
     assert (tmp_path / "out" / "toy.png").read_bytes().startswith(b"\x89PNG")
+    assert load_results(tmp_path / "out") == load_results(tmp_path / "out" / "results.json") == results
+
     results["suites"][0]["rows"] = [row("absent", [], status="skipped", peak=None)]
     results["suites"][0]["aims"] = []
     assert sorted(path.name for path in write_report(results, tmp_path)) == ["results.json", "results.md"], "no picture"
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "expected a results.json or its folder, got"),
+    ("{", "expected a results.json or its folder, got"),
+    ("[]", "expected results that `python -m benchmarks` wrote, of format"),
+    ('{"format": 99, "suites": []}', "expected results that `python -m benchmarks` wrote, of format"),
+])  # fmt: skip
+def test_foreign_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "results.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_results(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import PROGRAMS, main, parse
-from benchmarks.runner import QUICK_SECONDS, Settings, choose_suites
+from benchmarks.runner import QUICK_SECONDS, Settings, choose_suites, differences
 from benchmarks.suite import SUITES, Aim, BenchError, Case, Suite, load_suite
 
 
@@ -84,6 +84,15 @@ def test_a_limit_that_is_asked_for_goes_before_that_of_quick():
 
 def test_all_leaves_out_what_takes_hours():
     assert "grid" not in [suite.name for suite in choose_suites(Settings(device="cpu"))]
+
+
+def test_what_makes_times_of_two_runs_differ():
+    before = {"machine": {"processor": "a", "environment": {}}, "settings": {"threads": None}}
+    assert differences(before, {**before, "machine": {"processor": "a"}}) == []
+    after = {"machine": {"processor": "b", "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}, "settings": {"threads": 2}}
+    assert differences(before, after) == [
+        "processor: 'a' -> 'b'", "environment: None -> {'THP_MEM_ALLOC_ENABLE': '1'}", "threads: None -> 2",
+    ]  # fmt: skip
 
 
 def commands(text):
