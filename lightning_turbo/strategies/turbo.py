@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import compress
 from typing import Any, Literal
 from weakref import ref
@@ -146,8 +146,7 @@ class TurboParts(Strategy):
             self._cleanup.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
             cudnn.benchmark = benchmark
         if self.matmul_precision is not None:
-            self._cleanup.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision(self.matmul_precision)
+            self._cleanup.enter_context(_matmul_precision(self.matmul_precision))
 
     def _release_gradients(self, trainer: Any) -> None:
         if not self.release_gradients:
@@ -217,6 +216,27 @@ class TurboParts(Strategy):
 
 def _log(message: str) -> None:
     rank_zero_info(f"turbo: {message}")
+
+
+@contextmanager
+def _matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
+    """Set the precision of float32 matrix products, and put it back as torch's older and newer settings had it."""
+    # Newer torch has a setting for each backend, and reading the older one is an error where they were set alone.
+    modules = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    newer: Any = [module for module in modules if hasattr(module, "fp32_precision")]
+    before = [module.fp32_precision for module in newer]
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "highest"  # as torch begins
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for module, value in zip(newer, before, strict=True):
+            # What was taken from the setting for all backends must follow that one again.
+            module.fp32_precision = "none" if value == getattr(torch.backends, "fp32_precision", None) else value
 
 
 def _refuse_unknown(strategy: type, given: Iterable[str]) -> None:
@@ -292,7 +312,7 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
             ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a deterministic run,
             because cuDNN would choose its algorithms by their times.
         matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
-            ``"medium"``. Not beside torch's newer ``fp32_precision``: torch refuses to mix the two.
+            ``"medium"``.
         release_gradients: Set gradients to None right after each optimizer step, see ``GradToNone``.
         lean: Run Lightning's loop with direct calls of its hooks, same order, same results, and keep logged values as
             tensors until somebody reads them. ``None``: with Lightning 2.6, its own loop and no profiler. What the loop

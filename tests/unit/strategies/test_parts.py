@@ -69,6 +69,41 @@ def test_the_precision_of_matrix_products_is_put_back():
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.fixture
+def float32_precision():
+    """Puts torch's older and newer settings back."""
+    newer = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends]
+    before = [each.fp32_precision for each in newer]
+    yield torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("highest")
+    for each, value in zip(newer, before, strict=True):
+        each.fp32_precision = value
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 has the newer settings")
+@pytest.mark.parametrize("asked", ["highest", "high", "medium"])
+@pytest.mark.parametrize("older", [None, "medium"])
+@pytest.mark.parametrize("newer", ["none", "ieee", "tf32"])
+@pytest.mark.parametrize("general", ["none", "tf32", "ieee"])
+def test_it_is_put_back_beside_the_newer_settings(asked, older, newer, general, float32_precision):
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+    torch.backends.fp32_precision = general
+    float32_precision.fp32_precision = newer
+
+    def read():
+        owners = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends
+        return [owner.fp32_precision for owner in owners]
+
+    before = read()
+    inside = in_the_run(read, matmul_precision=asked)
+    assert inside[0] == ("ieee" if asked == "highest" else "tf32")
+    assert read() == before
+    if newer == "none":  # it still follows the setting for all backends
+        torch.backends.fp32_precision = "ieee"
+        assert read()[0] == "ieee"
+
+
 def test_dali_s_loaders_are_not_wrapped():
     loader = DALILoader.__new__(DALILoader)  # DALI need not be there
     assert on_cuda().process_dataloader(loader) is loader
