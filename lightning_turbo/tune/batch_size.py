@@ -15,7 +15,7 @@ __all__ = ["BatchSizes"]
 
 RIVALS = 3  # sizes that are compared with the script's
 PASSES = 6  # over these; their number is fixed beforehand, as in the last comparison of a search
-SHORT_EPOCH = 16  # batches; Lightning fetches one batch ahead, so that a round of a few steps may miss the loading
+EPOCH_SECONDS = 2.0  # up to which a round is of whole epochs
 SQUARE_ROOT = ("Adam", "Lamb")  # in names of optimizers whose steps do not grow with the gradient
 
 
@@ -31,6 +31,8 @@ class BatchSizes:
         self.against: dict[int, Comparison] = {}  # times a sample, against the script's size
         self.ended = "the time was over"  # why no larger one was tried
         self.facts: dict[str, Any] = {}  # of ``probe.describe_batches``
+        # An epoch takes about as long with any size. Its start and its last batch count for all sizes, or for none.
+        self.whole_epochs = False
 
     @property
     def base(self) -> int:
@@ -47,6 +49,12 @@ class BatchSizes:
         """The fastest size a sample that gains beyond noise, or the script's."""
         gaining = [size for size, each in self.against.items() if each.gains and len(each.logs) == PASSES]
         return min(gaining, key=lambda size: self.against[size].ratio, default=self.base)
+
+    @property
+    def compared(self) -> bool:
+        """Whether sizes took turns with the script's to the end."""
+        done = all(each.error or len(each.logs) == PASSES for each in self.against.values())
+        return bool(self.against) and done
 
     def run(self) -> None:
         """Measure until it is done, the time is over, or Ctrl-C; the attributes hold what is known.
@@ -69,8 +77,8 @@ class BatchSizes:
         self.facts = first["numbers"]["batches"]
         low, most = self.facts["size"], self.facts["samples"] or math.inf
         high, self.rows[low] = 2 * low, first
-        # Its rounds were of three steps: of a short epoch they may miss the start, or have two of them.
-        again = self._measure(low)
+        self.whole_epochs = 0 < self._batches(low) * self._seconds(low) * low <= EPOCH_SECONDS
+        again = self._measure(low)  # as all others; the rounds of the first process were of three steps
         self.rows[low] = again if again["status"] == "ok" else first
         while high - low > max(1, low // 8):
             size = (low + high) // 2 if high in self.rows else high
@@ -80,7 +88,8 @@ class BatchSizes:
             self.rows[size] = self._measure(size)
             fits = self.rows[size]["status"] == "ok"
             low, high = (size, 2 * size if size == high else high) if fits else (low, size)
-        self.ended = f"{high} does not fit: {self.rows[high]['reason']}"
+        row = self.rows[high]
+        self.ended = f"{high} {'does not fit' if row['status'] == 'skipped' else 'fails'}: {row['reason']}"
 
     def _compare(self) -> None:
         rivals = sorted((size for size in self.fitting if size != self.base), key=self._seconds)[:RIVALS]
@@ -95,8 +104,7 @@ class BatchSizes:
     def _measure(self, size: int) -> dict[str, Any]:
         case = Case(batch_size=size)
         if self.rows:
-            epoch = self._batches(size)
-            window = epoch if 0 < epoch <= SHORT_EPOCH else 1  # a round is of whole epochs, where they are short
+            window = self._batches(size) if self.whole_epochs else 1
             self.runner.set_pace(self._seconds(self.fitting[-1]) * size, window)
         return dict(self.runner.measure([case])[case])
 
@@ -114,14 +122,17 @@ class BatchSizes:
         return statistics.median(seconds_by_sweep(self.rows[size]).values()) / self._samples(size)
 
     def _samples(self, size: int) -> float:
-        """Of a step in the mean: the last batch of an epoch may be smaller."""
-        batches = self.rows[size]["numbers"]["facts"].get("batches")
-        return min(size, self.facts["samples"] / batches) if batches and self.facts["samples"] else size
+        """Of a step; of whole epochs in the mean, whose last batch may be smaller."""
+        if not self.whole_epochs or not self.facts["samples"]:
+            return size
+        return min(size, self.facts["samples"] / self._batches(size))
 
     def as_text(self) -> str:
         """Return what was found in words, and a row for each size."""
         said = f"The largest batch that fits is {self.fitting[-1]} ({self.ended})."
-        if self.best == self.base:
+        if not self.compared:
+            said += " They were not compared in turns." if len(self.fitting) > 1 else ""
+        elif self.best == self.base:
             said += f" None is faster a sample than the script's {self.base} beyond noise."
         else:
             rule = (

@@ -101,8 +101,8 @@ class ScriptRunner:
         """Choose rounds of about a fifth of a second, whole windows of accumulated batches each."""
         windows = ROUND_SECONDS / max(step_seconds, 1e-9) / accumulate
         steps = accumulate * max(1, min(round(windows), MOST_STEPS // accumulate or 1))
-        self.order = {"steps": steps, "lead": max(accumulate, math.ceil(steps / 8))}
-        self.warmup = max(2 * accumulate, 3, steps // 2)
+        self.order = {"steps": steps, "lead": math.ceil(steps / 8)}
+        self.warmup = max(accumulate + 1, 3, steps // 2)
 
     def measure(self, cases: Sequence[Case]) -> dict[Case, dict[str, Any]]:
         """Measure one fresh process of each case."""

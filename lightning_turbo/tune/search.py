@@ -263,7 +263,7 @@ class Search:
         return f"not tried because {LATE if self.final.logs else 'the time was over'}"
 
     def _why_ended(self) -> str:
-        return "the search was ended" if self.runner.left > 0 else "the time was over"
+        return "the search was ended" if self.interrupted and self.runner.left > 0 else "the time was over"
 
     @property
     def _group(self) -> int:

@@ -16,14 +16,16 @@ class Machine:
     """A step takes a fixed time and one for each sample; a batch takes memory for each sample."""
 
     def __init__(self, *, fits, samples=10_000, fixed=0.010, each=0.001, size=8, stop=math.inf, optimizers=("SGD",),
-                 drop_last=False, limit=math.inf):  # fmt: skip
+                 drop_last=False, limit=math.inf, start=0.0):  # fmt: skip
         self.fits, self.fixed, self.each, self.size, self.stop = fits, fixed, each, size, stop
         self.batches = {"size": size, "samples": samples, "drop_last": drop_last, "optimizers": list(optimizers)}
-        self.luck, self.calls, self.windows, self.limit = random.Random(0), [], [], limit
+        self.luck, self.calls, self.windows = random.Random(0), [], []
+        self.limit, self.start, self.window = limit, start, 1
 
     def set_pace(self, step_seconds, accumulate):
         assert 0.0 < step_seconds < math.inf
         self.windows.append(accumulate)
+        self.window = accumulate
 
     def measure(self, cases):
         (case,) = cases  # alone: two would share the memory
@@ -38,10 +40,11 @@ class Machine:
         row = {**new_row(), "status": "ok", "rounds": rounds, "peak_bytes": 10**6 * size}
         whole = math.floor if self.batches["drop_last"] else math.ceil
         batches = min(self.limit, whole(self.batches["samples"] / size))
-        # A last batch that is smaller takes less time.
-        mean = min(size, self.batches["samples"] / batches)
+        # A last batch that is smaller takes less time; rounds that are shorter than an epoch seldom have it.
+        mean = min(size, self.batches["samples"] / batches) if self.window == batches else size
         for part in rounds:
             part["seconds"] *= (self.fixed + self.each * mean) / (self.fixed + self.each * size)
+            part["seconds"] += self.start / batches if self.window == batches else 0.0
         return {case: {**row, "numbers": {"batches": self.batches, "facts": {"batches": batches}}}}
 
 
@@ -72,10 +75,17 @@ def test_an_epoch_has_no_more_samples():
 @pytest.mark.parametrize(("settings", "windows"), [
     ({"drop_last": True}, [12, 6, 3, 1]),
     ({"limit": 5}, [5, 5, 4, 2]),
-    ({"samples": 1000}, [1, 1, 1, 16, 8, 4, 2]),
+    ({"samples": 500}, [63, 32, 16, 8, 4, 2]),
+    ({"samples": 2000}, [1] * 8),  # an epoch takes more than two seconds
 ])  # fmt: skip
 def test_rounds_are_of_whole_epochs_where_these_are_short(settings, windows):
     assert find(fits=10_000, **{"samples": 100, **settings}).runner.windows[: len(windows)] == windows
+
+
+@pytest.mark.parametrize("samples", [100, 250, 500, 1000, 4000])
+def test_the_start_of_an_epoch_speaks_for_no_size(samples):
+    # With the time of a step proportional to its samples, no size is faster, whether starts are in the rounds or not.
+    assert find(fits=10_000, fixed=0.0, start=0.2, samples=samples).best == 8
 
 
 def test_the_scripts_own_size_is_measured_again_in_rounds_of_whole_epochs():
@@ -107,6 +117,8 @@ def test_what_is_measured_when_the_time_is_over_is_told(stop):
     sizes = find(fits=64, stop=stop)
     assert len(sizes.fitting) == {1: 1, 3: 2, 9: 4}[stop]
     assert ("(the time was over)" in sizes.as_text()) == (stop < 9)
+    assert ("They were not compared in turns." in sizes.as_text()) == (stop > 1)
+    assert "None is faster" not in sizes.as_text()
 
 
 def test_a_script_without_a_batch_size_is_refused():

@@ -13,7 +13,7 @@ from examples.tune.public import SCRIPTS, Script
 
 EPOCHS = {"default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factor": 1.5, "expected": [1.4, 1.6]}
 FOUND = {"chosen": {"settings": ["lean", "fused"], "ratio": 0.5, "interval": [0.4, 0.625]}, "epochs": EPOCHS}
-NOTHING = {"chosen": {"settings": [], "ratio": None, "interval": None}}
+NOTHING = {"chosen": {"settings": [], "ratio": None, "interval": None}, "verdict": "nothing helps here"}
 
 
 def test_a_row_tells_what_was_recommended_and_whether_epochs_confirm_it():
@@ -22,11 +22,11 @@ def test_a_row_tells_what_was_recommended_and_whether_epochs_confirm_it():
     ]  # fmt: skip
     slow = {**FOUND, "epochs": {**EPOCHS, "factor": 1.3}}
     assert public.row("gan", slow)[4:] == ["1.30", "1.40-1.60", "no"]
-    assert public.row("gan", NOTHING) == ["`gan`", "nothing", "", "", "", "", ""]
+    assert public.row("gan", NOTHING) == ["`gan`", "nothing helps here", "", "", "", "", ""]
     failed = {**FOUND, "epochs": {"default": {"seconds": 12.0}, "error": "chosen failed: no data"}}
     assert public.row("gan", failed)[3:] == ["12.0", "", "", "chosen failed: no data"]
     assert public.row("gan", {"error": "tune ended with exit status 2"})[1] == "tune ended with exit status 2"
-    text = "\n".join(public.page({"gan": FOUND, "svi": slow, "vit": NOTHING}, 2.0))
+    text = "\n".join(public.page({"gan": FOUND, "svi": slow, "hydra": NOTHING}, 2.0))
     assert "Whole epochs confirmed 1 of 2 recommendations." in text
     assert f"blob/{SCRIPTS['gan'].commit}/lightning_examples/basic-gan/gan.py" in text
 
@@ -85,6 +85,14 @@ def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_
     assert environment["PL_TRAINER_LIMIT_TRAIN_BATCHES"] == "5"
     assert ("lean + fused" in page.read_text()) == (status == 0)
     assert ("exit status 2" in page.read_text()) == (status == 2)
+
+
+def test_a_clone_that_is_missing_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        public.main(["--repositories", str(tmp_path), "--only", "svi", "hydra"])
+    said = capsys.readouterr().err
+    assert f"git clone https://github.com/pyro-ppl/pyro {tmp_path / 'pyro'}" in said
+    assert "lightning-hydra-template" in said
 
 
 TRAIN = """
