@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -49,9 +50,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_process = (
-    os.getpid()
-)  # kept up to date by the hook behind a fork: to ask the system for each batch costs as much as a lock
+_process = os.getpid()  # set anew after a fork: to ask the system for each batch costs as much as a lock
 _locks: weakref.WeakSet[LoadingLock] = weakref.WeakSet()
 
 
@@ -191,11 +190,13 @@ class _PrefetchThread:
         self.has_workers = hasattr(source, "_try_get_data")  # torch's own iterator, of those over worker processes
         # While worker processes load, no dataset code runs in this process.
         self.lock: Any = contextlib.nullcontext() if self.has_workers else lock
+        # What takes a batch from the source, in the calling thread.
+        self.take: Callable[[], Any] = self._take_of_workers if self.has_workers else functools.partial(next, source)
         self.limit, self.snapshot, self.on_close = limit, snapshot, on_close
         self.stages: list[Callable[[Any], Any]] = []
         self.taken = 0
         self.process = _process
-        self.background: Any = None  # the BackgroundGenerator, a thread
+        self.background: Any = None  # the BackgroundGenerator, a thread, until what it left was taken
         self.stop = threading.Event()
         self.room = threading.Semaphore(0)  # for batches that the thread may still load
 
@@ -214,19 +215,21 @@ class _PrefetchThread:
         except BaseException as error:
             return [None, error, None]
 
-    def take(self) -> Any:
-        """Take a batch from the source, unless somebody else has ended the worker processes of torch's iterator.
+    def _take_of_workers(self) -> Any:
+        """Take a batch of torch's iterator, unless somebody else has ended its worker processes.
 
         It would leave out the batches that they had not sent yet, and return a later one or end before its time.
         """
+        source = self.source
         try:
-            batch = next(self.source)
+            batch = next(source)
         except Exception as error:
-            at_the_end = isinstance(error, StopIteration)
-            if self.has_workers and self.source._shutdown and (self.source._persistent_workers or not at_the_end):
+            # It shuts down by itself at the end of an epoch, after which persistent processes stay.
+            is_over = isinstance(error, StopIteration) and not source._persistent_workers
+            if source._shutdown and not is_over:
                 raise RuntimeError(ENDED) from error
             raise
-        if self.has_workers and self.source._shutdown:
+        if source._shutdown:
             raise RuntimeError(ENDED)
         return batch
 
@@ -241,7 +244,7 @@ class _PrefetchThread:
         try:
             while True:
                 try:
-                    return self.take()
+                    return self._take_of_workers()
                 except Exception as error:
                     if not self._only_timed_out(error):
                         raise
@@ -286,11 +289,6 @@ class _PrefetchThread:
             if self.stop.is_set():
                 self._release()
 
-    @property
-    def is_started(self) -> bool:
-        """Whether there is a thread, or what it has left."""
-        return self.background is not None
-
     def get(self, timeout: float | None) -> list[Any] | None:
         """Return the next item of the thread; ``None`` once it has ended and all of them were returned."""
         try:
@@ -301,7 +299,14 @@ class _PrefetchThread:
         if not success or item[1] is not None:  # then the thread ends
             self.background.join()
             self.background = None
-        return item if success else None
+        if not success:
+            return None
+        # A copy, and the item itself emptied: an error in it would keep the frames that pass it on, and with them the
+        # iterator, alive through its traceback until the collector runs.
+        try:
+            return item[:]
+        finally:
+            item.clear()
 
     def ready(self) -> bool:
         """Tell whether ``get`` would return an item at once."""
@@ -339,7 +344,8 @@ class _PrefetchThread:
 
     def _release(self) -> None:
         on_close, self.on_close, self.snapshot = self.on_close, None, None
-        self.source, self.stages = iter(()), []
+        self.source = iter(())
+        self.take, self.stages = self.source.__next__, []
         if on_close is not None:
             on_close()
 
@@ -423,19 +429,12 @@ class PrefetchIterator(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        if self._closed:
-            raise self._cannot_continue()
-        if self.position.ended:
-            raise StopIteration
-        if self.thread.process != _process:
-            raise RuntimeError(
-                "A prefetching iterator does not work in a forked child of the process that made it. "
-                "Call iter() on the loader in the child."
-            )
+        if self._closed or self.position.ended or self.thread.process != _process:
+            raise self._over()
         batch, error, state = self._next_item() if self.transfer is None else self._receive()
         if error is not None:
             if self._closed:  # by another thread, whereupon a wait for worker processes ends
-                raise self._cannot_continue()
+                raise self._over()
             self._note(error, state)
             try:
                 raise error
@@ -448,8 +447,13 @@ class PrefetchIterator(Iterator[Any]):
             self._send()
         return batch
 
-    def _cannot_continue(self) -> RuntimeError:
-        return RuntimeError(f"This iterator cannot continue: {self._closed}.")
+    def _over(self) -> Exception:
+        if self.position.ended and not self._closed:
+            return StopIteration()
+        why = self._closed or (
+            "it belongs to the process that this one was forked from. Call iter() on the loader in the child"
+        )
+        return RuntimeError(f"This iterator cannot continue: {why}.")
 
     def _note(self, error: BaseException, state: Any) -> None:
         """Count a batch that raises, after which the next ``next()`` continues; at the end of the source, close.
@@ -471,35 +475,34 @@ class PrefetchIterator(Iterator[Any]):
 
     def _next_item(self) -> list[Any]:
         """Return the next item of the thread or, where there is none, of the source."""
-        item = self.thread.get(self._timeout) if self.thread.is_started else None
-        if item is None:
-            item = self._load()
-        # A copy, and the item itself emptied: an error in it would keep this frame, and this iterator, alive through
-        # its traceback until the collector runs.
-        try:
-            return item[:]
-        finally:
-            item.clear()
+        item = None if self.thread.background is None else self.thread.get(self._timeout)
+        return self._load() if item is None else item
 
     def _load(self) -> list[Any]:
         """Load an item in this thread, and have another one load those after it, if there is something to gain."""
+        thread, started = self.thread, time.perf_counter()
         self._loaded += 1
-        started = time.perf_counter()
-        watched = self._loaded > 1 and self._profile.uses_rng is None
         try:
-            item = self._load_watched() if watched else self._load_noting()
+            if self._profile.uses_rng is False:
+                item = thread.load(thread.take)
+            elif self._profile.uses_rng is None and self._loaded > 1:
+                item = self._load_watched()
+            else:
+                item = self._load_noting()
             # The first item is left out: processes start, orders are drawn, files are opened.
-            self._seconds += time.perf_counter() - started if self._loaded > 1 else 0.0
-            if item[1] is None and self._is_worth_a_thread() and self._has_more():
-                self.thread.start(self._depth)
+            if self._loaded > 1:
+                self._seconds += time.perf_counter() - started
+            if self._is_slow() and item[1] is None and self._may_have_a_thread():
+                thread.start(self._depth)
         except BaseException as error:  # not of the batch, but beside it: the source has gone on, and the batch is lost
             self._close_after(error)
             raise
         return item
 
     def _load_noting(self) -> list[Any]:
-        if self._profile.uses_rng is False or self.thread.has_workers:
-            return self.thread.load(self.thread.take)  # nothing is drawn, so that nothing has to be drawn again
+        """Load an item that may draw random numbers, and keep what these follow from."""
+        if self.thread.has_workers:  # which draw them; indices follow from what the sampler keeps
+            return self.thread.load(self.thread.take)
         before = self.position.rng_before_latest
         with self.position.note():
             item = self.thread.load(self.thread.take)
@@ -515,13 +518,14 @@ class PrefetchIterator(Iterator[Any]):
             self._profile.decide(watch.drew, self.thread.has_workers)
         return item
 
-    def _is_worth_a_thread(self) -> bool:
-        """Whether a thread may load, and something is gained by it. The first few items have to be clearly slow."""
-        slow = self._seconds >= MIN_BATCH_SECONDS * max(self._loaded, FEW_BATCHES)
-        return self._loaded > 1 and self._profile.uses_rng is False and slow and not is_loading()
+    def _is_slow(self) -> bool:
+        """Whether a thread would gain something. The first few items have to be clearly slow."""
+        return self._seconds >= MIN_BATCH_SECONDS * max(self._loaded, FEW_BATCHES)
 
-    def _has_more(self) -> bool:
-        return self.thread.taken < self.thread.limit and not self.position.ended
+    def _may_have_a_thread(self) -> bool:
+        """Whether a thread may load the next item, and there is one."""
+        may_load = self._loaded > 1 and self._profile.uses_rng is False and not is_loading()
+        return may_load and self.thread.taken < self.thread.limit and not self.position.ended
 
     def _receive(self) -> tuple[Any, BaseException | None, Any]:
         """Take an item that was sent to the device; an error on the way is raised when the item's turn comes."""
@@ -553,11 +557,10 @@ class PrefetchIterator(Iterator[Any]):
 
     def ready(self) -> bool:
         """Tell whether one more item can be taken without waiting for the source."""
-        if self.thread.is_started:
+        if self.thread.background is not None:
             return self.thread.ready()
         # Loads of this thread take next to no time, where that is why there is no other.
-        fast = self._loaded > 1 and self._profile.uses_rng is False and not self._is_worth_a_thread()
-        return fast and not is_loading() and self._has_more()
+        return not self._is_slow() and self._may_have_a_thread()
 
     def close(self, because: str = "it was closed") -> None:
         """End the thread and throw away what it had ready. May be called twice.
