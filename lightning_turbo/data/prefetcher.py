@@ -325,14 +325,15 @@ class _PrefetchThread:
 
     def _is_over(self) -> bool:
         """Wait for the thread to end, and tell whether it has; otherwise it releases the source itself as it ends."""
-        if self.background is None:
+        background = self.background  # which the thread that waits in ``get`` may take away meanwhile
+        if background is None:
             return True
         # The collector may close this in a prefetching thread, perhaps in the one to end, or while a batch is loaded.
         # To wait there could be for ever.
         if is_loading():
-            return not self.background.is_alive()
-        self.background.join(JOIN_TIMEOUT)
-        if not self.background.is_alive():
+            return not background.is_alive()
+        background.join(JOIN_TIMEOUT)
+        if not background.is_alive():
             return True
         warnings.warn(
             f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "

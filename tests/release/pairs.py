@@ -21,7 +21,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 RANGED = ("torch", "lightning", "pytorch-lightning")
-EXTRAS = ("dali", "demo", "dev", "optim")
+EXTRAS = ("compress", "dali", "demo", "dev", "optim", "pack")
 
 
 def requirements():

@@ -70,6 +70,22 @@ def test_a_loader_that_another_thread_closes_says_so_to_the_one_that_waits_for_a
     closing.join()
 
 
+def test_a_loader_is_closed_while_the_one_that_waits_takes_the_end_of_the_thread(monkeypatch):
+    loader = PrefetchLoader(slow(), batch_size=2)
+    iterator = iter(loader)
+    take(iterator, 3)
+    thread = iterator.thread
+    join = thread.background.join
+
+    def join_beside_get(timeout=None):
+        join(timeout)
+        thread.background = None  # as ``get`` does
+
+    monkeypatch.setattr(thread.background, "join", join_beside_get)
+    loader.close()
+    assert thread.background is None
+
+
 @pytest.mark.parametrize(
     ("make", "dataset", "wrap", "taken"),
     [
