@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import threading
@@ -50,7 +49,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_process = os.getpid()  # set anew after a fork: to ask the system for each batch costs as much as a lock
+_process = os.getpid()  # set again after a fork: to ask the system for each batch costs as much as a lock
 _locks: weakref.WeakSet[LoadingLock] = weakref.WeakSet()
 
 
@@ -190,8 +189,6 @@ class _PrefetchThread:
         self.has_workers = hasattr(source, "_try_get_data")  # torch's own iterator, of those over worker processes
         # While worker processes load, no dataset code runs in this process.
         self.lock: Any = contextlib.nullcontext() if self.has_workers else lock
-        # What takes a batch from the source, in the calling thread.
-        self.take: Callable[[], Any] = self._take_of_workers if self.has_workers else functools.partial(next, source)
         self.limit, self.snapshot, self.on_close = limit, snapshot, on_close
         self.stages: list[Callable[[Any], Any]] = []
         self.taken = 0
@@ -214,6 +211,10 @@ class _PrefetchThread:
             return [None, error, None if self.snapshot is None else self.snapshot()]
         except BaseException as error:
             return [None, error, None]
+
+    def take(self) -> Any:
+        """Take a batch from the source, in the calling thread."""
+        return self._take_of_workers() if self.has_workers else next(self.source)
 
     def _take_of_workers(self) -> Any:
         """Take a batch of torch's iterator, unless somebody else has ended its worker processes.
@@ -345,8 +346,7 @@ class _PrefetchThread:
 
     def _release(self) -> None:
         on_close, self.on_close, self.snapshot = self.on_close, None, None
-        self.source = iter(())
-        self.take, self.stages = self.source.__next__, []
+        self.source, self.stages = iter(()), []
         if on_close is not None:
             on_close()
 
