@@ -449,12 +449,14 @@ class PrefetchIterator(Iterator[Any]):
         return batch
 
     def _over(self) -> Exception:
-        if self.position.ended and not self._closed:
+        if self._closed:
+            return RuntimeError(f"This iterator cannot continue: {self._closed}.")
+        if self.position.ended:
             return StopIteration()
-        why = self._closed or (
-            "it belongs to the process that this one was forked from. Call iter() on the loader in the child"
+        return RuntimeError(
+            "A prefetching iterator does not work in a forked child of the process that made it. "
+            "Call iter() on the loader in the child."
         )
-        return RuntimeError(f"This iterator cannot continue: {why}.")
 
     def _note(self, error: BaseException, state: Any) -> None:
         """Count a batch that raises, after which the next ``next()`` continues; at the end of the source, close.

@@ -218,7 +218,7 @@ class Hasty(DeviceTransfer):
 
     def send(self, batch):
         with torch.cuda.stream(self.stream()):
-            return self._move(batch), None
+            return move_batch(batch, self.device), None
 
 
 def test_what_is_looked_for_is_found(cuda):
