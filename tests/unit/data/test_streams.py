@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_turbo._pytree import move_batch
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader, device
 from tests.unit.data.samples import Lazy, seeded
 
