@@ -262,8 +262,9 @@ def late(index):
 
 def test_a_timeout_of_a_loader_with_workers_counts_from_when_a_batch_is_asked_for():
     seen = []
-    data = Rows(5, late)
-    for batch in PrefetchLoader(data, batch_size=1, num_workers=1, prefetch_factor=1, timeout=1):
+    # A worker process that is not forked takes longer to start, and torch counts that.
+    settings = {"num_workers": 1, "prefetch_factor": 1, "timeout": 1, "multiprocessing_context": "fork"}
+    for batch in PrefetchLoader(Rows(5, late), batch_size=1, **settings):
         seen.append(batch.item())
         time.sleep(1.4)
     assert seen == list(range(5))

@@ -23,7 +23,7 @@ class Screen(io.StringIO):
 def clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((60, 24)))
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda **_: os.terminal_size((60, 24)))
     return now
 
 
