@@ -302,6 +302,7 @@ class ResumableOrder:
         return self._draw(entries, order, self._next_order)
 
     def _draw(self, entries: Iterator[Any], began: dict[str, Any], next_order: _NextOrder) -> Iterator[Any]:
+        # An epoch that is continued has the states before its first entry; one that begins takes note of them here.
         self._next_order, first = _NextOrder(), began.get("first")
         with nullcontext() if first is None else same_random_numbers():
             if first is not None:
