@@ -110,6 +110,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest(name, __all__)}")
     module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     value = getattr(module, name, module)  # amp and augment are modules themselves
+    # Kept here, so that the next use finds it without this function.
     globals()[name] = value
     return value
 

@@ -79,6 +79,7 @@ def expect(valid: object, name: str, value: Any, expected: str, error: type[Exce
 
 def is_number(value: object) -> TypeGuard[float]:
     """Tell whether a value is a finite real number; ``True`` and ``False`` are not."""
+    # Numbers of NumPy are Real and Integral too, and so are True and False, which are hardly meant as numbers.
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(float(value))
 
 

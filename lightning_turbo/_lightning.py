@@ -123,6 +123,7 @@ def bound_name() -> str:
     that the program imported first; ``lightning.pytorch`` if it is installed; ``pytorch_lightning``.
     """
     global _bound, _reason, _guessed
+    # Once for all: classes are made from what it gives. What the program chose goes before what is installed.
     if _bound is None:
         if os.environ.get(VARIABLE):
             _bound, _reason = _checked(os.environ[VARIABLE]), f"the environment variable {VARIABLE} says so"
@@ -188,6 +189,7 @@ def __getattr__(name: str) -> Any:
     pytorch = bound_name()
     fabric = "lightning.fabric" if pytorch == NAMES[0] else "lightning_fabric"
     module, _, attribute = _HOMES[name].format(pytorch=pytorch, fabric=fabric).partition(":")
+    # Kept here, so that the next use finds it without this function.
     value = globals()[name] = getattr(importlib.import_module(module), attribute)
     return value
 

@@ -32,12 +32,11 @@ def installed_version(distribution: str) -> str | None:
 def installed(module: str) -> bool:
     """Tell whether ``module`` can be imported from one of its known distributions.
 
-    Both the module's spec and the distribution's metadata must be found, because a folder may have that name by chance.
-
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
     """
     distributions, _ = EXTRAS[module]
+    # The spec alone would find a folder of that name in the working directory.
     known = any(installed_version(name) is not None for name in distributions)
     return known and importlib.util.find_spec(module) is not None
 

@@ -121,6 +121,7 @@ def refuse_as_callback(instead: str) -> property:
 
 def replace_strategy(trainer: Any, strategy: Any) -> None:
     """Give a Trainer in construction another strategy, as ``Trainer(strategy=...)`` would have."""
+    # The connector has made its choice by now, and the Trainer asks it each time.
     trainer._accelerator_connector.strategy = strategy
 
 

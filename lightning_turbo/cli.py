@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="lightning-turbo", description=lightning_turbo.__doc__)
     parser.add_argument("--version", action="version", version=f"lightning-turbo {lightning_turbo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    # Each command imports its part when it runs, so that help and errors in arguments come at once.
     _add_pack(commands)
     _add_convert(commands)
     _add_doctor(commands)
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     # Some versions of argparse drop the separator before the arguments of a script, some hand it on.
     arguments.separated = "--" in (sys.argv[1:] if argv is None else argv)
+    # Told in one line. Another error is a fault of this package, whose traceback is of use.
     try:
         return arguments.run(arguments)
     except (TurboError, OSError) as error:
@@ -151,6 +153,7 @@ def _arguments_of_script(command: str, script: str, arguments: argparse.Namespac
     behind = arguments.arguments[arguments.arguments[:1] == ["--"] :]
     if arguments.separated:
         return behind
+    # They may be the script's own, of the same name, and so are no error.
     ours = dict.fromkeys(name for word in behind if (name := word.partition("=")[0]) in arguments.options)
     if ours:
         print(
@@ -250,6 +253,7 @@ def _show_progress() -> Callable[[int, int], None]:
 
     def show(done: int, total: int) -> None:
         nonlocal before
+        # What an earlier call packed took no time in this one.
         before = min(before, done - 1)
         left = (time.monotonic() - begun) * (total - done) / (done - before)
         bar = "#" * (30 * done // total)

@@ -185,8 +185,8 @@ def tune(script: Script, repositories: Path, folder: Path, minutes: float) -> di
     """Tune a script in a folder that gets what it needs of its repository; return what tune wrote, or an error."""
     clone = repositories / Path(script.repository).name
     archive, part = folder / "part.zip", script.folder or str(Path(script.path).parent)
-    words = ["archive", "--format", "zip", "--output", str(archive), script.commit, part]
-    subprocess.run(["git", "-C", str(clone), *words], check=True)
+    command = ["archive", "--format", "zip", "--output", str(archive), script.commit, part]
+    subprocess.run(["git", "-C", str(clone), *command], check=True)
     shutil.unpack_archive(archive, folder)
     for name, write in script.data.items():
         write(folder / name)

@@ -17,7 +17,7 @@ from lightning_turbo._checks import expect, is_number, is_whole
 from lightning_turbo.amp.levels import HALF_DTYPES, INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["ApexGradScaler", "OptimizerState", "has_non_finite", "params_of"]
+__all__ = ["ApexGradScaler", "OptimizerState", "has_non_finite", "numbers_of", "params_of"]
 
 
 @dataclass
@@ -195,7 +195,7 @@ class ApexGradScaler(GradScaler):
             return None
         self._needs_update = True
         if not self.dynamic:
-            torch._foreach_mul_([_numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
+            torch._foreach_mul_([numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
             return None
         # In float64, which MPS does not have, because a float32 division may round.
         scale = self._scale_on(grads[0].device)
@@ -366,7 +366,7 @@ def has_non_finite(grads: Sequence[Tensor]) -> Tensor:
 def _check_and_multiply(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
     """Multiply gradients in place; returns 1.0 on the factor's device if any was inf or NaN, else 0.0."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for numbers in map(_numbers_of, grads):
+    for numbers in map(numbers_of, grads):
         alike.setdefault((numbers.device, numbers.dtype), []).append(numbers)
     found = torch.zeros_like(factor)
     for (device, dtype), numbers in alike.items():
@@ -381,9 +381,9 @@ def _check_and_multiply(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
     return found
 
 
-def _numbers_of(grad: Tensor) -> Tensor:
-    """Return a view of what a gradient holds: real numbers in a dense tensor."""
-    values = grad._values() if grad.is_sparse else grad
+def numbers_of(tensor: Tensor) -> Tensor:
+    """Return a view of what a dense or sparse COO tensor holds: real numbers in a dense tensor."""
+    values = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(values) if values.is_complex() else values
 
 

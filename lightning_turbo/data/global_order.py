@@ -116,6 +116,7 @@ class Dealing(NamedTuple):
         if over and self.sampler.drop_last:
             left = left[:-over]
         elif over:
+            # Over and over, as a small order may have fewer samples than there are ranks.
             left += (order * self.ranks)[: self.ranks - over]
         own = left[self.rank :: self.ranks]
         if self.outer is self.sampler:
@@ -129,6 +130,7 @@ class Dealing(NamedTuple):
 
 def draw_order(order: dict[str, Any]) -> list[int]:
     """Return the order of the samples of all ranks that ``Dealing.describe`` described."""
+    # By torch's own samplers, whose order this is bit for bit.
     data: Any = range(order["length"])
     if not order["shuffle"]:
         return list(data)

@@ -245,7 +245,7 @@ class PrefetchLoader(DataLoader[T]):
 
     def _begin_counted(self, state: dict[str, Any]) -> PrefetchIterator:
         """Begin an epoch of a loader without a state of its own, or continue one: its batches are counted."""
-        # How the epoch began that is continued here, if one is.
+        # Batches that were used, and how the epoch began that is continued here. A new epoch has none of either.
         done, began = (0, None) if state.get("whole") else (state["consumed"], state["order"])
         position = Position(done, state.get("next_rng") if began else None, self._generators_of_dataset())
         # torch draws a seed for its processes here, which an epoch that is continued has drawn already.
@@ -278,10 +278,12 @@ class PrefetchLoader(DataLoader[T]):
         position.samples = state.get("samples")
         if state.get("ended") and (position.samples or {}).get("at") is not None:
             return iter(())  # another batch size has come to the end of the epoch already
-        count = streams.restore(self, state, position)
+        # A stream's own state is loaded before it is opened, samples are left out once it is. What neither knows of,
+        # the batches up to where it is, is loaded once more and dropped.
+        done = streams.restore(self, state, position)
         source = self._open_stream(began, position)
-        count = streams.skip_samples(source, state) if count is None else count
-        for _ in range(position.consumed - count):
+        done = streams.skip_samples(source, state) if done is None else done
+        for _ in range(position.consumed - done):
             next(source, None)
         return source
 

@@ -103,6 +103,7 @@ def pack_folder(
         >>> pack_folder(root / "scans", root / "packed")["samples"]
         3
     """
+    # All arguments are compared with the names of the files before the first of them is read.
     source = Path(folder)
     _check_folders(source, Path(out))
     packing = Packing(Path(out), compress, num_workers, skip_broken, overwrite, progress)
@@ -178,6 +179,7 @@ def _join_modalities(files: list[Path], source: Path, ends: Sequence[str]) -> li
         stem = _stem(path, source)
         found = [end for end in ends if stem.endswith(end)]
         expect(found, "modalities", str(path), f"names that end in one of {list(ends)}")
+        # The longest, as a name that ends in "_0001" ends in "1" too.
         end = max(found, key=len)
         volumes.setdefault(stem.removesuffix(end), {})[end] = path
     for stem, channels in volumes.items():

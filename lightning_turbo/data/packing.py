@@ -350,7 +350,11 @@ def _locked(folder: Path) -> Iterator[Any]:
         with journal:
             _lock(journal)
             # The process that held the lock may have renamed or removed the folder since: then this is another file.
-            if (folder / JOURNAL).exists() and os.path.samestat((folder / JOURNAL).stat(), os.fstat(journal.fileno())):
+            try:
+                found = (folder / JOURNAL).stat()
+            except FileNotFoundError:
+                continue
+            if os.path.samestat(found, os.fstat(journal.fileno())):
                 yield journal
                 return
 

@@ -93,6 +93,7 @@ class PatchDataset(Dataset[Any]):
         self.foreground, self.transform = _check_shares(foreground), transform
         self._source, self._keys = source, keys
         self._opened: _Volumes | None = _Volumes(source, keys, len(self.patch))
+        # All scans are looked at now: in the middle of an epoch an error would end hours of training.
         total = len(self._opened)
         self.scans = [range(total)[scan] for scan in (range(total) if scans is None else scans)]
         expect(self.scans, "scans", scans, "at least one row")
@@ -146,6 +147,7 @@ class PatchDataset(Dataset[Any]):
             elif centre is None:
                 start.append(int(free[axis] * (room + 1)))
             else:
+                # Near the border of the scan the place is not in the middle of its patch.
                 start.append(min(max(centre[axis] - size // 2, 0), room))
         return Place(scan, tuple(start))
 
@@ -153,6 +155,7 @@ class PatchDataset(Dataset[Any]):
         """Return the patches of a field, or its rows where it is not cut, stacked if they are alike."""
         volumes = self._volumes
         if name in volumes.cut:
+            # Read straight into the batch, in the byte order of this machine, as torch has no other.
             shape = (len(places), volumes.channels[name], *self.patch)
             batch = np.empty(shape, dtype=volumes.arrays[name].dtype.newbyteorder("="))
             for patch, place in zip(batch, places, strict=True):
@@ -160,6 +163,7 @@ class PatchDataset(Dataset[Any]):
             return torch.from_numpy(batch)
         rows = [read_row(volumes.arrays[name], place.scan) for place in places]
         if name.rpartition(".")[2] == "affine" and len(self.patch) == 3:
+            # From voxels of the patch, whose first one lies at ``start`` in the scan.
             for affine, place in zip(rows, places, strict=True):
                 affine[:3, 3] += affine[:3, :3] @ np.array(place.start)
         return rows if isinstance(rows[0], str) else torch.from_numpy(np.stack(rows))
@@ -167,6 +171,7 @@ class PatchDataset(Dataset[Any]):
     def _cut(self, name: str, place: Place, patch: np.ndarray) -> None:
         """Read a patch of a field."""
         row = self._volumes.arrays[name][place.scan]
+        # Where the patch lies in the scan, and where what is read lies in the patch, which may reach over the border.
         inside, outside = [], []
         for first, size, length in zip(place.start, self.patch, row.shape[-len(self.patch) :], strict=True):
             begin, end = max(first, 0), min(first + size, length)
@@ -255,6 +260,7 @@ class _Volumes:
         self, scan: int, shares: Mapping[int, float], chance: float, which: float, where: float
     ) -> list[int] | None:
         """Return a place of foreground, chosen by three numbers from 0 to 1, or ``None`` for any place."""
+        # One number decides whether and of which share, the next of which class, the last at which of its places.
         bounds = zip(shares, accumulate(shares.values()), strict=True)
         wanted = next((each for each, bound in bounds if chance < bound), None)
         if wanted is None:

@@ -246,16 +246,16 @@ class _PrefetchThread:
             while True:
                 try:
                     return self._take_of_workers()
-                except Exception as error:
-                    if not self._only_timed_out(error):
+                except (OSError, EOFError) as error:
+                    # A process that died left a broken pipe, which may be seen before torch looks for dead ones.
+                    if dead := _dead_workers(source):
+                        raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
+                    raise
+                except RuntimeError as error:
+                    if self.stop.is_set() or not str(error).startswith("DataLoader timed out after"):
                         raise
         finally:
             source._timeout = own
-
-    def _only_timed_out(self, error: Exception) -> bool:
-        if isinstance(error, (OSError, EOFError)) and (dead := _dead_workers(self.source)):
-            raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
-        return str(error).startswith("DataLoader timed out after") and not self.stop.is_set()
 
     def start(self, depth: int) -> None:
         """Start the thread, which keeps ``depth`` batches ready, in the modes of the calling one.

@@ -254,20 +254,25 @@ class ResumableOrder:
         if hasattr(self.sampler, "continue_after"):
             self._count_epochs(state)
         self.epoch_rng, self.length, self._position, self._next_order = None, None, position, _NextOrder()
-        samples = state.get("samples")
-        if samples is not None and samples["at"] is not None and not state.get("whole"):
+        samples, is_whole = state.get("samples"), state.get("whole")
+        if samples is not None and samples["at"] is not None and not is_whole:
+            # The rest of an epoch that began with other ranks or batches: its order is drawn by itself, and the
+            # generators stand where the epoch after it finds them.
             position.samples = samples
             self._next_order = _NextOrder(skip, order, samples)
             if own is not None:
                 self._set_generators(own)
-        elif order is not None and not state.get("whole"):
+        elif order is not None and not is_whole:
+            # The rest of an epoch of this loader: the sampler draws its order again, from the states at its beginning,
+            # which are set when it is asked for.
             self._check_number("samplers that count epochs", order["epochs"], self._counting)
             self._check_number("random generators", order["iter"]["own"], self.generators)
             self._next_order = _NextOrder(skip, order)
         elif own is not None:
+            # The epoch after one that is over: from the generators as that one left them. Worker processes that stay
+            # had their seed before the state was taken, and draw one here once more.
             self._check_number("random generators", own, self.generators)
             self._set_generators(own)
-            # Worker processes that stay had their seed before the state was taken, and draw one here once more.
             if self._is_seeded_once:
                 self._next_order = _NextOrder(after_seed=own)
         self._recorded_states = [(-1, self._generator_states())]

@@ -1,9 +1,10 @@
-"""Objects that worker processes cannot be given where they are spawned, told when a loader is made."""
+"""Objects that worker processes cannot be given, told before one of them starts."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
+import types
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["check_workers_can_start"]
+__all__ = ["check_workers_can_start", "error_of", "start_method"]
 
 MAX_DEPTH = 20
 
@@ -26,19 +27,27 @@ class _Nowhere(io.RawIOBase):
 
 
 class _Trial(ForkingPickler):
-    """Pickles for nobody: the bytes of arrays and what only goes along while a process starts are left out."""
+    """Pickles for nobody: the bytes of arrays and what only goes along while a process starts are left out.
 
-    def __init__(self) -> None:
+    A process that is forked has all of its parent's memory. What it cannot use is what the system keeps for the parent,
+    such as an open file, which cannot be pickled either; functions, classes and modules it can.
+    """
+
+    def __init__(self, forked: bool) -> None:
         super().__init__(_Nowhere(), 5)
+        self._forked = forked
 
     def reducer_override(self, value: Any) -> Any:
         left_out = isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.Generator)) or type(value) is np.ndarray
-        return (int, ()) if left_out or "multiprocessing" in type(value).__module__ else NotImplemented
+        is_code = isinstance(value, (types.FunctionType, types.ModuleType, type))
+        passed = left_out or (self._forked and is_code) or "multiprocessing" in type(value).__module__
+        # A call of len(""), as a function of Python or a class would come here itself.
+        return (len, ("",)) if passed else NotImplemented
 
 
-def start_method(loader: DataLoader[Any]) -> str:
-    """How the worker processes of ``loader`` start; the default of the process stays undecided where it is."""
-    method = getattr(loader.multiprocessing_context, "get_start_method", lambda **_: None)(allow_none=True)
+def start_method(context: Any = None) -> str:
+    """How processes of a ``multiprocessing`` context start; the default of this process stays undecided where it is."""
+    method = getattr(context, "get_start_method", lambda **_: None)(allow_none=True)
     return method or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
@@ -48,11 +57,11 @@ def check_workers_can_start(loader: DataLoader[Any]) -> None:
     Raises:
         TypeError: If the dataset, ``collate_fn`` or ``worker_init_fn`` cannot be pickled; it names the attribute.
     """
-    if not loader.num_workers or (method := start_method(loader)) == "fork":
+    if not loader.num_workers or (method := start_method(loader.multiprocessing_context)) == "fork":
         return
     for name in ("dataset", "collate_fn", "worker_init_fn"):
         value = getattr(loader, name)
-        error = _error_of(value)
+        error = error_of(value)
         if error is not None:
             path, culprit = _culprit(name, value)
             raise TypeError(
@@ -62,9 +71,10 @@ def check_workers_can_start(loader: DataLoader[Any]) -> None:
             ) from error
 
 
-def _error_of(value: Any) -> Exception | None:
+def error_of(value: Any, *, forked: bool = False) -> Exception | None:
+    """Return the error of giving ``value`` to a process, pickled or, if it is forked, as it is; ``None`` for none."""
     try:
-        _Trial().dump(value)
+        _Trial(forked).dump(value)
     except Exception as error:
         return error
     return None
@@ -73,7 +83,7 @@ def _error_of(value: Any) -> Exception | None:
 def _culprit(path: str, value: Any) -> tuple[str, Any]:
     """Follow the parts that cannot be pickled down to one whose own parts can, or which has none."""
     for _ in range(MAX_DEPTH):
-        found = next(((where, part) for where, part in _parts(path, value) if _error_of(part) is not None), None)
+        found = next(((where, part) for where, part in _parts(path, value) if error_of(part) is not None), None)
         if found is None:
             break
         path, value = found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import pickle
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -14,9 +12,10 @@ from torch.utils.data import IterableDataset
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
-from lightning_turbo._random import DATA, generators_in, same_random_numbers
+from lightning_turbo._random import generators_in, same_random_numbers
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.resume import end_workers, generators_of
+from lightning_turbo.data.spawned import error_of, start_method
 
 __all__ = ["WorkerTuning", "tune_workers", "why_not_processes"]
 
@@ -117,7 +116,7 @@ def _list_numbers(top: int) -> list[int]:
     numbers = [0, *(1 << power for power in range(top.bit_length()))]
     # One worker first: its process can be ended if a batch never comes. Where each process imports torch, their start
     # may be what takes too long, and 0 workers come first.
-    if top and multiprocessing.get_start_method() == "fork":
+    if top and start_method() == "fork":
         numbers[:2] = 1, 0
     return numbers
 
@@ -197,19 +196,6 @@ def _repeat(loader: Any) -> Generator[Any, None, None]:
         loader.close() if isinstance(loader, PrefetchLoader) else end_workers(iterator)
 
 
-class _Walk(pickle.Pickler):
-    """Walks through an object as pickle does, past its data, functions and classes, and writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(self)
-
-    def write(self, data: Any) -> int:
-        return len(data)
-
-    def persistent_id(self, obj: Any) -> str | None:
-        return "plain" if isinstance(obj, DATA) else None
-
-
 def why_not_processes(dataset: Any) -> str:
     """Return why worker processes might not load what this process loads; empty if nothing speaks against them."""
     if isinstance(dataset, IterableDataset):
@@ -217,9 +203,8 @@ def why_not_processes(dataset: Any) -> str:
             f"{type(dataset).__name__} is an IterableDataset, and with another number of processes it gives other "
             "batches: each sample several times, if it does not divide its data among them."
         )
-    try:
-        _Walk().dump(dataset)
-    except Exception as error:
+    error = error_of(dataset, forked=start_method() == "fork")
+    if error is not None:
         return (
             f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). "
             "Open it in each process, at the first sample."

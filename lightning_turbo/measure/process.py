@@ -86,7 +86,9 @@ class Process:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        self.tell(task)
+        # If it has ended already, ``listen`` says how: only with an object can the owner close the pipes and the guard.
+        with contextlib.suppress(ProcessError):
+            self.tell(task)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Send an order, waking the process if it is held.

@@ -84,6 +84,7 @@ def drop_bias_before_norm(module: nn.Module) -> BiasReport:
     Source: Ioffe and Szegedy, Batch Normalization, 2015, section 3.2.
     """
     expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
+    # Of the whole network before the first bias goes: an error leaves it as it was.
     tracer = _trace(module)
     dropped, kept = _find_pairs(module, tracer)
     if not dropped:

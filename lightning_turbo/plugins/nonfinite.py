@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_turbo._lightning import rank_zero_warn
 from lightning_turbo._pytree import tensors_in
-from lightning_turbo.amp.grad_scaler import ApexGradScaler, has_non_finite, params_of
+from lightning_turbo.amp.grad_scaler import ApexGradScaler, has_non_finite, numbers_of, params_of
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = ["NonFiniteError", "NonFiniteGuard"]
@@ -107,7 +107,8 @@ def _found_inf(scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    # torch has no isfinite for a sparse tensor.
-    if tensor.layout is not torch.strided:
+    # torch has no isfinite for the other layouts, such as compressed rows.
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
         return False
-    return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    numbers = numbers_of(tensor)
+    return numbers.is_floating_point() and not bool(torch.isfinite(numbers).all())

@@ -191,6 +191,21 @@ class Broken(Net):
         return self.frozen(self.head(self.net(x) / 0.0))
 
 
+class BrokenSparse(Net):
+    """Its first infinite values are those of a sparse tensor."""
+
+    class Sparse(nn.Module):
+        def forward(self, x):
+            return (x / 0.0).to_sparse()
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = self.Sparse()
+
+    def forward(self, x):
+        return self.head(self.sparse(self.net(x)).to_dense())
+
+
 class BrokenAlone(pl.LightningModule):
     """Has no module in it."""
 
@@ -214,7 +229,8 @@ def fused(params):
 
 @pytest.mark.parametrize(("module", "where"), [
     (Broken(), r"'head' \(Linear\)"), (Broken(fused), r"'head' \(Linear\)"), (BrokenAlone(), r"'' \(BrokenAlone\)"),
-], ids=["plain", "fused", "alone"])  # fmt: skip
+    (BrokenSparse(), r"'sparse' \(Sparse\)"),
+], ids=["plain", "fused", "alone", "sparse"])  # fmt: skip
 def test_a_run_that_only_overflows_ends_with_the_step_and_the_module(module, where, monkeypatch):
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 5)
     monkeypatch.setattr(nonfinite, "LIMIT", 4)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import multiprocessing
 import random
 import time
 import warnings
@@ -65,7 +66,7 @@ def test_the_choice_follows_from_the_times(method, speeds, best, monkeypatch):
         return speeds[num_workers]
 
     monkeypatch.setattr(module, "_measure", measure)
-    monkeypatch.setattr(module.multiprocessing, "get_start_method", lambda: method)
+    monkeypatch.setattr(module, "start_method", lambda: method)
     if isinstance(best, str):
         with pytest.raises(RuntimeError, match=best):
             tune_workers(maker(range(4)), max_workers=4, show=None)
@@ -131,3 +132,18 @@ def test_an_error_in_the_step_is_raised_and_nothing_is_left():
 def test_errors_of_loading_are_told():
     with pytest.raises(RuntimeError, match=r"num_workers=0: ValueError: no such row.*Give it more seconds, or repair"):
         tune_workers(maker(Rows(9, bad)), seconds=2, max_workers=0, show=None)
+
+
+class Holding:
+    """A dataset as many are written: it holds a function, and what all processes share."""
+
+    def __init__(self):
+        self.transform = lambda sample: sample
+        self.shared = multiprocessing.Value("i", 0)
+
+
+@pytest.mark.parametrize(("method", "why"), [("fork", ""), ("spawn", "processes cannot share")])
+def test_what_a_forked_process_has_anyway_speaks_against_no_processes(method, why, monkeypatch):
+    monkeypatch.setattr(module, "start_method", lambda: method)
+    found = module.why_not_processes(Holding())
+    assert (why in found) if why else not found

@@ -107,6 +107,18 @@ def test_an_answer_that_is_cut_off_is_no_answer(tmp_path):
     made.close()
 
 
+def test_a_process_that_ends_before_its_first_order_says_how(tmp_path):
+    def started_and_ended(*args, **kwargs):
+        made = subprocess.Popen(*args, **kwargs)
+        made.wait()
+        return made
+
+    made = Process(["-S", "-c", ""], {}, log=tmp_path / "log", folder=tmp_path, popen=started_and_ended)
+    with pytest.raises(ProcessError, match=r"^ended with exit status 0$"):
+        made.listen(30.0)
+    made.close()
+
+
 @needs_proc
 def test_a_killed_program_leaves_no_process_behind(tmp_path):
     program = f"""
