@@ -129,7 +129,7 @@ class Prefetch(Callback):
         self.auto_workers, self.exact_resume = auto_workers, exact_resume
         self.device_prefetch, self.device_transform = device_prefetch, device_transform
         self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
-        self._found_workers: dict[Any, int] = {}
+        self._found_workers: dict[Any, int | None] = {}
         self._replaced: ReplacedMethod | None = None
         self._given: list[tuple[weakref.ref[Any], Any]] = []  # loaders of the user's, and the transfers that they had
 
@@ -153,9 +153,11 @@ class Prefetch(Callback):
         if self._replaced is not None:
             self._replaced.put_back()
             self._replaced = None
-        for loader, transfer in self._given:
+        # Backwards: one that was processed again, as for another epoch, had ours by then.
+        for loader, transfer in reversed(self._given):
             if (alive := loader()) is not None:
                 alive.transfer = transfer
+                alive.limit_batches(None)
         self._given.clear()
 
     def _process(self, trainer: Any, transfer: Any, process: Callable[[Any], Any], loader: Any) -> Any:
@@ -197,13 +199,15 @@ class Prefetch(Callback):
     def _count_workers(self, trainer: Any, loader: DataLoader[Any]) -> int | None:
         """Return how many worker processes a loader is to have; ``None`` if it stays as it is."""
         if not self.auto_workers:
-            keeps = self.num_workers is None and self.persistent_workers is None
-            return None if keeps else loader.num_workers if self.num_workers is None else self.num_workers
+            if self.num_workers is None and self.persistent_workers is None:
+                return None
+            return loader.num_workers if self.num_workers is None else self.num_workers
         stage = trainer.state.stage.dataloader_prefix
         place = stage, type(loader.dataset), loader.batch_size
         if place not in self._found_workers:
             self._found_workers[place] = _tune(loader, stage, getattr(loader, "threads", self.threads))
-        return self._found_workers[place]
+        found = self._found_workers[place]
+        return loader.num_workers if found is None else found
 
     def _choose_transfer(self, trainer: Any) -> DeviceTransfer | None:
         """Return what moves batches ahead under this Trainer; ``None`` if Lightning's own move is left to do it."""
@@ -238,8 +242,8 @@ def _limit(trainer: weakref.ref[Any], loader: weakref.ref[Any]) -> float:
     return inf if asks is None or asked is None else batch_limit(asks, asked)
 
 
-def _tune(loader: DataLoader[Any], stage: str, threads: int) -> int:
-    """Return the number of worker processes found by measurement, or the loader's own where it has to keep that."""
+def _tune(loader: DataLoader[Any], stage: str, threads: int) -> int | None:
+    """Return the number of worker processes found by measurement; ``None`` where each loader has to keep its own."""
 
     def make_loader(num_workers: int) -> Any:
         twin = with_workers(loader, num_workers)
@@ -255,4 +259,4 @@ def _tune(loader: DataLoader[Any], stage: str, threads: int) -> int:
         f"auto_workers leaves a loader of {stage}_dataloader as it is, with num_workers={loader.num_workers}: {why}",
         category=NoEffectWarning,
     )
-    return loader.num_workers
+    return None

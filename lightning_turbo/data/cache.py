@@ -21,6 +21,7 @@ from lightning_turbo.data.packing import Packing, Progress, digest_of, stamp_of
 __all__ = ["cache_transforms"]
 
 PLAIN = (bool, int, float, complex, bytes, type(None), type(...))
+CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def cache_transforms(
@@ -39,8 +40,8 @@ def cache_transforms(
     ``sample_transform`` of ``PackedDataset`` or ``transform`` of ``PatchDataset``. The folder's name is a digest of
     what the samples follow from: all that the dataset and its transforms hold (files by path, size and time of writing,
     arrays by their content), the code of their classes and functions with the functions and constants of the same
-    module that these name, and the versions of the packages. When something of it changes, another folder is filled;
-    old ones stay until they are removed.
+    module that these name, but not lists and dictionaries of a module, and the versions of the packages. When something
+    of it changes, another folder is filled; old ones stay until they are removed.
 
     Several processes may call it at once, as the ranks of a run do: one packs, while the others wait. It takes
     a folder of its own on each node, or one that the nodes share. What is interrupted goes on with the next call.
@@ -114,7 +115,7 @@ class _Digest:
     def _add_parts(self, value: Any) -> None:
         if isinstance(value, (torch.Tensor, np.ndarray)) and value.dtype != object:
             self._add_array(value)
-        elif type(value) in (list, tuple, dict, set, frozenset):
+        elif type(value) in CONTAINERS:
             self._add_all(type(value).__name__, _items_of(value))
         elif isinstance(value, type):
             self._add_class(value)
@@ -152,9 +153,13 @@ class _Digest:
         for each in kind.__mro__[:-1]:
             self._tell("class", each.__module__, each.__qualname__, _version_of(each.__module__))
             for name, part in sorted(vars(each).items()):
-                part = getattr(part, "__func__", getattr(part, "fget", part))  # of a method of the class, or a property
+                for inside in ("__func__", "fget", "func"):  # of a method of the class, a property, a cached one
+                    part = getattr(part, inside, part)
                 # Python 3.14 keeps annotations as a function, which holds the whole class.
-                if name != "__annotate_func__" and isinstance(part, (types.FunctionType, str, *PLAIN)):
+                is_code = name != "__annotate_func__" and isinstance(part, (types.FunctionType, str, *PLAIN))
+                # Python's own containers there, as annotations, say nothing of samples.
+                is_container = type(part) in CONTAINERS and not name.startswith("__")
+                if is_code or is_container:
                     self._tell(name)
                     self.add(part)
 

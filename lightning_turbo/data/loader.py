@@ -48,7 +48,7 @@ class _Run:
     def __init__(self, loaded: dict[str, Any] | None = None) -> None:
         self.loaded = loaded  # a state until a batch was returned after it
         self.live: weakref.ref[Any] | None = None
-        self.thread: Any = None  # of that iterator, which it may outlive if the collector takes that
+        self.thread: Any = None  # of that iterator, which the collector may take while the thread still loads
         self.position: Position | None = None
         self.stream_rng: dict[str, Any] | None = None  # the global RNGs when the epoch of a stream began
         self.order: ResumableOrder | None = None
@@ -252,8 +252,9 @@ class PrefetchLoader(DataLoader[T]):
         with same_random_numbers() if began else contextlib.nullcontext():
             is_stream = self._kind is _Kind.STREAM
             source = self._begin_stream(state, position) if is_stream else self._begin_order(state, position)
-            for _ in range(done - batches_before(state) if self._kind is _Kind.RUN_THROUGH else 0):
-                next(source, None)
+            if self._kind is _Kind.RUN_THROUGH:
+                _run_through(source, done - batches_before(state))
+        # Where loading draws nothing, no generators were looked for, and ``go_on`` would miss them.
         if self._profile.uses_rng is not False:
             position.go_on(state.get("held", ()))
         snapshot = streams.state_of(self, position.samples is not None) if is_stream else None
@@ -278,13 +279,12 @@ class PrefetchLoader(DataLoader[T]):
         position.samples = state.get("samples")
         if state.get("ended") and (position.samples or {}).get("at") is not None:
             return iter(())  # another batch size has come to the end of the epoch already
-        # A stream's own state is loaded before it is opened, samples are left out once it is. What neither knows of,
-        # the batches up to where it is, is loaded once more and dropped.
+        # Batches that need not be loaded once more: by the stream's own state, which is loaded before it is opened, or
+        # else by the samples that are left out once it is.
         done = streams.restore(self, state, position)
         source = self._open_stream(began, position)
         done = streams.skip_samples(source, state) if done is None else done
-        for _ in range(position.consumed - done):
-            next(source, None)
+        _run_through(source, position.consumed - done)
         return source
 
     def _open_stream(self, began: dict[str, Any] | None, position: Position) -> Any:
@@ -306,7 +306,8 @@ class PrefetchLoader(DataLoader[T]):
         # torch finds the dataset by this name, and lets nobody set it after __init__.
         run, attributes = self._run, self.__dict__
         dataset = self.dataset
-        run.threaded = run.threaded or ThreadedDataset(dataset, self.threads)
+        # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
+        run.threaded = ThreadedDataset(dataset, self.threads) if run.threaded is None else copy.copy(run.threaded)
         attributes["dataset"] = run.threaded
         try:
             return cast(Any, super()).__iter__()
@@ -333,10 +334,11 @@ class PrefetchLoader(DataLoader[T]):
             **settings,
         )
 
-    def limit_batches(self, limit: Callable[[], float]) -> None:
+    def limit_batches(self, limit: Callable[[], float] | None) -> None:
         """Have each epoch load no more batches ahead than ``limit()`` says when it begins; infinity for all.
 
-        For what knows the limits of a Trainer. With ``persistent_workers`` it lets a thread take the batches.
+        For what knows the limits of a Trainer. With ``persistent_workers`` it lets a thread take the batches. ``None``
+        takes it back.
         """
         self._run.limit = limit
 
@@ -433,14 +435,14 @@ class PrefetchLoader(DataLoader[T]):
             TurboWarning: If the state is of the middle of an epoch, and the loader has another length now, or worker
                 processes return batches as they are ready (``in_order=False``).
         """
-        counts = {"consumed", "order"} <= state_dict.keys()
-        if counts == (self._kind is _Kind.OWN_STATE):
+        # A state with a count is of a loader that counts, and no other.
+        is_counted = {"consumed", "order"} <= state_dict.keys()
+        if is_counted == (self._kind is _Kind.OWN_STATE):
             raise ValueError(wrong_kind(self, state_dict))
-        if counts:
+        if is_counted:
             is_stream = self._kind is _Kind.STREAM
             adapt = functools.partial(streams.adapt, self) if is_stream else cast(Any, self._index_sampler).adapt
             state_dict = adapt(state_dict)
-        if counts:
             warn_of_gaps(self, state_dict)
         self.close()
         self._run.position, self._run.loaded = None, dict(state_dict)
@@ -449,7 +451,7 @@ class PrefetchLoader(DataLoader[T]):
         live = None if self._run.live is None else self._run.live()
         if live is not None:
             live.close(because)
-        if self._run.thread is not None:
+        elif self._run.thread is not None:
             self._run.thread.close()
 
     def close(self) -> None:
@@ -491,10 +493,20 @@ def with_workers(loader: DataLoader[Any], number: int, *, persistent: bool | Non
     else:  # what a loader without workers refuses
         twin.multiprocessing_context = twin.prefetch_factor = None
         twin.timeout = 0
+    # What was found out where processes load does not hold where this one does, and the other way round.
+    if isinstance(twin, PrefetchLoader):
+        twin._profile = LoadProfile()
     stays = twin.persistent_workers if persistent is None else persistent
     vars(twin)["persistent_workers"] = stays and number > 0
     twin.num_workers = number
     return twin
+
+
+def _run_through(source: Iterator[Any], count: int) -> None:
+    """Load batches that were used, and drop them; one that raised an error counted as used, and may raise it again."""
+    for _ in range(count):
+        with contextlib.suppress(Exception):
+            next(source)
 
 
 def _leave(workers: Any, order: ResumableOrder | None, threaded: ThreadedDataset | None, position: Position) -> None:

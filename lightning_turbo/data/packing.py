@@ -148,6 +148,7 @@ class Packing:
         with _unfinished_folder(self.target, key) as (folder, journal):
             if self.target.exists() and not self.overwrite:  # another process finished it meanwhile
                 shutil.rmtree(folder)
+                # An error for ``pack``; a cache takes what the other process wrote.
                 self._check_target()
                 return json.loads((self.target / CONTENTS).read_text())
             with contextlib.closing(RowWriter(folder, journal)) as writer:

@@ -31,8 +31,8 @@ LOCK_TIMEOUT = 30.0
 # Seconds. How long the thread waits for a worker process before it looks whether it is to end.
 POLL_INTERVAL = 0.1
 # Seconds. Batches that are loaded faster than this are loaded by the calling thread: to pass one from thread to thread
-# costs 0.1 to 0.4 ms. The first few count as so many: on a busy machine one takes milliseconds by chance, and a thread
-# that was started stays for its epoch.
+# costs 0.1 to 0.4 ms. Until FEW_BATCHES are loaded, their sum has to reach what FEW_BATCHES of this length would take:
+# on a busy machine one takes milliseconds by chance, and a thread that was started stays for its epoch.
 MIN_BATCH_SECONDS = 5e-4
 FEW_BATCHES = 16
 ENDED = (
@@ -110,8 +110,8 @@ TURNS = LoadingLock()
 
 
 def _before_fork() -> None:
-    # A thread that serves would wait for one that waits for it. What is entered here is left behind the fork, whatever
-    # locks are made or collected in between.
+    # A serving thread takes no lock: the thread that it loads for holds one, and waits for it. What is entered here is
+    # left behind the fork, whatever locks are made or collected in between.
     _here.entered = () if _here.serves else tuple(_locks)
     for lock in _here.entered:
         lock.__enter__()
@@ -172,8 +172,8 @@ class _PrefetchThread:
 
     The iterator starts the thread after its second batch. The thread ends with the source, after an error (whoever
     keeps the error keeps the iterator), after ``limit`` batches, and on ``close``. It knows nothing of the iterator,
-    whose end closes it. Always: one thread at a time takes from the source, in order, and at most ``depth`` batches and
-    one in preparation wait. Items are lists ``[batch, error, state]``, which their taker empties, as
+    whose end closes it. Always: one thread at a time takes from the source, in order, and at most ``depth + 1`` batches
+    are loaded and not taken yet. Items are lists ``[batch, error, state]``, which their taker empties, as
     ``BackgroundGenerator`` holds on to the item that it passed on last.
     """
 
@@ -193,9 +193,11 @@ class _PrefetchThread:
         self.stages: list[Callable[[Any], Any]] = []
         self.taken = 0
         self.process = _process
-        self.background: Any = None  # the BackgroundGenerator, a thread, until what it left was taken
-        self.stop = threading.Event()
-        self.room = threading.Semaphore(0)  # for batches that the thread may still load
+        self.background: Any = None  # the BackgroundGenerator, which is a thread; None again after its last item
+        # The collector may call ``close`` in any thread at any line, in the one that waits for room too. A lock of
+        # Python's would then be asked for by who holds it; a SimpleQueue and a bool have none.
+        self.is_closed = False
+        self.room = queue.SimpleQueue[None]()  # an entry for each batch that the thread may still load
 
     def load(self, take: Callable[[], Any]) -> list[Any]:
         """Load one batch, in whichever thread calls this; its errors are part of the item."""
@@ -252,8 +254,12 @@ class _PrefetchThread:
                         raise RuntimeError(f"DataLoader worker (pid(s) {dead}) exited unexpectedly") from error
                     raise
                 except RuntimeError as error:
-                    if self.stop.is_set() or not str(error).startswith("DataLoader timed out after"):
+                    if self.is_closed or not str(error).startswith("DataLoader timed out after"):
                         raise
+                    # torch looks for this thread only in a wait without a limit.
+                    pinning = getattr(source, "_pin_memory_thread", None)
+                    if pinning is not None and not pinning.is_alive():
+                        raise RuntimeError("Pin memory thread exited unexpectedly") from error
         finally:
             source._timeout = own
 
@@ -263,10 +269,11 @@ class _PrefetchThread:
         It has no room before it is known here. Otherwise an interrupt, which comes while the start is waited for, would
         leave one behind that takes batches and that nobody ends.
         """
-        self.room = threading.Semaphore(0)
+        self.room = queue.SimpleQueue()
         self.background = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
         self.background.name = f"lightning_turbo-prefetch-{id(self.background):x}"
-        self.room.release(depth + 1)
+        for _ in range(depth + 1):
+            self.room.put(None)
 
     def _items(self, modes: ThreadState) -> Iterator[list[Any]]:
         modes.enter()
@@ -278,8 +285,8 @@ class _PrefetchThread:
         take = self._take_in_slices if self.has_workers else self.take
         try:
             while self.taken < self.limit:
-                self.room.acquire()
-                if self.stop.is_set():
+                self.room.get()
+                if self.is_closed:
                     return
                 item = self.load(take)
                 last = item[1] is not None
@@ -287,16 +294,18 @@ class _PrefetchThread:
                 if last:
                     return
         finally:
-            if self.stop.is_set():
+            # Who closed this may not have waited for this thread, see ``_is_over``; a second release does nothing.
+            if self.is_closed:
                 self._release()
 
     def get(self, timeout: float | None) -> list[Any] | None:
         """Return the next item of the thread; ``None`` once it has ended and all of them were returned."""
+        # BackgroundGenerator puts (True, item) for each item, and (False, ...) once the generator has ended.
         try:
             success, item = self.background.queue.get(timeout=timeout)
         except queue.Empty:
             raise RuntimeError(f"DataLoader timed out after {timeout} seconds") from None
-        self.room.release()
+        self.room.put(None)
         if not success or item[1] is not None:  # then the thread ends
             self.background.join()
             self.background = None
@@ -319,8 +328,8 @@ class _PrefetchThread:
         """End the thread, then release the source. May be called twice, by the collector, and in a forked child."""
         if self.process != _process:
             return
-        self.stop.set()
-        self.room.release()
+        self.is_closed = True
+        self.room.put(None)
         if self._is_over():
             self._release()
 
@@ -434,18 +443,20 @@ class PrefetchIterator(Iterator[Any]):
             raise self._over()
         batch, error, state = self._next_item() if self.transfer is None else self._receive()
         if error is not None:
-            if self._closed:  # by another thread, whereupon a wait for worker processes ends
+            # Closed by another thread: the wait for worker processes was broken off, and this is no error of a batch.
+            if self._closed:
                 raise self._over()
             self._note(error, state)
             try:
                 raise error
             finally:
                 del error  # its traceback holds this frame
+        # Before this batch counts, as an interrupt keeps it from being returned.
+        while self.transfer is not None and self._is_room():
+            self._send()
         self.position.consumed += 1
         if state is not None:
             self.position.keep(state)
-        while self.transfer is not None and self._is_room():
-            self._send()
         return batch
 
     def _over(self) -> Exception:
@@ -486,6 +497,8 @@ class PrefetchIterator(Iterator[Any]):
         thread, started = self.thread, time.perf_counter()
         self._loaded += 1
         try:
+            # Known to draw nothing: load. Not known, and not the first item: find it out. Otherwise note what the item
+            # draws from.
             if self._profile.uses_rng is False:
                 item = thread.load(thread.take)
             elif self._profile.uses_rng is None and self._loaded > 1:
@@ -509,8 +522,9 @@ class PrefetchIterator(Iterator[Any]):
         before = self.position.rng_before_latest
         with self.position.note():
             item = self.thread.load(self.thread.take)
+        # "Latest" stays that of the last batch: a Trainer that fetched it ahead has it loaded again, the end is not.
         if isinstance(item[1], StopIteration):
-            self.position.rng_before_latest = before  # the last batch may come again, the end does not
+            self.position.rng_before_latest = before
         return item
 
     def _load_watched(self) -> list[Any]:
@@ -526,7 +540,7 @@ class PrefetchIterator(Iterator[Any]):
         return self._seconds >= MIN_BATCH_SECONDS * max(self._loaded, FEW_BATCHES)
 
     def _may_have_a_thread(self) -> bool:
-        """Whether a thread may load the next item, and there is one."""
+        """Whether a thread may load the items after this one, and the limit and the source leave any."""
         may_load = self._loaded > 1 and self._profile.uses_rng is False and not is_loading()
         return may_load and self.thread.taken < self.thread.limit and not self.position.ended
 
@@ -536,20 +550,24 @@ class PrefetchIterator(Iterator[Any]):
             self._send()
         batch, error, state = self._sent.popleft()
         if error is None:
-            try:
-                batch = self.transfer.receive(batch)
-            except BaseException as failed:
-                error = failed
+            batch, error = self._moved(self.transfer.receive, batch)
         return batch, error, state
 
     def _send(self) -> None:
         batch, error, state = self._next_item()
         if error is None:
-            try:
-                batch = self.transfer.send(batch)
-            except BaseException as failed:
-                error = failed
+            batch, error = self._moved(self.transfer.send, batch)
         self._sent.append((batch, error, state))
+
+    def _moved(self, move: Callable[[Any], Any], batch: Any) -> tuple[Any, Exception | None]:
+        """Return a batch as a step of its transfer gives it, or the error; an interrupt waits for no turn."""
+        try:
+            return move(batch), None
+        except Exception as error:
+            return batch, error
+        except BaseException as interrupt:
+            self._close_after(interrupt)
+            raise
 
     def _is_room(self) -> bool:
         """Whether one more item can be sent to the device without waiting for it."""
@@ -562,7 +580,7 @@ class PrefetchIterator(Iterator[Any]):
         """Tell whether one more item can be taken without waiting for the source."""
         if self.thread.background is not None:
             return self.thread.ready()
-        # Loads of this thread take next to no time, where that is why there is no other.
+        # No thread because loads are quick: then this one can load an item without a wait that counts.
         return not self._is_slow() and self._may_have_a_thread()
 
     def close(self, because: str = "it was closed") -> None:

@@ -68,8 +68,8 @@ class Position:
     """How far an iterator is. Its loader keeps it, so that it can be asked after the iterator was dropped.
 
     Attributes:
-        consumed: Batches that were returned or raised, those of an iterator before this one included; ``begun`` those
-            alone.
+        consumed: Batches of the epoch that were returned or raised.
+        begun: How many of them were so before this iterator.
         ended: Whether the end was reached.
         states: What the source said of itself after the last two batches that were returned, with the numbers of
             batches; the last one may be of the end. For loaders and streams with such a state.
@@ -142,8 +142,9 @@ class _NextOrder(NamedTuple):
 
     skip: int = 0  # entries to leave out
     epoch_rng: dict[str, Any] | None = None  # how the epoch began that it is the rest of
+    drawn: int = 1  # entries of that epoch that were drawn already
     samples: dict[str, Any] | None = None  # of that epoch, if it began with other ranks or batches
-    after_seed: list[Any] | None = None  # states of the generators, set after torch drew its seed from them
+    before_seed: dict[str, Any] | None = None  # states of the generators, for which torch's seed was never drawn
 
 
 class ResumableOrder:
@@ -171,10 +172,12 @@ class ResumableOrder:
         self.counters = Counters(sampler)
         # Entries that torch's iterator draws before it returns a batch, and where it draws its seed for all epochs.
         self._ahead = (loader.prefetch_factor or 0) * loader.num_workers
+        # Processes that stay are seeded at the first iter(): a run that goes on draws that seed again.
         self._is_seeded_once = loader.persistent_workers
         self.epoch_rng: dict[str, Any] | None = None
         self.length: int | None = None
-        # Of ``generators`` after so many entries, where they changed; the first before torch drew a seed from them.
+        # A number of entries, and the states of ``generators`` after it, where they changed. -1: before torch drew its
+        # seed from them; 0: after it, before the first entry.
         self._recorded_states: list[tuple[int, list[Any]]] = []
         self._draws = 0  # begun and ended: odd while an entry is drawn, by a background thread too
         self._next_order = _NextOrder()
@@ -259,22 +262,25 @@ class ResumableOrder:
             # The rest of an epoch that began with other ranks or batches: its order is drawn by itself, and the
             # generators stand where the epoch after it finds them.
             position.samples = samples
-            self._next_order = _NextOrder(skip, order, samples)
+            self._next_order = _NextOrder(skip, order, samples=samples)
             if own is not None:
                 self._set_generators(own)
         elif order is not None and not is_whole:
             # The rest of an epoch of this loader: the sampler draws its order again, from the states at its beginning,
-            # which are set when it is asked for.
+            # which are set when it is asked for. One that draws entry by entry goes on with the generators as they are
+            # after the last entry that was drawn, be it for worker processes or for a batch that was not used.
             self._check_number("samplers that count epochs", order["epochs"], self._counting)
             self._check_number("random generators", order["iter"]["own"], self.generators)
-            self._next_order = _NextOrder(skip, order)
-        elif own is not None:
+            drawn = skip + self._ahead + (state.get("next_rng") is not None)
+            self._next_order = _NextOrder(skip, order, max(1, drawn))
+        else:
             # The epoch after one that is over: from the generators as that one left them. Worker processes that stay
             # had their seed before the state was taken, and draw one here once more.
-            self._check_number("random generators", own, self.generators)
-            self._set_generators(own)
-            if self._is_seeded_once:
-                self._next_order = _NextOrder(after_seed=own)
+            if own is not None:
+                self._check_number("random generators", own, self.generators)
+                self._set_generators(own)
+            if self._is_seeded_once and is_whole:
+                self._next_order = _NextOrder(before_seed=self._all_states())
         self._recorded_states = [(-1, self._generator_states())]
 
     def _count_epochs(self, state: dict[str, Any]) -> None:
@@ -296,6 +302,8 @@ class ResumableOrder:
             self.epoch_rng = order
             return self._draw_rest(self._next_order)
         if order is None:
+            if self._next_order.before_seed is not None:
+                self._set_states(self._next_order.before_seed)
             self.epoch_rng = {"iter": self._all_states(), "epochs": [sampler.epoch for sampler in self._counting]}
             return self._draw(iter(self.sampler), self.epoch_rng, self._next_order)
         self.epoch_rng = order
@@ -312,8 +320,6 @@ class ResumableOrder:
         with nullcontext() if first is None else same_random_numbers():
             if first is not None:
                 self._set_states(first)
-            elif next_order.after_seed is not None:
-                self._set_generators(next_order.after_seed)
             self.epoch_rng = {**began, "first": first or self._all_states()}
             self._recorded_states.append((0, self._generator_states()))
             if self.generators:
@@ -322,8 +328,9 @@ class ResumableOrder:
             if _is_drawn_at_once(self.sampler):
                 drawn = list(entries)
                 self.length = len(drawn)
-            elif first is not None:  # what was used, and the entry at which others draw their order
-                drawn = list(itertools.islice(entries, next_order.skip + 1))
+            elif first is not None:
+                drawn = list(itertools.islice(entries, next_order.drawn))
+        # Of an order that was drawn whole, nothing is left in ``entries``.
         yield from drawn[next_order.skip :]
         yield from entries
 
@@ -373,6 +380,7 @@ class ResumableOrder:
 
     def states_at_end(self) -> list[Any]:
         """Return them as a plain loader would leave them if it was asked for the end of an epoch that is over."""
+        # Where the order was drawn whole, the last recorded states are those after its end.
         is_known = self._position.consumed and self.length is not None
         if not is_known or self._position.ended or self._somebody_set_them():
             return self.states_here()
@@ -549,7 +557,7 @@ def write_used_batches(states: Iterable[Any], over: bool, used: int | None = Non
     most = max((state["consumed"] for state in counts), default=0)
     unused = 0 if used is None else max(0, most - used)
     for state in counts:
-        # One that had ended before the others gave nothing to what was not used.
+        # A loader that had ended before gave none of the last batches, those that were not used.
         rest = min(state["consumed"], most - unused) if state.get("ended") else state["consumed"] - unused
         state["own"] = state.get("left", state.get("own", []))  # a Trainer does not ask for the end
         if unused:

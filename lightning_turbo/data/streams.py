@@ -51,7 +51,7 @@ def place_of(loader: Any, position: Position) -> dict[str, Any]:
 
 
 def _how(loader: Any) -> dict[str, Any]:
-    # No order is dealt out to the ranks: each has a stream. One worker process reads it as none does.
+    # No order is dealt out to the ranks: each has a stream. One worker process reads it as this one does: both are 1.
     return {"ranks": None, "batch_size": loader.batch_size or 1, "workers": max(1, loader.num_workers)}
 
 
@@ -67,6 +67,7 @@ def adapt(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
         refuse("sampler", samples["order"]["sampler"], f"the stream {type(loader.dataset).__name__}")
     how = _how(loader)
     used, size = used_samples(state), how["batch_size"]
+    # Worker processes leave out whole batches, and cannot go on within one.
     is_as_before = {name: samples[name] for name in how} == how
     if is_as_before and (not loader.num_workers or used == state["consumed"] * size):
         return state

@@ -117,7 +117,7 @@ def _list_numbers(top: int) -> list[int]:
     # One worker first: its process can be ended if a batch never comes. Where each process imports torch, their start
     # may be what takes too long, and 0 workers come first.
     if top and start_method() == "fork":
-        numbers[:2] = 1, 0
+        numbers[:2] = 1, 0  # in place of 0, 1
     return numbers
 
 
@@ -150,7 +150,7 @@ def _measure(make_loader: Any, step: Callable[[Any], Any], end: float, parts: in
             try:
                 batch = next(batches)
             except Exception as error:  # whatever a dataset raises
-                late = isinstance(error, RuntimeError) and "timed out" in str(error)
+                late = isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out after")
                 return LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]
             loaded = time.monotonic() - began
             if not times:
@@ -171,7 +171,8 @@ def _nothing(batch: Any) -> None:
 @contextlib.contextmanager
 def _same_orders(loader: Any) -> Iterator[None]:
     """Leave the generators that a loader holds, and the epoch of a sampler that counts its passes, as they were."""
-    sampler = loader.batch_sampler or loader.sampler
+    # Not by ``or``, which would ask it for a length.
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     epoch = getattr(sampler, "epoch", None)
     try:
         with same_random_numbers([*generators_of(loader.generator, sampler), *generators_in(loader.dataset)]):

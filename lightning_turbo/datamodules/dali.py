@@ -83,6 +83,7 @@ class DALIDataModule(LightningDataModule):
         for name, source in sources.items():
             drops = drop_last and name == "train"
             self.loaders[name] = self._make_loader(name, source, classes, images or {}, drop_last=drops, **options)
+            # The first source that has classes gives them to those after it.
             own = getattr(getattr(self.loaders[name], "pipeline", None), "classes", None)
             classes = classes or own
             # A label would stand for another class.

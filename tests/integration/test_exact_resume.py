@@ -1,5 +1,6 @@
 """Stop, save, load, go on equals never having stopped, with random numbers in the step and in the order too."""
 
+import functools
 import random
 
 import lightning.pytorch as pl
@@ -210,3 +211,22 @@ def test_a_checkpoint_is_restored_after_a_run(strategy, tmp_path):
         weight.zero_()
     run._checkpoint_connector.restore(tmp_path / "end.ckpt")
     assert weight.any()
+
+
+ROWS = Rows(2 * BATCHES, functools.partial(torch.full, (4,), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("batches", [6, 8, 12])
+def test_worker_processes_that_stay_have_their_seed_already(batches, tmp_path):
+    """A new process draws that seed again, between the checkpoint and the next order."""
+
+    def run(*callbacks, ckpt=None):
+        pl.seed_everything(0 if ckpt is None else 1, verbose=False)
+        model, loader = Net(), PrefetchLoader(ROWS, 2, shuffle=True, num_workers=1, persistent_workers=True)
+        trainer("turbo", *callbacks).fit(model, loader, ckpt_path=ckpt, **unpickling(True if ckpt else None))
+        loader.close()
+        return model.losses
+
+    path = tmp_path / "at.ckpt"
+    whole = run(Save(path, batches, "on_train_batch_end"))
+    assert run(ckpt=path) == whole[batches:]

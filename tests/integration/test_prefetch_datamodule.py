@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_turbo import ExactResume, Normalize, Prefetch, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.callbacks import prefetch
+from lightning_turbo.data.tune_workers import WorkerTuning
 from lightning_turbo.errors import NoEffectWarning
 from tests.integration.noting import Noting, Numbers, fit, gives
 from tests.leftovers import nothing_is_left
@@ -590,3 +591,36 @@ def test_arguments_given_by_position_and_of_one_in_front_are_saved():
     assert InFront(1).hparams["num_workers"] == 1
     with pytest.raises(TypeError, match=r"Saves.__init__\(\) got an unexpected keyword argument 'batches'"):
         SavesMine(batches=1)
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+def test_a_prefetch_loader_of_the_users_is_given_back_as_it_was(reload):
+    loader = PrefetchLoader(Numbers(), 4)
+    run = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": reload}
+    added = Prefetch(device_transform=lambda batch: batch)
+    fit(gives(loader, LightningDataModule), added, **run)
+    assert loader.transfer is None
+    assert loader._run.limit is None
+
+
+class Dealt(Stream):
+    """A stream that divides its numbers among the worker processes; with one too many it would repeat them."""
+
+
+def test_a_number_of_workers_that_one_stream_keeps_is_given_to_no_other(monkeypatch):
+    class Blind(Noting):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            pass
+
+    class Both(LightningDataModule):
+        def val_dataloader(self):
+            return [DataLoader(Dealt(8), 4, num_workers=1), DataLoader(Dealt(8), 4)]
+
+        def train_dataloader(self):
+            return DataLoader(Numbers(), 4)
+
+    monkeypatch.setattr(prefetch, "tune_workers", lambda make: WorkerTuning(num_workers=0, rows={}))
+    trainer = quiet_trainer(callbacks=[Prefetch(auto_workers=True)], max_epochs=1)
+    with pytest.warns(NoEffectWarning, match="leaves a loader of val_dataloader as it is, with num_workers=1"):
+        trainer.fit(Blind(), datamodule=Both())
+    assert [each.num_workers for each in trainer.val_dataloaders] == [1, 0]

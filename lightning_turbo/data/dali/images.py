@@ -121,6 +121,7 @@ class ImageFolder:
             order = np.arange(len(self.files))
             if self.shuffle:
                 np.random.default_rng(order_seed).shuffle(order)
+            # Places in the list of files stand for labels, which ``finish`` looks up there.
             encoded, number = dali.fn.readers.file(
                 files=[self.files[n] for n in order],
                 labels=order.tolist(),

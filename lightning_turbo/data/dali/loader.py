@@ -119,6 +119,7 @@ class DALILoader:
         self.pipeline: Any = pipeline
         self._settings = _Settings(batch_size, drop_last, prefetch, num_threads, dict(arguments or {}))
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        # The epoch, how many of its batches were returned, and which epoch the next iter() begins.
         self.epoch = self._batch = self._next = 0
         self._loaded: dict[str, Any] | None = None
         self.place("cpu" if device is None else device, rank, world_size)

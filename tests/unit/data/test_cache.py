@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -67,6 +68,19 @@ class Other(Scale):
     pass
 
 
+class Padded(Scale):
+    """What it adds stands in its class: a list, and a property that is computed once."""
+
+    ADDED: ClassVar = [1, 2]
+
+    @functools.cached_property
+    def more(self):
+        return 1
+
+    def __call__(self, array):
+        return super().__call__(array) + sum(self.ADDED) + self.more
+
+
 def change_file(paths, monkeypatch):
     np.save(paths[1], np.ones((7, 2), np.float32))
     return Files(paths, Scale(2))
@@ -87,6 +101,18 @@ def change_code(paths, monkeypatch):
     return Files(paths, Scale(2))
 
 
+def change_list_of_class(paths, monkeypatch):
+    monkeypatch.setattr(Padded, "ADDED", [1, 3])
+    return Files(paths, Padded(2))
+
+
+def change_cached_property(paths, monkeypatch):
+    more = functools.cached_property(lambda self: 2)
+    more.__set_name__(Padded, "more")
+    monkeypatch.setattr(Padded, "more", more)
+    return Files(paths, Padded(2))
+
+
 CHANGES = {
     "a file": change_file,
     "a file less": lambda paths, monkeypatch: Files(paths[:2], Scale(2)),
@@ -97,12 +123,17 @@ CHANGES = {
     "a helper": change_helper,
     "code": change_code,
     "a function": lambda paths, monkeypatch: Files(paths, functools.partial(np.multiply, 2)),
+    "a list of a class": change_list_of_class,
+    "a cached property": change_cached_property,
 }
+
+
+FROM = {"a list of a class": Padded, "a cached property": Padded}
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_fills_another_folder(paths, tmp_path, monkeypatch, what):
-    first = cache_transforms(Files(paths, Scale(2)), tmp_path / "cache")
+    first = cache_transforms(Files(paths, FROM.get(what, Scale)(2)), tmp_path / "cache")
     changed = CHANGES[what](paths, monkeypatch)
     other = cache_transforms(changed, tmp_path / "cache")
     assert other != first

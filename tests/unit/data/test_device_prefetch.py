@@ -184,6 +184,21 @@ def test_an_error_comes_at_its_batch():
     assert got == list(range(6))
 
 
+def test_an_interrupt_while_a_batch_is_sent_ahead_comes_at_once():
+    class Interrupted(Lane):
+        def send(self, batch):
+            if batch == 5:
+                raise KeyboardInterrupt
+            return super().send(batch)
+
+    iterator, got = on_lane(range(20), Interrupted(3)), []
+    with pytest.raises(KeyboardInterrupt):
+        got.extend(item for item in iterator if got.append(item))
+    assert iterator.position.consumed == len(got) < 5
+    with pytest.raises(RuntimeError, match="a KeyboardInterrupt stopped it"):
+        next(iterator)
+
+
 def test_batches_that_cannot_move_are_said_once():
     transfer = DeviceTransfer("cpu")
     transfer.device = META

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader
+from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader, prefetcher
 from lightning_turbo.data.prefetcher import JOIN_TIMEOUT
 from tests.collecting import collect_in_its_thread
 from tests.unit.data.samples import Rows, take, values
@@ -133,6 +133,27 @@ def test_a_batch_behind_one_that_was_left_out_is_not_handed_out():
     assert [next(iterator) for _ in range(3)] == [1, 2, 3]
     with pytest.raises(RuntimeError, match=ENDED):
         next(iterator)
+
+
+class WithoutPinning(LeavesOut):
+    """Torch's iterator after the thread that pins its batches has died: no batch ever comes."""
+
+    given, _pin_memory_thread = 0, threading.Thread()
+
+    def __next__(self):
+        self.given += 1
+        if self.given > 2:
+            raise RuntimeError("DataLoader timed out after 0.1 seconds")
+        return self.given
+
+
+def test_a_thread_of_torch_that_died_is_told(monkeypatch):
+    monkeypatch.setattr(prefetcher, "MIN_BATCH_SECONDS", 0.0)
+    iterator = PrefetchIterator(WithoutPinning())
+    assert [next(iterator) for _ in range(2)] == [1, 2]
+    with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly"):
+        next(iterator)
+    iterator.close()
 
 
 def test_workers_that_end_between_epochs():

@@ -29,8 +29,9 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.data.loader import with_workers
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.unit.data.samples import Rows, Stream, seeded, take, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -176,6 +177,44 @@ def test_a_dataset_that_draws_from_its_second_batch_on_is_loaded_by_one_thread()
         ours = epochs(PrefetchLoader, Rows(24, load), {"batch_size": 4, "threads": 3})
     assert loaders == {threading.main_thread()}
     assert ours == epochs(DataLoader, Rows(24, load), {"batch_size": 4})
+
+
+def noise(index):
+    return torch.rand(())
+
+
+def test_what_draws_is_found_out_for_worker_processes_and_for_this_one():
+    loader = PrefetchLoader(Rows(24, noise), 4)
+    assert len(list(with_workers(loader, 1))) == 6
+    with pytest.warns(NoEffectWarning, match="Loading a batch draws from the global RNG of torch"):
+        list(loader)
+
+
+def test_a_thread_that_comes_back_late_leaves_those_of_the_next_epoch_alone(monkeypatch):
+    stalls, gate = [12], threading.Event()
+
+    def load(index):
+        time.sleep(0.01)
+        if index in stalls:
+            stalls.clear()
+            gate.wait(30)
+            time.sleep(0.1)
+        return index
+
+    monkeypatch.setattr(prefetcher, "JOIN_TIMEOUT", 0.05)
+    loader = PrefetchLoader(Rows(120, load), batch_size=6, threads=2)
+    first = iter(loader)
+    take(first, 2)
+    thread = first.thread.background
+    while stalls:
+        time.sleep(0.01)
+    with pytest.warns(TurboWarning, match="still waits for the next"):
+        second = iter(loader)
+    take(second, 4)
+    gate.set()
+    thread.join(30)
+    assert len(list(second)) == 16
+    loader.close()
 
 
 def set_attribute(worker_id):

@@ -263,6 +263,49 @@ def test_a_later_epoch_goes_on_whatever_its_order_comes_from(settings, used):
     assert got == expected
 
 
+class EntryByEntry(Sampler):
+    """Draws each entry from torch's global generator when it is asked for it."""
+
+    def __iter__(self):
+        for _ in range(20):
+            yield int(torch.randint(20, ()))
+
+    def __len__(self):
+        return 20
+
+
+GLOBAL = {
+    "entry by entry": {"sampler": EntryByEntry()},
+    "entry by entry, for worker processes": {"sampler": EntryByEntry(), "num_workers": 2},
+    "for worker processes that stay": {"shuffle": True, "num_workers": 2, "persistent_workers": True},
+    "entry by entry, for those that stay": {"sampler": EntryByEntry(), "num_workers": 1, "persistent_workers": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::lightning_turbo.errors.NoEffectWarning")
+@pytest.mark.parametrize("used", [1, 4, 7])
+@pytest.mark.parametrize("settings", GLOBAL.values(), ids=GLOBAL)
+def test_an_order_of_the_global_generator_goes_on_where_a_plain_loop_puts_it_back(settings, used):
+    def make():
+        return PrefetchLoader(range(20), batch_size=3, **settings)
+
+    loader = make()
+    list(loader)
+    iterator = iter(loader)
+    take(iterator, used)
+    state, generator = saved(loader.state_dict()), torch.get_rng_state()
+    expected = values(iterator) + values(loader)
+    torch.rand(99)
+    other = going_on(make, state)
+    torch.set_rng_state(generator)
+    got = values(other)
+    if used < 7:
+        got += values(other)
+    assert got == expected
+    loader.close()
+    other.close()
+
+
 @pytest.mark.parametrize("error", [NotImplementedError, TypeError, ValueError])
 def test_a_length_that_cannot_be_told(error):
     class Sampling(Drawn):

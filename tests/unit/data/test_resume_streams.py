@@ -125,3 +125,36 @@ def test_the_state_of_a_dataset_with_indices_is_refused_by_a_stream_and_the_othe
         take(iter(first), 1)
         with pytest.raises(ValueError, match=said):
             second.load_state_dict(first.state_dict())
+
+
+class Damaged(Stream):
+    """Raises an error at its fourth sample, and goes on."""
+
+    def __iter__(self):
+        return Damage()
+
+
+class Damage:
+    def __init__(self):
+        self.at = -1
+
+    def __next__(self):
+        self.at += 1
+        if self.at == 3:
+            raise ValueError("sample 3 is broken")
+        if self.at == 8:
+            raise StopIteration
+        return self.at
+
+
+def test_a_state_after_a_broken_batch_of_a_stream_goes_on():
+    loader = PrefetchLoader(Damaged(), batch_size=1)
+    iterator = iter(loader)
+    assert take(iterator, 3) == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="sample 3 is broken"):
+        next(iterator)
+    assert take(iterator, 2) == [[4], [5]]
+    other = PrefetchLoader(Damaged(), batch_size=1)
+    other.load_state_dict(saved(loader.state_dict()))
+    assert values(other) == [[6], [7]]
+    loader.close()

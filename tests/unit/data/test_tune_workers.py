@@ -9,10 +9,10 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_turbo.data import PrefetchLoader, tune_workers
-from tests.unit.data.samples import Rows
+from tests.unit.data.samples import Rows, Stream
 
 module = importlib.import_module("lightning_turbo.data.tune_workers")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -147,3 +147,24 @@ def test_what_a_forked_process_has_anyway_speaks_against_no_processes(method, wh
     monkeypatch.setattr(module, "start_method", lambda: method)
     found = module.why_not_processes(Holding())
     assert (why in found) if why else not found
+
+
+class WithoutLength(Sampler):
+    def __iter__(self):
+        return iter(range(64))
+
+
+@pytest.mark.parametrize("settings", [{"dataset": Stream(64)}, {"dataset": range(64), "sampler": WithoutLength()}])
+def test_loaders_without_a_length_are_measured(settings):
+    def make_loader(num_workers):
+        return DataLoader(batch_size=4, num_workers=num_workers, **settings)
+
+    assert tune_workers(make_loader, seconds=0.5, max_workers=0, show=None).num_workers == 0
+
+
+def test_an_error_of_the_dataset_is_told_as_it_is_whatever_it_says():
+    def broken(index):
+        raise RuntimeError("the request to the bucket timed out")
+
+    with pytest.raises(RuntimeError, match="num_workers=0: RuntimeError: the request to the bucket timed out"):
+        tune_workers(maker(Rows(4, broken)), seconds=0.5, max_workers=0, show=None)
