@@ -222,7 +222,7 @@ def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tr
     assert made.trials["fused"].why == "not tried because the time that was left was needed to confirm a gain"
 
 
-@pytest.mark.parametrize(("one_batch", "first"), [(0.009, "lean"), (0.003, "prefetch")])
+@pytest.mark.parametrize(("one_batch", "first"), [(0.009, "lean"), (0.0055, "prefetch"), (0.003, "prefetch")])
 def test_what_can_save_most_is_tried_first(one_batch, first):
     machine = Machine({}, step=(0.010, one_batch, 0.010 - one_batch))
     search(machine)
