@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -70,7 +71,14 @@ class LevelCasts:
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.half_forward: HalfForward | None = None
         self.half_weights: HalfWeights | None = None
-        self.optimizers: list[Optimizer] = []
+        # Weakly: a program may replace them again and again, and what they have gathered is as large as the model.
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "optimizers": None}  # which are of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, optimizers=weakref.WeakSet())
 
     @property
     def keeps_masters(self) -> bool:
@@ -111,7 +119,7 @@ class LevelCasts:
         Warns:
             TurboWarning: If the optimizer holds parameters that none of the models has, at O2 and O3.
         """
-        self.optimizers.append(optimizer)
+        self.optimizers.add(optimizer)
         if self.half_weights is not None:
             cast_state(optimizer)
         own = {param for model in models for param in model.parameters()}

@@ -30,6 +30,8 @@ class OptimizerState:
     """By whose scale they are multiplied while they are ``"scaled"``."""
     found_inf: Tensor | bool | None = None
     """Whether they overflowed: 1.0 or 0.0 on their device, a bool once the host knows; ``None`` if nobody looked."""
+    by_hand: bool = False
+    """Whether ``unscale_`` was called in a loop without ``backward``, which ``update`` ends, as torch's does."""
 
 
 class ApexGradScaler(GradScaler):
@@ -142,12 +144,15 @@ class ApexGradScaler(GradScaler):
             yield
 
     def _run_unscaled(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Let a pass make its gradients, unscale them and add those of before; these come back if it fails."""
+        """Let a pass make its gradients, unscale them and add those of before; these alone are left if it fails."""
+        scaled = self._scaled_parameters(optimizers)
         try:
             yield
         except BaseException:
-            for param, grad in before.items():
-                param.grad = grad
+            # What a part of the pass has made is scaled, and would count as unscaled.
+            for param in (param for optimizer in optimizers for param in params_of(optimizer)):
+                if param not in scaled:
+                    param.grad = before.get(param)
             raise
         made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
         found = self._unscale(made)
@@ -160,19 +165,24 @@ class ApexGradScaler(GradScaler):
                 state.found_inf = found if state.found_inf is None else torch.maximum(state.found_inf, found)  # type: ignore[arg-type]
 
     def _unscaled_gradients(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
-        """Return the gradients of earlier passes that are unscaled already, by their parameter."""
+        """Return the gradients of earlier passes that are unscaled already, by parameter."""
         if all(self.state_of(optimizer).stage == "scaled" for optimizer in optimizers):
             return {}
-        scaled = {p for o in optimizers if self.state_of(o).stage == "scaled" for p in params_of(o)}
+        scaled = self._scaled_parameters(optimizers)
         return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
+
+    def _scaled_parameters(self, optimizers: Sequence[Optimizer]) -> set[Tensor]:
+        """Return the parameters whose gradients wait to be unscaled; one that two optimizers share if one waits."""
+        return {p for o in optimizers if self.state_of(o).stage == "scaled" for p in params_of(o)}
 
     def _forget_dropped_overflow(self, optimizer: Optimizer, before: dict[Tensor, Tensor]) -> None:
         """Forget an overflow whose gradients are gone, because they were set to None or to zero."""
         state = self.state_of(optimizer)
         grads = [before[param] for param in params_of(optimizer) if param in before]
-        # Only where there may have been one: to look at gradients takes as long as to unscale them.
-        looks = grads and state.found_inf is not None and state.found_inf is not False
-        state.found_inf = has_non_finite(grads) if looks else None
+        # Nobody looked, or the host knows that all was finite: then none can be gone, and to look at gradients takes as
+        # long as to unscale them.
+        may_be_gone = grads and state.found_inf is not None and state.found_inf is not False
+        state.found_inf = has_non_finite(grads) if may_be_gone else None
 
     def _scale_again(self, grads: Iterable[Tensor]) -> None:
         with torch.no_grad():
@@ -215,6 +225,7 @@ class ApexGradScaler(GradScaler):
         state = self.state_of(optimizer)
         if state.stage == "unscaled":
             raise RuntimeError("unscale_: expected scaled gradients, got some that are unscaled already. Call it once.")
+        state.by_hand = state.stage != "scaled"
         # Overwritten: what overflowed before is inf or NaN still, and found again.
         state.found_inf = self._unscale([optimizer])
         state.stage, state.scaled_by = "unscaled", None
@@ -289,8 +300,14 @@ class ApexGradScaler(GradScaler):
         Args:
             new_scale: The scale to take instead.
         """
+        for state in self.optimizers.values():
+            if state.by_hand and state.stage == "unscaled":
+                state.stage, state.found_inf = "ready", None
+            state.by_hand = False
         if new_scale is not None:
             super().update(new_scale)
+            # What was found until now is of the old scale.
+            self._passes, self._needs_update = [], False
             return
         if not self._needs_update:
             return

@@ -165,7 +165,7 @@ class _Call:
                 holder[name] = half
                 if self._compares:
                     self._addresses[id(half)] = _address_of(half)
-            if half is not wide or kind == "list":
+            if half is not wide or kind == "list" or (wide is None and kind == "buffer"):
                 self._swaps.append((position, wide, half))
 
     def end(self, copies: _Copies) -> dict[nn.Module, _Written]:
@@ -183,26 +183,37 @@ class _Call:
                 written[position.module] = what
         return written
 
-    def _put_back(self, position: _Position, wide: Tensor, half: Tensor) -> _Written | None:
+    def _put_back(self, position: _Position, wide: Tensor | None, half: Tensor | None) -> _Written | None:
         """Let a float32 tensor take its position again; returns what was written to it, if it may add up."""
         module, holder, name, kind = position
-        now, is_unseen = holder.get(name), False
+        now, by_data = holder.get(name), False
+        if wide is None or half is None:  # a buffer that there was none of before the call
+            return self._widen_made(position, now)
+        # The copy stands there still, written to or not; or the module has put another buffer there; or something else,
+        # which stays.
         if now is half:
             holder[name] = wide
             if not _was_written(position, half):
-                is_unseen = self._differs(position, wide, half)
-                if not is_unseen:
+                by_data = self._differs(position, wide, half)
+                if not by_data:
                     return None
             _take_changes(wide, half)
-        elif _is_new_buffer(now, half):
+        elif _is_new_buffer(now, half.dtype):
             holder[name] = now.detach().to(wide.dtype)
         else:
             return None
         # A weight without gradients that changes is an average of others, as in a momentum encoder. What is written
         # through ``.data`` may be one too.
-        if is_unseen or (kind == "weight" and not wide.requires_grad):
+        if by_data or (kind == "weight" and not wide.requires_grad):
             return "average"
         return "buffer" if kind == "buffer" and not _is_batch_norm(module) else None
+
+    def _widen_made(self, position: _Position, made: Any) -> _Written | None:
+        """Bring a buffer that the call has made to float32."""
+        if not any(_is_new_buffer(made, dtype) for dtype in HALF_DTYPES):
+            return None
+        position.holder[position.name] = made.detach().float()
+        return "buffer"
 
     def _differs(self, position: _Position, wide: Tensor, half: Tensor) -> bool:
         """Tell whether a call that compares wrote to a half copy through ``.data``, or set it; waits for the device."""
@@ -321,7 +332,8 @@ class HalfForward:
             # The hook behind the call is registered where a call is the outermost: most modules never need it.
             self._attach(module, module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
         for root in roots:
-            self._attach(root, root.register_state_dict_pre_hook(self._before_state_dict))
+            saves = root.register_state_dict_pre_hook(self._before_state)
+            self._attach(root, saves, root.register_load_state_dict_pre_hook(self._before_state))
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules, with all below them, compute in float32 wherever they are called."""
@@ -355,7 +367,7 @@ class HalfForward:
         """End the outermost call.
 
         Its hook does, but after a ``KeyboardInterrupt``, when torch runs no hooks: then the next backward pass does, or
-        what asks for the state of a root.
+        what asks for the state of a root or loads one.
         """
         call, self._call = self._call, None
         written = {} if call is None else call.end(self._copies)
@@ -462,7 +474,7 @@ class HalfForward:
     def _end(self) -> None:
         self.reset()
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _before_state(self, *_: Any) -> None:
         self.reset()
 
     def _positions_below(self, root: nn.Module) -> list[_Position]:
@@ -476,7 +488,9 @@ class HalfForward:
                 if _needs_cast(tensor, self.dtype):
                     positions.append(_Position(module, module._parameters, name, "weight"))
             for name, tensor in module._buffers.items():
-                if _needs_cast(tensor, self.dtype):
+                # One that is None may be made by a call; those of a norm without statistics are not.
+                may_be_made = tensor is None and not isinstance(module, _NormBase)
+                if may_be_made or _needs_cast(tensor, self.dtype):
                     positions.append(_Position(module, module._buffers, name, "buffer"))
         return positions
 
@@ -647,8 +661,8 @@ def _address_of(tensor: Tensor) -> int | None:
         return None
 
 
-def _is_new_buffer(now: Any, half: Tensor) -> TypeGuard[Tensor]:
-    return isinstance(now, Tensor) and now.dtype is half.dtype and not isinstance(now, nn.Parameter)
+def _is_new_buffer(now: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    return isinstance(now, Tensor) and now.dtype is dtype and not isinstance(now, nn.Parameter)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ _CASTS: dict[str, Callable[[Any, torch.dtype], Any]] = {
 }
 _registered: list[tuple[Any, str, str]] = []
 _replaced: list[tuple[Any, str, Any]] = []
+_ABSENT = object()  # of a name that a class only inherits
 
 
 def half_function(function: _F) -> _F:
@@ -85,8 +87,11 @@ def apply_registered(casts: FunctionCasts) -> None:
         if function in torch.overrides.get_overridable_functions().get(module, []):
             casts.register(function, kind)
         else:
-            _replaced.append((module, name, function))
-            setattr(module, name, _decorate(function, kind))
+            _replaced.append((module, name, vars(module).get(name, _ABSENT)))
+            wrapped: Any = _decorate(function, kind)
+            # A function that a class holds as it is would be a method of its objects.
+            is_method = not isinstance(inspect.getattr_static(module, name), (staticmethod, classmethod))
+            setattr(module, name, wrapped if is_method else staticmethod(wrapped))
 
 
 def casts_in_force() -> FunctionCasts | None:
@@ -99,8 +104,11 @@ def restore_registered() -> None:
     global _active
     _active = None
     while _replaced:
-        module, name, function = _replaced.pop()
-        setattr(module, name, function)
+        module, name, before = _replaced.pop()
+        if before is _ABSENT:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
 
 
 def _register(module: Any, name: str, kind: str) -> None:

@@ -237,6 +237,11 @@ class ApexAMP(Precision):
             model.backward(self.scaler.scale(tensor), *args, **kwargs)
         self._casts.clear_cache()
 
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Let the guard see the gradients before hooks and clipping."""
+        self._guard.before_step(self.scaler, optimizer)
+        super()._after_closure(model, optimizer)
+
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, clip, then step or skip, and settle the scale.
 
@@ -254,7 +259,8 @@ class ApexAMP(Precision):
             self._guard.after_step(scaler, optimizer, model)
             return result
         result = closure()
-        # training_step may return None; for the last batch of a window too, whose others left gradients.
+        # In automatic optimization a step without "scaled" gradients has had no loss, as training_step may return None;
+        # for the last batch of a window too, whose others left gradients.
         has_gradients = not model.automatic_optimization or scaler.state_of(optimizer).stage == "scaled"
         if has_gradients:
             scaler.prepare_step(optimizer)

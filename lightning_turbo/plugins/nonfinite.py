@@ -27,17 +27,23 @@ class NonFiniteError(TurboError, RuntimeError):
 class NonFiniteGuard:
     """Looks whether gradients are finite; once they are not it counts, and looks at the outputs of every module.
 
-    The plugin has one, asks it after each step, and ends it with ``remove``. No step waits for it while all is well:
-    at every 50th step the device sends a flag, which is read 50 steps later, when it has long arrived. If it tells of
-    an overflow, each step is looked at until one is finite, or 25 in a row are not.
+    The plugin has one, asks it before and after each step, and ends it with ``remove``. No step waits for it while all
+    is well: at every 50th step the device sends a flag, which is read 50 steps later, when it has long arrived. If it
+    tells of an overflow, each step is looked at until one is finite, or 25 in a row are not.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._sent: Tensor | None = None
+        self._found: Tensor | None = None  # before the step under way, where no scaler looks
         self._in_a_row = 0
         self._handles: list[Any] = []
         self._first: str | None = None
+
+    def before_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> None:
+        """Look at gradients that no scaler looks at, before clipping and the step, which may change or release them."""
+        is_looked_at = self._handles or (self._steps + 1) % LOOK_EVERY == 0
+        self._found = _found_inf(optimizer) if is_looked_at and not scaler.dynamic else None
 
     def after_step(self, scaler: ApexGradScaler, optimizer: Optimizer, module: Any) -> None:
         """Look at what a step left.
@@ -51,7 +57,7 @@ class NonFiniteGuard:
         """
         if self._handles:
             self._in_a_row += 1
-            if not _found_inf(scaler, optimizer):
+            if not self._found_in_step(scaler, optimizer):
                 self.remove()
             elif self._in_a_row == LIMIT:
                 self._tell(scaler.dynamic, module)
@@ -61,7 +67,12 @@ class NonFiniteGuard:
             if self._sent is not None and self._sent.item():
                 self._watch(module)
             # From CUDA into pinned memory, without waiting.
-            self._sent = _found_inf(scaler, optimizer).to("cpu", non_blocking=True)
+            self._sent = self._found_in_step(scaler, optimizer).to("cpu", non_blocking=True)
+
+    def _found_in_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
+        """Return on the device whether the last step had non-finite gradients."""
+        found = self._found if self._found is not None else scaler.state_of(optimizer).found_inf
+        return torch.as_tensor(0.0 if found is None else found)
 
     def _tell(self, skipped: bool, module: Any) -> None:
         what = "were skipped for" if skipped else "were made with"
@@ -84,7 +95,7 @@ class NonFiniteGuard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._first = self._sent = None
+        self._first = self._sent = self._found = None
         self._in_a_row = 0
 
     def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -97,13 +108,10 @@ class NonFiniteGuard:
         return self._first or next(bad, "no module's output: only the gradients overflow")
 
 
-def _found_inf(scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
-    """Return on the device whether the last step had non-finite gradients."""
-    found = scaler.state_of(optimizer).found_inf
-    if found is None:  # no dynamic scale, for which nobody looks
-        grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
-        return has_non_finite(grads) if grads else torch.zeros(())
-    return torch.as_tensor(found)
+def _found_inf(optimizer: Optimizer) -> Tensor:
+    """Return on the device whether an optimizer's gradients are non-finite."""
+    grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
+    return has_non_finite(grads) if grads else torch.zeros(())
 
 
 def _is_bad(tensor: Tensor) -> bool:

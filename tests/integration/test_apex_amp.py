@@ -1,8 +1,10 @@
 """ApexAMP in a real Trainer: dtypes, order of the step, skips, what is refused."""
 
 import copy
+import gc
 import math
 import types
+import weakref
 
 import lightning.pytorch as pl
 import pytest
@@ -239,6 +241,24 @@ def test_a_run_that_only_overflows_ends_with_the_step_and_the_module(module, whe
         trainer(ApexAMP("O1", dtype=torch.float16), max_epochs=4).fit(module, batches())
 
 
+def test_optimizers_that_a_run_replaces_are_let_go():
+    made = weakref.WeakSet()
+
+    class Restarting(Net):
+        def configure_optimizers(self):
+            made.add(optimizer := super().configure_optimizers())
+            return optimizer
+
+        def on_train_epoch_start(self):
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+        def on_train_end(self):
+            gc.collect()
+            assert len(made) <= 2
+
+    trainer(ApexAMP("O2", dtype=torch.bfloat16), max_epochs=5).fit(Restarting(), batches())
+
+
 def test_one_overflow_ends_no_run(monkeypatch):
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 1)
     monkeypatch.setattr(nonfinite, "LIMIT", 2)
@@ -248,13 +268,14 @@ def test_one_overflow_ends_no_run(monkeypatch):
     assert not module.head._forward_hooks
 
 
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])  # which releases gradients in the step
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(level, monkeypatch):
+def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(level, strategy, monkeypatch):
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 2)
     monkeypatch.setattr(nonfinite, "LIMIT", 4)
     said = r"4 and more optimizer steps in a row were made with inf or NaN.*: the output of module '(net\.0|head)'"
     with pytest.warns(TurboWarning, match=said) as caught:
-        trainer(ApexAMP(level, dtype=torch.bfloat16), max_epochs=2).fit(Broken(), batches())
+        trainer(ApexAMP(level, dtype=torch.bfloat16), max_epochs=2, strategy=strategy).fit(Broken(), batches())
     assert sum(warning.category is TurboWarning for warning in caught) == 1
 
 

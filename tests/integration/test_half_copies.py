@@ -211,6 +211,36 @@ class Counting(nn.Module):
         return x if self.below is None else self.below(x)
 
 
+class MakesAverage(nn.Module):
+    """Makes its buffer in its first call, of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.mean is None:
+                self.mean = torch.zeros_like(x[0])
+            self.mean.mul_(0.99).add_(x.detach().mean(0), alpha=0.01)
+        return x
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_buffer_that_a_call_makes_is_float32_and_adds_up(level):
+    net = nn.Sequential(nn.Linear(4, 2), MakesAverage())
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.fill_(1.0)
+    amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.0), opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    for _ in range(1000):
+        net(torch.ones(3, 4))
+    state = net.state_dict()["1.mean"]
+    amp.shutdown()
+    assert state.dtype is torch.float32
+    assert abs(state.mean() - 1.0) < 0.01
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("alone", [True, False])
 def test_sums_in_buffers_stay_exact(replaces, alone):

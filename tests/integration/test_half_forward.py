@@ -235,7 +235,7 @@ def test_a_run_that_fails_leaves_nothing(level):
 # Plain loops
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("goes_on", ["trains", "saves", "loads"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_plain_loop_survives_a_keyboard_interrupt_in_a_call(level, goes_on):
     def interrupt(*_):
@@ -249,15 +249,19 @@ def test_a_plain_loop_survives_a_keyboard_interrupt_in_a_call(level, goes_on):
     with pytest.raises(KeyboardInterrupt):
         net(x)
     handle.remove()
-    if goes_on:
+    if goes_on == "trains":
         with amp.scale_loss(nn.functional.mse_loss(net(x).float(), y), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
+    elif goes_on == "loads":  # as a script does that goes back to its best weights
+        net.load_state_dict({name: torch.full_like(value, 1 / 3) for name, value in state.items()})
+        third = torch.tensor(1 / 3)
+        assert net.state_dict()["0.weight"][0, 0] == (third if level == "O2" else third.bfloat16().float())
     else:  # as a script does that saves what it has
         assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     assert {p.dtype for p in net.parameters()} == dtypes
     assert net(x).dtype is torch.float32
-    assert goes_on != torch.equal(net.state_dict()["0.weight"], state["0.weight"])
+    assert (goes_on == "saves") == torch.equal(net.state_dict()["0.weight"], state["0.weight"])
     amp.shutdown()
 
 

@@ -163,6 +163,91 @@ def test_a_loop_for_torchs_scaler_gives_the_same_bits(fused, unscales):
     assert ends[0][1] == ends[1][1] == 2.0**15
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_loop_for_torchs_scaler_may_unscale_and_not_step(unscales):
+    """As loops do that look at the norm of the gradients and drop a batch."""
+    weights = []
+    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
+        weight, scaler = Parameter(torch.zeros(1)), kind()
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum()).backward()
+            if number == 1 or unscales:
+                scaler.unscale_(optimizer)
+            if number != 1:
+                scaler.step(optimizer)
+            scaler.update()
+        weights.append(weight.item())
+    assert weights == [-2.0, -2.0]
+
+
+def test_a_scale_that_is_set_forgets_what_was_found_under_the_old_one():
+    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
+        weight, scaler = Parameter(torch.zeros(1)), kind()
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for factor in (INF, 1.0):
+            scaler.scale(weight.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update(1024.0 if factor == INF else None)
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 1024.0
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_pass_that_fails_leaves_the_gradients_of_before(before):
+    """As out of memory does in a loop that goes on with the next batch."""
+
+    def fail(parameter):
+        raise RuntimeError("out of memory")
+
+    def pass_():
+        with amp.scale_loss(net(torch.ones(1, 1)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level="O2", dtype=torch.float16, loss_scale=128.0, verbosity=0)
+    if before:
+        pass_()
+    handle = net.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pass_()
+    handle.remove()
+    pass_()
+    assert net.weight.grad.item() == 1.0 + before
+
+
+class Kernels:
+    @staticmethod
+    def doubled(x):
+        return 2 * x
+
+    @classmethod
+    def of_class(cls, x):
+        return x + cls.__name__.count("K")
+
+    def of_object(self, x):
+        return 3 * x
+
+
+class MoreKernels(Kernels):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Kernels, MoreKernels])
+@pytest.mark.parametrize(("name", "result"), [("doubled", 2.0), ("of_class", 2.0), ("of_object", 3.0)])
+def test_functions_of_a_class_are_registered_as_what_they_are(cls, name, result):
+    before = dict(vars(cls))
+    amp.register_float_function(cls, name)
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    called = getattr(cls(), name)(torch.ones(1))
+    amp.shutdown()
+    assert called == result
+    assert getattr(cls(), name)(torch.ones(1)) == result
+    assert dict(vars(cls)) == before
+
+
 def test_the_scaler_is_pickled_without_the_run_that_it_is_in():
     weight = Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=7, min_scale=2.0)
