@@ -125,6 +125,7 @@ class _ApexLists(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         action, kwargs = self.actions.get(func), kwargs or {}
+        # Functions made of others are looked into even where autocast is off: inside, it may be switched on.
         if action is None or not (action is _LOOK_INTO or torch.is_autocast_enabled(self.device_type)):
             return func(*args, **kwargs)
         change, run = action

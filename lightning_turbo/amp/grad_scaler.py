@@ -359,6 +359,7 @@ class ApexGradScaler(GradScaler):
         self._enabled = self.dynamic or scale != 1.0
         self._init_scale = scale
         self._init_growth_tracker = min(unskipped, self._growth_interval - 1) if self.dynamic else unskipped
+        # A scale that is on a device already is changed there; otherwise it is made of the initial one.
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(scale)
             self._growth_tracker.fill_(self._init_growth_tracker)

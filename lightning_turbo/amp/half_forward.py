@@ -258,6 +258,8 @@ class _Copies:
     def _cast(self, wide: Tensor) -> Tensor:
         return wide.to(self.dtype)  # in one line, because jit.trace compares where operations come from
 
+    # A recurrent network keeps its weights in a list too. While a call runs, the list of half weights of the last call
+    # stands in its place, so that they are not flattened again.
     def list_of(self, wide: Any) -> Any:
         """Return the list that a recurrent network made of half weights; it makes another one if they changed."""
         return self._kept.get(id(wide), (wide, None, wide))[2]

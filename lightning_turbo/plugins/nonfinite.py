@@ -63,6 +63,7 @@ class NonFiniteGuard:
                 self._tell(scaler.dynamic, module)
             return
         self._steps += 1
+        # The flag that was sent at the last look is read, and the next one is sent.
         if self._steps % LOOK_EVERY == 0:
             if self._sent is not None and self._sent.item():
                 self._watch(module)

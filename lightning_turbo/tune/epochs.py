@@ -1,10 +1,11 @@
-"""The last word: a whole epoch without and one with the recommendation, each in a process of its own."""
+"""The last word: whole epochs without and with the recommendation, each in a process of its own."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_turbo.measure import Interrupt, InterruptedRunError, ProcessError, Progress, three_digits
@@ -14,35 +15,66 @@ from lightning_turbo.tune.runner import ScriptRunner
 __all__ = ["compare_epochs", "describe_epochs", "train_epochs"]
 
 
+PAIRS = 5  # of epochs, at most
+ENOUGH = 100.0  # seconds of pairs after which none is begun; one is trained however long it takes
+
+
 def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float) -> dict[str, Any]:
-    """Train an epoch without and one with some settings; the progress expects one to take so many seconds.
+    """Train epochs without and with some settings in turns: a pair of them, and further pairs where they are short.
+
+    Args:
+        runner: Starts the processes.
+        chosen: The settings.
+        seconds: What the progress expects an epoch to take.
 
     Returns:
-        The numbers of ``WholeEpoch`` under ``"default"`` and ``"chosen"``; under ``"error"`` why one is missing.
+        The numbers of ``WholeEpoch`` under ``"default"`` and ``"chosen"``, of several pairs with medians of the times;
+        under ``"factors"`` how many times as fast the whole was in each pair, and under ``"error"`` why the first pair
+        is not whole.
     """
-    found: dict[str, Any] = {}
+    pairs: list[dict[str, Any]] = []
+    cases = [("default", Case(mode="epoch")), ("chosen", Case(chosen.names, "epoch"))]
+    with Interrupt().caught() as interrupt, Progress(time.monotonic() + 2 * seconds) as progress:
+        begun = time.monotonic()
+        while len(pairs) < PAIRS and (not pairs or time.monotonic() - begun < ENOUGH):
+            pair: dict[str, Any] = {}
+            # A B B A cancels a steady drift of the machine.
+            for name, case in cases[:: (-1) ** len(pairs)]:
+                event = _train(runner, case, interrupt, progress)
+                if event["event"] != "done":
+                    why = f"{name} {event['event']}: {event['reason']}"
+                    return _together(pairs) if pairs else pair | {"error": why}
+                pair[name] = event["numbers"]
+            pairs.append(pair)
+    return _together(pairs)
+
+
+def _train(runner: ScriptRunner, case: Case, interrupt: Interrupt, progress: Progress) -> dict[str, Any]:
+    """Train an epoch in a process of its own, and return its last event."""
 
     def check() -> None:
         interrupt.check()
-        progress.show("a whole epoch without the recommendation, then one with it")
+        progress.show("whole epochs without the recommendation and with it")
 
-    with Interrupt().caught() as interrupt, Progress(time.monotonic() + 2 * seconds) as progress:
-        for name, case in (("default", Case(mode="epoch")), ("chosen", Case(chosen.names, "epoch"))):
-            process = runner.spawn(case)
-            try:
-                event = process.listen(math.inf, check)
-            except (ProcessError, InterruptedRunError) as error:
-                event = {"event": "failed", "reason": str(error) or "it was ended"}
-            finally:
-                process.close(grace=0.0)
-            if event["event"] != "done":
-                return found | {"error": f"{name} {event['event']}: {event['reason']}"}
-            found[name] = event["numbers"]
-    return found
+    process = runner.spawn(case)
+    try:
+        return process.listen(math.inf, check)
+    except (ProcessError, InterruptedRunError) as error:
+        return {"event": "failed", "reason": str(error) or "it was ended"}
+    finally:
+        process.close(grace=0.0)
+
+
+def _together(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of the first pair with the medians of all times, and the factor of each pair."""
+    found: dict[str, Any] = {name: dict(pairs[0][name]) for name in ("default", "chosen")}
+    for name, time_of in ((name, time_of) for name in found for time_of in ("seconds", "steps_seconds")):
+        found[name][time_of] = statistics.median(pair[name][time_of] for pair in pairs)
+    return {**found, "factors": [pair["default"]["seconds"] / pair["chosen"]["seconds"] for pair in pairs]}
 
 
 def compare_epochs(found: Mapping[str, Any], steps: Comparison) -> dict[str, Any]:
-    """Return what two epochs say, with the factor between them and what that of the steps lets expect.
+    """Return what epochs say, with the factor between them and what that of the steps lets expect.
 
     Only the training steps, a share of the epoch, are expected to be faster.
 
@@ -52,7 +84,8 @@ def compare_epochs(found: Mapping[str, Any], steps: Comparison) -> dict[str, Any
 
     Returns:
         ``found``, and unless an epoch is missing ``"share"`` of the training steps without the recommendation,
-        ``"factor"`` (how many times as fast the whole was), and ``"expected"``, a pair of such factors.
+        ``"factor"`` (how many times as fast the whole was, the median of the pairs), and ``"expected"``, a pair of such
+        factors.
     """
     if "error" in found:
         return dict(found)
@@ -62,7 +95,7 @@ def compare_epochs(found: Mapping[str, Any], steps: Comparison) -> dict[str, Any
     return {
         **found,
         "share": share,
-        "factor": before["seconds"] / found["chosen"]["seconds"],
+        "factor": statistics.median(found["factors"]),
         "expected": [low, high],
     }
 
@@ -78,9 +111,11 @@ def describe_epochs(epochs: Mapping[str, Any]) -> str:
         if (other := after["metrics"].get(name)) is not None and value is not None
     ]
     low, high = epochs["expected"]
+    factors = epochs["factors"]
+    between = f" (median of {len(factors)}, {min(factors):.2f} to {max(factors):.2f})" if len(factors) > 1 else ""
     return (
         f"A whole fit of one epoch took {three_digits(before['seconds'])} s without and "
-        f"{three_digits(after['seconds'])} s with it: {epochs['factor']:.2f} times as fast. "
+        f"{three_digits(after['seconds'])} s with it: {epochs['factor']:.2f} times as fast{between}. "
         f"Training steps were {100 * epochs['share']:.0f} % of it: {low:.2f} to {high:.2f} times were to be expected. "
         f"Logged, without and with: {', '.join(metrics) or 'nothing'}."
     )

@@ -11,17 +11,20 @@ import pytest
 from examples.tune import offline, public
 from examples.tune.public import SCRIPTS, Script
 
-EPOCHS = {"default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factor": 1.5, "expected": [1.4, 1.6]}
+EPOCHS = {
+    "default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factors": [1.2, 1.5, 1.55], "factor": 1.5,
+    "expected": [1.4, 1.6],
+}  # fmt: skip
 FOUND = {"chosen": {"settings": ["lean", "fused"], "ratio": 0.5, "interval": [0.4, 0.625]}, "epochs": EPOCHS}
 NOTHING = {"chosen": {"settings": [], "ratio": None, "interval": None}, "verdict": "nothing helps here"}
 
 
 def test_a_row_tells_what_was_recommended_and_whether_epochs_confirm_it():
     assert public.row("gan", FOUND) == [
-        "`gan`", "lean + fused", "2.00 (1.60-2.50)", "12.0, 8.00", "1.50", "1.40-1.60", "yes",
+        "`gan`", "lean + fused", "2.00 (1.60-2.50)", "12.0, 8.00", "1.50 (1.20-1.55)", "1.40-1.60", "yes",
     ]  # fmt: skip
-    slow = {**FOUND, "epochs": {**EPOCHS, "factor": 1.3}}
-    assert public.row("gan", slow)[4:] == ["1.30", "1.40-1.60", "no"]
+    slow = {**FOUND, "epochs": {**EPOCHS, "factors": [1.3], "factor": 1.3}}
+    assert public.row("gan", slow)[4:] == ["1.30 (1.30-1.30)", "1.40-1.60", "no"]
     assert public.row("gan", NOTHING) == ["`gan`", "nothing helps here", "", "", "", "", ""]
     failed = {**FOUND, "epochs": {"default": {"seconds": 12.0}, "error": "chosen failed: no data"}}
     assert public.row("gan", failed)[3:] == ["12.0", "", "", "chosen failed: no data"]

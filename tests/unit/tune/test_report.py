@@ -7,9 +7,10 @@ import re
 import pytest
 
 from lightning_turbo.measure import new_row
+from lightning_turbo.tune import epochs
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
-from lightning_turbo.tune.epochs import compare_epochs, describe_epochs
-from lightning_turbo.tune.evidence import Comparison
+from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
+from lightning_turbo.tune.evidence import Case, Comparison
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.search import Search
 
@@ -47,6 +48,7 @@ def search(factors, *names, manual=False):
 EPOCHS = {
     "default": {"seconds": 10.0, "steps_seconds": 8.0, "metrics": {"val_loss": 0.3125, "rate": None}},
     "chosen": {"seconds": 6.0, "steps_seconds": 4.0, "metrics": {"val_loss": 0.3}},
+    "factors": [10.0 / 6.0],
 }
 
 
@@ -65,6 +67,51 @@ def test_whole_epochs_are_told_beside_what_was_to_be_expected():
     assert as_text({**results, "epochs": {"sentence": text}}).split("\n\n")[2] == text
     failed = compare_epochs({**EPOCHS, "error": "chosen failed: no data"}, Comparison())
     assert "not measured: chosen failed: no data" in describe_epochs(failed)
+
+
+class Epochs:
+    """A runner whose processes each end with the next of these numbers of seconds, or fail."""
+
+    def __init__(self, *seconds):
+        self.seconds, self.order = iter(seconds), []
+
+    def spawn(self, case):
+        self.order.append("with" if case.names else "without")
+        self.now = next(self.seconds)
+        return self
+
+    def listen(self, timeout, check):
+        check()
+        if self.now is None:
+            return {"event": "failed", "reason": "no data"}
+        return {"event": "done", "numbers": {"seconds": self.now, "steps_seconds": self.now / 2, "metrics": {}}}
+
+    def close(self, grace):
+        pass
+
+
+def test_short_epochs_are_trained_in_several_pairs():
+    runner = Epochs(4.0, 2.0, 1.0, 5.0, 6.0, 2.0, 2.0, 8.0, 6.0, 3.0)
+    found = train_epochs(runner, Case(("O1",)), 1.0)
+    assert runner.order == ["without", "with", "with", "without"] * 2 + ["without", "with"]
+    assert found["factors"] == [2.0, 5.0, 3.0, 4.0, 2.0]
+    assert (found["default"]["seconds"], found["chosen"]["seconds"]) == (6.0, 2.0)
+    assert "3.00 times as fast (median of 5, 2.00 to 5.00)" in describe_epochs(compare_epochs(found, Comparison([0.0])))
+
+
+@pytest.mark.parametrize(("seconds", "factors", "error"), [
+    ((4.0, 2.0), [2.0], None),
+    ((4.0, None), None, "chosen failed: no data"),
+    ((None,), None, "default failed: no data"),
+])  # fmt: skip
+def test_of_long_epochs_one_pair_is_trained(seconds, factors, error, monkeypatch):
+    monkeypatch.setattr(epochs, "ENOUGH", 0.0)
+    found = train_epochs(Epochs(*seconds), Case(("O1",)), 1.0)
+    assert (found.get("factors"), found.get("error")) == (factors, error)
+
+
+def test_pairs_that_are_whole_count_where_a_later_one_fails():
+    assert train_epochs(Epochs(4.0, 2.0, 1.0, None), Case(("O1",)), 1.0)["factors"] == [2.0]
 
 
 def test_the_training_steps_of_an_epoch_are_told_where_their_number_is_known():
