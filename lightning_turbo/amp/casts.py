@@ -78,7 +78,8 @@ class LevelCasts:
         return {**vars(self), "optimizers": None}  # which are of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, optimizers=weakref.WeakSet())
+        self.__dict__ = state
+        self.optimizers = weakref.WeakSet()
 
     @property
     def keeps_masters(self) -> bool:

@@ -150,9 +150,8 @@ class ApexGradScaler(GradScaler):
             yield
         except BaseException:
             # What a part of the pass has made is scaled, and would count as unscaled.
-            for param in (param for optimizer in optimizers for param in params_of(optimizer)):
-                if param not in scaled:
-                    param.grad = before.get(param)
+            for param in {p for o in optimizers for p in params_of(o)} - scaled:
+                param.grad = before.get(param)
             raise
         made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
         found = self._unscale(made)
