@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_turbo._lightning import LightningModule
+from lightning_turbo.amp.grad_scaler import ApexGradScaler
 
 __all__ = ["CallTable"]
 
@@ -26,6 +27,7 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (LightningModule.clip_gradients, "clip", "clip_gradients"),
     (torch.amp.GradScaler.scale, "scale", ""),
     (torch.amp.GradScaler.unscale_, "unscale", ""),
+    (ApexGradScaler._unscale, "unscale", ""),  # by which each of its ways to unscale ends
 ]
 
 

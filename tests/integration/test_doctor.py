@@ -21,7 +21,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_turbo
-from lightning_turbo import Doctor, PrefetchDataModule
+from lightning_turbo import ApexAMP, Doctor, PrefetchDataModule
 from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, images, rules, trained, trainer
 from tests.ranks import run_ranks
 
@@ -101,6 +101,34 @@ def test_tf32_may_be_set_by_the_newer_interface(set_to, told):
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
     assert doctor.report.facts.run.tf32 is told
+
+
+class Clipping(Noisy):
+    """Clips at the lines where ApexAMP has unscaled the gradients."""
+
+    def on_before_optimizer_step(self, optimizer):
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+
+class ClippingByHand(TwoOptimizers):
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super(TwoOptimizers, self).training_step(batch, batch_idx))
+            nn.utils.clip_grad_value_(self.parameters(), 1.0)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("model", [Clipping, ClippingByHand])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_clipping_of_gradients_that_apex_amp_has_unscaled_is_right(model, loss_scale):
+    doctor = Doctor(**SHORT)
+    trainer(doctor, plugins=[ApexAMP("O1", loss_scale=loss_scale)]).fit(model())
+    assert doctor.report.facts.seen.watched == 3
+    assert "clip-before-unscale" not in rules(doctor)
 
 
 # Runs that are timed and not watched
