@@ -6,7 +6,7 @@ steps are compared call by call, and what runs in Python beside the kernels is l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -98,8 +98,7 @@ class GraphCheck:
             self._note("a hook in Python", self.sources.function(hook))
         if isinstance(self.trainer.strategy.model, DistributedDataParallel):
             self._found[Part(name="DDP's hooks reduce gradients: it has to be made and warmed up for a graph")] = None
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
+        if _fetches_flag(getattr(self.trainer.precision_plugin, "scaler", None), self.trainer.optimizers):
             self._found[Part(name="the loss scaler fetches whether gradients are finite")] = None
         return tuple(self._found)
 
@@ -131,6 +130,13 @@ def _why_not_captured(optimizer: Any) -> str | None:
         return f"{name} without capturable=True"
     torchs = type(optimizer).__module__.startswith("torch.optim") and name != GRAPH_SAFE
     return f"{name}, which cannot be captured" if torchs and "capturable" not in groups[0] else None
+
+
+def _fetches_flag(scaler: Any, optimizers: Iterable[Any]) -> bool:
+    """Whether a loss scaler fetches its flag of an overflow: a static one has none, and fused steps read it there."""
+    if scaler is None or not scaler.is_enabled() or not getattr(scaler, "dynamic", True):
+        return False
+    return not all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

@@ -131,6 +131,16 @@ def test_clipping_of_gradients_that_apex_amp_has_unscaled_is_right(model, loss_s
     assert "clip-before-unscale" not in rules(doctor)
 
 
+@pytest.mark.parametrize(("loss_scale", "fused", "told"), [("dynamic", False, True), ("dynamic", True, False),
+                                                             (128.0, False, False)])  # fmt: skip
+def test_a_loss_scaler_is_named_beside_graphs_where_it_fetches_its_flag(loss_scale, fused, told):
+    module, doctor = Noisy(), Doctor(**SHORT)
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=fused)
+    trainer(doctor, plugins=[ApexAMP("O1", loss_scale=loss_scale)]).fit(module)
+    found = [part.name for part in doctor.report.facts.seen.graph if "loss scaler" in part.name]
+    assert found == ["the loss scaler fetches whether gradients are finite"] * told
+
+
 # Runs that are timed and not watched
 
 
