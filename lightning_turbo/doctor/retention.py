@@ -16,7 +16,9 @@ from lightning_turbo.doctor.source import Sources
 __all__ = ["Retention"]
 
 LIMIT = 2000
-"""Elements of a container, and nodes of a graph, at which counting stops."""
+"""The last elements of a container that are looked at."""
+NODES = 200_000
+"""Nodes at which counting the graphs of an attribute stops, after about a second."""
 
 
 class Retention:
@@ -47,7 +49,7 @@ class Retention:
         return tuple(
             Part(
                 name=f"{path or 'self'}.{name}",
-                growing=now[path, name] >= min(before[path, name] + 1, LIMIT),
+                growing=now[path, name] > before[path, name],
                 site=sources.change(type(owners[path]), name),
             )
             for path, name in filter(before.__contains__, now)
@@ -69,22 +71,23 @@ def _attributes(owner: object) -> dict[str, Any]:
     return own
 
 
-def _count_nodes(value: Any, depth: int = 0) -> int:
-    """Count the nodes of the graphs that ``value`` holds, up to a limit, in itself and in containers within it."""
-    if isinstance(value, torch.Tensor):
-        return _count_from(value.grad_fn)
-    items = list(value.values()) if isinstance(value, dict) else value
-    # Lists of lists of losses are deep enough, and a container that holds itself has an end.
-    if depth == 3 or not isinstance(items, (list, tuple, set, deque)):
-        return 0
-    return sum(_count_nodes(each, depth + 1) for each in list(items)[-LIMIT:])
-
-
-def _count_from(root: Any) -> int:
+def _count_nodes(value: Any) -> int:
+    """Count the nodes of the graphs that ``value`` holds, each once, up to a limit."""
     seen: set[Any] = set()
-    waiting = {root} - {None}
-    while waiting and len(seen) < LIMIT:
+    waiting = _roots(value) - {None}
+    while waiting and len(seen) < NODES:
         node = waiting.pop()
         seen.add(node)
         waiting |= {each for each, _ in node.next_functions} - seen - {None}
     return len(seen)
+
+
+def _roots(value: Any, depth: int = 0) -> set[Any]:
+    """Return the last node of each graph that ``value`` holds, in itself and in containers within it."""
+    if isinstance(value, torch.Tensor):
+        return {value.grad_fn}
+    items = list(value.values()) if isinstance(value, dict) else value
+    # Lists of lists of losses are deep enough, and a container that holds itself has an end.
+    if depth == 3 or not isinstance(items, (list, tuple, set, deque)):
+        return set()
+    return set().union(*(_roots(each, depth + 1) for each in list(items)[-LIMIT:]))

@@ -141,6 +141,30 @@ def test_a_loss_scaler_is_named_beside_graphs_where_it_fetches_its_flag(loss_sca
     assert found == ["the loss scaler fetches whether gradients are finite"] * told
 
 
+class Keeping(Noisy):
+    """Keeps large graphs: of one step in ``last`` and ``both``, of all steps in ``kept`` and ``total``."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.total = [], 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for _ in range(2000):
+            loss = loss * 1.0
+        self.last = loss.clone()
+        self.both = {"last": [self.last, loss * 2.0]}
+        self.kept.append(loss.clone())
+        self.total = self.total + loss
+        return loss
+
+
+def test_a_large_graph_that_is_kept_grows_only_if_it_does():
+    trained(doctor := Doctor(**SHORT), model=Keeping)
+    kept = {part.name: part.growing for part in doctor.report.facts.seen.retained}
+    assert kept == {"self.last": False, "self.both": False, "self.kept": True, "self.total": True}
+
+
 # Runs that are timed and not watched
 
 
