@@ -80,7 +80,7 @@ class BatchSizes:
         self.whole_epochs = 0 < self._batches(low) * self._seconds(low) * low <= EPOCH_SECONDS
         again = self._measure(low)  # as all others; the rounds of the first process were of three steps
         self.rows[low] = again if again["status"] == "ok" else first
-        while high - low > max(1, low // 8):
+        while high not in self.rows or high - low > max(1, low // 8):
             size = (low + high) // 2 if high in self.rows else high
             if size > most:
                 self.ended = f"an epoch has {most} samples"

@@ -63,6 +63,14 @@ def test_the_largest_that_fits_is_found_and_out_of_memory_is_a_row(fits):
     assert f"The largest batch that fits is {sizes.fitting[-1]}" in sizes.as_text()
 
 
+@pytest.mark.parametrize(("fits", "largest"), [(1, 1), (2, 2), (3, 3), (5, 5)])
+def test_the_batch_may_be_of_one_sample(fits, largest):
+    sizes = find(fits=fits, size=1)
+    assert sizes.base == 1
+    assert sizes.fitting[-1] == largest
+    assert sizes.ended == f"{fits + 1} does not fit: out of memory"
+
+
 def test_an_epoch_has_no_more_samples():
     sizes = find(fits=10_000, samples=100)
     assert sizes.fitting == [8, 16, 32, 64]
