@@ -97,9 +97,10 @@ class BatchSizes:
         for _ in range(PASSES if rivals else 0):
             rows = {size: self._measure(size) for size in (self.base, *rivals)}
             for size, comparison in self.against.items():
-                comparison.add(rows[size], rows[self.base])
+                before = len(comparison.logs)
+                comparison.add(rows[size], rows[self.base])  # which adds nothing where one of them failed
                 factor = self._samples(size) / self._samples(self.base)
-                comparison.logs[-1:] = [log - math.log(factor) for log in comparison.logs[-1:]]
+                comparison.logs[before:] = [log - math.log(factor) for log in comparison.logs[before:]]
 
     def _measure(self, size: int) -> dict[str, Any]:
         case = Case(batch_size=size)

@@ -114,6 +114,24 @@ def test_the_fastest_a_sample_is_told_with_the_rule_for_the_learning_rate(optimi
     assert low < (0.1 / 128 + 0.001) / (0.1 / 8 + 0.001) < high < 1.0
 
 
+@pytest.mark.parametrize("lost", [8, 16])
+def test_processes_that_fail_leave_what_was_compared_before(lost):
+    class Tight(Machine):
+        """Where one size fits for its first two processes, and in the first comparison."""
+
+        def measure(self, cases):
+            row = super().measure(cases)
+            late = self.calls.count(lost) > (3 if lost == 8 else 2) and self.calls[-1] == lost
+            return {cases[0]: {**new_row(), "status": "failed", "reason": "killed"}} if late else row
+
+    sizes = BatchSizes(Tight(fits=16))
+    sizes.run()
+    (comparison,) = sizes.against.values()
+    assert len(comparison.logs) == 1
+    # Of a sample: the time of a step is 0.010 s, and 0.001 s for each.
+    assert comparison.ratio == pytest.approx((0.026 / 16) / (0.018 / 8), rel=0.05)
+
+
 def test_where_none_is_faster_a_sample_the_scripts_own_stays():
     sizes = find(fits=64, fixed=0.0)
     assert sizes.best == 8
