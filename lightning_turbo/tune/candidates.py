@@ -138,7 +138,8 @@ class Candidate(Settings):
 
 def why_not(candidate: Candidate, facts: Facts) -> str:
     """Return why a candidate is not tried, or an empty text."""
-    if facts.num_workers and candidate.callbacks.get("Prefetch", {}).get("num_workers") == facts.num_workers:
+    as_it_is = {"Prefetch": {"num_workers": facts.num_workers}}
+    if facts.num_workers and candidate.callbacks == as_it_is and not candidate.environment:
         return "the loader has as many"
     lacking = next((NEEDS[need] for need in candidate.needs if facts.lack(need)), "")
     if candidate.name == "pack":

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, new_row
-from lightning_turbo.tune.candidates import list_candidates, select
+from lightning_turbo.tune.candidates import Facts, list_candidates, select, why_not
 from lightning_turbo.tune.evidence import Case, compare_losses
 from lightning_turbo.tune.search import Search
 
@@ -141,6 +141,15 @@ def test_what_the_headroom_rules_out_is_not_tried_and_says_so(step, lacks, tried
         assert "no random transform of MONAI or torchvision" in made.trials["augment-batches"].why
     if "float32 weights" in lacks:
         assert "the network's weights are float64" in made.trials["O1"].why
+
+
+def test_workers_as_many_as_the_loader_has_are_tried_where_they_stay_or_threads_change():
+    table = list_candidates(8)
+    facts = Facts(step_ms=10.0, one_batch_ms=5.0, loader_ms=9.0, num_workers=8, batches=20)
+    for name, reason in {"workers-8": "the loader has as many", "workers-8-persistent": "", "workers-8-omp-4": "",
+                         "workers-4": ""}.items():  # fmt: skip
+        (candidate,) = select(table, [name])
+        assert why_not(candidate, facts) == reason, name
 
 
 ENDS = ("kept: ", "no gain", "undecided because ", "no better than ", "failed: ", "not tried because ")
