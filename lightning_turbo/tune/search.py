@@ -53,6 +53,7 @@ class Trial:
     why: str = ""  # how it ended: kept; no gain; undecided; no better than another of its kind; failed; not tried
     alone: Comparison = field(default_factory=Comparison)  # against the script as it is
     beside: Comparison = field(default_factory=Comparison)  # all winners against all winners but this one
+    cures: bool = False  # whether the winners run without this one; where they fail together it may be the cause
     kept: bool = False
 
     @property
@@ -185,9 +186,10 @@ class Search:
             useless = self._leave_out(whole, kept)
             if not useless:
                 break
-            worst = max(useless, key=lambda trial: (bool(trial.beside.error), trial.beside.ratio, trial.alone.ratio))
+            worst = max(useless, key=_badness)
             others = whole.without(worst.candidate.name)
-            worst.why = worst.beside.error or f"no gain beside {others}: {worst.beside}"
+            failed = f"{worst.beside.error}, beside {others}" if worst.beside.error else ""
+            worst.why = failed or f"no gain beside {others}: {worst.beside}"
             kept.remove(worst)
         return self._case(kept)
 
@@ -306,7 +308,9 @@ class Search:
     def _compare_without(self, whole: Case, trials: Sequence[Trial]) -> None:
         rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in trials)])
         for trial in trials:
-            trial.beside.add(rows[whole], rows[whole.without(trial.candidate.name)])
+            without = rows[whole.without(trial.candidate.name)]
+            trial.beside.add(rows[whole], without)
+            trial.cures = without["status"] == "ok"
 
     def _keeps_maths(self, trial: Trial) -> bool:
         if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
@@ -353,6 +357,11 @@ class Search:
             if row["status"] == "ok":
                 self.times.setdefault(case, []).append(1e3 * _seconds(row))
         return rows
+
+
+def _badness(trial: Trial) -> tuple[bool, float, float]:
+    """Return what is largest for the one to leave out of those that gain nothing beside the others."""
+    return bool(trial.beside.error) and trial.cures, trial.beside.ratio, trial.alone.ratio
 
 
 def _is_as_good(trial: Trial, best: Trial) -> bool:

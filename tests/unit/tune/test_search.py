@@ -272,7 +272,30 @@ def test_settings_that_fail_together_are_taken_apart():
 
     made = search(Picky({"lean": 0.7, "fused": 0.8}, noise=0.01))
     assert made.chosen.names == ("lean",)
-    assert made.trials["fused"].why == "failed: not both"
+    assert made.trials["fused"].why.startswith("failed: not both, beside lean")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("groups", "chosen"), [
+    ([{"fused", "channels-last"}], ("no-bias", "fused")),
+    ([{"fused", "no-bias"}], ("channels-last", "fused")),
+    ([{"fused", "channels-last"}, {"no-bias", "O1"}], ("fused", "O1")),
+    ([{"fused", "channels-last", "no-bias"}], ("channels-last", "fused", "O1")),
+])  # fmt: skip
+def test_what_fails_together_is_left_out_and_what_is_beside_it_stays(groups, chosen, device):
+    class Picky(Machine):
+        def row(self, case):
+            if any(group <= set(case.names) for group in groups):
+                return {**new_row(), "status": "failed", "reason": "not together"}
+            return super().row(case)
+
+    factors = {"no-bias": 0.9, "channels-last": 0.7, "fused": 0.5}
+    if "O1" in chosen:
+        factors["O1"] = 0.6
+    made = search(Picky(factors, noise=0.01, facts={"device": device}))
+    assert made.chosen.names == chosen
+    for name in set(factors) - set(chosen):
+        assert made.trials[name].why.startswith("failed: not together, beside ")
 
 
 def test_a_script_that_cannot_be_measured_is_refused():
