@@ -89,7 +89,8 @@ class MovedAugmentation:
         ReplacedMethod(strategy, "batch_to_device", self._augment)
 
     def _take(self, process: Callable[[Any], Any], loader: Any) -> Any:
-        if self._augmentation is None:
+        # The sanity check of validation asks for its loader before training does.
+        if self._augmentation is None and not self._trainer.sanity_checking:
             pipeline = _pipeline_of(loader.dataset)
             found = _random_part(pipeline)
             steps = [getattr(augment, name)(p=p) for name, p in map(_batched, found)]

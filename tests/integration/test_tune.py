@@ -180,6 +180,15 @@ def test_the_random_part_is_moved_behind_the_collate(script):
     assert still["facts"]["random_part"] == ""
 
 
+@pytest.mark.parametrize("data", ['Dataset(items, m.Compose([m.EnsureTyped("x")]))', "items"])
+def test_in_a_whole_epoch_the_random_part_of_the_training_data_is_moved(script, data):
+    pytest.importorskip("monai")
+    text = with_monai(RANDOM, f"validation = DataLoader({data}, 4)").replace("loader, loader", "loader, validation")
+    text = text.replace("self.trainer.estimated_stepping_batches", "8")  # which would load training data first
+    found, _ = run(script(text), "augment-batches", mode="epoch")
+    assert found["facts"]["random_part"] == "", "it is moved, though the sanity check comes first"
+
+
 @pytest.mark.parametrize(("steps", "words"), [
     (RANDOM, r"packing takes .* s \(32 samples: .* ms each to load, .* packed\) and (pays from epoch|saves nothing)"),
     ('m.Lambdad("x", lambda x: x + torch.rand(1))', "its samples draw random numbers; pack what comes before"),
