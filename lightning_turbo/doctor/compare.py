@@ -72,13 +72,13 @@ def _grown(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def _new_findings(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     """Return what the later report says more often, or only it; lines may have moved, so that places do not count."""
-    before = [(each["rule"], LEVELS.index(each["level"])) for each in old["findings"] for _ in range(each["count"])]
+    excuses = [(each["rule"], LEVELS.index(each["level"])) for each in old["findings"] for _ in range(each["count"])]
     for each in new["findings"]:
         for _ in range(each["count"]):
             # Each earlier finding of the rule excuses one later one, of its own level or a milder one.
-            known = [key for key in before if key[0] == each["rule"] and key[1] <= LEVELS.index(each["level"])]
+            known = [key for key in excuses if key[0] == each["rule"] and key[1] <= LEVELS.index(each["level"])]
             if known:
-                before.remove(known[-1])
+                excuses.remove(known[-1])
             elif each["rule"] not in TIMES:
                 where = "; ".join(each["places"])
                 yield f"new: {each['level']} {each['rule']}: {each['what']}{f' ({where})' if where else ''}"

@@ -112,21 +112,22 @@ def find_slow(ranks: Sequence[Rank]) -> list[Slow]:
     return _first(steps, CAUSES) + _first([(each.outside,) for each in ranks], outside)
 
 
-def _first(steps: Sequence[Sequence[dict[str, float]]], places: Sequence[str]) -> list[Slow]:
+def _first(times: Sequence[Sequence[dict[str, float]]], places: Sequence[str]) -> list[Slow]:
     """Return the slow ranks at the first place that has some."""
-    found = ([_slow(steps, rank, place) for rank in range(len(steps))] for place in places)
+    # Of each rank one entry, the seconds outside of the steps, or several: those of each timed step.
+    found = ([_slow(times, rank, place) for rank in range(len(times))] for place in places)
     return next(filter(None, ([each for each in slow if each is not None] for slow in found)), [])
 
 
-def _slow(steps: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> Slow | None:
+def _slow(times: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> Slow | None:
     # Step by step: a machine that is busy for a while slows the same steps of all its ranks, which cancels.
-    others = [_column(each, place) for other, each in enumerate(steps) if other != rank]
-    own, usual = _column(steps[rank], place), [median(row) for row in zip(*others, strict=True)]
+    others = [_column(each, place) for other, each in enumerate(times) if other != rank]
+    own, usual = _column(times[rank], place), [median(row) for row in zip(*others, strict=True)]
     more = [mine - theirs for mine, theirs in zip(own, usual, strict=True)]
     low, high = (more[0], more[0]) if len(more) == 1 else map(math.log, interval_of(more) or (1.0, 1.0))
-    at, waited = _waiting(steps, rank, _after(steps, rank, place))
+    at, waited = _waiting(times, rank, _after(times, rank, place))
     # Longer alone makes nobody wait: the others have to lose at least half of it somewhere else.
-    if low <= _limit(usual, steps[rank]) or 2 * waited <= fmean(more):
+    if low <= _limit(usual, times[rank]) or 2 * waited <= fmean(more):
         return None
     factor = fmean(own) / fmean(usual) if any(usual) else math.inf
     return Slow(rank, place, factor, fmean(more), (low, high), at, waited, len(more) == 1)
@@ -139,22 +140,22 @@ def _limit(usual: list[float], own: Sequence[dict[str, float]]) -> float:
     return max(NOTICEABLE, WAITING * fmean(sum(step.values()) for step in own))
 
 
-def _after(steps: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> set[str]:
+def _after(times: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> set[str]:
     """Return where others may wait for what a rank does at ``place``: before the steps only at what comes later."""
-    names = list(steps[rank][0])
-    if len(steps[rank]) == 1:
+    names = list(times[rank][0])
+    if len(times[rank]) == 1:
         return {*names[names.index(place) + 1 :], ""}
-    return {name for each in steps for step in each for name in step} - {place}
+    return {name for each in times for step in each for name in step} - {place}
 
 
-def _waiting(steps: Sequence[Sequence[dict[str, float]]], rank: int, places: set[str]) -> tuple[str, float]:
+def _waiting(times: Sequence[Sequence[dict[str, float]]], rank: int, places: set[str]) -> tuple[str, float]:
     """Return at which of the places the others take longest beyond a rank, and the mean seconds."""
     means = {}
     for at in places:
-        seconds = [fmean(_column(each, at)) for each in steps]
+        seconds = [fmean(_column(each, at)) for each in times]
         means[at] = median(seconds[:rank] + seconds[rank + 1 :]) - seconds[rank]
     return max(means.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def _column(steps: Sequence[dict[str, float]], place: str) -> list[float]:
-    return [step.get(place, 0.0) for step in steps]
+def _column(times: Sequence[dict[str, float]], place: str) -> list[float]:
+    return [each.get(place, 0.0) for each in times]

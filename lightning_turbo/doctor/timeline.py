@@ -192,7 +192,9 @@ class Recorder:
         self.inner, self.timeline = inner, timeline
         self.on_step, self.on_batch, self.on_pause = on_step, on_batch, on_pause
         self._stack: list[tuple[str, str]] = []
-        self._rest = "hooks"  # the phase of what runs between the outermost actions
+        # The phase of what runs between the outermost actions: "hooks" until on_train_batch_end, then "logging" until
+        # the next batch.
+        self._rest = "hooks"
 
     def forget(self) -> None:
         """Let go of all but the inner profiler: Lightning holds this object to the end of the epoch under way."""

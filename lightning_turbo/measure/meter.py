@@ -30,6 +30,7 @@ class Meter:
         self.device = torch.device(device)
         self.over = False
         self._ask = ask
+        # Phases: "start" is one step; then, for each order, "lead", which is not measured, and "round".
         # The first call of ``step`` ends a phase of its own: one step shows that the code runs, and what compiles or
         # allocates at first does so while others start as well.
         self._left = 1

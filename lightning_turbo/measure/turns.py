@@ -147,6 +147,7 @@ class Turns:
             for position, group in enumerate(groups):
                 self._start(group, start_until)
                 now, left = time.monotonic(), len(groups) - position
+                # What is left of the time, in equal parts for the groups that are left; of seconds, for all groups.
                 share = min((until - now) / left, seconds / len(groups))
                 self._measure(group, order, rounds, number, fewest, now + share)
                 self._finish(number, END_TIMEOUT)

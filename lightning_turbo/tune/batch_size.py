@@ -75,15 +75,16 @@ class BatchSizes:
             reason = first["reason"] or "expected a training DataLoader with a batch_size"
             raise TurboError(f"the script cannot be measured: {reason}.")
         self.facts = first["numbers"]["batches"]
-        low, most = self.facts["size"], self.facts["samples"] or math.inf
+        low, samples_of_an_epoch = self.facts["size"], self.facts["samples"] or math.inf
         high, self.rows[low] = 2 * low, first
         self.whole_epochs = 0 < self._batches(low) * self._seconds(low) * low <= EPOCH_SECONDS
         again = self._measure(low)  # as all others; the rounds of the first process were of three steps
         self.rows[low] = again if again["status"] == "ok" else first
+        # low fits. high is in rows once it has failed: until then sizes double, from then on the middle is tried.
         while high not in self.rows or high - low > max(1, low // 8):
             size = (low + high) // 2 if high in self.rows else high
-            if size > most:
-                self.ended = f"an epoch has {most} samples"
+            if size > samples_of_an_epoch:
+                self.ended = f"an epoch has {samples_of_an_epoch} samples"
                 return
             self.rows[size] = self._measure(size)
             fits = self.rows[size]["status"] == "ok"
@@ -99,6 +100,7 @@ class BatchSizes:
             for size, comparison in self.against.items():
                 before = len(comparison.logs)
                 comparison.add(rows[size], rows[self.base])  # which adds nothing where one of them failed
+                # From times of steps to times of samples: a step of the other size has so many times the samples.
                 factor = self._samples(size) / self._samples(self.base)
                 comparison.logs[before:] = [log - math.log(factor) for log in comparison.logs[before:]]
 

@@ -147,5 +147,6 @@ def _in_words(number: float, timed: int, load: float, write: float, read: float)
     text += f"to load, {1e3 * read / timed:.2g} packed) and "
     if read >= load:
         return f"{text}saves nothing"
+    # Packing costs load + write once for each sample, and saves load - read in each epoch.
     epoch = int((load + write) / (load - read)) + 1
     return f"{text}pays from epoch {epoch} on, where steps wait for the loader: cache_transforms() or pack_folder()"

@@ -111,7 +111,8 @@ class ScriptRunner:
         turns = Turns(lambda name: self.spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
         begun = time.monotonic()
         # Where they are measured one after the other, A B B A cancels a steady drift of the machine.
-        turns.run(list(by_name)[:: (-1) ** len(self._took)], self.order, rounds=ROUNDS)
+        direction = 1 if len(self._took) % 2 == 0 else -1
+        turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS)
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
         return {case: rows[name] for name, case in by_name.items()}

@@ -339,6 +339,7 @@ class Search:
     def _reserve(self) -> float:
         """Seconds of all that comes after the screening, as far as can be told from what gains so far."""
         kinds = len({trial.candidate.kind for trial in self._gaining()})
+        # In each round each winner is left out once, and for each group the whole is measured again.
         parts = 0 if kinds < 2 else kinds + math.ceil(kinds / self._group)
         return min(self._last() + ELIMINATION * parts * 1.2 * self.runner.cost, 0.5 * self._total)
 
