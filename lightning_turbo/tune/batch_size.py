@@ -63,23 +63,29 @@ class BatchSizes:
             TurboError: If the script cannot be measured.
         """
         try:
+            self._measure_own()
             self._grow()
             self._compare()
         except InterruptedRunError:
             if not self.rows:
                 raise TurboError("the time was over before the script's own batch size was measured.") from None
 
-    def _grow(self) -> None:
+    def _measure_own(self) -> None:
+        """Measure the script's own size, and learn what it says of an epoch."""
         first = self._measure(0)
         if first["status"] != "ok" or not first["numbers"]["batches"]["size"]:
             reason = first["reason"] or "expected a training DataLoader with a batch_size"
             raise TurboError(f"the script cannot be measured: {reason}.")
         self.facts = first["numbers"]["batches"]
-        low, samples_of_an_epoch = self.facts["size"], self.facts["samples"] or math.inf
-        high, self.rows[low] = 2 * low, first
-        self.whole_epochs = 0 < self._batches(low) * self._seconds(low) * low <= EPOCH_SECONDS
-        again = self._measure(low)  # as all others; the rounds of the first process were of three steps
-        self.rows[low] = again if again["status"] == "ok" else first
+        size = self.facts["size"]
+        self.rows[size] = first
+        self.whole_epochs = 0 < self._batches(size) * self._seconds(size) * size <= EPOCH_SECONDS
+        again = self._measure(size)  # as all others; the rounds of the first process were of three steps
+        self.rows[size] = again if again["status"] == "ok" else first
+
+    def _grow(self) -> None:
+        """Find the largest size that fits, and measure each size on the way."""
+        low, high, samples_of_an_epoch = self.base, 2 * self.base, self.facts["samples"] or math.inf
         # low fits. high is in rows once it has failed: until then sizes double, from then on the middle is tried.
         while high not in self.rows or high - low > max(1, low // 8):
             size = (low + high) // 2 if high in self.rows else high
