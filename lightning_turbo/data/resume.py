@@ -375,8 +375,10 @@ class ResumableOrder:
             return self._recorded_states[0][1]
         if position.ended or self._somebody_set_them():
             return self._generator_states()
-        drawn = position.consumed + self._ahead
-        return next(states for at, states in reversed(self._recorded_states) if at <= drawn)
+        return self._states_after(position.consumed + self._ahead)
+
+    def _states_after(self, entries: int) -> list[Any]:
+        return next(states for at, states in reversed(self._recorded_states) if at <= entries)
 
     def states_at_end(self) -> list[Any]:
         """Return them as a plain loader would leave them if it was asked for the end of an epoch that is over."""
@@ -394,8 +396,10 @@ class ResumableOrder:
 
     def put_back(self, position: Position) -> None:
         """Take back what was drawn ahead for an iterator that is left before its end, if it is the latest."""
-        if position is self._position and position.consumed and not position.ended:
-            self._set_generators(self.states_here())
+        # Also before the first batch, as entries for worker processes are drawn at once.
+        has_drawn = len(self._recorded_states) > 1
+        if position is self._position and has_drawn and not (position.ended or self._somebody_set_them()):
+            self._set_generators(self._states_after(position.consumed + self._ahead))
 
     def _generator_states(self) -> list[Any]:
         return [generator_state(generator) for generator in self.generators]

@@ -179,6 +179,18 @@ def test_a_dataset_that_draws_from_its_second_batch_on_is_loaded_by_one_thread()
     assert ours == epochs(DataLoader, Rows(24, load), {"batch_size": 4})
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_iterator_that_is_left_draws_from_a_generator_as_the_plain_one_does(workers, used):
+    """Before its first batch too, as Lightning leaves one where it loads several loaders again."""
+    orders = []
+    for cls in (DataLoader, PrefetchLoader):
+        loader = cls(range(15), 2, shuffle=True, generator=seeded(), num_workers=workers)
+        take(iter(loader), used)
+        orders.append([values(loader), values(loader)])
+    assert orders[0] == orders[1]
+
+
 def noise(index):
     return torch.rand(())
 

@@ -368,6 +368,7 @@ def fit_seeded(num_workers, *callbacks, **settings):
 
 @QUIET
 @pytest.mark.filterwarnings("ignore:.*have no .val_dataloader")
+@pytest.mark.filterwarnings("ignore:Consider setting .persistent_workers=True")  # said where workers are spawned
 @pytest.mark.parametrize("reload", [0, 1])
 def test_a_fit_resumes_at_each_step_with_other_workers_and_is_the_same_run(reload):
     settings = {"reload_dataloaders_every_n_epochs": reload}
