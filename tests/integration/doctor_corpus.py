@@ -226,10 +226,11 @@ CLEAN = """
 class Maps(Dataset):
     def __init__(self):
         np.save(FOLDER + "/scan.npy", np.ones((64, 64, 64), dtype=np.float32))
+        self.scan = np.load(FOLDER + "/scan.npy", mmap_mode="r")  # once: Python 3.14 reads 256 KiB to open one
     def __len__(self):
         return 28
     def __getitem__(self, i):
-        return torch.from_numpy(np.load(FOLDER + "/scan.npy", mmap_mode="r")[i, i, :8].copy()), i % 4
+        return torch.from_numpy(self.scan[i, i, :8].copy()), i % 4
 
 class Model(Base):
     def train_dataloader(self):

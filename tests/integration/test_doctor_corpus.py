@@ -51,7 +51,9 @@ def load(tmp_path, monkeypatch):
     """Imports a program from a file of its own."""
 
     def load(program):
-        path = tmp_path / "program.py"
+        # Under its own name on the path: where worker processes are not forked, they import it.
+        path = tmp_path / "corpus_program.py"
+        monkeypatch.syspath_prepend(tmp_path)
         path.write_text(HEADER + program)
         linecache.checkcache(str(path))
         spec = importlib.util.spec_from_file_location("corpus_program", path)

@@ -124,8 +124,9 @@ def test_a_script_is_tuned_really(tmp_path, monkeypatch):
 
 
 def test_what_a_script_downloads_is_not_found():
-    with pytest.raises(HTTPError, match="HTTP Error 404"):
+    with pytest.raises(HTTPError, match="HTTP Error 404") as caught:
         offline.refuse("https://example.invalid/weights", "weights")
+    caught.value.close()
 
 
 def test_data_are_in_the_format_of_the_real_files(tmp_path):
