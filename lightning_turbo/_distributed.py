@@ -13,7 +13,9 @@ import torch
 
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["SignalExchange", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank"]
+__all__ = [
+    "SignalExchange", "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank",
+]  # fmt: skip
 
 # The run's group, and the gloo group that belongs to it: a process may end one group, and train in another.
 _group: tuple[Any, Any] = (None, None)
@@ -60,7 +62,7 @@ def gather_for_checkpoint(own: Any, name: str, *, to_all: bool = False) -> list[
     rank, size = rank_and_size()
     if size == 1:
         return [own]
-    if (error := _error_under_way()) is not None:
+    if (error := error_under_way()) is not None:
         if rank == 0:
             warnings.warn(
                 f"The checkpoint holds the {name} of rank 0 only, because a {type(error).__name__} is under way, in "
@@ -102,7 +104,8 @@ def tell_first_rank(own: Any, name: str, seconds: float) -> list[Any]:
     return [pickle.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
-def _error_under_way() -> BaseException | None:
+def error_under_way() -> BaseException | None:
+    """Return the error with which this rank may be alone; Lightning raises its ``SIGTERMException`` on all ranks."""
     error = sys.exc_info()[1]
     # By its name: which copy of Lightning the class is from is not known on this floor.
     return None if type(error).__name__ == "SIGTERMException" else error
@@ -143,6 +146,6 @@ class SignalExchange:
     def close(self) -> None:
         """Wait for the last collective, which a process must not leave behind, unless an error is under way."""
         # The others end as well, and start the collective that this one waits for; after an error they may not.
-        if self._pending is not None and _error_under_way() is None:
+        if self._pending is not None and error_under_way() is None:
             self._pending[0].wait()
         self._pending = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
+from lightning_turbo._distributed import error_under_way, gather_for_checkpoint, rank_and_size
 from lightning_turbo._lightning import (
     Callback,
     LightningModule,
@@ -45,6 +45,8 @@ class _Restored(NamedTuple):
     ranks: int  # how many the run had, 0 if the checkpoint does not tell
     batch_sizes: list[int]  # of its training loaders, empty if the checkpoint does not tell
     random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
+    monitored: dict[str, Any] | None  # what schedulers wait for, if the checkpoint tells
+    plateaus: bool  # the epoch is over, and schedulers that wait for a value are not updated yet
 
 
 class ExactResume(Callback):
@@ -63,6 +65,7 @@ class ExactResume(Callback):
       (issue 19764), and runs that epoch as the rest of the last;
     - tells a ``DistributedSampler`` its epoch after worker processes have their first indices;
     - skips all batches but one of an epoch from its ``on_train_epoch_start``, and with ``max_steps`` adds a batch;
+    - leaves out the update of ``ReduceLROnPlateau`` at the end of the epoch in which, or at whose end, it resumes;
     - counts a step twice that a signal or an error interrupted;
     - forgets a ``GradientAccumulationScheduler`` in the rest of an epoch (only the turbo strategies correct this);
     - forgets when ``reload_dataloaders_every_n_epochs`` last reloaded.
@@ -97,6 +100,7 @@ class ExactResume(Callback):
         own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device), "ranks": rank_and_size()[1]}
         own["batch_sizes"] = list(map(_batch_size, _stateful(trainer.fit_loop._combined_loader)))
         own["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+        own["monitored"], own["plateaus"] = _monitored(trainer), _plateaus_wait(trainer)
         own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
         checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
 
@@ -119,7 +123,9 @@ class ExactResume(Callback):
         over = over and not _resume_validation(fit)
         if over or begins:
             _complete_epoch(fit)
-        self._restored = _Restored(over, begins, used, loaders, ranks, first.get("batch_sizes", []), random)
+        monitored, plateaus = first.get("monitored"), over and first.get("plateaus", False)
+        sizes = first.get("batch_sizes", [])
+        self._restored = _Restored(over, begins, used, loaders, ranks, sizes, random, monitored, plateaus)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
@@ -128,6 +134,7 @@ class ExactResume(Callback):
         if restored is None:
             return
         _correct_counters(trainer, restored)
+        _restore_monitored(trainer, restored)
         _correct_reloading(trainer, restored.over)
         said: list[str] = []
         # In every epoch but the first, Lightning calls iter() itself: the order is drawn from the restored generators.
@@ -219,6 +226,51 @@ def _correct_counters(trainer: Any, restored: _Restored) -> None:
 def _correct_reloading(trainer: Any, over: bool) -> None:
     if every := trainer.reload_dataloaders_every_n_epochs:
         trainer.fit_loop._last_train_dl_reload_epoch = (trainer.current_epoch - over) // every * every
+
+
+# Schedulers that wait for a value, as ReduceLROnPlateau
+
+
+def _monitored(trainer: Any) -> dict[str, Any]:
+    """Return the values that schedulers wait for, as far as they are known; Lightning saves none."""
+    names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+    if not names:
+        return {}
+    if error_under_way() is not None:  # other ranks may not take part where a value is computed
+        values = trainer._logger_connector._callback_metrics
+    else:
+        values = dict(trainer.callback_metrics)
+        loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+        if loop._num_ready_batches_reached() and epochs.processed < epochs.started:
+            # What its steps logged for the whole epoch, which Lightning adds after the hooks of its validation.
+            values.update(loop._results.metrics(on_step=False)["callback"])
+    return {name: values[name].detach().cpu() for name in names if name in values}
+
+
+def _plateaus_wait(trainer: Any) -> bool:
+    """Whether an epoch's last batch and its validation were made, but not Lightning's update after them."""
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    if epochs.completed == epochs.started or not loop._num_ready_batches_reached():
+        return False
+    batches, validation = loop.batch_progress.current, loop.val_loop.batch_progress.current
+    has_validated = batches.completed == batches.processed and validation.completed > 0
+    return epochs.processed == epochs.started or has_validated or not loop._should_check_val_epoch()
+
+
+def _restore_monitored(trainer: Any, restored: _Restored) -> None:
+    """Put the values back, and make the update that was not made any more."""
+    if restored.monitored is None:
+        return
+    # Of a run that was restarted, Lightning leaves the update at the end of its first epoch out, because it has no
+    # values. It reads this for nothing else from here on.
+    trainer.fit_loop._restarting = False
+    trainer._logger_connector._callback_metrics.update(restored.monitored)
+    names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+    if restored.plateaus and names <= restored.monitored.keys():
+        epochs = trainer.fit_loop.epoch_progress.current
+        epochs.completed -= 1  # a scheduler's frequency is counted by the epoch that is over
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epochs.completed += 1
 
 
 # Loaders

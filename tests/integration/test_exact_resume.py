@@ -112,6 +112,72 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, hook, batches, tmp_pa
     assert counters[0] == counters[1]
 
 
+class Waiting(Net):
+    """Its rate is halved at the end of an epoch whose value is not the best so far."""
+
+    def __init__(self, monitor):
+        super().__init__()
+        self.monitor, self.rates = monitor, []
+
+    def log_of_epoch(self, name):
+        self.log(name, (2.0, 1.0, 2.0)[self.current_epoch], on_step=False, on_epoch=True, batch_size=2)
+
+    def training_step(self, batch, index):
+        self.log_of_epoch("trained")
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.log_of_epoch("validated")
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.monitor}}
+
+
+def fit_waiting(monitor, strategy, *callbacks, ckpt=None, **settings):
+    pl.seed_everything(0 if ckpt is None else 1, verbose=False)
+    model = Waiting(monitor)
+    run = trainer(strategy, *(callbacks if strategy == "turbo" else (ExactResume(), *callbacks)), **settings)
+    run.fit(model, **plain(PrefetchLoader)(), ckpt_path=ckpt, **unpickling(True if ckpt else None))
+    return model, run.lr_scheduler_configs[0].scheduler.state_dict(), run.fit_loop.epoch_loop.state_dict()
+
+
+@pytest.mark.parametrize("monitor", ["validated", "trained"])
+@pytest.mark.parametrize(("hook", "batches"), [
+    ("on_train_epoch_end", 6), ("on_train_epoch_end", 12), ("on_validation_end", 6), ("on_validation_end", 12),
+    ("on_train_epoch_start", 6), ("on_train_batch_end", 8), ("on_train_batch_end", 12), ("on_train_end", 12),
+])  # fmt: skip
+def test_a_scheduler_that_waits_for_a_value_is_updated_once_in_each_epoch(hook, batches, monitor, tmp_path):
+    path, settings = tmp_path / "at.ckpt", {}
+    strategy = "auto" if batches == 12 else "turbo"
+    if (hook, batches) == ("on_train_batch_end", 12):  # from a last step the validation is left out
+        monitor, settings = "trained", {"limit_val_batches": 0}
+    ends = {"max_epochs": 2} if hook == "on_train_end" else {}
+    whole, *states = fit_waiting(monitor, strategy, **settings)
+    fit_waiting(monitor, strategy, Save(path, batches, hook), **settings, **ends)
+    rest, *resumed = fit_waiting(monitor, strategy, ckpt=path, **settings)
+    assert rest.rates == whole.rates[batches:]
+    assert rest.losses == whole.losses[batches:]
+    assert resumed[0] == states[0]
+    assert resumed[1]["scheduler_progress"] == states[1]["scheduler_progress"]
+
+
+@pytest.mark.parametrize("batches", [6, 8])
+def test_a_checkpoint_without_those_values_is_resumed_as_lightning_does(batches, tmp_path):
+    path = tmp_path / "at.ckpt"
+    hook = "on_train_epoch_end" if batches == 6 else "on_train_batch_end"
+    fit_waiting("validated", "turbo", Save(path, batches, hook))
+    saved = torch.load(path, weights_only=True)
+    for each in saved[KEY]:
+        del each["monitored"], each["plateaus"]
+    torch.save(saved, path)
+    rest, scheduler, _ = fit_waiting("validated", "turbo", ckpt=path)
+    assert len(rest.rates) == EPOCHS * BATCHES - batches
+    assert scheduler["last_epoch"] == EPOCHS - 1
+
+
 def test_a_checkpoint_that_is_saved_after_a_run_resumes_too(tmp_path):
     path = tmp_path / "two.ckpt"
     fit("datamodule", max_epochs=2, limit_val_batches=0)[0].save_checkpoint(path)
