@@ -46,6 +46,7 @@ class _Restored(NamedTuple):
     batch_sizes: list[int]  # of its training loaders, empty if the checkpoint does not tell
     random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
     monitored: dict[str, Any] | None  # what schedulers wait for, if the checkpoint tells
+    counted: bool  # the logged step counts the last batch already, as after its last hook
     plateaus: bool  # the epoch is over, and schedulers that wait for a value are not updated yet
 
 
@@ -65,6 +66,7 @@ class ExactResume(Callback):
       (issue 19764), and runs that epoch as the rest of the last;
     - tells a ``DistributedSampler`` its epoch after worker processes have their first indices;
     - skips all batches but one of an epoch from its ``on_train_epoch_start``, and with ``max_steps`` adds a batch;
+    - counts an epoch twice that ``max_steps`` ended and a run with more steps goes on with;
     - leaves out the update of ``ReduceLROnPlateau`` at the end of the epoch in which, or at whose end, it resumes;
     - counts a step twice that a signal or an error interrupted;
     - forgets a ``GradientAccumulationScheduler`` in the rest of an epoch (only the turbo strategies correct this);
@@ -100,6 +102,7 @@ class ExactResume(Callback):
         own: dict[str, Any] = {"random": _random_states(trainer.strategy.root_device), "ranks": rank_and_size()[1]}
         own["batch_sizes"] = list(map(_batch_size, _stateful(trainer.fit_loop._combined_loader)))
         own["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+        own["counted"] = _is_counted(trainer)
         own["monitored"], own["plateaus"] = _monitored(trainer), _plateaus_wait(trainer)
         own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
         checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
@@ -118,14 +121,17 @@ class ExactResume(Callback):
         # were set up before. ``on_train_start`` loads them in both.
         loaders = fit["state_dict"].pop("combined_loader", [])
         over, begins, used = _read_position(trainer, fit)
+        counted = first.get("counted", False)
         write_used_batches(loaders, over=over, used=used)
         # The loaders are at their end then, but the epoch is not over.
         over = over and not _resume_validation(fit)
         if over or begins:
-            _complete_epoch(fit)
+            _complete_epoch(fit, counted)
+        else:
+            _reopen_epoch(fit)
         monitored, plateaus = first.get("monitored"), over and first.get("plateaus", False)
         sizes = first.get("batch_sizes", [])
-        self._restored = _Restored(over, begins, used, loaders, ranks, sizes, random, monitored, plateaus)
+        self._restored = _Restored(over, begins, used, loaders, ranks, sizes, random, monitored, counted, plateaus)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
@@ -201,14 +207,28 @@ def _takes_loader(module: Any) -> bool:
     return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
-def _complete_epoch(fit: dict[str, Any]) -> None:
+def _is_counted(trainer: Any) -> bool:
+    """Whether a batch is behind its last hook and its validation, where Lightning adds it to the logged step."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batches.ready == batches.completed and not trainer.validating
+
+
+def _complete_epoch(fit: dict[str, Any], counted: bool) -> None:
     """Set the counters in a checkpoint to the end of the epoch that began last."""
     epochs = fit["epoch_progress"]
-    if epochs["current"]["processed"] < epochs["current"]["started"]:
+    if epochs["current"]["processed"] < epochs["current"]["started"] and not counted:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning adds one after the batch's last hook
     for counts, reached in ((epochs, "started"), (fit["epoch_loop.batch_progress"], "processed")):
         for part in (counts["total"], counts["current"]):
             part.update(dict.fromkeys(part, part[reached]))
+
+
+def _reopen_epoch(fit: dict[str, Any]) -> None:
+    """Count an epoch as under way that ``max_steps`` ended before its last batch, where this run goes on in it."""
+    epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]["current"]
+    if batches["ready"] > 0 and epochs["current"]["processed"] == epochs["current"]["started"]:
+        for part in (epochs["total"], epochs["current"]):
+            part["processed"] = part["completed"] = part["started"] - 1
 
 
 def _correct_counters(trainer: Any, restored: _Restored) -> None:
@@ -220,6 +240,9 @@ def _correct_counters(trainer: Any, restored: _Restored) -> None:
         loop.epoch_loop.restarting = False
     elif batches.current.ready != batches.current.processed:  # within a step, which Lightning counts as made
         batches.total.ready = batches.total.started = batches.total.processed
+        loop.epoch_loop._batches_that_stepped -= not loop.epoch_loop._should_accumulate()
+    elif restored.counted and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        # Lightning takes it for one from the end of that validation, and adds the step once more.
         loop.epoch_loop._batches_that_stepped -= not loop.epoch_loop._should_accumulate()
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo import PrefetchDataModule, PrefetchLoader
+from lightning_turbo import PrefetchDataModule, PrefetchLoader, SeededSampler
 from lightning_turbo.data.loader import prefetching
 from tests.integration.noting import EACH_STRATEGY, Save, fit, gives
 from tests.trainers import quiet_trainer
@@ -256,6 +256,45 @@ def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
     for strategy in STRATEGIES:
         base, cls = sides(strategy)
         check_stops(lambda cls=cls: LOADERS[name](cls), base, stops, tmp_path, strategy=strategy, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:Prefetching has no effect on a list")
+@EACH_STRATEGY
+@pytest.mark.parametrize(("hook", "interval", "workers"), [
+    ("on_train_epoch_end", 4, 0), ("on_train_epoch_end", 2, 1), ("on_train_end", 4, 1), ("on_train_end", 2, 0),
+])  # fmt: skip
+def test_an_epoch_that_max_steps_ended_goes_on_with_more_steps(hook, interval, workers, strategy, tmp_path):
+    """Ten steps end in the third epoch of four batches, with an interval of two right after a validation."""
+
+    class Logged(Model):
+        def training_step(self, batch, batch_idx):
+            self.log("made", float(self.global_step))
+            self.seen.append((self.current_epoch, self.trainer.train_dataloader.sampler.epoch, batch.tolist()))
+            return self.weight.square()
+
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(("validated", self.global_step))
+
+    class Rows(DummyLogger):
+        def log_metrics(self, metrics, step):
+            rows.append((step, metrics["made"], metrics["epoch"]))
+
+    def make():
+        return cls(range(8), 2, sampler=SeededSampler(range(8), seed=1), num_workers=workers)
+
+    def go(steps, path=None, *callbacks):
+        return run(
+            make, base, path, *callbacks, model=Logged, logger=Rows(), strategy=strategy, max_epochs=-1,
+            max_steps=steps, log_every_n_steps=1, num_sanity_val_steps=0, val_check_interval=interval,
+        )  # fmt: skip
+
+    rows, path = [], tmp_path / "c"
+    base, cls = sides(strategy)
+    base = type("Validated", (base,), {"val_dataloader": lambda _: [0]})
+    straight, logged = go(15), rows.copy()
+    rows.clear()
+    assert go(10, None, Save(path, 10, hook)) + go(15, path) == straight
+    assert rows == logged
 
 
 def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
