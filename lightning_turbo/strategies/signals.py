@@ -29,6 +29,9 @@ class SignalConnectorOfRanks(InPlaceOf, SignalConnector):
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
         """Note SIGTERM. Follows ``_SignalConnector._sigterm_notifier_fn``."""
         strategy: Any = self.trainer.strategy
+        if strategy.signals is None:  # the run is over, and ends by itself
+            self.received_sigterm = True
+            return
         if not strategy.signals.sigterm and strategy.launcher is not None:
             strategy.launcher.kill(signum)
         strategy.signals.sigterm = True
@@ -36,7 +39,8 @@ class SignalConnectorOfRanks(InPlaceOf, SignalConnector):
     def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:
         """Note Slurm's signal. Follows ``_SignalConnector._slurm_sigusr_handler_fn``."""
         strategy: Any = self.trainer.strategy
-        strategy.signals.requeue = int(signum)
+        if strategy.signals is not None:
+            strategy.signals.requeue = int(signum)
 
     def save_and_requeue(self, signum: int) -> None:
         """Save a checkpoint and requeue the job, as Lightning does; call it on all ranks."""
