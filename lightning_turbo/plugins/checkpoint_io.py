@@ -59,6 +59,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # One thread, from the first save in the background until ``teardown``; Python's exit waits for it too.
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None  # what it does last of all that it was given
+        # Batches at the first save after a teardown, -1 before that one, and None once a run has made others since.
+        self._ended_at: int | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint; until it is complete, what was at its path stays there.
@@ -73,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 before it could not.
         """
         self._wait()
-        if not self.background or storage_options is not None or not _is_in_epoch(checkpoint):
+        if not self.background or storage_options is not None or not self._is_in_run(checkpoint):
             self._write(checkpoint, path, storage_options)
             return
         copy = self._copier.copy(checkpoint)
@@ -105,6 +107,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if self._thread is not None:
                 self._thread.shutdown()
             self._thread, self._last, self._copier = None, None, HostCopier()
+            self._ended_at = -1
+
+    def _is_in_run(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether a checkpoint is from within an epoch of a run that goes on; any other may be read at once.
+
+        An error leaves an epoch in its middle, so that after a teardown another run shows by its batches alone.
+        """
+        if not _is_in_epoch(checkpoint):
+            return False
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
+        if self._ended_at == -1:
+            self._ended_at = batches
+        elif self._ended_at != batches:
+            self._ended_at = None
+        return self._ended_at is None
 
     def _then(self, work: Callable[[], None]) -> None:
         """Have the thread do some work after all that it was given, if nothing of that failed."""

@@ -58,6 +58,7 @@ def test_the_files_are_those_of_a_run_that_waits_and_one_made_after_it_is_there_
 
 class Fails(pl.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.trainer = trainer
         if trainer.global_step == 3:
             raise RuntimeError("on its way")
 
@@ -67,6 +68,16 @@ def test_a_run_that_breaks_off_ends_after_its_save(tmp_path):
         train(tmp_path, True, [Fails()])
     assert torch.load(max(tmp_path.glob("step=*.ckpt"), key=os.path.getmtime))["global_step"] >= 2
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_save_after_a_run_that_broke_off_is_there_at_once_or_fails_at_once(tmp_path):
+    fails = Fails()
+    with pytest.raises(RuntimeError, match="on its way"):
+        train(tmp_path, True, [fails])
+    fails.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert torch.load(tmp_path / "after.ckpt")["global_step"] == 3
+    with pytest.raises(OSError, match="could not be written"):
+        fails.trainer.save_checkpoint(tmp_path / "after.ckpt" / "in a file")
 
 
 def test_a_disk_that_is_full_at_the_end_is_told_by_fit(tmp_path, monkeypatch):

@@ -101,7 +101,14 @@ def test_object_stores_and_storage_options_are_left_to_lightning(path):
 
 # ---- In the background.
 
-IN_EPOCH = {"loops": {"fit_loop": {"epoch_progress": {"current": {"ready": 1, "completed": 0}}}}}
+
+def after(batches):
+    """What a checkpoint holds of a run's counters after so many batches, in the middle of an epoch."""
+    epochs, total = {"current": {"ready": 1, "completed": 0}}, {"total": {"ready": batches}}
+    return {"loops": {"fit_loop": {"epoch_progress": epochs, "epoch_loop.batch_progress": total}}}
+
+
+IN_EPOCH = after(1)
 
 
 @pytest.fixture
@@ -173,9 +180,10 @@ def test_one_save_is_under_way_and_a_file_is_removed_after_the_one_that_replaces
 def test_an_error_of_the_writer_is_raised_once_and_no_file_is_removed_for_what_is_not_there(path, background):
     old = path.with_name("old.ckpt")
     background.save_checkpoint(OLD, old)
-    for find in (lambda: background.save_checkpoint(NEW | IN_EPOCH, path), background.teardown):
+    for batches, find in ((1, lambda: background.save_checkpoint(NEW | IN_EPOCH, path)), (3, background.teardown)):
+        background.save_checkpoint(OLD | after(batches), old)
         with files_of_at_most(2**20):
-            background.save_checkpoint(NEW | IN_EPOCH, path)
+            background.save_checkpoint(NEW | after(batches + 1), path)
             background.remove_checkpoint(old)
             with pytest.raises(OSError, match=r"last\.ckpt' could not be written \(File too"):
                 find()
@@ -188,3 +196,23 @@ def test_an_error_of_the_writer_is_raised_once_and_no_file_is_removed_for_what_i
     assert torch.load(path)["step"] == 2
     with pytest.raises(TypeError, match="background=1: expected True or False"):
         AtomicCheckpointIO(background=1)
+
+
+def test_saves_after_a_teardown_are_written_at_once_until_a_run_makes_batches(path, background, gate):
+    """As after an error, which leaves a run in the middle of an epoch."""
+    gate.set()
+    background.save_checkpoint(OLD | after(3), path)
+    background.teardown()
+    for _ in range(2):
+        background.save_checkpoint(NEW | after(3), path)
+        assert torch.load(path)["step"] == 2
+        with files_of_at_most(2**20), pytest.raises(OSError, match="could not be written"):
+            background.save_checkpoint(NEW | after(3), path)
+    gate.clear()
+    for batches in (4, 3):  # of other runs
+        background.save_checkpoint(NEW | after(batches), path.with_name("next.ckpt"))
+        assert names(path)[-1:] == ["last.ckpt"]
+        gate.set()
+        background.load_checkpoint(path)
+        background.remove_checkpoint(path.with_name("next.ckpt"))
+        gate.clear()

@@ -1,4 +1,4 @@
-"""Signals that come to a rank while its run is set up, in it, and behind its end."""
+"""Signals that come to a rank in its run, and while that is torn down."""
 
 import os
 import signal
