@@ -26,6 +26,8 @@ __all__ = [
     "warn_of_open_window",
 ]
 
+_TOLD_OF_WINDOW = "lightning_turbo.told_of_window"
+
 
 def is_fitting(trainer: Any) -> bool:
     """Whether a Trainer is in ``fit``, not in validate, test or predict."""
@@ -74,10 +76,14 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
 def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Warn if a checkpoint was saved in the middle of an accumulation window, whose gradients no checkpoint holds.
 
+    Whoever asks first warns; for those behind it the checkpoint is marked.
+
     Args:
         trainer: The Trainer that continues from it.
         checkpoint: What it loaded.
     """
+    if checkpoint.get(_TOLD_OF_WINDOW):
+        return
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
     # The window may have another length now, and Lightning saves none: ExactResume does, for each rank.
     (saved, *_) = checkpoint.get("lightning_turbo.exact_resume") or [{}]
@@ -85,6 +91,7 @@ def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
     done = loop.get("current", {}).get("processed", 0) % length
     # Lightning steps at the last batch of an epoch, however long the window is.
     if done and not loop.get("is_last_batch"):
+        checkpoint[_TOLD_OF_WINDOW] = True
         rank_zero_warn(
             f"The checkpoint was saved after {done} of {length} batches of an accumulation window, and holds no "
             "gradients of them: the window begins again with the batches that are left. Save at the end of a window, "

@@ -24,7 +24,7 @@ from lightning_turbo._lightning import (
     set_sampler_epoch,
 )
 from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
-from lightning_turbo._trainer import is_fitting
+from lightning_turbo._trainer import is_fitting, warn_of_open_window
 from lightning_turbo.data.loader import PrefetchLoader
 from lightning_turbo.data.resume import count_from, length_of, used_samples, write_used_batches
 from lightning_turbo.data.sample_seeds import seeds_of
@@ -115,6 +115,7 @@ class ExactResume(Callback):
         fit: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
         if self._training or not _is_starting(trainer) or "epoch_loop.batch_progress" not in fit:
             return
+        warn_of_open_window(trainer, checkpoint)
         (first, *_), random = checkpoint.get(KEY) or [{}], _take_states_of_rank(checkpoint)
         ranks = first.get("ranks", len(checkpoint.get(KEY, [])))
         # Lightning is to find none: it loads them where its loaders are set up after this, and drops them where they

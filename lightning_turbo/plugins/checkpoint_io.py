@@ -34,7 +34,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             the copy, and the host does not. A save waits for the one before it, so that at most one is under way. Its
             error is raised by the next save, or at the end of the run, which waits for it, as the end of the process
             does. Files are removed after the saves before them, and stay if one of these fails. Saves outside of
-            epochs, as ``trainer.save_checkpoint`` after ``fit``, are written at once.
+            epochs, as ``trainer.save_checkpoint`` after ``fit`` or its error, are written at once.
 
     Raises:
         LightningMismatchError: If the program uses the other import name of Lightning.

@@ -67,6 +67,17 @@ def test_a_window_is_counted_by_the_length_that_it_had(saved, batches, now, said
         fit(Net(), ApexAMP("O1"), tmp_path / "c", [ExactResume()], accumulate_grad_batches=now)
 
 
+@pytest.mark.parametrize(("callbacks", "level"), [
+    ([ExactResume], None), ([ExactResume, ExactAccumulation], None), ([ExactResume, ExactAccumulation], "O1"),
+])  # fmt: skip
+def test_it_is_said_once(callbacks, level, tmp_path, recwarn):
+    for path in (None, tmp_path / "c"):
+        saves = [] if path else [Save(tmp_path / "c", 2)]
+        ours = [kind() for kind in callbacks] + saves
+        fit(Net(), level and ApexAMP(level), path, ours, accumulate_grad_batches=4)
+    assert sum("2 of 4 batches of an accumulation window" in str(each.message) for each in recwarn) == 1
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_checkpoint_of_a_finished_step_goes_on_exactly(level, tmp_path):
     path, flags = tmp_path / "step.ckpt", {"accumulate_grad_batches": 2}
