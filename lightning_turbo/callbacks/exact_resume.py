@@ -23,10 +23,10 @@ from lightning_turbo._lightning import (
     rank_zero_warn,
     set_sampler_epoch,
 )
-from lightning_turbo._random import same_random_numbers, set_shared_state, shared_state
+from lightning_turbo._random import same_random_numbers, set_generator_state, set_shared_state, shared_state
 from lightning_turbo._trainer import is_fitting, warn_of_open_window
 from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import count_from, length_of, used_samples, write_used_batches
+from lightning_turbo.data.resume import ResumableOrder, count_from, length_of, used_samples, write_used_batches
 from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import TurboWarning
 
@@ -146,7 +146,9 @@ class ExactResume(Callback):
         said: list[str] = []
         # In every epoch but the first, Lightning calls iter() itself: the order is drawn from the restored generators.
         if restored.over and trainer.current_epoch > 0:
-            if not trainer.fit_loop._should_reload_train_dl:
+            if trainer.fit_loop._should_reload_train_dl:
+                _restore_generators(trainer.fit_loop, restored.loaders)
+            else:
                 _restore_loaders_of_whole_epoch(trainer.fit_loop, restored.loaders)
         else:
             said += _restore_loaders_in_epoch(trainer, restored)
@@ -447,6 +449,16 @@ def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
     for loader, state in zip(_stateful(loop._combined_loader), states, strict=False):
         if _begins_an_epoch(loader, state):
             loader.load_state_dict(state)
+
+
+def _restore_generators(loop: Any, states: list[Any]) -> None:
+    """Set the random generators of loaders that are made again now: the new ones may have the same."""
+    for loader, state in zip(_stateful(loop._combined_loader), states, strict=False):
+        order = loader._index_sampler if isinstance(loader, PrefetchLoader) and state.get("whole") else None
+        if isinstance(order, ResumableOrder) and len(state["own"]) == len(order.generators):
+            loader.close()  # its thread may draw from them
+            for generator, own in zip(order.generators, state["own"], strict=True):
+                set_generator_state(generator, own)
 
 
 def _begins_an_epoch(loader: Any, state: Any) -> bool:

@@ -121,3 +121,24 @@ def test_loaders_that_are_made_anew_begin_anew(every, hook, strategy, tmp_path):
     rest = fit(Anew(), ckpt_path=path, **settings)
     assert rest.seen[:4] == whole.seen[4:8]
     assert (whole.seen[:4] == whole.seen[4:8]) == (every == 1)
+
+
+@pytest.mark.parametrize(("every", "workers", "strategy"), [(1, 0, "auto"), (1, 1, "turbo"), (2, 0, "turbo")])
+@pytest.mark.parametrize(("batches", "hook"), [
+    (4, "on_train_batch_end"), (4, "on_train_epoch_end"), (6, "on_train_batch_end"), (8, "on_train_epoch_end"),
+])  # fmt: skip
+def test_loaders_that_are_made_anew_with_the_generator_of_the_old_ones_go_on_with_it(
+    batches, hook, workers, every, strategy, tmp_path
+):
+    class Keeps(PrefetchDataModule):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.Generator().manual_seed(0)
+
+        def train_dataloader(self):
+            return DataLoader(Numbers(8), 2, shuffle=True, generator=self.own, num_workers=workers)
+
+    path = tmp_path / "one.ckpt"
+    settings = {"max_epochs": 4, "strategy": strategy, "reload_dataloaders_every_n_epochs": every}
+    whole = fit(Keeps(), Save(path, batches, hook), **settings)
+    assert fit(Keeps(), ckpt_path=path, **settings).seen == whole.seen[batches:]
