@@ -124,8 +124,8 @@ class ExactResume(Callback):
         over, begins, used = _read_position(trainer, fit)
         counted = first.get("counted", False)
         write_used_batches(loaders, over=over, used=used)
-        # The loaders are at their end then, but the epoch is not over.
-        over = over and not _resume_validation(fit)
+        validates = _resume_validation(fit)
+        over = over and not validates  # its loaders are at their end then, but the epoch is not over
         if over or begins:
             _complete_epoch(fit, counted)
         else:

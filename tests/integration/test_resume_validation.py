@@ -110,6 +110,20 @@ def test_the_validation_is_finished_and_the_training_goes_on_behind_it(how, fail
     assert trainer.global_step == 2 * BATCHES
 
 
+@pytest.mark.parametrize("how", ["prefetching", "steps"])
+@pytest.mark.parametrize(("fails", "at", "left"), [
+    ("validation_step", 2, 2), ("on_validation_batch_end", 1, 3), ("on_validation_batch_end", 3, 1), ("dataset", 2, 2),
+])  # fmt: skip
+def test_a_validation_in_the_middle_of_an_epoch_is_finished(how, fails, at, left, tmp_path):
+    net, rest, trainer = break_off_and_resume(
+        tmp_path, fails, at, 0, **{**HOW[how], "loader": PrefetchLoader}, val_check_interval=2
+    )
+    assert net.trained == [(0, 0), (0, 1)]
+    assert rest.trained == [(0, 2), (0, 3), *((1, index) for index in range(BATCHES))]
+    assert [epoch for epoch, _, _ in rest.validated] == [0] * (left + BATCHES) + [1] * 2 * BATCHES
+    assert trainer.global_step == 2 * BATCHES
+
+
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
 def test_the_validation_is_finished_after_an_epoch_of_other_batches(batch_size, tmp_path):
     how = {"callbacks": (ExactResume(),)}
