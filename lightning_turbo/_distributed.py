@@ -125,6 +125,7 @@ class SignalExchange:
 
     def __init__(self) -> None:
         self.sigterm, self.requeue = False, 0
+        self._requeued = False  # it comes to ranks a batch apart
         self._group = host_group()
         self._pending: tuple[Any, torch.Tensor] | None = None
 
@@ -136,12 +137,14 @@ class SignalExchange:
         self.requeue = 0
         work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
         pending, self._pending = self._pending, (work, own)
-        if pending is None:
+        if pending is None:  # of the first batch there is none before
             return False, 0
         work, told = pending
         work.wait()
         sigterm, requeue = told.numpy()
-        return bool(sigterm), int(requeue)
+        requeue = 0 if self._requeued else int(requeue)
+        self._requeued |= requeue > 0
+        return bool(sigterm), requeue
 
     def close(self) -> None:
         """Wait for the last collective, which a process must not leave behind, unless an error is under way."""

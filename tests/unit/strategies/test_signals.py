@@ -5,7 +5,9 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightning_turbo._distributed import SignalExchange
 from lightning_turbo.strategies.signals import SignalConnectorOfRanks
 
 
@@ -48,3 +50,24 @@ def test_a_signal_while_a_run_is_torn_down_breaks_nothing_off(connector):
     send(signal.SIGUSR1, connector._slurm_sigusr_handler_fn)
     assert connector.received_sigterm
     assert connector.trainer.strategy.launcher.killed == []
+
+
+@pytest.fixture
+def exchange(tmp_path):
+    """Of a run of one rank: what it was told comes back a batch later."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    made = SignalExchange()
+    yield made
+    made.close()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_job_is_requeued_once_though_ranks_are_told_a_batch_apart(exchange):
+    told = [exchange.exchange()]
+    for requeue in (10, 10, 0, 10, 0):
+        exchange.requeue = requeue
+        told.append(exchange.exchange())
+    assert told == [(False, 0), (False, 0), (False, 10), (False, 0), (False, 0), (False, 0)]
+    exchange.sigterm = True
+    assert [exchange.exchange() for _ in range(3)] == [(False, 0), (True, 0), (True, 0)]
