@@ -130,6 +130,7 @@ class ExactResume(Callback):
             _complete_epoch(fit, counted)
         else:
             _reopen_epoch(fit)
+            counted = _forget_step(fit) or counted
         monitored, plateaus = first.get("monitored"), over and first.get("plateaus", False)
         sizes = first.get("batch_sizes", [])
         self._restored = _Restored(over, begins, used, loaders, ranks, sizes, random, monitored, counted, plateaus)
@@ -234,16 +235,23 @@ def _reopen_epoch(fit: dict[str, Any]) -> None:
             part["processed"] = part["completed"] = part["started"] - 1
 
 
+def _forget_step(fit: dict[str, Any]) -> bool:
+    """Leave a step out that was under way, and is made again; tell whether one was. Lightning counts it as made."""
+    batches = fit["epoch_loop.batch_progress"]
+    in_step = batches["current"]["ready"] != batches["current"]["processed"]
+    if in_step:
+        batches["is_last_batch"] = False
+        for part in (batches["total"], batches["current"]):
+            part["ready"] = part["started"] = part["processed"]
+    return in_step
+
+
 def _correct_counters(trainer: Any, restored: _Restored) -> None:
     loop = trainer.fit_loop
-    batches = loop.epoch_loop.batch_progress
     if restored.over or restored.begins:
         # With max_steps Lightning takes every checkpoint for one within an epoch.
         loop._restarting = loop._resuming_from_checkpoint = False
         loop.epoch_loop.restarting = False
-    elif batches.current.ready != batches.current.processed:  # within a step, which Lightning counts as made
-        batches.total.ready = batches.total.started = batches.total.processed
-        loop.epoch_loop._batches_that_stepped -= not loop.epoch_loop._should_accumulate()
     elif restored.counted and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
         # Lightning takes it for one from the end of that validation, and adds the step once more.
         loop.epoch_loop._batches_that_stepped -= not loop.epoch_loop._should_accumulate()

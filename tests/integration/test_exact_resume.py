@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -110,6 +110,28 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, hook, batches, tmp_pa
     assert rest.global_step == whole.global_step
     counters = [{**run.fit_loop.state_dict(), "state_dict": {}} for run in (whole, rest)]
     assert counters[0] == counters[1]
+
+
+@pytest.mark.parametrize("batches", [2, 3, 8])
+@pytest.mark.parametrize("kind", ["datamodule", "prefetch loader, turbo"])
+def test_a_step_that_was_under_way_is_made_again_with_the_same_numbers(kind, batches, tmp_path):
+    """Also right after a validation, which Lightning would begin once more, and draw for it."""
+    path, settings = tmp_path / "at.ckpt", {"val_check_interval": 2, "limit_val_batches": 1.0}
+    whole, first = fit(kind, Save(path, batches, "on_train_batch_start"), **settings)
+    rest, second = fit(kind, ckpt=path, **settings)
+    assert second.losses == first.losses[batches:]
+    assert rest.fit_loop.epoch_loop._batches_that_stepped == whole.fit_loop.epoch_loop._batches_that_stepped
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved after 2 of 4 batches")
+def test_a_step_in_a_window_of_a_schedule_is_logged_once(tmp_path):
+    path, runs = tmp_path / "at.ckpt", []
+    for ckpt in (None, path):
+        scheduled = GradientAccumulationScheduler({0: 4})
+        saves = [] if ckpt else [Save(path, 2, "on_train_batch_start")]
+        runs.append(fit("prefetch loader, turbo", scheduled, *saves, ckpt=ckpt, limit_val_batches=0)[0])
+    steps = [(run.global_step, run.fit_loop.epoch_loop._batches_that_stepped) for run in runs]
+    assert steps == [(6, 6), (6, 6)]
 
 
 class Waiting(Net):
