@@ -47,6 +47,7 @@ class _Restored(NamedTuple):
     random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
     monitored: dict[str, Any] | None  # what schedulers wait for, if the checkpoint tells
     counted: bool  # the logged step counts the last batch already, as after its last hook
+    reloaded: float | None  # epoch in which Lightning made the validation's loaders, if the checkpoint tells
     plateaus: bool  # the epoch is over, and schedulers that wait for a value are not updated yet
 
 
@@ -103,6 +104,7 @@ class ExactResume(Callback):
         own["batch_sizes"] = list(map(_batch_size, _stateful(trainer.fit_loop._combined_loader)))
         own["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         own["counted"] = _is_counted(trainer)
+        own["reloaded"] = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         own["monitored"], own["plateaus"] = _monitored(trainer), _plateaus_wait(trainer)
         own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
         checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
@@ -132,8 +134,10 @@ class ExactResume(Callback):
             _reopen_epoch(fit)
             counted = _forget_step(fit) or counted
         monitored, plateaus = first.get("monitored"), over and first.get("plateaus", False)
-        sizes = first.get("batch_sizes", [])
-        self._restored = _Restored(over, begins, used, loaders, ranks, sizes, random, monitored, counted, plateaus)
+        sizes, reloaded = first.get("batch_sizes", []), first.get("reloaded")
+        self._restored = _Restored(
+            over, begins, used, loaders, ranks, sizes, random, monitored, counted, reloaded, plateaus
+        )  # fmt: skip
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
@@ -143,7 +147,7 @@ class ExactResume(Callback):
             return
         _correct_counters(trainer, restored)
         _restore_monitored(trainer, restored)
-        _correct_reloading(trainer, restored.over)
+        _correct_reloading(trainer, restored)
         said: list[str] = []
         # In every epoch but the first, Lightning calls iter() itself: the order is drawn from the restored generators.
         if restored.over and trainer.current_epoch > 0:
@@ -257,9 +261,12 @@ def _correct_counters(trainer: Any, restored: _Restored) -> None:
         loop.epoch_loop._batches_that_stepped -= not loop.epoch_loop._should_accumulate()
 
 
-def _correct_reloading(trainer: Any, over: bool) -> None:
+def _correct_reloading(trainer: Any, restored: _Restored) -> None:
     if every := trainer.reload_dataloaders_every_n_epochs:
-        trainer.fit_loop._last_train_dl_reload_epoch = (trainer.current_epoch - over) // every * every
+        epoch = trainer.current_epoch - restored.over  # of the data that is restored
+        trainer.fit_loop._last_train_dl_reload_epoch = epoch // every * every
+        if restored.reloaded not in (None, -inf):  # -inf: none were made
+            trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = restored.reloaded
 
 
 # Schedulers that wait for a value, as ReduceLROnPlateau

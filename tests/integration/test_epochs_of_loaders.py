@@ -142,3 +142,29 @@ def test_loaders_that_are_made_anew_with_the_generator_of_the_old_ones_go_on_wit
     settings = {"max_epochs": 4, "strategy": strategy, "reload_dataloaders_every_n_epochs": every}
     whole = fit(Keeps(), Save(path, batches, hook), **settings)
     assert fit(Keeps(), ckpt_path=path, **settings).seen == whole.seen[batches:]
+
+
+@pytest.mark.parametrize(("epoch", "validates"), [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3)])
+def test_loaders_of_the_validation_are_made_anew_in_the_same_epochs(epoch, validates, tmp_path):
+    class Anew(PrefetchDataModule):
+        def __init__(self):
+            super().__init__()
+            self.asked = []
+
+        def train_dataloader(self):
+            return DataLoader(Numbers(4), 2)
+
+        def val_dataloader(self):
+            self.asked.append(self.trainer.current_epoch)
+            return DataLoader(Numbers(4), 2)
+
+    path, asked = tmp_path / "c", []
+    for ckpt in (None, path):
+        data = Anew()
+        saves = [] if ckpt else [Save(path, 2 * epoch, "on_train_epoch_end")]
+        fit(
+            data, *saves, ckpt_path=ckpt, strategy="turbo", max_epochs=8, reload_dataloaders_every_n_epochs=2,
+            check_val_every_n_epoch=validates, num_sanity_val_steps=0,
+        )  # fmt: skip
+        asked.append([each for each in data.asked if each > epoch])
+    assert asked[0] == asked[1] != []
