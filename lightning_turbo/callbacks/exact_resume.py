@@ -38,6 +38,7 @@ KEY = "lightning_turbo.exact_resume"
 class _Restored(NamedTuple):
     """What ``on_train_start`` needs of a checkpoint."""
 
+    # Both of the first two are true of a checkpoint from on_train_epoch_start of a later epoch.
     over: bool  # the last batch of the epoch was used, as in a checkpoint from on_train_epoch_end
     begins: bool  # the epoch is counted but has not begun, as in a checkpoint from on_train_epoch_start
     used: int | None  # batches of the epoch that were used; None if a step may take several
@@ -185,6 +186,7 @@ def _read_position(trainer: Any, fit: dict[str, Any]) -> tuple[bool, bool, int |
     in_step = batch["ready"] != batch["processed"]  # that step is made again
     begins = epochs["ready"] > epochs["started"]
     over = not in_step and batch["ready"] > 0 and (begins or progress["is_last_batch"] or _has_ended(trainer, epochs))
+    # A hook after the step, as on_train_batch_end, finds the batch processed and not completed.
     used = batch["completed" if in_step else "processed"]
     return over, begins, None if _takes_loader(trainer.lightning_module) else used
 
@@ -226,6 +228,7 @@ def _complete_epoch(fit: dict[str, Any], counted: bool) -> None:
     epochs = fit["epoch_progress"]
     if epochs["current"]["processed"] < epochs["current"]["started"] and not counted:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning adds one after the batch's last hook
+    # Every count becomes the one that says how far it came: epochs that were started, batches that were processed.
     for counts, reached in ((epochs, "started"), (fit["epoch_loop.batch_progress"], "processed")):
         for part in (counts["total"], counts["current"]):
             part.update(dict.fromkeys(part, part[reached]))
@@ -354,6 +357,8 @@ def _warn_of_other_batches(loaders: list[Any], restored: _Restored) -> None:
             continue
         if samples is not None and samples["ranks"] == restored.ranks:
             continue
+        # In samples of a rank. Batches of a loader are counted, and it leaves as many of its own size out; a
+        # PrefetchLoader counts samples itself.
         used, skipped = (used * was, used * now) if samples is None else [used_samples(state)] * 2
         before, left_out = restored.ranks * used, size * skipped
         rank_zero_warn(
@@ -378,6 +383,7 @@ class _Loaded(NamedTuple):
     def is_adapted(self) -> bool:
         """Whether the loader goes on with other ranks or batches, and counts otherwise than the state."""
         before, now = self.old.get("samples"), self.new.get("samples")
+        # A state that the loader takes as it is keeps its own "at".
         return before is not None and now is not None and before["at"] is not now["at"]
 
 
@@ -401,12 +407,12 @@ def _count_on(trainer: Any, restored: _Restored) -> list[str]:
     adapted = [each for each in loaded if each.is_adapted]
     if not adapted:
         return []
-    in_step = max(each.old["consumed"] for each in loaded)
-    used = restored.used or in_step  # not known where a step takes its batches itself
+    furthest = max(each.old["consumed"] for each in loaded)
+    used = restored.used or furthest  # not known where a step takes its batches itself
     # No more than all: a limit counts batches, and less of them may be more samples than before.
     done = min(length, _count_batches(loaded, loop._combined_loader._mode))
     # Loaders that are as far as the run count the same number of batches.
-    for each in [each for each in adapted if each.old["consumed"] == in_step or done == length]:
+    for each in [each for each in adapted if each.old["consumed"] == furthest or done == length]:
         each.loader.load_state_dict(count_from(each.new, done, ended=done == length))
     _shift_batches(loop.epoch_loop, done - used)
     if done == length:

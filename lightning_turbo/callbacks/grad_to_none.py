@@ -35,8 +35,8 @@ class GradToNone(Callback):
 
     Warns:
         NoEffectWarning: If gradients are views of DDP's buckets, ``StochasticWeightAveraging`` reads them again, the
-            module decides when to clear them (manual optimization, ``optimizer_zero_grad``), optimizers share
-            parameters, or one of them runs no hooks.
+            module decides when to clear them (manual optimization, ``optimizer_zero_grad``), or an optimizer runs no
+            hooks.
 
     Note:
         Hooks after the step, such as ``on_train_batch_end`` and ``on_before_zero_grad``, see no gradients: read them in

@@ -129,7 +129,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         def work_after() -> None:
             if before is not None:
-                before.result()
+                before.result()  # raises the error of what was before, so that nothing after it is done
             work()
 
         if self._thread is None:

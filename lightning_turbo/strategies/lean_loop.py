@@ -107,8 +107,8 @@ def install_lean(trainer: Any, *, lean: bool, signals: bool) -> Callable[[], Non
     Returns:
         A function that undoes all of it; call it once.
     """
-    # What is installed last is taken away first. The lean loop may take the place of the one for signals, whose class
-    # it extends: both share the __dict__ of Lightning's.
+    # What is installed last is taken away first. With both, the lean loop stands in the place of the one for signals,
+    # and is one by inheritance; all of them share the __dict__ of Lightning's.
     undo = contextlib.ExitStack()
     loop = trainer.fit_loop.epoch_loop
     if signals:
@@ -235,6 +235,7 @@ class LeanEpochLoop(SignalEpochLoop):
 
         The connector's own methods look for the loop that runs whenever they need its results: seven times a batch.
         """
+        # None, True, False, False: whether this is the first batch after a reset.
         connector._first_loop_iter = connector._first_loop_iter is None
         self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
 

@@ -200,9 +200,8 @@ class TurboParts(Strategy):
             )
             return loader
         # A transfer that the user gave a loader is kept, and is the loader's again after the run.
-        transfer, own = None, getattr(loader, "transfer", None)
-        if own is None:
-            transfer = DeviceTransfer(self.root_device)
+        own = getattr(loader, "transfer", None)
+        transfer = DeviceTransfer(self.root_device) if own is None else None  # None: it keeps its own
         prefetching = wrap_loader(loader, module.trainer, transfer=transfer)
         # Weak, so that a loader that is replaced can end its workers.
         self._cleanup.callback(_release, ref(prefetching), own)
