@@ -71,6 +71,7 @@ class ExactResume(Callback):
     - counts an epoch twice that ``max_steps`` ended and a run with more steps goes on with;
     - leaves out the update of ``ReduceLROnPlateau`` at the end of the epoch in which, or at whose end, it resumes;
     - counts a step twice that a signal or an error interrupted;
+    - has ``ModelCheckpoint(every_n_train_steps=)`` save again after the first batch of an accumulation window;
     - forgets a ``GradientAccumulationScheduler`` in the rest of an epoch (only the turbo strategies correct this);
     - forgets when ``reload_dataloaders_every_n_epochs`` last reloaded.
 
@@ -149,6 +150,7 @@ class ExactResume(Callback):
         _correct_counters(trainer, restored)
         _restore_monitored(trainer, restored)
         _correct_reloading(trainer, restored)
+        _correct_saves(trainer)
         said: list[str] = []
         # In every epoch but the first, Lightning calls iter() itself: the order is drawn from the restored generators.
         if restored.over and trainer.current_epoch > 0:
@@ -262,6 +264,17 @@ def _correct_counters(trainer: Any, restored: _Restored) -> None:
     elif restored.counted and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
         # Lightning takes it for one from the end of that validation, and adds the step once more.
         loop.epoch_loop._batches_that_stepped -= not loop.epoch_loop._should_accumulate()
+
+
+def _correct_saves(trainer: Any) -> None:
+    """Have no ``ModelCheckpoint`` save again at the step of the checkpoint; it forgets at which it saved last.
+
+    It would after the first batch, and where windows have several, the file would hold no gradients of this one.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        every = getattr(callback, "_every_n_train_steps", 0)
+        if every > 0 and trainer.global_step % every == 0:
+            callback._last_global_step_saved = trainer.global_step
 
 
 def _correct_reloading(trainer: Any, restored: _Restored) -> None:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -58,6 +59,28 @@ def test_the_window_begins_again_with_the_batches_that_are_left(level, exact, tm
         resumed = fit(Net(), level and ApexAMP(level), ckpt_path=path, callbacks=ours, **flags)
     assert all(p.isfinite().all() for p in resumed.parameters())
     assert not torch.equal(resumed.net.weight, torch.load(path, weights_only=True)["state_dict"]["net.weight"])
+
+
+class Saves(ModelCheckpoint):
+    """Notes after how many batches it saves."""
+
+    def __init__(self, folder):
+        super().__init__(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        self.batches = []
+
+    def _save_checkpoint(self, trainer, filepath):
+        self.batches.append(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+        super()._save_checkpoint(trainer, filepath)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_goes_on_saves_as_one_that_was_not_stopped(tmp_path):
+    flags = {"accumulate_grad_batches": 2, "enable_checkpointing": True}
+    whole, rest = Saves(tmp_path / "whole"), Saves(tmp_path / "rest")
+    fit(Net(), None, callbacks=[ExactResume(), whole], **flags)
+    assert whole.batches == [2, 4, 6]
+    fit(Net(), None, tmp_path / "whole" / "step=1.ckpt", [ExactResume(), rest], **flags)
+    assert rest.batches == [4, 6]
 
 
 @pytest.mark.parametrize(("saved", "batches", "now", "said"), [(4, 2, 2, "2 of 4"), (2, 2, 4, None)])
