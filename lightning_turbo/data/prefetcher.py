@@ -270,8 +270,8 @@ class _PrefetchThread:
         leave one behind that takes batches and that nobody ends.
         """
         self.room = queue.SimpleQueue()
-        self.background = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
-        self.background.name = f"lightning_turbo-prefetch-{id(self.background):x}"
+        background = self.background = BackgroundGenerator(self._items(ThreadState()), max_prefetch=0)
+        background.name = f"lightning_turbo-prefetch-{id(background):x}"
         for _ in range(depth + 1):
             self.room.put(None)
 
@@ -300,14 +300,17 @@ class _PrefetchThread:
 
     def get(self, timeout: float | None) -> list[Any] | None:
         """Return the next item of the thread; ``None`` once it has ended and all of them were returned."""
+        background = self.background  # which another thread may take away that closes this
+        if background is None:
+            return None
         # BackgroundGenerator puts (True, item) for each item, and (False, ...) once the generator has ended.
         try:
-            success, item = self.background.queue.get(timeout=timeout)
+            success, item = background.queue.get(timeout=timeout)
         except queue.Empty:
             raise RuntimeError(f"DataLoader timed out after {timeout} seconds") from None
         self.room.put(None)
         if not success or item[1] is not None:  # then the thread ends
-            self.background.join()
+            background.join()
             self.background = None
         if not success:
             return None
@@ -320,9 +323,12 @@ class _PrefetchThread:
 
     def ready(self) -> bool:
         """Tell whether ``get`` would return an item at once."""
-        waiting = self.background.queue
-        with waiting.mutex:
-            return bool(waiting.queue) and waiting.queue[0][0] is True
+        background = self.background
+        if background is None:
+            return False
+        with background.queue.mutex:
+            waiting = background.queue.queue
+            return bool(waiting) and waiting[0][0] is True
 
     def close(self) -> None:
         """End the thread, then release the source. May be called twice, by the collector, and in a forked child."""
@@ -355,7 +361,8 @@ class _PrefetchThread:
 
     def _release(self) -> None:
         on_close, self.on_close, self.snapshot = self.on_close, None, None
-        self.source, self.stages = iter(()), []
+        # With what it had ready: a loader keeps this object until its next epoch.
+        self.source, self.stages, self.background = iter(()), [], None
         if on_close is not None:
             on_close()
 

@@ -23,7 +23,7 @@ from lightning_turbo.data.prefetcher import LoadProfile
 from lightning_turbo.data.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.leftovers import prefetch_threads, wait_until
-from tests.unit.data.samples import holds_in_a_fork
+from tests.unit.data.samples import Rows, holds_in_a_fork
 
 
 def counting(made, end=10**9):
@@ -165,6 +165,27 @@ def test_a_timeout_counts_from_when_an_item_is_asked_for(seconds):
             next(iterator)
     source.release.set()
     assert next(iterator) == 2
+
+
+def test_batches_that_are_ready_are_let_go_where_an_epoch_is_left():
+    """A loader keeps what is behind its latest iterator until the next one."""
+    kept = []
+
+    def load(index):
+        batch = torch.full((3,), index)
+        kept.append(weakref.ref(batch))
+        time.sleep(0.002)
+        return batch
+
+    loader = PrefetchLoader(Rows(40, load), batch_size=None)
+    iterator = iter(loader)
+    for _ in range(6):
+        next(iterator)
+    wait_until(lambda: len(kept) >= 10)
+    del iterator
+    wait_until(lambda: not prefetch_threads())
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
 
 
 def test_no_batch_is_kept_by_the_thread():
