@@ -145,12 +145,11 @@ class ApexGradScaler(GradScaler):
 
     def _run_unscaled(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
         """Let a pass make its gradients, unscale them and add those of before; these alone are left if it fails."""
-        scaled = self._scaled_parameters(optimizers)
         try:
             yield
         except BaseException:
             # What a part of the pass has made is scaled, and would count as unscaled.
-            for param in {p for o in optimizers for p in params_of(o)} - scaled:
+            for param in {p for o in optimizers for p in params_of(o)} - self._scaled_parameters(optimizers):
                 param.grad = before.get(param)
             raise
         made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
