@@ -48,7 +48,8 @@ class Comparison:
     """One case against another, process by process."""
 
     logs: list[float] = field(default_factory=list)  # logarithm of the ratio of their times in each pair of processes
-    error: str = ""  # why there are no more
+    error: str = ""  # why there are no more: what a process said that failed
+    refused: bool = False  # whether it cannot be measured at all, rather than that it broke
     losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # above and below the line
 
     @property
@@ -83,8 +84,8 @@ class Comparison:
     def add(self, above: Mapping[str, Any], below: Mapping[str, Any]) -> None:
         """Add a pair of processes."""
         if above["status"] != "ok":
-            reason = above["reason"] or above["status"]
-            self.error = f"not tried because {reason}" if above["status"] == "skipped" else f"failed: {reason}"
+            self.error = (above["reason"] or above["status"]).rstrip(".")
+            self.refused = above["status"] == "skipped"
             return
         self.logs += log_quotients(above, below)
         self.losses = above["numbers"].get("losses", []), below["numbers"].get("losses", [])

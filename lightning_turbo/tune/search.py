@@ -119,6 +119,8 @@ class Search:
         cases = [DEFAULT, Case(mode="one batch"), Case(mode="loader")]
         rows = self._measure(cases)
         step, one_batch, loader = (1e3 * _seconds(rows[case]) for case in cases)
+        # Three processes at once may be too many, for the memory of a GPU or for a port: the first was alone.
+        step = step or 1e3 * _seconds(first)
         one_batch = one_batch or step
         facts["packing"] = rows[cases[2]]["numbers"].get("facts", {}).get("packing", "")
         return Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
@@ -163,7 +165,7 @@ class Search:
         own where it does not differ beyond noise. Where the time was too short to decide about any, the last comparison
         decides about the best.
         """
-        gaining = list(filter(self._keeps_maths, self._gaining() or self._promising()[:1]))
+        gaining = list(filter(self._keeps_maths, self._gaining() or self._promising()))
         return [self._choose(kind, gaining) for kind in dict.fromkeys(trial.candidate.kind for trial in gaining)]
 
     def _choose(self, kind: str, gaining: Sequence[Trial]) -> Trial:
@@ -188,7 +190,7 @@ class Search:
                 break
             worst = max(useless, key=_badness)
             others = whole.without(worst.candidate.name)
-            failed = f"{worst.beside.error}, beside {others}" if worst.beside.error else ""
+            failed = f"failed: {worst.beside.error}, beside {others}" if worst.beside.error else ""
             worst.why = failed or f"no gain beside {others}: {worst.beside}"
             kept.remove(worst)
         return self._case(kept)
@@ -226,17 +228,16 @@ class Search:
         return measured if same else max([measured, *declared], key=SEVERITY.index)
 
     def _nothing(self) -> str:
-        late = sum(not trial.why and not trial.alone.logs for trial in self.trials.values())
-        if late:
+        if late := len(self._untried()):
             return f"nothing is recommended: {late} of {len(self.trials)} settings were not tried, for want of time"
         return "nothing helps here"
 
     def _objection(self, case: Case) -> str:
         """Why a case is not recommended after the last comparison."""
         if self.final.error:
-            return f"nothing is recommended: {case} in the last comparison: {self.final.error}"
+            return f"nothing is recommended: {case} failed in the last comparison: {self.final.error}"
         if not self.final.gains:
-            return f"nothing helps here: the last comparison did not confirm {case}"
+            return f"{self._nothing()}; the last comparison did not confirm {case}"
         if self.same_maths and self.result(case, self.final) != "same bits":
             return f"nothing is recommended: {case} changes the losses"
         return ""
@@ -245,7 +246,7 @@ class Search:
         if not self.verdict:
             return f"kept: alone {trial.alone}"
         if self.final.error:
-            return self.final.error
+            return f"failed: {self.final.error}, in the last comparison"
         if self.final.gains:
             return "failed: it changes the losses, which --same-maths refuses"
         return f"no gain in the last comparison: {self.final}"
@@ -253,7 +254,7 @@ class Search:
     def _end(self, trial: Trial) -> str:
         """How a candidate ended of which nothing else is known."""
         if trial.alone.error:
-            return trial.alone.error
+            return f"{'not tried because' if trial.alone.refused else 'failed:'} {trial.alone.error}"
         if trial.alone.gains:
             return f"no gain confirmed, because {self._why_ended()}: {trial.alone}"
         if trial.alone.interval:
@@ -274,8 +275,11 @@ class Search:
 
     def _undecided(self) -> list[Trial]:
         """Return those that need processes: first what was not tried and can save most, then the best."""
-        untried = [trial for trial in self.trials.values() if not (trial.why or trial.alone.error or trial.alone.logs)]
-        return sorted(untried, key=self._share, reverse=True) or self._rivals()
+        return sorted(self._untried(), key=self._share, reverse=True) or self._rivals()
+
+    def _untried(self) -> list[Trial]:
+        """Return those that have not had their turn."""
+        return [trial for trial in self.trials.values() if not (trial.why or trial.alone.error or trial.alone.logs)]
 
     def _rivals(self) -> list[Trial]:
         """Return those that were tried and may still turn out the best of their kind, the best first."""
@@ -287,8 +291,9 @@ class Search:
         return sorted(rivals, key=lambda trial: trial.alone.ratio)
 
     def _promising(self) -> list[Trial]:
-        """Return those that may gain, the best first, although too few processes say so."""
-        return [trial for trial in self._rivals() if trial.alone.ratio < 1.0 - SMALL_SHARE]
+        """Return those that may gain although too few processes say so, the best first: of its kind only."""
+        found = [trial for trial in self._rivals() if trial.alone.ratio < 1.0 - SMALL_SHARE]
+        return [trial for trial in found if trial.candidate.kind == found[0].candidate.kind]
 
     def _best_so_far(self) -> str:
         best = next(iter(self._gaining() or self._promising()), None)
@@ -328,7 +333,8 @@ class Search:
             for start in range(0, len(kept), self._group):
                 chunk = kept[start : start + self._group]
                 if self._affordable(self._last()) <= len(chunk):
-                    return []  # the last comparison is of the whole, then
+                    # The last comparison decides about what is not known yet.
+                    return [trial for trial in kept if trial.beside.decided and not trial.beside.gains]
                 self._compare_without(whole, chunk)
         return [trial for trial in kept if not trial.beside.gains]
 
@@ -370,7 +376,7 @@ def _is_as_good(trial: Trial, best: Trial) -> bool:
     if trial.alone.ratio < (1.0 + SMALL_SHARE) * best.alone.ratio:
         return True
     difference = interval_of(trial.alone.logs, best.alone.logs)
-    return trial.candidate.is_stock and (difference is None or difference[0] <= 1.0)
+    return trial.candidate.is_stock and difference is not None and difference[0] <= 1.0
 
 
 def _can_beat(trial: Trial, best: Trial | None) -> bool:

@@ -206,6 +206,14 @@ def test_lightnings_own_is_recommended_where_the_better_one_may_be_chance():
     assert [each.candidate.name for each in trials.winners()] == ["O1"]
 
 
+@pytest.mark.parametrize(("logs", "chosen"), [(-0.33, "bf16-mixed"), (-0.2, "O1")])
+def test_of_one_process_each_the_plainer_one_is_confirmed_where_they_hardly_differ(logs, chosen):
+    trials = Search(select(list_candidates(2), ("O1", "bf16-mixed", "fused")), Machine({}))
+    for name, log in (("bf16-mixed", logs), ("O1", -0.35), ("fused", -0.3)):
+        trials.trials[name].alone.logs.append(log)
+    assert [each.candidate.name for each in trials.winners()] == [chosen]
+
+
 @pytest.mark.parametrize(("device", "most"), [("cpu", 5), ("cuda", 2)])
 def test_fewer_processes_share_a_gpu(device, most):
     machine = Machine({"fused": 0.8, "O1": 0.7, "no-bias": 0.9}, facts={"device": device})
@@ -222,6 +230,16 @@ def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
         "undecided because the time that was left was needed to confirm a gain: 1."
     )
     assert made.trials["fused"].why.endswith("times as fast (in one process)")
+
+
+def test_where_the_time_is_short_what_was_not_tried_is_no_proof_that_nothing_helps():
+    class Lucky(Machine):
+        def seconds(self, case):
+            return super().seconds(case) * (0.8 if case.names == ("lean",) and len(self.calls) == 3 else 1.0)
+
+    made = search(Lucky({"lean": 1.05}, noise=0.01, cost=8.0, seconds=150.0))
+    assert made.verdict.startswith("nothing is recommended: 6 of 25 settings were not tried, for want of time; ")
+    assert made.verdict.endswith("the last comparison did not confirm lean")
 
 
 def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tried():
@@ -263,14 +281,20 @@ def test_a_setting_that_fails_is_a_row_with_its_error():
     assert made.chosen.names == ("lean",)
 
 
-def test_settings_that_fail_together_are_taken_apart():
+def test_a_setting_that_fails_is_not_counted_as_untried():
+    assert search(Machine({}, fails={"fused": ("failed", "an error")})).verdict == "nothing helps here"
+
+
+@pytest.mark.parametrize("status", ["failed", "skipped"])
+@pytest.mark.parametrize("cost", [2.0, 20.0])  # with the long processes one round is all that there is time for
+def test_settings_that_fail_together_are_taken_apart(cost, status):
     class Picky(Machine):
         def row(self, case):
             if {"lean", "fused"} <= set(case.names):
-                return {**new_row(), "status": "failed", "reason": "not both"}
+                return {**new_row(), "status": status, "reason": "not both."}
             return super().row(case)
 
-    made = search(Picky({"lean": 0.7, "fused": 0.8}, noise=0.01))
+    made = search(Picky({"lean": 0.7, "fused": 0.8}, noise=0.01, cost=cost), ("lean", "fused"))
     assert made.chosen.names == ("lean",)
     assert made.trials["fused"].why.startswith("failed: not both, beside lean")
 
@@ -296,6 +320,18 @@ def test_what_fails_together_is_left_out_and_what_is_beside_it_stays(groups, cho
     assert made.chosen.names == chosen
     for name in set(factors) - set(chosen):
         assert made.trials[name].why.startswith("failed: not together, beside ")
+
+
+def test_a_script_of_which_three_do_not_fit_at_once_is_measured_alone():
+    class Small(Machine):
+        def measure(self, cases):
+            rows = super().measure(cases)
+            full = {**new_row(), "status": "skipped", "reason": "out of memory"}
+            return rows if len(self.calls) != 2 else {**rows, Case(): full}
+
+    made = search(Small({"lean": 0.7}, noise=0.01))
+    assert made.facts.step_ms == pytest.approx(10.0, rel=0.1)
+    assert made.chosen.names == ("lean",)
 
 
 def test_a_script_that_cannot_be_measured_is_refused():
