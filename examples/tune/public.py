@@ -181,8 +181,8 @@ SCRIPTS = {
 }
 
 
-def tune(script: Script, repositories: Path, folder: Path, minutes: float) -> dict[str, Any]:
-    """Tune a script in a folder that gets what it needs of its repository; return what tune wrote, or an error."""
+def tune(script: Script, repositories: Path, folder: Path, minutes: float, out: Path) -> dict[str, Any]:
+    """Tune a script in a folder that gets what it needs of its repository; return what tune wrote to ``out``."""
     clone = repositories / Path(script.repository).name
     archive, part = folder / "part.zip", script.folder or str(Path(script.path).parent)
     command = ["archive", "--format", "zip", "--output", str(archive), script.commit, part]
@@ -193,10 +193,10 @@ def tune(script: Script, repositories: Path, folder: Path, minutes: float) -> di
     environment = {**os.environ, **script.environment}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "lightning_turbo", "tune", "--minutes", str(minutes), "--confirm"]
-    ended = subprocess.run([*command, "--out", "tuned", *script.command], cwd=folder, env=environment, check=False)
+    ended = subprocess.run([*command, "--out", str(out), *script.command], cwd=folder, env=environment, check=False)
     if ended.returncode:
         return {"error": f"tune ended with exit status {ended.returncode}"}
-    return json.loads((folder / "tuned" / "tune.json").read_text())
+    return json.loads((out / "tune.json").read_text())
 
 
 def confirmed(results: Mapping[str, Any]) -> str:
@@ -262,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=2.0, help="of each, without the epochs (default: 2)")
     parser.add_argument("--page", type=Path, help="write the tables to this file, too")
     parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="scripts")
+    parser.add_argument("--out", type=Path, default=Path("runs/public"), help="what tune writes (default: runs/public)")
     asked = parser.parse_args(arguments)
     repositories = {SCRIPTS[name].repository for name in asked.only}
     if missing := [each for each in sorted(repositories) if not (asked.repositories / Path(each).name).is_dir()]:
@@ -270,7 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, dict[str, Any]] = {}
     for name in asked.only:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = tune(SCRIPTS[name], asked.repositories.absolute(), Path(folder), asked.minutes)
+            clones, out = asked.repositories.absolute(), asked.out.absolute() / name
+            found[name] = tune(SCRIPTS[name], clones, Path(folder), asked.minutes, out)
         print_lines(" | ".join(row(name, found[name])))  # what is known is not lost
     print_lines("", *page(found, asked.minutes))
     if asked.page is not None:

@@ -72,20 +72,22 @@ def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_
             return run(command, **options)
         folder = options["cwd"]
         ran.append((command, options["env"], (folder / "deep" / "train.py").read_text()))
-        (folder / "tuned").mkdir()
-        (folder / "tuned" / "tune.json").write_text(json.dumps(FOUND))
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir(parents=True)
+        (out / "tune.json").write_text(json.dumps(FOUND))
         return subprocess.CompletedProcess(command, status)
 
     monkeypatch.setattr(public.subprocess, "run", record)
     monkeypatch.setitem(SCRIPTS, "gan", repository)
     page = tmp_path / "page.md"
     words = ["--repositories", str(tmp_path / "clones"), "--page", str(page), "--minutes", "0.5", "--only", "gan"]
-    assert public.main(words) == 0
+    assert public.main([*words, "--out", str(tmp_path / "kept")]) == 0
     ((command, environment, text),) = ran
     assert text == "the first"
     assert command[-3:] == ["deep/train.py", "--rate", "1"]
     assert {"--confirm", "0.5"} < set(command)
     assert environment["PL_TRAINER_LIMIT_TRAIN_BATCHES"] == "5"
+    assert (tmp_path / "kept" / "gan" / "tune.json").exists()
     assert ("lean + fused" in page.read_text()) == (status == 0)
     assert ("exit status 2" in page.read_text()) == (status == 2)
 
