@@ -73,7 +73,8 @@ def draw_bars(
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.18 * max(bar.high for bar in bars))
     axes.set_xlabel(label)
-    axes.set_title(title, fontsize=9, loc="left", wrap=True)
+    # Between the dollars of a command matplotlib would expect mathematics; parse_math=False does not hold where it wraps.
+    axes.set_title(title.replace("$", r"\$"), fontsize=9, loc="left", wrap=True)
     axes.spines[["top", "right"]].set_visible(False)
     used = {bar.kind for bar in bars}
     handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]

@@ -174,8 +174,12 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
             for name, arguments in settings.callbacks.items()
         ]
     lines = (f"{headline}.", "A further config: --config turbo.yaml, after yours.", _start_line(settings, command))
-    head = "".join(f"# {line}\n" for line in lines if line)
-    return head + yaml.safe_dump({"trainer": trainer}, sort_keys=False)
+    return _as_comment(*lines) + yaml.safe_dump({"trainer": trainer}, sort_keys=False)
+
+
+def _as_comment(*texts: str) -> str:
+    """Return texts as comments of Python or YAML: words of a user, as a command is, may have any line or quote."""
+    return "".join(f"# {line}\n" for text in texts for line in text.splitlines())
 
 
 def script_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
@@ -193,20 +197,15 @@ def script_text(settings: Settings, headline: str, command: Sequence[str]) -> st
     parts = {_strategy(settings): settings.strategy, "ApexAMP": settings.opt_level}
     names = [*settings.callbacks, *(name for name, used in parts.items() if used)]
     imports = f"from lightning_turbo import {', '.join(sorted(names))}\n" if names else ""
-    start = _start_line(settings, command)
+    use = "In the script: Trainer(**turbo(max_epochs=3, callbacks=[...])), with all arguments of the Trainer."
     return SCRIPT.format(
-        headline=headline,
-        start=f"\n{start}" if start else "",
+        head=_as_comment(f"{headline}.", use, _start_line(settings, command)),
         imports=imports,
         body="".join(f"    arguments.update({line})\n" for line in lines),
     )
 
 
-SCRIPT = '''"""{headline}.
-
-In the script: ``Trainer(**turbo(max_epochs=3, callbacks=[...]))``, with all arguments of the Trainer.{start}
-"""
-
+SCRIPT = '''{head}
 {imports}
 
 def turbo(callbacks=None, **arguments):
