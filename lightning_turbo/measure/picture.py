@@ -73,7 +73,7 @@ def draw_bars(
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.18 * max(bar.high for bar in bars))
     axes.set_xlabel(label)
-    # Between the dollars of a command matplotlib would expect mathematics; parse_math=False does not hold where it wraps.
+    # Between dollars, as of a command, matplotlib expects mathematics; parse_math=False does not hold where it wraps.
     axes.set_title(title.replace("$", r"\$"), fontsize=9, loc="left", wrap=True)
     axes.spines[["top", "right"]].set_visible(False)
     used = {bar.kind for bar in bars}

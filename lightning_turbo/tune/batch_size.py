@@ -113,7 +113,9 @@ class BatchSizes:
     def _measure(self, size: int) -> dict[str, Any]:
         case = Case(batch_size=size)
         if self.rows:
-            window = self._batches(size) if self.whole_epochs else 1
+            # Whole windows of accumulated batches: the optimizer steps after each, and at the end of an epoch.
+            facts = self.rows[self.base]["numbers"]["facts"]
+            window = self._batches(size) if self.whole_epochs else facts.get("accumulate", 1)
             self.runner.set_pace(self._seconds(self.fitting[-1]) * size, window)
         return dict(self.runner.measure([case])[case])
 

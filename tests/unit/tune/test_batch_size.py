@@ -16,11 +16,12 @@ class Machine:
     """A step takes a fixed time and one for each sample; a batch takes memory for each sample."""
 
     def __init__(self, *, fits, samples=10_000, fixed=0.010, each=0.001, size=8, stop=math.inf, optimizers=("SGD",),
-                 drop_last=False, limit=math.inf, start=0.0):  # fmt: skip
+                 drop_last=False, limit=math.inf, start=0.0, accumulate=1):  # fmt: skip
         self.fits, self.fixed, self.each, self.size, self.stop = fits, fixed, each, size, stop
         self.batches = {"size": size, "samples": samples, "drop_last": drop_last, "optimizers": list(optimizers)}
         self.luck, self.calls, self.windows = random.Random(0), [], []
         self.limit, self.start, self.window = limit, start, 1
+        self.accumulate = accumulate
 
     def set_pace(self, step_seconds, accumulate):
         assert 0.0 < step_seconds < math.inf
@@ -40,12 +41,13 @@ class Machine:
         row = {**new_row(), "status": "ok", "rounds": rounds, "peak_bytes": 10**6 * size}
         whole = math.floor if self.batches["drop_last"] else math.ceil
         batches = min(self.limit, whole(self.batches["samples"] / size))
+        facts = {"batches": batches, "accumulate": self.accumulate}
         # A last batch that is smaller takes less time; rounds that are shorter than an epoch seldom have it.
         mean = min(size, self.batches["samples"] / batches) if self.window == batches else size
         for part in rounds:
             part["seconds"] *= (self.fixed + self.each * mean) / (self.fixed + self.each * size)
             part["seconds"] += self.start / batches if self.window == batches else 0.0
-        return {case: {**row, "numbers": {"batches": self.batches, "facts": {"batches": batches}}}}
+        return {case: {**row, "numbers": {"batches": self.batches, "facts": facts}}}
 
 
 def find(**settings):
@@ -85,6 +87,8 @@ def test_an_epoch_has_no_more_samples():
     ({"limit": 5}, [5, 5, 4, 2]),
     ({"samples": 500}, [63, 32, 16, 8, 4, 2]),
     ({"samples": 2000}, [1] * 8),  # an epoch takes more than two seconds
+    ({"samples": 2000, "accumulate": 4}, [4] * 8),  # the optimizer steps after every fourth
+    ({"accumulate": 4}, [13, 7, 4, 2]),  # and after the last
 ])  # fmt: skip
 def test_rounds_are_of_whole_epochs_where_these_are_short(settings, windows):
     assert find(fits=10_000, **{"samples": 100, **settings}).runner.windows[: len(windows)] == windows
