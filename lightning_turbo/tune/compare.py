@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from lightning_turbo.measure import interval_of, markdown_table, print_lines, th
 from lightning_turbo.tune.candidates import SMALL_SHARE
 
 __all__ = ["compare_results"]
+
+AS_IT_IS = "the script as it is"
+RECOMMENDED = "with what was recommended"
 
 
 def compare_results(folders: Sequence[Path]) -> int:
@@ -36,14 +39,18 @@ def compare_results(folders: Sequence[Path]) -> int:
     (machine, before), (other, after) = map(_read, folders)
     if machine != other:
         raise TurboError(f"tune compare: expected results of one machine, got {machine} and {other}.")
+    for folder, parts in zip(folders, (before, after), strict=True):
+        if RECOMMENDED not in parts:
+            print_lines(f"{folder}: nothing was recommended yet, so that only {AS_IT_IS} is compared.")
     rows, slower = [], 0
-    for name, times in after.items():
+    for name, times in ((name, after[name]) for name in before if name in after):
         low, high = interval_of(times, before[name]) or (0.0, math.inf)
         means = [math.exp(statistics.fmean(each)) for each in (before[name], times)]
         factor = f"{means[1] / means[0]:.2f} ({low:.2f} to {high:.2f})"
         rows.append([name, *map(three_digits, means), factor, "slower" if low > 1.0 + SMALL_SHARE else ""])
         slower += low > 1.0 + SMALL_SHARE
-    print_lines(f"{slower or 'None'} of {len(rows)} steps got slower beyond noise.\n")
+    steps = "step" if len(rows) == 1 else "steps"
+    print_lines(f"{slower or 'None'} of {len(rows)} {steps} got slower beyond noise.\n")
     print_lines(*markdown_table(["step", "before, ms", "after, ms", "after / before", ""], rows))
     return 1 if slower else 0
 
@@ -53,10 +60,23 @@ def _read(folder: Path) -> tuple[str, dict[str, list[float]]]:
     path = folder / "tune.json"
     if not path.is_file():
         raise TurboError(f"{str(folder)!r}: expected a folder that tune wrote, with tune.json.")
-    results: dict[str, Any] = json.loads(path.read_text())
-    if len(times := results["default"].get("processes_ms", [])) < 2:
+    try:
+        machine, parts = _parts(json.loads(path.read_text()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TurboError(
+            f"{path}: expected what this version of tune writes, got {type(error).__name__}: {error}. Run tune again."
+        ) from error
+    if len(parts[AS_IT_IS]) < 2:
         raise TurboError(f"{path}: expected a step measured in two processes or more. Run tune again, for longer.")
-    # What is recommended may be the script as it is.
-    parts = {"the script as it is": times, "with what was recommended": results["chosen"]["processes_ms"] or times}
+    return machine, parts
+
+
+def _parts(results: Mapping[str, Any]) -> tuple[str, dict[str, list[float]]]:
+    parts = {AS_IT_IS: results["default"].get("processes_ms", [])}
+    # Without settings the script as it is was recommended, or nothing yet.
+    unknown = results.get("interrupted") or results.get("verdict", "").startswith("nothing is recommended")
+    chosen = results["chosen"]
+    if chosen["settings"] or not unknown:
+        parts[RECOMMENDED] = chosen["processes_ms"] or parts[AS_IT_IS]
     machine = "{processor}, {cores} cores".format(**results["machine"])
     return machine, {name: [math.log(each) for each in part] for name, part in parts.items()}

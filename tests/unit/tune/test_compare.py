@@ -11,13 +11,14 @@ from lightning_turbo.cli import main
 MACHINE = {"processor": "a processor", "cores": 2}
 
 
-def write(folder, default, chosen=(), **machine):
+def write(folder, default, chosen=(), verdict="", settings=("lean",), **machine):
     folder.mkdir()
-    names = ["lean"] if chosen else []
+    names = list(settings) if chosen else []
     results = {
         "default": {"step_ms": 1.0, "processes_ms": list(default)},
         "chosen": {"settings": names, "processes_ms": list(chosen)},
         "machine": {**MACHINE, **machine},
+        "verdict": verdict,
     }
     (folder / "tune.json").write_text(json.dumps(results))
     return str(folder)
@@ -43,6 +44,25 @@ def test_what_got_slower_beyond_noise_is_told_by_the_exit_status(default, chosen
     assert main(["tune", "compare", before, before]) == 0
 
 
+LATE = "nothing is recommended: the time was over before the last comparison"
+
+
+def test_what_was_not_recommended_for_want_of_time_is_no_step_that_got_slower(tmp_path, capsys):
+    before = write(tmp_path / "a", draw(10.0, 1), draw(5.0, 2))
+    tens = draw(10.0, 3)
+    after = write(tmp_path / "b", tens, tens, settings=(), verdict=LATE)  # as tune writes those of what is chosen
+    slower = write(tmp_path / "c", draw(12.0, 3), verdict=LATE)
+    for one, other, status, said in [
+        (before, after, 0, "None of 1 step got slower"),
+        (after, before, 0, "None of 1 step got slower"),
+        (before, slower, 1, "1 of 1 step got slower"),
+    ]:
+        assert main(["tune", "compare", one, other]) == status
+        out = capsys.readouterr().out
+        assert said in out
+        assert f"{slower if status else after}: nothing was recommended yet" in out
+
+
 def test_the_same_script_is_rarely_slower_by_chance(tmp_path):
     found = []
     for seed in range(20):
@@ -56,11 +76,16 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     good = write(tmp_path / "a", draw(10.0, 1))
     other = write(tmp_path / "b", draw(10.0, 1), processor="another one")
     few = write(tmp_path / "c", [10.0])
+    for name, text in {"d": '{"default": {', "e": "{}", "f": "[]", "g": '{"default": {}, "chosen": null}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tune.json").write_text(text)
+    odd = [((good, str(tmp_path / name)), "expected what this version of tune writes, got") for name in "defg"]
     for words, message in [
         ((good,), "expected two folders of results, got 1"),
         ((good, str(tmp_path)), "expected a folder that tune wrote, with tune.json"),
         ((good, other), "expected results of one machine, got a processor, 2 cores and another one, 2 cores"),
         ((good, few), "expected a step measured in two processes or more"),
+        *odd,
     ]:
         assert main(["tune", "compare", *words]) == 2
         assert message in capsys.readouterr().err
