@@ -10,6 +10,7 @@ from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, markdown_table, seconds_by_sweep, three_digits
 from lightning_turbo.tune.evidence import Case, Comparison
 from lightning_turbo.tune.search import Runner
+from lightning_turbo.tune.worker import OUT_OF_MEMORY
 
 __all__ = ["BatchSizes"]
 
@@ -29,7 +30,7 @@ class BatchSizes:
         self.runner = runner
         self.rows: dict[int, dict[str, Any]] = {}  # by size: its first process; the script's size is the first one
         self.against: dict[int, Comparison] = {}  # times a sample, against the script's size
-        self.ended = "the time was over"  # why no larger one was tried
+        self.ended = ""  # why no larger one was tried
         self.facts: dict[str, Any] = {}  # of ``probe.describe_batches``
         # An epoch takes about as long with any size. Its start and its last batch count for all sizes, or for none.
         self.whole_epochs = False
@@ -61,26 +62,33 @@ class BatchSizes:
 
         Raises:
             TurboError: If the script cannot be measured.
+            KeyboardInterrupt: After Ctrl-C before anything is known.
         """
         try:
             self._measure_own()
             self._grow()
             self._compare()
         except InterruptedRunError:
+            pressed = self.runner.left > 0
             if not self.rows:
+                if pressed:
+                    raise KeyboardInterrupt from None
                 raise TurboError("the time was over before the script's own batch size was measured.") from None
+            self.ended = self.ended or ("the search was ended" if pressed else "the time was over")
 
     def _measure_own(self) -> None:
         """Measure the script's own size, and learn what it says of an epoch."""
         first = self._measure(0)
         if first["status"] != "ok" or not first["numbers"]["batches"]["size"]:
             reason = first["reason"] or "expected a training DataLoader with a batch_size"
-            raise TurboError(f"the script cannot be measured: {reason}.")
+            raise TurboError(f"the script cannot be measured: {reason.rstrip('.')}.")
         self.facts = first["numbers"]["batches"]
         size = self.facts["size"]
         self.rows[size] = first
         self.whole_epochs = 0 < self._batches(size) * self._seconds(size) * size <= EPOCH_SECONDS
         again = self._measure(size)  # as all others; the rounds of the first process were of three steps
+        if again["status"] == "skipped" and again["reason"] != OUT_OF_MEMORY:
+            raise TurboError(f"the batch size cannot be changed: {again['reason'].rstrip('.')}.")
         self.rows[size] = again if again["status"] == "ok" else first
 
     def _grow(self) -> None:
@@ -96,7 +104,7 @@ class BatchSizes:
             fits = self.rows[size]["status"] == "ok"
             low, high = (size, 2 * size if size == high else high) if fits else (low, size)
         row = self.rows[high]
-        self.ended = f"{high} {'does not fit' if row['status'] == 'skipped' else 'fails'}: {row['reason']}"
+        self.ended = f"{high} {'does not fit' if row['reason'] == OUT_OF_MEMORY else 'fails'}: {row['reason']}"
 
     def _compare(self) -> None:
         rivals = sorted((size for size in self.fitting if size != self.base), key=self._seconds)[:RIVALS]

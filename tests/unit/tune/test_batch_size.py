@@ -16,12 +16,13 @@ class Machine:
     """A step takes a fixed time and one for each sample; a batch takes memory for each sample."""
 
     def __init__(self, *, fits, samples=10_000, fixed=0.010, each=0.001, size=8, stop=math.inf, optimizers=("SGD",),
-                 drop_last=False, limit=math.inf, start=0.0, accumulate=1):  # fmt: skip
+                 drop_last=False, limit=math.inf, start=0.0, accumulate=1, left=0.0,
+                 reason="out of memory"):  # fmt: skip
         self.fits, self.fixed, self.each, self.size, self.stop = fits, fixed, each, size, stop
         self.batches = {"size": size, "samples": samples, "drop_last": drop_last, "optimizers": list(optimizers)}
         self.luck, self.calls, self.windows = random.Random(0), [], []
         self.limit, self.start, self.window = limit, start, 1
-        self.accumulate = accumulate
+        self.accumulate, self.left, self.reason = accumulate, left, reason
 
     def set_pace(self, step_seconds, accumulate):
         assert 0.0 < step_seconds < math.inf
@@ -35,7 +36,7 @@ class Machine:
         if len(self.calls) > self.stop:
             raise InterruptedRunError
         if size > self.fits:
-            return {case: {**new_row(), "status": "skipped", "reason": "out of memory"}}
+            return {case: {**new_row(), "status": "skipped", "reason": self.reason}}
         seconds = (self.fixed + self.each * size) * math.exp(self.luck.gauss(0.0, 0.01))
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(4)]
         row = {**new_row(), "status": "ok", "rounds": rounds, "peak_bytes": 10**6 * size}
@@ -149,6 +150,31 @@ def test_what_is_measured_when_the_time_is_over_is_told(stop):
     assert ("(the time was over)" in sizes.as_text()) == (stop < 9)
     assert ("They were not compared in turns." in sizes.as_text()) == (stop > 1)
     assert "None is faster" not in sizes.as_text()
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_after_ctrl_c_it_does_not_say_that_the_time_was_over(stop):
+    assert "(the search was ended)." in find(fits=64, stop=stop, left=60.0).as_text()
+    with pytest.raises(KeyboardInterrupt):
+        find(fits=64, stop=0, left=60.0)
+
+
+def test_a_loader_whose_batches_cannot_be_resized_is_refused_at_once():
+    class Own(Machine):
+        """Where the loader has a batch sampler of its own, which is found where its size is to be changed."""
+
+        def measure(self, cases):
+            self.fits = 0 if cases[0].batch_size else 8
+            return super().measure(cases)
+
+    machine = Own(fits=8, reason="its training loader has no BatchSampler of torch.")
+    with pytest.raises(TurboError, match=r"^the batch size cannot be changed: .* no BatchSampler of torch\.$"):
+        BatchSizes(machine).run()
+    assert len(machine.calls) == 2
+
+
+def test_only_what_needs_more_memory_does_not_fit():
+    assert find(fits=8, reason="torch cannot trace this network").ended == "9 fails: torch cannot trace this network"
 
 
 def test_a_script_without_a_batch_size_is_refused():
