@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +22,7 @@ from lightning_turbo.measure import (
     write_json,
 )
 from lightning_turbo.tune.batch_size import BatchSizes
-from lightning_turbo.tune.candidates import Candidate, list_candidates, list_rank_candidates, select
+from lightning_turbo.tune.candidates import Candidate, Facts, list_candidates, list_rank_candidates, select
 from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
@@ -44,7 +47,8 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
         TurboError: If the script cannot be measured, or the settings leave nothing to try.
     """
     candidates = select(_list(settings.ranks), settings.only, settings.without, settings.same_maths)
-    state = _read_state(settings) if settings.resume else None
+    origin, kept = _origin(settings), settings.out / STATE
+    state = _read_state(kept, origin) if settings.resume else None
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
     with interrupt.caught(), Progress(interrupt.deadline) as progress:
@@ -54,20 +58,39 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
             return 130 if interrupt.pressed else 0
         search = Search(candidates, runner, same_maths=settings.same_maths)
         search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
-        if state is not None:
-            search.restore(state)
-        search.run()
-    write_json({"of": _origin(settings), **search.state()}, settings.out / STATE)
+        _run(search, state, kept, origin)
     results = make_results(search, settings.command)
     paths = write_results(search, results, settings.out)
     if settings.confirm and search.chosen.names and search.facts is not None and not interrupt.pressed:
         # What is known is written by now: an epoch takes as long as it takes.
-        seconds = search.facts.step_ms / 1e3 * (search.facts.batches or 0)
-        epochs = compare_epochs(train_epochs(runner, search.chosen, seconds), search.final)
-        results["epochs"] = {**epochs, "sentence": describe_epochs(epochs)}
+        interrupt = Interrupt()
+        results["epochs"] = _train_epochs(runner, search, search.facts, interrupt)
         paths = write_results(search, results, settings.out)
     print_lines(as_text(results), *map(str, paths), *filter(None, [why_no_picture()]), stream=stream)
     return 130 if interrupt.pressed else 0
+
+
+def _run(search: Search, state: Mapping[str, Any] | None, kept: Path, origin: Mapping[str, Any]) -> None:
+    """Search, from an earlier state if there is one, and keep what was measured."""
+    if state is not None:
+        with _expecting_state(kept):
+            search.restore(state)
+    try:
+        search.run()
+    finally:
+        # Also where a process could not be started, or at the second Ctrl-C.
+        if search.facts is not None or search.interrupted:
+            new = search.state()
+            # Of what this search leaves out, what an earlier one measured.
+            alone = {**(state or {}).get("alone", {}), **new["alone"]}
+            write_json({"of": origin, **new, "alone": alone}, kept)
+
+
+def _train_epochs(runner: ScriptRunner, search: Search, facts: Facts, interrupt: Interrupt) -> dict[str, Any]:
+    """Return what whole epochs say of what is chosen, and that in words."""
+    seconds = facts.step_ms / 1e3 * (facts.batches or 0)
+    epochs = compare_epochs(train_epochs(runner, search.chosen, seconds, interrupt), search.final)
+    return {**epochs, "sentence": describe_epochs(epochs)}
 
 
 def _list(ranks: int) -> list[Candidate]:
@@ -85,18 +108,44 @@ def _tune_batch_size(runner: ScriptRunner, out: Path, stream: TextIO | None) -> 
 
 def _origin(settings: TuneSettings) -> dict[str, Any]:
     """Return what has to be the same for a second run to go on."""
-    script = "" if settings.module else hashlib.sha256(Path(settings.program).read_bytes()).hexdigest()
+    program = _file_of_module(settings.program) if settings.module else Path(settings.program)
+    script = "" if program is None else hashlib.sha256(program.read_bytes()).hexdigest()
     asked = {name: getattr(settings, name) for name in ("seed", "device", "ranks")}
-    machine = {name: describe_machine("cpu")[name] for name in ("processor", "cores", "versions")}
+    found = describe_machine("cpu")
+    machine = {name: found[name] for name in ("processor", "cores", "python", "lightning_turbo", "versions")}
     return {"command": settings.command, "script": script, **asked, **machine}
 
 
-def _read_state(settings: TuneSettings) -> dict[str, Any]:
-    path = settings.out / STATE
+def _file_of_module(name: str) -> Path | None:
+    """Return the file that ``python -m`` runs; ``importlib`` would import the packages that it is in."""
+    for place in ("", *sys.path):
+        stem = Path(place, *name.split("."))
+        for file in (stem.with_name(f"{stem.name}.py"), stem / "__main__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+@contextmanager
+def _expecting_state(path: Path) -> Iterator[None]:
+    """Tell in one line that a file is not what ``_run`` writes."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TurboError(
+            f"--resume: {path}: expected what this version of tune writes, got {type(error).__name__}: {error}. Leave "
+            "--resume out to begin again."
+        ) from error
+
+
+def _read_state(path: Path, origin: Mapping[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         raise TurboError(f"--resume: expected {path} of an earlier run. Leave it out, or name the folder by --out.")
-    state, origin = json.loads(path.read_text()), _origin(settings)
-    if other := [name for name, value in state.pop("of").items() if value != origin[name]]:
+    with _expecting_state(path):
+        state = json.loads(path.read_text())
+        of = state.pop("of")
+        other = [name for name, value in origin.items() if of.get(name) != value]
+    if other:
         raise TurboError(f"--resume: {path} has another {' and '.join(other)}. Leave --resume out to begin again.")
     return state
 

@@ -42,17 +42,19 @@ def compare_results(folders: Sequence[Path]) -> int:
     for folder, parts in zip(folders, (before, after), strict=True):
         if RECOMMENDED not in parts:
             print_lines(f"{folder}: nothing was recommended yet, so that only {AS_IT_IS} is compared.")
-    rows, slower = [], 0
-    for name, times in ((name, after[name]) for name in before if name in after):
-        low, high = interval_of(times, before[name]) or (0.0, math.inf)
-        means = [math.exp(statistics.fmean(each)) for each in (before[name], times)]
-        factor = f"{means[1] / means[0]:.2f} ({low:.2f} to {high:.2f})"
-        rows.append([name, *map(three_digits, means), factor, "slower" if low > 1.0 + SMALL_SHARE else ""])
-        slower += low > 1.0 + SMALL_SHARE
+    rows = [_row(name, before[name], after[name]) for name in before if name in after]
+    slower = sum(bool(row[-1]) for row in rows)
     steps = "step" if len(rows) == 1 else "steps"
     print_lines(f"{slower or 'None'} of {len(rows)} {steps} got slower beyond noise.\n")
     print_lines(*markdown_table(["step", "before, ms", "after, ms", "after / before", ""], rows))
     return 1 if slower else 0
+
+
+def _row(name: str, before: Sequence[float], after: Sequence[float]) -> list[str]:
+    low, high = interval_of(after, before) or (0.0, math.inf)
+    means = [math.exp(statistics.fmean(each)) for each in (before, after)]
+    factor = f"{means[1] / means[0]:.2f} ({low:.2f} to {high:.2f})"
+    return [name, *map(three_digits, means), factor, "slower" if low > 1.0 + SMALL_SHARE else ""]
 
 
 def _read(folder: Path) -> tuple[str, dict[str, list[float]]]:

@@ -19,13 +19,14 @@ PAIRS = 5  # of epochs, at most
 ENOUGH = 100.0  # seconds of pairs after which none is begun; one is trained however long it takes
 
 
-def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float) -> dict[str, Any]:
+def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float, interrupt: Interrupt) -> dict[str, Any]:
     """Train epochs without and with some settings in turns: a pair of them, and further pairs where they are short.
 
     Args:
         runner: Starts the processes.
         chosen: The settings.
         seconds: What the progress expects an epoch to take.
+        interrupt: Ends the epoch that is trained.
 
     Returns:
         The numbers of ``WholeEpoch`` under ``"default"`` and ``"chosen"``, of several pairs with medians of the times;
@@ -34,7 +35,7 @@ def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float) -> dict[str
     """
     pairs: list[dict[str, Any]] = []
     cases = [("default", Case(mode="epoch")), ("chosen", Case(chosen.names, "epoch"))]
-    with Interrupt().caught() as interrupt, Progress(time.monotonic() + 2 * seconds) as progress:
+    with interrupt.caught(), Progress(time.monotonic() + 2 * seconds) as progress:
         begun = time.monotonic()
         while len(pairs) < PAIRS and (not pairs or time.monotonic() - begun < ENOUGH):
             pair: dict[str, Any] = {}

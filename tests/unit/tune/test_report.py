@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from lightning_turbo.measure import new_row
+from lightning_turbo.measure import Interrupt, new_row
 from lightning_turbo.tune import epochs
 from lightning_turbo.tune.candidates import Facts, list_candidates, select
 from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
@@ -93,7 +93,7 @@ class Epochs:
 
 def test_short_epochs_are_trained_in_several_pairs():
     runner = Epochs(4.0, 2.0, 1.0, 5.0, 6.0, 2.0, 2.0, 8.0, 6.0, 3.0)
-    found = train_epochs(runner, Case(("O1",)), 1.0)
+    found = train_epochs(runner, Case(("O1",)), 1.0, Interrupt())
     assert runner.order == ["without", "with", "with", "without"] * 2 + ["without", "with"]
     assert found["factors"] == [2.0, 5.0, 3.0, 4.0, 2.0]
     assert (found["default"]["seconds"], found["chosen"]["seconds"]) == (6.0, 2.0)
@@ -107,12 +107,12 @@ def test_short_epochs_are_trained_in_several_pairs():
 ])  # fmt: skip
 def test_of_long_epochs_one_pair_is_trained(seconds, factors, error, monkeypatch):
     monkeypatch.setattr(epochs, "ENOUGH", 0.0)
-    found = train_epochs(Epochs(*seconds), Case(("O1",)), 1.0)
+    found = train_epochs(Epochs(*seconds), Case(("O1",)), 1.0, Interrupt())
     assert (found.get("factors"), found.get("error")) == (factors, error)
 
 
 def test_pairs_that_are_whole_count_where_a_later_one_fails():
-    assert train_epochs(Epochs(4.0, 2.0, 1.0, None), Case(("O1",)), 1.0)["factors"] == [2.0]
+    assert train_epochs(Epochs(4.0, 2.0, 1.0, None), Case(("O1",)), 1.0, Interrupt())["factors"] == [2.0]
 
 
 def test_the_training_steps_of_an_epoch_are_told_where_their_number_is_known():

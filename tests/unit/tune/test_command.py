@@ -1,0 +1,147 @@
+"""The command from settings to exit status, without processes: what it keeps, goes on from, and refuses."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+
+import pytest
+
+from lightning_turbo.cli import main
+from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import InterruptedRunError, machine, new_row
+from lightning_turbo.tune import command
+from lightning_turbo.tune.runner import TuneSettings
+
+
+class Still:
+    """A runner that measures what the table says, without noise; and what it was asked for."""
+
+    cost, left = 1.0, 1e6
+    fault, at = None, 0  # what one of its calls raises
+
+    def __init__(self, settings, candidates, interrupt, progress):
+        self.interrupt, self.calls = interrupt, []
+        made.append(self)
+
+    def set_pace(self, step_seconds, accumulate):
+        pass
+
+    def measure(self, cases):
+        self.calls.append([str(case) for case in cases])
+        if len(self.calls) == self.at:
+            self.interrupt.pressed = self.fault is InterruptedRunError
+            raise self.fault
+        return {case: self.row(case) for case in cases}
+
+    def row(self, case):
+        seconds = (0.0001 if case.mode == "loader" else 0.010) * 0.8 ** len(case.names)
+        rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
+        facts = {"accumulate": 1, "lacks": ["cuda", "huge pages"], "batches": 10}
+        return {**new_row(), "status": "ok", "rounds": rounds, "numbers": {"facts": facts, "losses": [1.0, 0.5]}}
+
+    def spawn(self, case):
+        return self
+
+    def listen(self, timeout, check):
+        os.kill(os.getpid(), signal.SIGINT)
+        check()
+
+    def close(self, grace):
+        pass
+
+
+made = []
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "ScriptRunner", Still)
+    monkeypatch.setattr(Still, "fault", None)
+    monkeypatch.setattr(Still, "at", 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return TuneSettings(program="train.py", out=tmp_path / "out", only=("lean", "fused"))
+
+
+def run(settings, **changes):
+    said = io.StringIO()
+    return command.run_tune(dataclasses.replace(settings, **changes), said), said.getvalue()
+
+
+def test_a_search_for_some_settings_keeps_what_was_measured_of_others(settings):
+    run(settings)
+    before = json.loads((settings.out / "measured.json").read_text())["alone"]
+    run(settings, resume=True, only=("fused",))
+    assert json.loads((settings.out / "measured.json").read_text())["alone"] == before
+    run(settings, resume=True, only=("lean",))
+    assert made[-1].calls == [["default", "lean"]] * 6, "of the last comparison"
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError])
+def test_what_was_measured_is_kept_where_the_search_ends_by_an_error(settings, fault, monkeypatch):
+    monkeypatch.setattr(Still, "fault", fault)
+    monkeypatch.setattr(Still, "at", 1)
+    with pytest.raises(fault):
+        run(settings)
+    assert not (settings.out / "measured.json").exists(), "nothing was measured"
+    monkeypatch.setattr(Still, "at", 6)
+    with pytest.raises(fault):
+        run(settings)
+    monkeypatch.setattr(Still, "at", 0)
+    run(settings, resume=True)
+    assert "one batch" not in made[-1].calls[0]
+
+
+def test_after_ctrl_c_the_exit_status_is_130(settings, monkeypatch):
+    status, said = run(settings, confirm=True)
+    assert status == 130
+    assert "Whole epochs were not measured: default failed: it was ended." in said
+    monkeypatch.setattr(Still, "fault", InterruptedRunError)
+    for at in (1, 6):
+        monkeypatch.setattr(Still, "at", at)
+        assert run(settings)[0] == 130
+
+
+def refusal(settings, **changes):
+    with pytest.raises(TurboError) as error:
+        run(settings, resume=True, **changes)
+    return str(error.value)
+
+
+def test_another_script_module_or_version_does_not_go_on(settings, tmp_path, monkeypatch):
+    package = tmp_path / "package_of_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('it was imported')")
+    for program, file in {
+        "package_of_test.train": package / "train.py",
+        "package_of_test": package / "__main__.py",
+        "train": tmp_path / "train.py",
+    }.items():
+        file.write_text("batch_size = 8")
+        module = {"program": program, "module": True}
+        run(settings, **module)
+        run(settings, resume=True, **module)
+        file.write_text("batch_size = 512")
+        assert "measured.json has another script. Leave --resume out" in refusal(settings, **module)
+    run(settings, program="package_of_test.nowhere", module=True)
+    run(settings)
+    (tmp_path / "train.py").write_text("another")
+    assert "has another script." in refusal(settings)
+    run(settings)
+    real = machine.installed_version
+    monkeypatch.setattr(machine, "installed_version", lambda name: "0" if name == "lightning-turbo" else real(name))
+    monkeypatch.setattr(machine.platform, "python_version", lambda: "0")
+    assert "has another python and lightning_turbo." in refusal(settings)
+
+
+@pytest.mark.parametrize("text", ['{"of": {', "{}", "[]", '{"of": null}', '{"facts": {"odd": 1}}'])
+def test_a_file_that_is_cut_off_or_of_another_format_is_refused_in_one_line(settings, text, capsys):
+    settings.out.mkdir()
+    if "facts" in text:
+        text = json.dumps({"of": command._origin(settings), **json.loads(text)})
+    (settings.out / "measured.json").write_text(text)
+    assert main(["tune", "--resume", "--only", "lean,fused", "--out", str(settings.out), "train.py"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "measured.json: expected what this version of tune writes, got" in error
