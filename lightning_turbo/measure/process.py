@@ -146,8 +146,9 @@ class Process:
         self._signal("SIGCONT")
 
     def _signal(self, name: str) -> None:
-        # A process that has ended has nothing to hold; ``listen`` says how it ended.
-        with contextlib.suppress(ProcessLookupError):
+        # A process that has ended has nothing to hold; ``listen`` says how it ended. Until it is waited for, macOS says
+        # that the signal is not permitted.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if CAN_HOLD:
                 os.killpg(self._process.pid, getattr(signal, name))
 

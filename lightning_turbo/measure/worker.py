@@ -25,6 +25,8 @@ from lightning_turbo.measure.meter import Meter
 __all__ = ["Channel", "SkippedError", "limit_memory", "open_channel", "peak_bytes", "serve"]
 
 STATUS = Path("/proc/self/status")
+MEMORY = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")
 LINE = 200  # characters of an error that a table shows; the log has the rest
 
 
@@ -139,9 +141,12 @@ def limit_memory(share: float) -> None:
 
 def _free_bytes() -> int | None:
     """The memory that is available in the machine, and in the control group of a container."""
-    free, group = [_field(Path("/proc/meminfo"), "MemAvailable")], Path("/sys/fs/cgroup")
+    free = [_field(MEMORY, "MemAvailable")]
     with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit, taken = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        # Cached pages of files count as taken, and the kernel gives them up when memory is asked for.
+        cached = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
+        free.append(limit - taken + int(cached))
     return min((each for each in free if each is not None), default=None)
 
 

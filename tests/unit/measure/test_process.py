@@ -100,6 +100,19 @@ def test_without_signals_that_hold_a_process_it_waits_for_orders_only(start, mon
     assert wait_for("RS", child)
 
 
+@needs_proc
+def test_a_process_that_ended_is_closed_where_the_kernel_permits_no_signal_for_it(start, monkeypatch):
+    ended = start({"exit": 0})
+    assert wait_for("Z", ended._process.pid)
+
+    def as_on_macos(group, number):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "killpg", as_on_macos)
+    ended.hold()
+    ended.close()
+
+
 def test_an_answer_that_is_cut_off_is_no_answer(tmp_path):
     made = Process(["-S", "-c", "print('{', end='')"], {}, log=tmp_path / "log", folder=tmp_path)
     with pytest.raises(ProcessError, match="ended with exit status 0"):

@@ -195,3 +195,16 @@ def test_a_process_takes_no_more_than_what_is_free(monkeypatch, tmp_path):
     assert abs(soft - before - 900) < 2**26
     monkeypatch.undo()
     assert 0 < measured._free_bytes() < 2**50
+
+
+def test_cached_files_of_a_container_are_free(monkeypatch, tmp_path):
+    for name, text in {
+        "memory.max": "16000\n", "memory.current": "15000\n", "memory.stat": "anon 2000\ninactive_file 9000\n",
+        "meminfo": "MemTotal: 64 kB\nMemAvailable: 48 kB\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(measured, "GROUP", tmp_path)
+    monkeypatch.setattr(measured, "MEMORY", tmp_path / "meminfo")
+    assert measured._free_bytes() == 10_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert measured._free_bytes() == 48 * 1024
