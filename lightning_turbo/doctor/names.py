@@ -70,13 +70,14 @@ def upload(name: str, args: Args, kwargs: Kwargs) -> str:
     elif name == "new_tensor":
         uploads = not _is_host(kwargs.get("device", "the tensor's"))
     else:
-        uploads = name in _UPLOADS and not (isinstance(args[0], torch.Tensor) or _is_host(kwargs.get("device")))
+        there = isinstance(_value(name, args, kwargs), torch.Tensor) or _is_host(kwargs.get("device"))
+        uploads = name in _UPLOADS and not there
     return _UPLOADS[name] if uploads else ""
 
 
 def copied_array(name: str, args: Args, kwargs: Kwargs) -> str:
     """Return how the user writes a call that copies a NumPy array on the host; empty of other calls."""
-    copied = name == "tensor" and args and isinstance(args[0], np.ndarray) and _is_host(kwargs.get("device"))
+    copied = name == "tensor" and isinstance(_value(name, args, kwargs), np.ndarray) and _is_host(kwargs.get("device"))
     return "torch.tensor(array)" if copied else ""
 
 
@@ -93,6 +94,11 @@ def _is_host(device: Any) -> bool:
 def _argument(position: int, name: str, args: Args, kwargs: Kwargs, default: Any = None) -> Any:
     """Return an argument that may be given by position or by name."""
     return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _value(name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Return what a function makes a tensor of."""
+    return _argument(0, "obj" if name == "asarray" else "data", args, kwargs)
 
 
 def _has_mask(index: Any) -> bool:

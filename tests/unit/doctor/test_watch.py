@@ -75,6 +75,9 @@ UPLOADS = [
     (lambda x: torch.as_tensor([1.0, 2.0], device=x.device), "torch.as_tensor(..., device=...)"),
     (lambda x: torch.as_tensor(np.ones(3), device=x.device), "torch.as_tensor(..., device=...)"),
     (lambda x: torch.asarray([1.0, 2.0], device=x.device), "torch.asarray(..., device=...)"),
+    (lambda x: torch.tensor(data=[1.0], device=x.device), "torch.tensor(..., device=...)"),
+    (lambda x: torch.as_tensor(data=0.5, device=x.device), "torch.as_tensor(..., device=...)"),
+    (lambda x: torch.asarray(obj=[1.0], device=x.device), "torch.asarray(..., device=...)"),
     (lambda x: x.new_tensor([1.0, 2.0]), ".new_tensor(...)"),
     (lambda x: x[[0, 2]], "a list as an index"),
     (lambda x: x[None, [0, 2]], "a list as an index"),
@@ -90,6 +93,7 @@ def test_what_a_gpu_would_get_from_the_host_counts_once():
 
 @pytest.mark.parametrize(("function", "copied"), [
     (lambda x: torch.tensor(np.ones(3)), True),
+    (lambda x: torch.tensor(data=np.ones(3)), True),
     (lambda x: torch.tensor(np.float32(1.0)), False),
     (lambda x: torch.as_tensor(np.ones(3)), False),
     (lambda x: torch.from_numpy(np.ones(3)), False),
@@ -102,6 +106,8 @@ def test_an_array_that_is_copied_is_noted(watch, function, copied):
 HARMLESS = [
     lambda x: torch.tensor([1.0], device="cpu"),
     lambda x: torch.as_tensor(x, device=x.device),
+    lambda x: torch.as_tensor(data=x, device=x.device),
+    lambda x: (torch.tensor(data=[1.0]), torch.asarray(obj=[1.0])),
     lambda x: (x[0], x[(0,)], x[1:2], x[None], x[..., 0], x[()]),
     lambda x: torch.full((2,), 0.5, device=x.device),
     lambda x: x[0],
