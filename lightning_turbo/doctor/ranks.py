@@ -144,7 +144,8 @@ def _after(times: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -
     """Return where others may wait for what a rank does at ``place``: before the steps only at what comes later."""
     names = list(times[rank][0])
     if len(times[rank]) == 1:
-        return {*names[names.index(place) + 1 :], ""}
+        # A rank that never was there, as one without batches to validate, keeps nobody waiting.
+        return {*names[names.index(place) + 1 :], ""} if place in names else set()
     return {name for each in times for step in each for name in step} - {place}
 
 

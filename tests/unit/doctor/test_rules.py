@@ -60,6 +60,8 @@ def rank(outside=0.0, **phases):
     return Rank(steps=steps, outside={"before fit": outside, "setting up the data": 70 - outside, "": 1.0})
 
 
+VALIDATES = replace(rank(), outside={"before fit": 0.0, "setting up the data": 70.0, "validation": 0.4, "": 1.0})
+
 # Rule -> cases of (facts, the level it has to have, or None for silence).
 CASES = {
     "host-sync": [
@@ -159,6 +161,7 @@ CASES = {
         (replace(CPU, ranks=(rank(outside=3.0), rank(outside=4.1))), None),  # not half as long again
         (replace(CPU, ranks=(rank(outside=60.0), rank(outside=62.5))), None),  # and the others' wait is not their own
         (replace(CPU, ranks=(rank(outside=0.1), rank(outside=1.0))), None),  # not above a second
+        (replace(CPU, ranks=(VALIDATES, rank())), None),  # the second one has no batches to validate
         (CPU, None),
     ],
     "whole-reads": [
