@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lightning_turbo.doctor.rules.rule import LEVELS
@@ -47,39 +48,53 @@ def _read(path: Path) -> dict[str, Any]:
     file = path / "doctor.json" if path.is_dir() else path
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
-        return {name: report[name] for name in ("steps", "phases", "findings")}
-    except (ValueError, KeyError, TypeError) as error:
+        return {
+            "steps": [math.log(each) for each in report["steps"]],
+            "phases": {str(each["name"]): float(each["seconds"]) for each in report["phases"]},
+            "findings": [_finding(each) for each in report["findings"]],
+        }
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise TurboError(f"{str(file)!r}: expected a doctor.json of this version, got {error!r}.") from error
 
 
+def _finding(read: dict[str, Any]) -> dict[str, Any]:
+    where = "; ".join(read["places"])
+    return {
+        "rule": str(read["rule"]),
+        "grade": LEVELS.index(read["level"]),
+        "count": int(read["count"]),
+        "said": f"{read['level']} {read['rule']}: {read['what']}{f' ({where})' if where else ''}",
+    }
+
+
 def _ratio(old: list[float], new: list[float]) -> tuple[str, float]:
-    """Return how the steps compare, in words, and the low end of the interval of the factor."""
-    interval = interval_of([math.log(each) for each in new], [math.log(each) for each in old])
+    """Return how the logarithms of the steps compare, in words, and the low end of the interval of the factor."""
+    # Without steps of the earlier report the interval would be that of the later one alone.
+    interval = interval_of(new, old) if old else None
     if interval is None:
         return "too few steps were timed to tell times apart", 0.0
-    middle = math.exp(sum(map(math.log, new)) / len(new) - sum(map(math.log, old)) / len(old))
+    middle = math.exp(fmean(new) - fmean(old))
     return f"a step takes {middle:.2f} times as long ({interval[0]:.2f} to {interval[1]:.2f})", interval[0]
 
 
 def _grown(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Return which phase grew most, in words."""
-    times = {each["name"]: each["seconds"] for each in old["phases"]}
-    grown = max(new["phases"], key=lambda each: each["seconds"] - times.get(each["name"], 0.0), default=None)
+    before, now = old["phases"], new["phases"]
+    grown = max(now, key=lambda name: now[name] - before.get(name, 0.0), default=None)
     if grown is None:
         return ""
-    return f", most in {grown['name']}: {times.get(grown['name'], 0.0) * 1e3:.2f} ms, now {grown['seconds'] * 1e3:.2f}"
+    return f", most in {grown}: {before.get(grown, 0.0) * 1e3:.2f} ms, now {now[grown] * 1e3:.2f}"
 
 
 def _new_findings(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     """Return what the later report says more often, or only it; lines may have moved, so that places do not count."""
-    excuses = [(each["rule"], LEVELS.index(each["level"])) for each in old["findings"] for _ in range(each["count"])]
+    excuses = [(each["rule"], each["grade"]) for each in old["findings"] for _ in range(each["count"])]
     for each in new["findings"]:
         for _ in range(each["count"]):
             # Each earlier finding of the rule excuses one later one, of its own level or a milder one.
-            known = [key for key in excuses if key[0] == each["rule"] and key[1] <= LEVELS.index(each["level"])]
+            known = [key for key in excuses if key[0] == each["rule"] and key[1] <= each["grade"]]
             if known:
                 excuses.remove(known[-1])
             elif each["rule"] not in TIMES:
-                where = "; ".join(each["places"])
-                yield f"new: {each['level']} {each['rule']}: {each['what']}{f' ({where})' if where else ''}"
+                yield f"new: {each['said']}"
                 break

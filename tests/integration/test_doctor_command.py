@@ -302,7 +302,7 @@ def changed(**more):
     ({**COMPARED, "steps": [0.021, 0.020, 0.020], "phases": [{"name": "forward", "seconds": 0.02}]},
      "slower: a step takes 1.94 times as long (1.69 to 2.22), most in forward: 10.00 ms, now 20.00"),
     ({**COMPARED, "steps": [0.005, 0.020, 0.040]}, ""),  # within its noise
-    ({**COMPARED, "steps": [0.1]}, ""),
+    ({**COMPARED, "steps": [0.1]}, ""), ({**COMPARED, "steps": []}, ""),
 ])  # fmt: skip
 def test_two_reports_are_compared(later, said, tmp_path, capsys):
     for name, report in (("a", COMPARED), ("b", later)):
@@ -310,6 +310,25 @@ def test_two_reports_are_compared(later, said, tmp_path, capsys):
         (tmp_path / name / "doctor.json").write_text(json.dumps(report))
     assert cli.main(["doctor", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "doctor.json")]) == bool(said)
     assert (said or "nothing got slower, and no finding is new: ") in capsys.readouterr().out
+
+
+def test_a_report_of_a_run_that_was_too_short_tells_no_times_apart(tmp_path, capsys):
+    for name, steps in (("a.json", []), ("b.json", [0.01, 0.011])):
+        (tmp_path / name).write_text(json.dumps({**COMPARED, "steps": steps}))
+    assert cli.main(["doctor", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert "too few steps were timed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("odd", [
+    {"steps": ["fast"]}, {"steps": 3}, {"steps": [0.0]}, {"phases": {"forward": 0.01}}, {"phases": [{"name": "x"}]},
+    {"findings": ["host-sync"]}, {"findings": [{}]}, changed(level="grave"), changed(count=float("inf")),
+    changed(places=[None]),
+])  # fmt: skip
+def test_a_report_with_odd_contents_is_refused(odd, tmp_path, capsys):
+    for name, report in (("a.json", COMPARED), ("b.json", {**COMPARED, **odd})):
+        (tmp_path / name).write_text(json.dumps(report))
+    assert cli.main(["doctor", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+    assert "b.json': expected a doctor.json of this version, got " in capsys.readouterr().err
 
 
 def test_reports_of_a_script_are_compared(tmp_path, capsys):
