@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,9 +83,10 @@ class Session:
         self, steps: tuple[int, int, int], trainer: Any, callbacks: list[Callback], frame: FrameType,
         on_end: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.plan = Plan(*steps)
         self.trainer, self.on_end = trainer, on_end
         module, cuda = trainer.lightning_module, trainer.lightning_module.device.type == "cuda"
+        fetches = "dataloader_iter" in inspect.signature(module.training_step).parameters
+        self.plan = Plan(*steps[:2], 0 if fetches else steps[2])
         own = [each for each in callbacks if not type(each).__module__.startswith(("lightning.", "pytorch_lightning."))]
         self.sources = Sources([module, trainer.datamodule, *own])
         self.fit = self.sources.site(frame, through=True)
@@ -96,6 +98,8 @@ class Session:
         told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
         # Fields of ``Facts`` and ``Seen``.
         self.noted: dict[str, Any] = {"notes": () if self.watch.table is not None else (told,)}
+        if fetches:
+            self._note_timed_only("training_step(dataloader_iter) fetches its batches itself")
         timeline = Timeline(cuda)
         self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self._pause)
         self.reads = Reads()
@@ -108,14 +112,17 @@ class Session:
             reason = "the model is compiled"
         elif _has_compiled():
             reason = "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it"
-        elif not {base.__name__ for base in strategy.__mro__} & _PLAIN:
+        elif _base_of(strategy) not in _PLAIN:
             reason = f"{strategy.__name__} may split tensors over devices"
         elif any(map(_is_fast, modules)):
             reason = "attention layers in eval mode have a fast path that watching would close"
         else:
             return True
-        self.noted["notes"] = (*self.noted["notes"], f"{reason}: the run was timed, and not watched from inside")
+        self._note_timed_only(reason)
         return False
+
+    def _note_timed_only(self, reason: str) -> None:
+        self.noted["notes"] = (*self.noted["notes"], f"{reason}: the run was timed, and not watched from inside")
 
     def _note_call(self, *call: Any) -> None:
         if self.recorder.phase == "forward":
@@ -158,7 +165,8 @@ class Session:
     def look_at(self, batch: Any) -> None:
         """Note what the first batch holds, and the shapes of all."""
         self.graph.look_at(batch)
-        if "batch" not in self.noted:
+        # There is none yet where ``training_step`` fetches it.
+        if "batch" not in self.noted and batch is not None:
             self.noted |= collect.batch_facts(batch)
 
     def stop(self) -> None:
@@ -231,6 +239,12 @@ class Session:
 def _is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module came out of ``torch.compile``, or was compiled by its own ``compile()``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def _base_of(strategy: type) -> str:
+    """Return the nearest of Lightning's own strategies: DeepSpeed's and XLA's are subclasses of DDP's."""
+    bases = (base for base in strategy.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning.")))
+    return next(base.__name__ for base in bases)
 
 
 def _is_fast(module: torch.nn.Module) -> bool:

@@ -177,7 +177,7 @@ class Recorder:
         inner: The Trainer's own profiler.
         timeline: Gets the marks.
         on_step: Called whenever a step is over, before the next batch is fetched.
-        on_batch: Called when a batch has been fetched.
+        on_batch: Called when a batch has been fetched, unless ``training_step`` does it.
         on_pause: Called when something begins that is no part of a step: validation, the end of an epoch.
     """
 
@@ -232,9 +232,10 @@ class Recorder:
 
     def _begin(self, action: str) -> None:
         hook = action.rpartition(".")[2]
-        # The fetch of the next batch is the one action that ends a step in automatic and in manual optimization alike.
-        if hook == NEXT and not self._stack:
-            self.timeline.end()
+        # The fetch of the next batch is the one action that ends a step in automatic and in manual optimization alike;
+        # where ``training_step`` fetches, it is the start of the next batch.
+        if not self._stack and (hook == NEXT or (hook == "on_train_batch_start" and self._rest == "logging")):
+            self._close_step()
             self.on_step()
             self._rest = "hooks"
             self.timeline.begin()
@@ -256,8 +257,15 @@ class Recorder:
 
     def _leave_step(self, hook: str) -> None:
         self.on_pause()
-        if hook.endswith("epoch_end") and self._rest == "logging":
-            self.timeline.end()  # the last step of an epoch is over
+        if hook.endswith("epoch_end"):
+            self._close_step()  # the last step of an epoch is over
+        else:
+            self.timeline.drop()
+
+    def _close_step(self) -> None:
+        # Of data without a length a batch is fetched ahead when an epoch begins, which is no step.
+        if self._rest == "logging":
+            self.timeline.end()
         else:
             self.timeline.drop()
 
@@ -271,7 +279,8 @@ class Recorder:
         elif hook == "on_before_backward" and action.startswith("[LightningModule]"):
             self._stack.append(BACKWARD)
         self.timeline.mark(*self._current())
-        if hook == NEXT:
+        # A watch that began within ``training_step`` would end in another order than what the user began there.
+        if hook == NEXT and not self._stack:
             self.on_batch()
 
 

@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import time
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode
@@ -220,6 +222,38 @@ def test_what_watching_would_change_is_timed_only(model, note):
     assert (doctor.report.short, doctor.report.facts.timed) == ("", 2)
     assert 0 < doctor.report.facts.waiting < 1
     assert "host-sync" not in rules(doctor)
+
+
+class Sharded(SingleDeviceStrategy):
+    """Stands for DeepSpeed's strategy, which is derived from a plain one and splits tensors."""
+
+    __module__ = "lightning.pytorch.strategies.sharded"
+
+
+def test_a_strategy_of_lightnings_that_is_derived_from_a_plain_one_is_timed_only():
+    trained(doctor := Doctor(**SHORT), strategy=Sharded("cpu"))
+    assert "Sharded may split tensors over devices: the run was timed" in "".join(doctor.report.facts.notes)
+    assert "host-sync" not in rules(doctor)
+
+
+class Fetching(Noisy):
+    """Takes two batches in a step, by itself."""
+
+    def training_step(self, dataloader_iter):
+        (batch, _, _), _ = next(dataloader_iter), next(dataloader_iter)
+        with warnings.catch_warnings():
+            return super().training_step(batch, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_step_that_fetches_by_itself_is_timed_only():
+    doctor = Doctor(warmup=1, timed=2, watched=2)
+    assert equal(trained(model=Fetching, max_steps=5), trained(doctor, model=Fetching, max_steps=5))
+    facts = doctor.report.facts
+    assert (doctor.report.short, facts.timed, facts.seen.watched) == ("", 2, 0)
+    assert min(facts.phases[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
+    assert "training_step(dataloader_iter) fetches its batches itself: the run was timed" in "".join(facts.notes)
+    assert facts.batch > 0
 
 
 def test_cprofile_sees_all_that_it_sees_without_the_doctor():

@@ -80,6 +80,18 @@ def test_inner_actions_count_once(clock):
     ]
 
 
+def test_a_batch_that_is_fetched_ahead_of_an_epoch_is_no_step(clock):
+    watched = recorder()
+    one_step(watched, clock)
+    with watched.profile("[LightningModule]Model.on_train_epoch_end"):
+        clock(20)
+    with watched.profile(NEXT):
+        clock(40)
+    for _ in range(2):
+        one_step(watched, clock)
+    assert [sum(step.values()) for step in watched.timeline.each_step()] == [WHOLE, WHOLE]
+
+
 def test_manual_backward_is_backward(clock):
     watched = recorder()
     for _ in range(2):
@@ -95,6 +107,8 @@ def test_manual_backward_is_backward(clock):
                 with watched.profile(hook):
                     clock(32)
             clock(64)
+        with watched.profile(END):
+            clock(0)
     assert phases(watched) == {"data": 1, "forward": 2 + 64, "backward": 16, "hooks": 4 + 8 + 32 + 32}
 
 
