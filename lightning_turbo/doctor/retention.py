@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,11 +50,15 @@ class Retention:
         return tuple(
             Part(
                 name=f"{path or 'self'}.{name}",
-                growing=now[path, name] > before[path, name],
+                growing=self._grows((path, name)),
                 site=sources.change(type(owners[path]), name),
             )
             for path, name in filter(before.__contains__, now)
         )
+
+    def _grows(self, key: tuple[str, str]) -> bool:
+        """Return whether more was held after each of the steps: of one step's graph the size may go up and down."""
+        return all(before.get(key, 0) < now.get(key, 0) for before, now in pairwise(self._history))
 
 
 def _owners(module: nn.Module, others: Iterable[object]) -> dict[str, object]:

@@ -167,6 +167,22 @@ def test_a_large_graph_that_is_kept_grows_only_if_it_does():
     assert kept == {"self.last": False, "self.both": False, "self.kept": True, "self.total": True}
 
 
+class Unrolled(Noisy):
+    """Keeps the graph of one step, whose size goes up and down."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for _ in range((0, 0, 0, 9, 3, 6)[batch_idx % 6]):
+            loss = loss * 1.0
+        self.last = loss.clone()
+        return loss
+
+
+def test_a_graph_grows_only_if_it_does_so_in_each_step():
+    trained(doctor := Doctor(**SHORT), model=Unrolled)
+    assert [(part.name, part.growing) for part in doctor.report.facts.seen.retained] == [("self.last", False)]
+
+
 # Runs that are timed and not watched
 
 
@@ -242,7 +258,9 @@ class Fetching(Noisy):
     def training_step(self, dataloader_iter):
         (batch, _, _), _ = next(dataloader_iter), next(dataloader_iter)
         with warnings.catch_warnings():
-            return super().training_step(batch, 0)
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
