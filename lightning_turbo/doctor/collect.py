@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,13 @@ def run_facts(trainer: Any) -> Run:
         precision=str(trainer.precision),
         strategy=type(trainer.strategy).__name__,
         world_size=trainer.world_size,
+        local_ranks=trainer.num_devices,
+        gives_sampler=trainer._accelerator_connector.use_distributed_sampler,
         automatic=trainer.lightning_module.automatic_optimization,
         epochs=count_epochs(trainer),
         batches=trainer.num_training_batches,
+        ends_epoch=trainer.max_steps < 0
+        or trainer.max_steps * trainer.accumulate_grad_batches >= trainer.num_training_batches,
         accumulate=trainer.accumulate_grad_batches,
         exact_windows=any(type(each).__name__ == "ExactAccumulation" for each in trainer.callbacks),
     )
@@ -144,7 +149,7 @@ def _sharded(loader: Any) -> bool | None:
 
 
 def batch_facts(batch: Any) -> dict[str, Any]:
-    """Return what a batch holds, nested in lists, tuples and dicts as it may be, as fields of ``Facts``."""
+    """Return what a batch holds, however its lists, tuples, mappings and dataclasses are nested, for ``Facts``."""
     tensors = dict(leaves(batch, "batch"))
     return {
         "batch": sum(each.numel() * each.element_size() for each in tensors.values()),
@@ -156,9 +161,12 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the tensors within a value, with what a user would write for them."""
     if isinstance(value, torch.Tensor) and not value.is_nested:  # a nested tensor has no shape
         yield name, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from leaves(each, f"{name}[{key!r}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name, None), f"{name}.{field.name}")
 
 
 def has_contiguous_convolutions(module: nn.Module) -> bool:

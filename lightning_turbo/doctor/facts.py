@@ -110,9 +110,12 @@ class Run:
     precision: str = "32-true"
     strategy: str = ""  # the class of the Trainer's strategy
     world_size: int = 1
+    local_ranks: int = 1  # of them, those on this machine
+    gives_sampler: bool = True  # whether the Trainer may give loaders its DistributedSampler
     automatic: bool = True  # whether Lightning runs the optimization
     epochs: float = math.inf  # that the run may last
     batches: float = math.inf  # of an epoch, infinite if unknown
+    ends_epoch: bool = True  # whether its steps suffice for an epoch
     accumulate: int = 1
     exact_windows: bool = False  # whether a callback divides a last, shorter window by its own length
 

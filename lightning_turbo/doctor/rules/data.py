@@ -75,12 +75,14 @@ def _indexed_gzip(facts: Facts) -> Iterator[Hit]:
     "to split itself among workers, by torch.utils.data.get_worker_info().",
 )
 def _workers(facts: Facts) -> Iterator[Hit]:
-    workers, slow = facts.loader.workers, _is_slow(facts)
-    what, cost = f"num_workers={workers} on {facts.run.cores} cores", "part of what the step waits for data"
-    # Too many is said of any step, because they cost memory; too few only where the step waits for them.
+    workers, slow, ranks = facts.loader.workers, _is_slow(facts), facts.run.local_ranks
+    what = f"num_workers={workers}{f' in each of {ranks} ranks' * (ranks > 1)} on {facts.run.cores} cores"
+    cost = "part of what the step waits for data"
+    # Too many is said of any step, because they cost memory; too few only where the step waits for them. Ranks may
+    # share the cores or have been given some each, so that what is said has to be true of both.
     if workers > facts.run.cores:
         yield Hit(what, facts.loader.site, "memory and switches for each worker", "warning" if slow else "info")
-    elif slow and facts.loader.standard and 2 * workers < facts.run.cores:
+    elif slow and facts.loader.standard and 2 * workers * ranks < facts.run.cores:
         yield Hit(
             what + ": batches are loaded between the steps" * (workers == 0 and not facts.loader.prefetches),
             facts.loader.site,
@@ -119,8 +121,10 @@ def _persistent_workers(facts: Facts) -> Iterator[Hit]:
 )
 def _lost_sampler(facts: Facts) -> Iterator[Hit]:
     loader, ranks = facts.loader, facts.run.world_size
-    # ``None`` is a sampler that may split the data itself; an IterableDataset has no sampler to lose.
-    if ranks > 1 and loader.sharded is False and not loader.iterable_dataset:
+    # ``None`` is a sampler that may split the data itself; an IterableDataset has no sampler to lose. Who wants no
+    # sampler of the Trainer's has another way, such as a part of the data for each rank.
+    lost = loader.sharded is False and not loader.iterable_dataset and facts.run.gives_sampler
+    if ranks > 1 and lost:
         what = f"{loader.type} with sampler {loader.sampler} does not split the data over {ranks} ranks"
         yield Hit(what, loader.site, f"{ranks - 1} of {ranks} ranks do no new work", "error")
 

@@ -28,7 +28,8 @@ def _loop_optimizer(facts: Facts) -> Iterator[Hit]:
 @rule("short-window", "exact-accumulation", "Use ExactAccumulation, or drop the last batches.")
 def _short_window(facts: Facts) -> Iterator[Hit]:
     rest = facts.run.batches % facts.run.accumulate
-    if rest > 0 and not facts.run.exact_windows:  # of infinitely many batches nothing is left, but NaN
+    # Of infinitely many batches nothing is left, but NaN.
+    if rest > 0 and facts.run.ends_epoch and not facts.run.exact_windows:
         what = f"the last {rest} of {facts.run.batches} batches are divided by {facts.run.accumulate}"
         cost = f"the epoch's last step is {rest}/{facts.run.accumulate} of what it should be"
         yield Hit(what, None, cost)

@@ -2,11 +2,14 @@
 
 import math
 import random
+from collections import UserDict
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -14,6 +17,7 @@ from lightning_turbo import DALILoader, PrefetchLoader
 from lightning_turbo.data.sample_seeds import seed_samples
 from lightning_turbo.doctor import collect
 from lightning_turbo.doctor.source import Sources, kind_of
+from tests.trainers import quiet_trainer
 
 DATA = torch.arange(8)
 SPLIT = DistributedSampler(DATA, num_replicas=2, rank=0)
@@ -71,6 +75,26 @@ def test_the_tensors_of_a_batch_are_weighed_and_other_kinds_passed_over():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     batch = {"image": [torch.ones(2, 2), torch.ones(3, dtype=torch.float64)], "words": nested, "name": "x"}
     assert collect.batch_facts(batch) == {"batch": 16 + 24, "wide": ("batch['image'][1]",)}
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    name: str = ""
+
+
+def test_batches_of_a_mapping_or_a_dataclass_are_weighed_as_lightning_moves_them():
+    batch = UserDict(first=torch.ones(2, 2), rest=[Sample(torch.ones(3, dtype=torch.float64)), Sample])
+    assert collect.batch_facts(batch) == {"batch": 16 + 24, "wide": ("batch['rest'][0].image",)}
+
+
+@pytest.mark.parametrize(("max_steps", "told"), [(-1, True), (50, False), (51, True)])
+def test_whether_a_run_comes_to_the_end_of_an_epoch(max_steps, told):
+    runs = quiet_trainer(max_steps=max_steps, max_epochs=-1, accumulate_grad_batches=2, limit_train_batches=0)
+    runs.strategy.connect(BoringModel())
+    for batches, ends in ((101, told), (math.inf, max_steps < 0)):
+        runs.fit_loop.max_batches = batches
+        assert collect.run_facts(runs).ends_epoch is ends
 
 
 @pytest.mark.parametrize(("module", "told"), [

@@ -127,6 +127,8 @@ CASES = {
         (replace(CPU, phases=SLOW, loader=LOADER), "warning"),
         (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=3)), "warning"),
         (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=4)), None),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=1), local_ranks=2), "warning"),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=2), local_ranks=2), None),
         (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=9)), "warning"),
         (replace(CPU, loader=replace(LOADER, workers=9)), "info"),
         (replace(CPU, phases=SLOW, loader=replace(LOADER, standard=False)), None),
@@ -150,6 +152,7 @@ CASES = {
         (replace(CPU, world_size=2, loader=replace(LOADER, sharded=True)), None),
         (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False, iterable_dataset=True)), None),
         (replace(CPU, world_size=1, loader=replace(LOADER, sharded=False)), None),
+        (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False), gives_sampler=False), None),
     ],
     "slow-rank": [
         (replace(CPU, ranks=(rank(), rank(forward=0.026, backward=0.011))), "warning"),  # of a step of 40 ms
@@ -204,6 +207,7 @@ CASES = {
         (replace(CPU, accumulate=4, batches=12), None),
         (replace(CPU, accumulate=4, batches=10, exact_windows=True), None),
         (replace(CPU, accumulate=1, batches=10), None),
+        (replace(CPU, accumulate=4, batches=10, ends_epoch=False), None),
     ],
     "graph-breaks": [(replace(CPU, graph_breaks={"Data-dependent branching": 2}), "info"), (CPU, None)],
     "recompiles": [(replace(CPU, recompilations={"net.py:3 forward: size": 1}), "warning"), (CPU, None)],
