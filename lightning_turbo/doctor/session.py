@@ -13,6 +13,7 @@ import torch
 
 from lightning_turbo._lightning import Callback
 from lightning_turbo.doctor import collect
+from lightning_turbo.doctor.calls import FAST_PATHS
 from lightning_turbo.doctor.facts import BOUNDS, Facts, Rank, Seen
 from lightning_turbo.doctor.graph import GraphCheck
 from lightning_turbo.doctor.ranks import rank_facts
@@ -27,7 +28,7 @@ __all__ = ["Session"]
 
 # Strategies whose tensors are plain ones; what others do could change under a function mode.
 _PLAIN = {"SingleDeviceStrategy", "DDPStrategy"}
-_FAST_PATHS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder, torch.nn.MultiheadAttention)
+ONLY = "the run was timed, and not watched from inside"
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class Session:
         # Fields of ``Facts`` and ``Seen``.
         self.noted: dict[str, Any] = {"notes": () if self.watch.table is not None else (told,)}
         if fetches:
-            self._note_timed_only("training_step(dataloader_iter) fetches its batches itself")
+            self._note(f"training_step(dataloader_iter) fetches its batches itself: {ONLY}")
         timeline = Timeline(cuda)
         self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self._pause)
         self.reads = Reads()
@@ -118,11 +119,11 @@ class Session:
             reason = "attention layers in eval mode have a fast path that watching would close"
         else:
             return True
-        self._note_timed_only(reason)
+        self._note(f"{reason}: {ONLY}")
         return False
 
-    def _note_timed_only(self, reason: str) -> None:
-        self.noted["notes"] = (*self.noted["notes"], f"{reason}: the run was timed, and not watched from inside")
+    def _note(self, *notes: str) -> None:
+        self.noted["notes"] = (*self.noted["notes"], *notes)
 
     def _note_call(self, *call: Any) -> None:
         if self.recorder.phase == "forward":
@@ -174,6 +175,11 @@ class Session:
         self.watch.pause()
         self._close_step()
         self.compiled.append(compile_counts())
+        if self.watch.ended:
+            why = (
+                "attention layers were set to eval mode in a step, and have a fast path there that watching would close"
+            )
+            self._note(f"{why}: from there on the run was not watched from inside")
         if self.trainer.profiler is self.recorder:
             self.trainer.profiler = self.recorder.inner
 
@@ -248,7 +254,7 @@ def _base_of(strategy: type) -> str:
 
 
 def _is_fast(module: torch.nn.Module) -> bool:
-    return isinstance(module, _FAST_PATHS) and not module.training
+    return isinstance(module, FAST_PATHS) and not module.training
 
 
 def _has_compiled() -> bool:
