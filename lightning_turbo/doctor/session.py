@@ -115,12 +115,16 @@ class Session:
             reason = "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it"
         elif _base_of(strategy) not in _PLAIN:
             reason = f"{strategy.__name__} may split tensors over devices"
-        elif any(map(_is_fast, modules)):
+        elif any(isinstance(each, FAST_PATHS) and self._may_be_fast(each) for each in modules):
             reason = "attention layers in eval mode have a fast path that watching would close"
         else:
             return True
         self._note(f"{reason}: {ONLY}")
         return False
+
+    def _may_be_fast(self, layer: torch.nn.Module) -> bool:
+        """Return whether a layer is in eval mode, or may be set to it unseen in a step."""
+        return not layer.training or self.watch.table is None
 
     def _note(self, *notes: str) -> None:
         self.noted["notes"] = (*self.noted["notes"], *notes)
@@ -176,9 +180,7 @@ class Session:
         self._close_step()
         self.compiled.append(compile_counts())
         if self.watch.ended:
-            why = (
-                "attention layers were set to eval mode in a step, and have a fast path there that watching would close"
-            )
+            why = "a step set attention layers to eval mode, where they have a fast path that watching would close"
             self._note(f"{why}: from there on the run was not watched from inside")
         if self.trainer.profiler is self.recorder:
             self.trainer.profiler = self.recorder.inner
@@ -251,10 +253,6 @@ def _base_of(strategy: type) -> str:
     """Return the nearest of Lightning's own strategies: DeepSpeed's and XLA's are subclasses of DDP's."""
     bases = (base for base in strategy.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning.")))
     return next(base.__name__ for base in bases)
-
-
-def _is_fast(module: torch.nn.Module) -> bool:
-    return isinstance(module, FAST_PATHS) and not module.training
 
 
 def _has_compiled() -> bool:

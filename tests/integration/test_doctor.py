@@ -266,6 +266,17 @@ def test_watching_ends_where_attention_layers_are_set_to_eval_mode(warmup):
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
 
 
+def test_attention_layers_are_not_watched_where_eval_mode_would_not_be_seen():
+    sys.setprofile(profiled := lambda *event: None)
+    try:
+        trained(doctor := Doctor(**SHORT), model=Pseudo)
+        assert sys.getprofile() is profiled
+    finally:
+        sys.setprofile(None)
+    assert "fast path that watching would close: the run was timed" in "".join(doctor.report.facts.notes)
+    assert "host-sync" not in rules(doctor)
+
+
 class Sharded(SingleDeviceStrategy):
     """Stands for DeepSpeed's strategy, which is derived from a plain one and splits tensors."""
 
