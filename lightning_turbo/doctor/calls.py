@@ -14,10 +14,7 @@ from torch import nn
 from lightning_turbo._lightning import LightningModule
 from lightning_turbo.amp.grad_scaler import ApexGradScaler
 
-__all__ = ["FAST_PATHS", "CallTable"]
-
-FAST_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
-"""Layers that compute another way in eval mode, unless a function mode is on."""
+__all__ = ["CallTable"]
 
 # Function -> kind and name; the name of log is that of the value.
 _FUNCTIONS: list[tuple[Any, str, str]] = [
@@ -31,7 +28,6 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (torch.amp.GradScaler.scale, "scale", ""),
     (torch.amp.GradScaler.unscale_, "unscale", ""),
     (ApexGradScaler._unscale, "unscale", ""),  # by which each of its ways to unscale ends
-    (nn.Module.train, "mode", ""),  # which eval() calls, for each layer within
 ]
 
 
@@ -60,9 +56,6 @@ class CallTable:
         # Clipping is judged by which of the two came last: gradients of a scaled loss are scaled until ``unscale_``.
         if kind in ("scale", "unscale"):
             self.scaled = kind == "scale"
-        elif kind == "mode":
-            if not given["mode"] and isinstance(given["self"], FAST_PATHS):
-                self._note(kind, name, frame.f_back)
         elif kind == "log":
             if given["prog_bar"] and given["on_step"] is not False:
                 self._note(kind, str(given["name"]), frame.f_back)

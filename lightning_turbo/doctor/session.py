@@ -13,7 +13,6 @@ import torch
 
 from lightning_turbo._lightning import Callback
 from lightning_turbo.doctor import collect
-from lightning_turbo.doctor.calls import FAST_PATHS
 from lightning_turbo.doctor.facts import BOUNDS, Facts, Rank, Seen
 from lightning_turbo.doctor.graph import GraphCheck
 from lightning_turbo.doctor.ranks import rank_facts
@@ -28,7 +27,7 @@ __all__ = ["Session"]
 
 # Strategies whose tensors are plain ones; what others do could change under a function mode.
 _PLAIN = {"SingleDeviceStrategy", "DDPStrategy"}
-ONLY = "the run was timed, and not watched from inside"
+_FAST_PATHS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder, torch.nn.MultiheadAttention)
 
 
 @dataclass(slots=True)
@@ -100,7 +99,7 @@ class Session:
         # Fields of ``Facts`` and ``Seen``.
         self.noted: dict[str, Any] = {"notes": () if self.watch.table is not None else (told,)}
         if fetches:
-            self._note(f"training_step(dataloader_iter) fetches its batches itself: {ONLY}")
+            self._note_timed_only("training_step(dataloader_iter) fetches its batches itself")
         timeline = Timeline(cuda)
         self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self._pause)
         self.reads = Reads()
@@ -115,19 +114,15 @@ class Session:
             reason = "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it"
         elif _base_of(strategy) not in _PLAIN:
             reason = f"{strategy.__name__} may split tensors over devices"
-        elif any(isinstance(each, FAST_PATHS) and self._may_be_fast(each) for each in modules):
+        elif any(map(_is_fast, modules)):
             reason = "attention layers in eval mode have a fast path that watching would close"
         else:
             return True
-        self._note(f"{reason}: {ONLY}")
+        self._note_timed_only(reason)
         return False
 
-    def _may_be_fast(self, layer: torch.nn.Module) -> bool:
-        """Return whether a layer is in eval mode, or may be set to it unseen in a step."""
-        return not layer.training or self.watch.table is None
-
-    def _note(self, *notes: str) -> None:
-        self.noted["notes"] = (*self.noted["notes"], *notes)
+    def _note_timed_only(self, reason: str) -> None:
+        self.noted["notes"] = (*self.noted["notes"], f"{reason}: the run was timed, and not watched from inside")
 
     def _note_call(self, *call: Any) -> None:
         if self.recorder.phase == "forward":
@@ -179,9 +174,6 @@ class Session:
         self.watch.pause()
         self._close_step()
         self.compiled.append(compile_counts())
-        if self.watch.ended:
-            why = "a step set attention layers to eval mode, where they have a fast path that watching would close"
-            self._note(f"{why}: from there on the run was not watched from inside")
         if self.trainer.profiler is self.recorder:
             self.trainer.profiler = self.recorder.inner
 
@@ -253,6 +245,10 @@ def _base_of(strategy: type) -> str:
     """Return the nearest of Lightning's own strategies: DeepSpeed's and XLA's are subclasses of DDP's."""
     bases = (base for base in strategy.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning.")))
     return next(base.__name__ for base in bases)
+
+
+def _is_fast(module: torch.nn.Module) -> bool:
+    return isinstance(module, _FAST_PATHS) and not module.training
 
 
 def _has_compiled() -> bool:

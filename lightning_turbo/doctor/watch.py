@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.doctor.calls import CallTable
 from lightning_turbo.doctor.facts import Call, Site
@@ -55,7 +55,6 @@ class Watch:
         # None where another profile function is set, whose place this one would take.
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
         self.inside = True  # whether to use the mode; a compiled model would fall back to eager under it
-        self.ended = False  # whether using it has ended within a step
         self.watched = 0
         self._mode = _Functions(self)
         self._counts: dict[tuple[str, str, Site, str], list[Any]] = {}
@@ -107,16 +106,8 @@ class Watch:
             entry[2] += seconds
 
     def _note_call(self, kind: str, name: str, caller: FrameType | None) -> None:
-        if kind == "mode":
-            self._end_mode()
-            return
         # log_dict calls log: of the progress bar's values the line is beyond Lightning's own.
         self.note(kind, name, self.sources.site(caller, through=kind == "log"))
-
-    def _end_mode(self) -> None:
-        """Stop to use the mode: a layer is about to take a path that it would close."""
-        self.ended, self.inside = self.ended or self.inside, False
-        self._mode.__exit__(None, None, None)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Call a function of torch and note what it does."""
@@ -173,14 +164,6 @@ class _Functions(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
-
-    def __exit__(self, *raised: Any) -> None:
-        # It may have been left before, or be below modes that the user has entered since.
-        above = []
-        while torch._C._len_torch_function_stack() and (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.watch.call(func, args, kwargs or {}, sys._getframe(1))

@@ -1,6 +1,5 @@
 """The Doctor in real Trainers: it changes nothing, ends well whatever happens, costs nothing afterwards."""
 
-import contextlib
 import cProfile
 import gc
 import io
@@ -238,42 +237,6 @@ def test_what_watching_would_change_is_timed_only(model, note):
     assert note in "".join(doctor.report.facts.notes)
     assert (doctor.report.short, doctor.report.facts.timed) == ("", 2)
     assert 0 < doctor.report.facts.waiting < 1
-    assert "host-sync" not in rules(doctor)
-
-
-class Pseudo(Frozen):
-    """Labels its batch in eval mode, within a function mode of the user's own, and learns in train mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder.requires_grad_(True)
-
-    def training_step(self, batch, batch_idx):
-        with BaseTorchFunctionMode() if batch_idx % 2 else contextlib.nullcontext():
-            self.encoder.eval()
-        with torch.no_grad():
-            labels = self.encoder(batch[0])
-        loss = (self.net(self.encoder.train()(batch[0])) - labels[..., :4]).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-
-@pytest.mark.parametrize("warmup", [1, 2])
-def test_watching_ends_where_attention_layers_are_set_to_eval_mode(warmup):
-    doctor = Doctor(warmup=warmup, timed=2, watched=4)
-    assert equal(trained(model=Pseudo), trained(doctor, model=Pseudo))
-    assert "from there on the run was not watched from inside" in "".join(doctor.report.facts.notes)
-    assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
-
-
-def test_attention_layers_are_not_watched_where_eval_mode_would_not_be_seen():
-    sys.setprofile(profiled := lambda *event: None)
-    try:
-        trained(doctor := Doctor(**SHORT), model=Pseudo)
-        assert sys.getprofile() is profiled
-    finally:
-        sys.setprofile(None)
-    assert "fast path that watching would close: the run was timed" in "".join(doctor.report.facts.notes)
     assert "host-sync" not in rules(doctor)
 
 
