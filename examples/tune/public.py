@@ -195,6 +195,7 @@ def tune(script: Script, repositories: Path, folder: Path, minutes: float, out: 
     command = [sys.executable, "-m", "lightning_turbo", "tune", "--minutes", str(minutes), "--confirm"]
     ended = subprocess.run([*command, "--out", str(out), *script.command], cwd=folder, env=environment, check=False)
     if ended.returncode:
+        (out / "tune.json").unlink(missing_ok=True)  # of a search that was ended
         return {"error": f"tune ended with exit status {ended.returncode}"}
     return json.loads((out / "tune.json").read_text())
 
@@ -263,6 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, help="write the tables to this file, too")
     parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="scripts")
     parser.add_argument("--out", type=Path, default=Path("runs/public"), help="what tune writes (default: runs/public)")
+    parser.add_argument("--resume", action="store_true", help="keep what is in --out of an earlier run")
     asked = parser.parse_args(arguments)
     repositories = {SCRIPTS[name].repository for name in asked.only}
     if missing := [each for each in sorted(repositories) if not (asked.repositories / Path(each).name).is_dir()]:
@@ -270,9 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("\n".join(["expected clones of all repositories:", *clones]))
     found: dict[str, dict[str, Any]] = {}
     for name in asked.only:
+        clones, out = asked.repositories.absolute(), asked.out.absolute() / name
         with tempfile.TemporaryDirectory() as folder:
-            clones, out = asked.repositories.absolute(), asked.out.absolute() / name
-            found[name] = tune(SCRIPTS[name], clones, Path(folder), asked.minutes, out)
+            if asked.resume and (out / "tune.json").exists():
+                found[name] = json.loads((out / "tune.json").read_text())
+            else:
+                found[name] = tune(SCRIPTS[name], clones, Path(folder), asked.minutes, out)
         print_lines(" | ".join(row(name, found[name])))  # what is known is not lost
     print_lines("", *page(found, asked.minutes))
     if asked.page is not None:

@@ -73,7 +73,7 @@ def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_
         folder = options["cwd"]
         ran.append((command, options["env"], (folder / "deep" / "train.py").read_text()))
         out = Path(command[command.index("--out") + 1])
-        out.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
         (out / "tune.json").write_text(json.dumps(FOUND))
         return subprocess.CompletedProcess(command, status)
 
@@ -87,7 +87,8 @@ def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_
     assert command[-3:] == ["deep/train.py", "--rate", "1"]
     assert {"--confirm", "0.5"} < set(command)
     assert environment["PL_TRAINER_LIMIT_TRAIN_BATCHES"] == "5"
-    assert (tmp_path / "kept" / "gan" / "tune.json").exists()
+    assert public.main([*words, "--out", str(tmp_path / "kept"), "--resume"]) == 0
+    assert len(ran) == (1 if status == 0 else 2)
     assert ("lean + fused" in page.read_text()) == (status == 0)
     assert ("exit status 2" in page.read_text()) == (status == 2)
 

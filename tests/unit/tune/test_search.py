@@ -206,10 +206,12 @@ def test_lightnings_own_is_recommended_where_the_better_one_may_be_chance():
     assert [each.candidate.name for each in trials.winners()] == ["O1"]
 
 
-@pytest.mark.parametrize(("logs", "chosen"), [(-0.33, "bf16-mixed"), (-0.2, "O1")])
-def test_of_one_process_each_the_plainer_one_is_confirmed_where_they_hardly_differ(logs, chosen):
+@pytest.mark.parametrize(("bf16", "o1", "chosen"), [
+    (-0.2, -0.35, "bf16-mixed"), (-0.1, -0.35, "O1"), (0.1, -0.35, "O1"), (-0.35, -0.2, "bf16-mixed"),
+])  # fmt: skip
+def test_of_one_process_each_lightnings_own_is_confirmed_if_it_gains_half_as_much(bf16, o1, chosen):
     trials = Search(select(list_candidates(2), ("O1", "bf16-mixed", "fused")), Machine({}))
-    for name, log in (("bf16-mixed", logs), ("O1", -0.35), ("fused", -0.3)):
+    for name, log in (("bf16-mixed", bf16), ("O1", o1), ("fused", -0.3)):
         trials.trials[name].alone.logs.append(log)
     assert [each.candidate.name for each in trials.winners()] == [chosen]
 
