@@ -249,7 +249,8 @@ def page(results: Mapping[str, Mapping[str, Any]], minutes: float) -> list[str]:
         f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m examples.tune.public --minutes {minutes:g}`.",
         f"{facts['processor']}, {facts['cores']} cores, {', '.join(versions)}.\n",
         *markdown_table(COLUMNS, [row(name, each) for name, each in results.items()]),
-        "\nNo script was edited. Data are random, in files as the real ones.\n",
+        "\nWithin: the range of the pairs of epochs meets the interval that the steps let expect.",
+        "No script was edited. Data are random, in files as the real ones.\n",
         *markdown_table(SOURCES, [source(name, SCRIPTS[name]) for name in results]),
     ]
 
