@@ -263,7 +263,7 @@ class Recorder:
             self.timeline.drop()
 
     def _close_step(self) -> None:
-        # Of data without a length a batch is fetched ahead when an epoch begins, which is no step.
+        # Of data without a length a batch is fetched ahead when an epoch begins: no training ends with that fetch.
         if self._rest == "logging":
             self.timeline.end()
         else:
