@@ -55,6 +55,9 @@ def work(rank, folder):
     for level in LEVELS:
         result["accumulated", level] = [accumulated(rank, level, delayed) for delayed in (True, False)]
     torch.save(result, folder / f"rank{rank}.pt")
+    # A thread of gloo may hold the last tensor still, and DDP the group: its end would wait for that thread, and hold
+    # the GIL that the thread needs.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
