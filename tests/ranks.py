@@ -3,6 +3,7 @@
 ``RANK_SCRIPT``, given to torchrun with another script and its words, runs that one and leaves the ranks' group.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,8 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(Path(__file__).parents[1]),
 }
+# A rank that still runs then writes where each of its threads is, which the failure of ``run_ranks`` shows.
+DUMP_AFTER = 120.0  # seconds
 # The server of forks imports these once for all tests of a process; a program would import them for seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_turbo", __name__])
@@ -71,6 +74,7 @@ def _program(argv, environment, output):
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(DUMP_AFTER)
     torch.set_num_threads(1)
     sys.argv[:] = [RANK_SCRIPT, *argv]
     main() if "RANK" in environment else _run_script()

@@ -38,9 +38,9 @@ def rows_of(folder, case):
     return rows, steps
 
 
-def check(folder, names):
+def check(folder, names, timeout=150):
     for life, ranks in enumerate(RANKS):
-        run_ranks(WORKER, folder, life, *names, ranks=ranks, timeout=800)
+        run_ranks(WORKER, folder, life, *names, ranks=ranks, timeout=timeout)
     for case in map(case_of, names):
         rows, steps = rows_of(folder, case)
         assert steps == list(range(len(steps))), case
@@ -62,4 +62,4 @@ def test_each_sample_is_seen_once_with_other_ranks_workers_and_batch_sizes(tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(2500)
 def test_each_sample_is_seen_once_in_thirty_runs_that_are_stopped_at_random(tmp_path):
-    check(tmp_path, [str(number) for number in range(30)])
+    check(tmp_path, [str(number) for number in range(30)], timeout=800)
