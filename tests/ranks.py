@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def start(words, environment, output):
 def end(process):
     """Kill a program that is not at its end, and what it has started."""
     if process.is_alive():
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a process that only starts has no group yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     process.join()
 
 
