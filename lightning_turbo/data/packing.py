@@ -316,51 +316,55 @@ def _is_packed(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _unfinished_folder(target: Path, key: str) -> Iterator[tuple[Path, Any]]:
-    """Yield the folder beside ``target`` in which it is written, and its journal, whose lock this process holds.
+    """Yield the folder beside ``target`` in which it is written, and its journal, when no other process writes there.
 
     An earlier call that was interrupted left both. They stay when this one is interrupted or finds no room.
     """
     folder = target.with_name(target.name + ".partial")
-    with _locked(folder) as journal:
-        journal.seek(0)
-        if journal.readline() != f"{key}\n":
-            for path in folder.iterdir():
-                if path.name != JOURNAL:
-                    path.unlink()
-            journal.truncate(0)
-            journal.write(f"{key}\n")
-            journal.flush()
-        try:
-            yield folder, journal
-        except Exception as error:
-            # The dataset's errors end with another dataset; a worker process that was killed is as an interruption.
-            if not isinstance(error, OSError) and not str(error).startswith("DataLoader worker"):
-                shutil.rmtree(folder)
-            raise
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(target.name + ".lock")):
+        folder.mkdir(exist_ok=True)
+        with (folder / JOURNAL).open("a+") as journal:
+            journal.seek(0)
+            if journal.readline() != f"{key}\n":
+                for path in folder.iterdir():
+                    if path.name != JOURNAL:
+                        path.unlink()
+                journal.truncate(0)
+                journal.write(f"{key}\n")
+                journal.flush()
+            try:
+                yield folder, journal
+            except Exception as error:
+                # The dataset's errors end with another dataset; a worker process that was killed is as an interruption.
+                if not isinstance(error, OSError) and not str(error).startswith("DataLoader worker"):
+                    shutil.rmtree(folder)
+                raise
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[Any]:
-    """Yield the journal of a folder, which is made, when no other process holds it."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made, and removed in the end.
+
+    It lies beside what is written: a folder that is renamed or removed could get another file from who waits.
+    """
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            journal = (folder / JOURNAL).open("a+")
-        except FileNotFoundError:  # another process finished just now, and renamed the folder
-            continue
-        with journal:
-            _lock(journal)
-            # The process that held the lock may have renamed or removed the folder since: then this is another file.
+        with path.open("a") as file:
+            _lock(file)
+            # The process that held the lock has removed the file since, and another one may have made it again.
             try:
-                found = (folder / JOURNAL).stat()
+                found = path.stat()
             except FileNotFoundError:
                 continue
-            if os.path.samestat(found, os.fstat(journal.fileno())):
-                yield journal
+            if os.path.samestat(found, os.fstat(file.fileno())):
+                try:
+                    yield
+                finally:
+                    path.unlink()
                 return
 
 
-def _lock(journal: Any) -> None:
+def _lock(file: Any) -> None:
     """Wait until this process alone holds a file; it lets go when it closes the file or ends."""
     try:
         import fcntl
@@ -368,12 +372,12 @@ def _lock(journal: Any) -> None:
         return
     try:
         # Of the process alone: with flock(2) worker processes that outlive a killed one would hold its lock.
-        fcntl.lockf(journal, fcntl.LOCK_EX)
+        fcntl.lockf(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         what = "The file system of %r has no locks. Let one process pack, and the others begin when it is done."
-        warnings.warn(what % journal.name, TurboWarning, stacklevel=2)
+        warnings.warn(what % file.name, TurboWarning, stacklevel=2)
 
 
 def stamp_of(path: Path) -> tuple[str, int, int]:

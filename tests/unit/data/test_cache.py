@@ -201,3 +201,25 @@ def test_ranks_that_start_at_once_fill_it_once(tmp_path, dies):
     (name,) = {path.name.split("-")[1] for path in folder.glob("saw-*")}
     assert [path.name for path in (folder / "cache").iterdir()] == [name]
     assert [len(list(folder.glob(f"loaded-{n}-*"))) for n in (1, 2, 3, 5)] == [1] * 4
+
+
+def ranks_over_and_over(folder, barrier):
+    for turn in range(60):
+        barrier.wait()
+        cached = cache_transforms([np.zeros(1), np.ones(2)], folder / str(turn))
+        barrier.wait()
+        assert [path.name for path in cached.parent.iterdir()] == [cached.name]
+        assert {path.suffix for path in cached.iterdir()} == {".npy", ".index", ".json"}
+        assert [int(row.sum()) for row in PackedDataset(cached)] == [0, 2]
+
+
+def test_ranks_meet_at_each_moment_of_the_work(tmp_path):
+    """One packs, and another begins while it ends: it makes nothing in what the first one renames or removes."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4, timeout=60)
+    ranks = [context.Process(target=ranks_over_and_over, args=(tmp_path, barrier)) for _ in range(4)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [each.exitcode for each in ranks] == [0] * 4

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_turbo.data import PackedDataset, pack, packing
+from lightning_turbo.data import PackedDataset, pack
 
 
 class Samples(Dataset):
@@ -154,20 +154,6 @@ def test_worker_processes_end_with_a_process_that_is_killed(tmp_path):
     while any(map(is_alive, workers)):
         time.sleep(0.01)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_another_process_finishes_while_this_one_waits_is_made_again(tmp_path, monkeypatch):
-    lock, theirs = packing._lock, tmp_path / "theirs"
-
-    def wait(journal):
-        if not theirs.exists():
-            Path(journal.name).parent.rename(theirs)
-        lock(journal)
-
-    monkeypatch.setattr(packing, "_lock", wait)
-    pack(Samples(scan), tmp_path / "out")
-    assert {path.name for path in theirs.iterdir()} == {"journal"}
-    assert len(PackedDataset(tmp_path / "out")) == 5
 
 
 @pytest.mark.parametrize("field", [1, 2, 3])
