@@ -135,6 +135,7 @@ def test_torchdatas_loader_tells_in_numbers_what_another_batch_size_does(tmp_pat
     assert len([index for epoch, *_, parts in seen if epoch == 0 for index in parts["a"]]) == 24 - 6 - 6
 
 
+@pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")
 def test_a_checkpoint_of_before_samples_were_counted_goes_on():
     """Of ``range(20)`` in shuffled batches of three, with ``ExactResume``, two batches into the second epoch."""
     path = Path(__file__).parents[1] / "data/resume/earlier.ckpt"
