@@ -161,6 +161,7 @@ class Packing:
             (folder / CONTENTS).write_text(json.dumps(contents, indent=1))
             # Without its journal the folder holds what a packed dataset holds. After a kill before the rename, the next
             # call begins again from the first sample.
+            journal.close()  # on Windows a file that is open stays
             (folder / JOURNAL).unlink()
             if self.target.exists():
                 shutil.rmtree(self.target)
@@ -322,7 +323,7 @@ def _unfinished_folder(target: Path, key: str) -> Iterator[tuple[Path, Any]]:
     """
     folder = target.with_name(target.name + ".partial")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(target.name + ".lock")):
+    with _locked(folder.with_name(folder.name + ".lock")):
         folder.mkdir(exist_ok=True)
         with (folder / JOURNAL).open("a+") as journal:
             journal.seek(0)
@@ -348,9 +349,21 @@ def _locked(path: Path) -> Iterator[None]:
 
     It lies beside what is written: a folder that is renamed or removed could get another file from who waits.
     """
+    try:
+        import fcntl
+    except ImportError:  # Windows: there one process packs at a time
+        yield
+        return
     while True:
         with path.open("a") as file:
-            _lock(file)
+            try:
+                # Of the process alone: with flock(2) worker processes that outlive a killed one would hold its lock.
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise
+                what = "The file system of %r has no locks. Let one process pack, and the others begin when it is done."
+                warnings.warn(what % file.name, TurboWarning, stacklevel=2)
             # The process that held the lock has removed the file since, and another one may have made it again.
             try:
                 found = path.stat()
@@ -360,24 +373,8 @@ def _locked(path: Path) -> Iterator[None]:
                 try:
                     yield
                 finally:
-                    path.unlink()
+                    path.unlink(missing_ok=True)
                 return
-
-
-def _lock(file: Any) -> None:
-    """Wait until this process alone holds a file; it lets go when it closes the file or ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: there one process packs at a time
-        return
-    try:
-        # Of the process alone: with flock(2) worker processes that outlive a killed one would hold its lock.
-        fcntl.lockf(file, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-        what = "The file system of %r has no locks. Let one process pack, and the others begin when it is done."
-        warnings.warn(what % file.name, TurboWarning, stacklevel=2)
 
 
 def stamp_of(path: Path) -> tuple[str, int, int]:

@@ -113,6 +113,7 @@ class RowWriter:
 
         A field is finished when the list of its rows is gone. An interruption before leaves it to the next writer.
         """
+        self.close()  # on Windows a file that is open stays
         for name in self._files:
             records = self._records(name)
             kind, shape = _kind_and_shape(records[0])
@@ -122,7 +123,6 @@ class RowWriter:
                     np.save(file, records)
             _write_header(self._path(name, "npy"), *((kind, (self.count, *shape)) if plain else ("|u1", _end(records))))
             self._path(name, "rows").unlink()
-        self.close()
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

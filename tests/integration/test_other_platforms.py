@@ -30,6 +30,15 @@ def without_proc(path, *args, **kwargs):
     return real_open(path, *args, **kwargs)
 
 builtins.open = io.open = without_proc
+real_unlink = os.unlink
+
+def unlink_what_is_closed(path, *args, **kwargs):
+    for number in os.listdir("/proc/self/fd"):
+        if os.path.realpath("/proc/self/fd/" + number) == os.path.abspath(path):
+            raise PermissionError(13, "a process uses this file", path)
+    real_unlink(path, *args, **kwargs)
+
+os.unlink = unlink_what_is_closed
 """
 PROGRAM = """
 import torch
